@@ -105,11 +105,11 @@ class Pipeline:
             passes: some of the pipeline's, in order.
             again: whether the first of them has run before, and with it the user's passes before it.
         """
-        found: list[Pass] = []
+        placed: list[Pass] = []
         for index, item in enumerate(passes):
             before, after = self._around(item.name)
-            found += [*(before if index or not again else ()), item, *after]
-        return found
+            placed += [*(before if index or not again else ()), item, *after]
+        return placed
 
     def number(self, item: Pass) -> int:
         """Returns the number of a pass from 1, own ones counted; passes after one that ends a step begin at its number.
@@ -220,12 +220,12 @@ class Timing:
 
 def stage_graphs(program: Program) -> dict[int, GraphDef]:
     """Returns the graphs of stages while they are being built, with the functions that have been made of them."""
-    found = {}
+    graphs = {}
     for stage in program.stages:
         if program.step is None and stage.graph is not None:
-            found[stage.index] = copied(stage.graph)
-            merge_library(found[stage.index], [part.function for part in stage.functions])
-    return found
+            graphs[stage.index] = copied(stage.graph)
+            merge_library(graphs[stage.index], [part.function for part in stage.functions])
+    return graphs
 
 
 class Dumped(NamedTuple):

@@ -144,15 +144,15 @@ def _cell(cell: Cell, x: Any, before: Any, width: int, name: str) -> Any:
 
     def states(x: Any, before: Any | None = None) -> Any:
         first = _convolution(x, width, (1, 1), (1, 1), f"{name}_0")
-        found = [first, x if before is None else _fitted(before, x, width, f"{name}_1")]
+        tensors = [first, x if before is None else _fitted(before, x, width, f"{name}_1")]
         for pair in cell.pairs:
-            number = len(found)
+            number = len(tensors)
             terms = [
-                _operation(kind, found[state], width, cell.stride if state < 2 else 1, f"{name}_{number}_{side}")
+                _operation(kind, tensors[state], width, cell.stride if state < 2 else 1, f"{name}_{number}_{side}")
                 for side, (state, kind) in zip("ab", pair, strict=True)
             ]
-            found.append(keras.layers.Add(name=f"{name}_{number}")(terms))
-        return keras.layers.Concatenate(name=f"{name}_states")([found[state] for state in cell.outputs])
+            tensors.append(keras.layers.Add(name=f"{name}_{number}")(terms))
+        return keras.layers.Concatenate(name=f"{name}_states")([tensors[state] for state in cell.outputs])
 
     return group(name, states, x) if before is x else group(name, states, x, before)
 

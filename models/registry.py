@@ -87,7 +87,7 @@ def _function(module: str, function: str, name: str) -> Callable[..., Any]:
     if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)  # ``python -m`` adds the folder, a console command doesn't.
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # The module is there, but lacks another.
@@ -97,9 +97,9 @@ def _function(module: str, function: str, name: str) -> Callable[..., Any]:
         ) from error
     except (TypeError, ValueError) as error:  # A relative or empty name.
         raise ModelError(f"{name!r}: {module!r} isn't a module's name; write package.module:function") from error
-    made = getattr(found, function, None)
+    made = getattr(imported, function, None)
     if not callable(made):
-        functions = {key: value for key, value in vars(found).items() if callable(value) and not key.startswith("_")}
+        functions = {key: value for key, value in vars(imported).items() if callable(value) and not key.startswith("_")}
         raise ModelError(f"{name!r}: module {module!r} has no function {function!r}{_like(function, functions)}")
     return made
 

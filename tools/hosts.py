@@ -82,16 +82,16 @@ def free_ports(count: int) -> list[int]:
 
     None is in the system's range for outgoing connections, so that a restarted worker finds its own port still free.
     """
-    found: list[int] = []
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
         for port in random.SystemRandom().sample(range(15_000, 32_000), 10_000):
             trial = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 trial.bind(("127.0.0.1", port))
-                found.append(port)
-            if len(found) == count:
-                return found
-    raise HostsError(f"{count} free ports were looked for, but there are only {len(found)}")
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise HostsError(f"{count} free ports were looked for, but there are only {len(ports)}")
 
 
 def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

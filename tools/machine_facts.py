@@ -26,10 +26,10 @@ def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
         that wanted a core within the last minute, which reveals other load), ``date`` (UTC)
         and ``versions``.
     """
-    found = {"python": platform.python_version()}
+    own_versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            own_versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
@@ -39,7 +39,7 @@ def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "load_1min": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-        "versions": {**found, **(versions or {})},
+        "versions": {**own_versions, **(versions or {})},
     }
 
 

@@ -84,7 +84,9 @@ def links(cluster: Cluster, between: Pairs) -> str:
     )
     capacities = [cluster.capacity(server) for server in range(cluster.num_servers)]
     if _CAPACITY.value and cluster.num_devices > cluster.num_servers:
-        told += "compute of all devices at once: " + ", ".join(f"{found:.2f}" for found in capacities) + " devices\n"
+        told += (
+            "compute of all devices at once: " + ", ".join(f"{capacity:.2f}" for capacity in capacities) + " devices\n"
+        )
     return told
 
 
@@ -103,12 +105,12 @@ def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:
 
     with connected(cluster):  # All of it on one lease.
         between = measure_between_servers(cluster, large=large, repeats=_REPEATS.value, progress=progress)
-        found = measure_links(
+        measured = measure_links(
             cluster, large=large, repeats=_REPEATS.value, capacity=_CAPACITY.value, between=between or None
         )
     if terminal:
         sys.stderr.write("\r" + " " * 60 + "\r")
-    return found, between
+    return measured, between
 
 
 def _cluster(stack: contextlib.ExitStack) -> Cluster:
@@ -133,13 +135,13 @@ def main() -> None:
             cluster = _cluster(stack)
             sys.stdout.write(topology(cluster) + "\n")
             sys.stdout.flush()
-            found, between = measure(cluster)
-            sys.stdout.write(links(found, between))
+            measured, between = measure(cluster)
+            sys.stdout.write(links(measured, between))
     except HostsError as error:
         raise app.UsageError(str(error)) from error
     if _OUT.value:
         # Only the devices' numbers matter there; addresses are for those who use the cluster now.
-        dataclasses.replace(found, addresses=()).save(_OUT.value)
+        dataclasses.replace(measured, addresses=()).save(_OUT.value)
         sys.stdout.write(f"written to {_OUT.value}; dapple_tf.Cluster.load reads it\n")
 
 

@@ -92,13 +92,13 @@ class ModelFlags:
         """
         check(bool(self._model.value), "--model isn't given; see --help")
         with blamed(f"--model={self._model.value}"):
-            found = registry.find_model(self._model.value)
+            source = registry.find_model(self._model.value)
         check(
-            found.built_here or self._precision.value == "none",
-            f"--mixed_precision={self._precision.value}: {found.name} was saved with a type for each layer, which it "
+            source.built_here or self._precision.value == "none",
+            f"--mixed_precision={self._precision.value}: {source.name} was saved with a type for each layer, which it "
             f"keeps; leave the flag out",
         )
-        return found
+        return source
 
     def data(self) -> DataSource:
         """Returns the data to train on.
@@ -107,15 +107,15 @@ class ModelFlags:
             app.UsageError: there are no such data.
         """
         if self._dataset is None or self._dataset.value is None:
-            found = self.source().data
+            data = self.source().data
         else:
             with blamed(f"--dataset={self._dataset.value}"):
-                found = registry.find_data(self._dataset.value)
+                data = registry.find_data(self._dataset.value)
         if self._length is None or self._length.value is None:
-            return found
+            return data
         check(
-            found is GENERATED,
-            f"--length={self._length.value}: the data {found.name!r} have lengths of their own; give "
+            data is GENERATED,
+            f"--length={self._length.value}: the data {data.name!r} have lengths of their own; give "
             f"--dataset={GENERATED.name}, or leave the flag out",
         )
         return generated(self._length.value)
@@ -176,13 +176,13 @@ class ClusterFlag:
         text = self._cluster.value
         check(bool(text), "--cluster isn't given; see --help")
         with blamed(f"--cluster={text}"):
-            found = parse_cluster(text)
+            cluster = parse_cluster(text)
         check(
-            found.real or self._described,
+            cluster.real or self._described,
             f"--cluster={text} is a description without devices, but this needs real ones: use local:N or the "
             f"addresses of workers",
         )
-        return found
+        return cluster
 
 
 def parse_cluster(text: str) -> dapple.Cluster:
@@ -192,9 +192,9 @@ def parse_cluster(text: str) -> dapple.Cluster:
         ClusterError: there is no such cluster.
         OSError: the file can't be read.
     """
-    if found := re.fullmatch(r"(local|cpu|gpu):(\d{1,6})", text, re.ASCII):
-        kind = "auto" if found[1] == "local" else found[1]
-        return dapple.Cluster.local(int(found[2]), kind=kind)
+    if match := re.fullmatch(r"(local|cpu|gpu):(\d{1,6})", text, re.ASCII):
+        kind = "auto" if match[1] == "local" else match[1]
+        return dapple.Cluster.local(int(match[2]), kind=kind)
     if text == "tf_config":
         import tensorflow as tf  # heavy, and not needed otherwise
 
@@ -301,11 +301,11 @@ class PlanFlags:
             batch: samples per step if neither a file nor ``--global_batch_size`` says; None if one of them must.
         """
         self.auto_allowed, self._batch = auto, batch
-        found = "auto (measure the model and find the best), " if auto else ""
+        automatic = "auto (measure the model and find the best), " if auto else ""
         self._plan = flags.DEFINE_string(
             "plan",
             default,
-            f"The plan: {found}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found.",
+            f"The plan: {automatic}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found.",
             flag_values=values,
         )
         self._global_batch_size = flags.DEFINE_integer(
@@ -362,10 +362,10 @@ class PlanFlags:
         given = self._global_batch_size.value
         if given is None and self.path is not None:
             return self._loaded().global_batch_size
-        found = self._batch if given is None else int(given)
-        check(found is not None, f"--plan={self.text} needs --global_batch_size")
-        assert found is not None
-        return found
+        samples = self._batch if given is None else int(given)
+        check(samples is not None, f"--plan={self.text} needs --global_batch_size")
+        assert samples is not None
+        return samples
 
     @property
     def changes(self) -> dict[str, Any]:

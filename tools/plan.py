@@ -122,8 +122,8 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     )
     model = _MODEL.build()
     x, y, weights = data.example(model, max(slice_sizes(batch, cluster.num_devices)))
-    found = plan_model(model, cluster, batch, x=x, y=y, sample_weight=weights, **chosen)
-    return found.plan, found.profile, found.cluster
+    planned = plan_model(model, cluster, batch, x=x, y=y, sample_weight=weights, **chosen)
+    return planned.plan, planned.profile, planned.cluster
 
 
 def main() -> None:

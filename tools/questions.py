@@ -168,7 +168,7 @@ def parse_stages(text: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], 
 
 def _devices(stage: int, text: str) -> tuple[int, ...]:
     """Returns the device numbers of ``0-2 5`` or ``0, 1, 2``."""
-    found: list[int] = []
+    devices: list[int] = []
     for part in re.split(r"[,\s]+", text.strip()):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
         if match is None:
@@ -176,10 +176,10 @@ def _devices(stage: int, text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last - first >= MOST_SLICES:
             raise QuestionError(f"the devices of stage {stage} have {part}; write the smaller number first")
-        found += range(first, last + 1)
-        if len(found) > MOST_SLICES:
+        devices += range(first, last + 1)
+        if len(devices) > MOST_SLICES:
             raise QuestionError(f"stage {stage} has more than {MOST_SLICES:,} devices")
-    return tuple(found)
+    return tuple(devices)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -143,15 +143,15 @@ def several(
     names: Sequence[str], plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
 ) -> dict[str, dapple.Simulation | str]:
     """Simulates the same stages under several schedules; returns each one's step, or its error."""
-    found: dict[str, dapple.Simulation | str] = {}
+    outcomes: dict[str, dapple.Simulation | str] = {}
     with Progress("simulating", len(names)) as bar:
         for name in dict.fromkeys(names):
             bar.step(name)
             try:
-                found[name] = simulate(changed(plan, schedule=name), profile, cluster)
+                outcomes[name] = simulate(changed(plan, schedule=name), profile, cluster)
             except dapple.PlanError as error:
-                found[name] = str(error)
-    return found
+                outcomes[name] = str(error)
+    return outcomes
 
 
 def output_folder() -> pathlib.Path | None:
@@ -182,11 +182,11 @@ def main() -> None:
     profile, cluster = _PROFILE.profile(), hardware().of(_CLUSTER.cluster())
     plan = _PLAN.plan(lambda replicas: cuts_by_profile(profile, replicas))
     if _COMPARE.value:
-        found = several(_COMPARE.value, plan, profile, cluster)
-        steps = {name: step for name, step in found.items() if not isinstance(step, str)}
+        outcomes = several(_COMPARE.value, plan, profile, cluster)
+        steps = {name: step for name, step in outcomes.items() if not isinstance(step, str)}
         sys.stdout.write(
             f"{profile.model} on {cluster.num_devices} devices, {plan.num_stages} stages, {plan.micro_batches} "
-            f"micro-batches of {plan.global_batch_size / plan.micro_batches:.4g} samples\n\n{comparison(found)}\n"
+            f"micro-batches of {plan.global_batch_size / plan.micro_batches:.4g} samples\n\n{comparison(outcomes)}\n"
         )
         command.check(bool(steps), f"--compare={','.join(_COMPARE.value)}: this plan can have none of these schedules")
     else:

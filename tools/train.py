@@ -182,8 +182,8 @@ def prepare() -> Job:
     if _PLAN.automatic:
         say("measuring and planning")
         changes = {name: value for name, value in _PLAN.changes.items() if name != "global_batch_size"}
-        found = plan_model(model, cluster, batch, profiled=profile, **examples, **changes)
-        return Job(model, data, found.cluster, found.plan, found.profile)
+        planned = plan_model(model, cluster, batch, profiled=profile, **examples, **changes)
+        return Job(model, data, planned.cluster, planned.plan, planned.profile)
     if _MEASURE.value:
         say("measuring")
         profile, cluster = measured(model, cluster, batch, profile, **examples)
@@ -204,11 +204,11 @@ def checked_example(data: DataSource, model: keras.Model, samples: int) -> tuple
     from dapple_tf.frontend.batch import Batches
 
     example = data.example(model, samples)
-    found = next(Batches(model, [example])).samples
-    if found != samples:
+    size = next(Batches(model, [example])).samples
+    if size != samples:
         raise ModelError(
-            f"the data {data.name!r} give batches of {found} samples, but the plan's global batch size is {samples}: "
-            f"batch them by {samples}, or give --global_batch_size={found}"
+            f"the data {data.name!r} give batches of {size} samples, but the plan's global batch size is {samples}: "
+            f"batch them by {samples}, or give --global_batch_size={size}"
         )
     return example
 
@@ -311,13 +311,13 @@ def measure_steps(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Pa
         shuffle=False,
         verbose=1 if sys.stdout.isatty() else 0,
     )
-    found = StepSummary.of(times.seconds[WARM_UP - 1 :])
+    step_summary = StepSummary.of(times.seconds[WARM_UP - 1 :])
     numbers = {
         "command": command.used(FLAGS, "train"),
         "machine": machine_facts(),
         **described(job.model, job.data, pipelined),
-        **found.record(batch),
-        **predicted(pipelined, found.median),
+        **step_summary.record(batch),
+        **predicted(pipelined, step_summary.median),
     }
     (folder / "benchmark.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     return numbers

@@ -175,13 +175,13 @@ class _Folding:
 
     def _asked(self, name: str) -> list[np.ndarray]:
         """Returns the values of a node that reads shapes."""
-        node, found = self.view.nodes[name], []
+        node, values = self.view.nodes[name], []
         for ref, dtype in zip(self.view.inputs(name), self.outputs[name], strict=True):
             shape = self.shapes[ref]
             assert shape is not None
             answer = {"Rank": len(shape), "Size": math.prod(size or 0 for size in shape)}.get(node.op, shape)
-            found.append(np.array(answer, np.int64 if dtype == types_pb2.DT_INT64 else np.int32))
-        return found
+            values.append(np.array(answer, np.int64 if dtype == types_pb2.DT_INT64 else np.int32))
+        return values
 
     def _constant(self, name: str, original: NodeDef, value: np.ndarray) -> NodeDef:
         """Returns a constant that replaces a node; it waits for nothing."""

@@ -217,8 +217,8 @@ class ElementOrigins:
             "Range": self._range,
         }
         rule = rules.get(node.op)
-        found = None if rule is None else rule(node, ref, given)
-        return self._by_shape(node, ref, given) if found is None else found
+        by_rule = None if rule is None else rule(node, ref, given)
+        return self._by_shape(node, ref, given) if by_rule is None else by_rule
 
     def _by_shape(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts:
         """Returns the parts of an operator's result from shapes alone."""

@@ -52,37 +52,37 @@ class _Flow:
             under: the gradients that decided whether the graph runs at all.
         """
         view = Graph(graph)
-        found, named = dict(sources), dict(handles)
+        gradients_in, named = dict(sources), dict(handles)
         for name in view.topological():
             node, inputs = view.nodes[name], view.inputs(name)
             if not inputs:
                 continue
             used = [named[ref] for ref in inputs if ref in named]
             if node.op in CALLS or node.op in _BRANCHES:
-                results = self._called(node, inputs, found, named, under)
+                results = self._called(node, inputs, gradients_in, named, under)
             elif node.op in _PASS_ON:
                 named |= {Ref(name, at): named[ref] for at, ref in enumerate(inputs) if ref in named}
-                results = [found.get(ref, _NONE) for ref in inputs]
+                results = [gradients_in.get(ref, _NONE) for ref in inputs]
             else:
-                mixed = under.union(*(found.get(ref, _NONE) for ref in inputs))
+                mixed = under.union(*(gradients_in.get(ref, _NONE) for ref in inputs))
                 mixed = mixed.union(*(self.assigned.get(variable, _NONE) for variable in used))
                 if node.op not in READS:
                     self.assigned |= dict.fromkeys(used, mixed)
                 results = [mixed] * len(output_dtypes(node))
-            found |= {Ref(name, output): gradients for output, gradients in enumerate(results) if gradients}
-        return found, named
+            gradients_in |= {Ref(name, output): gradients for output, gradients in enumerate(results) if gradients}
+        return gradients_in, named
 
     def _called(
         self,
         node: NodeDef,
         inputs: Sequence[Ref],
-        found: Mapping[Ref, frozenset[str]],
+        gradients_in: Mapping[Ref, frozenset[str]],
         named: Mapping[Ref, str],
         under: frozenset[str],
     ) -> list[frozenset[str]]:
         """Returns the gradients in the results of a call, or of any of the branches that a tensor chooses from."""
         arguments = inputs[1:] if node.op in _BRANCHES else inputs
-        under = under if node.op in CALLS else under | found.get(inputs[0], _NONE)
+        under = under if node.op in CALLS else under | gradients_in.get(inputs[0], _NONE)
         results: list[frozenset[str]] = []
         for function in function_names(node):
             body, wanted = function_graph(self._library, function)
@@ -90,7 +90,7 @@ class _Flow:
             pairs = list(zip(places, arguments, strict=True))
             inside, _ = self.walk(
                 body,
-                {place: found[given] for place, given in pairs if given in found},
+                {place: gradients_in[given] for place, given in pairs if given in gradients_in},
                 {place: named[given] for place, given in pairs if given in named},
                 under,
             )

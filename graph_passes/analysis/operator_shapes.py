@@ -135,15 +135,15 @@ class ShapeInference:
             shapes = {ref: more.get(ref, shape) for ref, shape in inferred.items() if ref.node in own}
             lengths = {name: shape[0] for name in own if (shape := inferred.get(Ref(_length_name(name))))}
             handles = Handles(self, graph, shapes, elements or {}, lengths)
-            found = {
+            refinements = {
                 ref: refined
                 for node in asked
                 for ref, shape in handles.outputs(node).items()
                 if (refined := _refined(shapes.get(ref), shape)) is not None and refined != shapes.get(ref)
             }
-            if not found:
+            if not refinements:
                 break
-            more |= found
+            more |= refinements
         return KnownShapes(shapes, handles.known())
 
     def of_function(self, graph: GraphDef, given: CallShapes) -> KnownShapes:
@@ -389,26 +389,26 @@ def _with_lengths(graph: GraphDef) -> GraphDef:
     reserved = [node for node in graph.node if node.op == "TensorListReserve"]
     if not reserved:
         return graph
-    found = copied(graph)
+    extended = copied(graph)
     int32 = {"T": dtype_attr(types_pb2.DT_INT32)}
     for node in reserved:
         number, dims = data_inputs(node)[1], f"{_length_name(node.name)}/dims"
-        found.node.append(make_node(dims, "Pack", [number], attrs={**int32, "N": AttrValue(i=1)}))
-        found.node.append(make_node(_length_name(node.name), "Fill", [Ref(dims), number], attrs=int32))
-    return found
+        extended.node.append(make_node(dims, "Pack", [number], attrs={**int32, "N": AttrValue(i=1)}))
+        extended.node.append(make_node(_length_name(node.name), "Fill", [Ref(dims), number], attrs=int32))
+    return extended
 
 
 def _with_shapes(graph: GraphDef, more: Mapping[Ref, Shape]) -> GraphDef:
     """Returns the graph with nodes that tell the shapes of some tensors to their readers."""
     if not more:
         return graph
-    found = copied(graph)
+    extended = copied(graph)
     nodes = {node.name: node for node in graph.node}
-    for node in found.node:
+    for node in extended.node:
         for index, text in enumerate(node.input):
             if not text.startswith("^") and (ref := Ref.parse(text)) in more:
                 node.input[index] = _name(ref)
     for ref, shape in more.items():
         attrs = {"T": dtype_attr(output_dtypes(nodes[ref.node])[ref.output]), "shape": shape_attr(shape)}
-        found.node.append(make_node(_name(ref), "EnsureShape", [ref], attrs=attrs))
-    return found
+        extended.node.append(make_node(_name(ref), "EnsureShape", [ref], attrs=attrs))
+    return extended

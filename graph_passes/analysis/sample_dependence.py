@@ -120,5 +120,5 @@ def _inside(
     except PassError:  # sizes then follow from axes
         return shapes, nothing
     first, second, last = known[0], known[1], known[-1] if open_lengths else known[0]
-    found = first.shapes, second.shapes, last.shapes
-    return dataclasses.replace(shapes, found=found), (first.elements, second.elements)
+    inferred = first.shapes, second.shapes, last.shapes
+    return dataclasses.replace(shapes, found=inferred), (first.elements, second.elements)

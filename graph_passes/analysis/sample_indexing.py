@@ -217,8 +217,8 @@ def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spr
         return Spread(varies=table.varies, linear=False, known=table.known and indices.known)
     if not indices.place:
         _mixed(interpreter, node, table, Coupling.TOGETHER)
-    found = _without_place(interpreter, node)
-    return found._replace(axis=indices.axis if found.axis is None else found.axis, partial=indices.partial)
+    spread = _without_place(interpreter, node)
+    return spread._replace(axis=indices.axis if spread.axis is None else spread.axis, partial=indices.partial)
 
 
 def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:

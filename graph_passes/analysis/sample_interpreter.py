@@ -131,9 +131,9 @@ class Interpreter:
                 return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
         rule = self._rules.get(node.op)
         if rule is not None:
-            found = rule(self, node)
-            if found is not None:
-                return [found] * count if isinstance(found, Spread) else list(found)
+            by_rule = rule(self, node)
+            if by_rule is not None:
+                return [by_rule] * count if isinstance(by_rule, Spread) else list(by_rule)
         return self.generic(node)
 
     def _evaluate(self, node: NodeDef) -> None:
@@ -183,7 +183,7 @@ class Interpreter:
     def inside(self, body: Body, given: Sequence[Spread], scalars: Sequence[Mapping[Ref, float]]) -> Interpreter:
         """Interprets a function for arguments of these spreads."""
         shapes, elements = [known.shapes for known in body.known], [known.elements for known in body.known]
-        found = Interpreter(
+        interpreter = Interpreter(
             body.graph,
             self._rules,
             self._samples,
@@ -193,8 +193,8 @@ class Interpreter:
             inference=self.inference,
             depth=self._depth + 1,
         )
-        found.run(dict(zip(body.arguments, given, strict=True)))
-        return found
+        interpreter.run(dict(zip(body.arguments, given, strict=True)))
+        return interpreter
 
     # ---- what rules ask
 
@@ -357,7 +357,7 @@ class Interpreter:
             self.couple_size(node)
         known = all(spread.known for _, spread in used) and not _draws(node)
         given = any(spread.varies for _, spread in used)
-        found = []
+        outputs = []
         for output in range(len(self.dtypes(node.name))):
             ref = Ref(node.name, output)
             axis = self.batch_axis(node, output, used)
@@ -373,8 +373,8 @@ class Interpreter:
             partial = axis is not None and any(spread.partial for _, spread in used)
             shared = axis is None and all_shared(spread for _, spread in used)
             sized = axis is None and not self.is_float(ref) and any(s.axis is None and s.degree != 0 for _, s in used)
-            found.append(Spread(axis, outer, varies, None if sized else 0, linear, known, place, partial, shared))
-        return found
+            outputs.append(Spread(axis, outer, varies, None if sized else 0, linear, known, place, partial, shared))
+        return outputs
 
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:

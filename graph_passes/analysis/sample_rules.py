@@ -49,7 +49,7 @@ def _of_samples(
     if degree is None:
         interpreter.couple_size(node)
         degree = 0
-    found = Spread(
+    combined = Spread(
         axis=axis,
         outer=outers.pop() if len(outers) == 1 else 1,
         varies=any(spread.varies for spread in spreads),
@@ -58,7 +58,7 @@ def _of_samples(
         place=any(spread.place for spread in spreads),
         partial=any(spread.partial for spread in spreads),
     )
-    return _placed(interpreter, node, found)
+    return _placed(interpreter, node, combined)
 
 
 def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
@@ -84,8 +84,8 @@ def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
     if any(spread.axis is not None for spread in (*spreads, interpreter.of(condition))) or not spreads:
         return None
-    found = together(spreads)
-    return found._replace(known=found.known and interpreter.of(condition).known)
+    combined = together(spreads)
+    return combined._replace(known=combined.known and interpreter.of(condition).known)
 
 
 def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1)) -> Spread:
@@ -114,8 +114,8 @@ def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1
     degree = sum(known) if len(known) == len(degrees) else None
     if rows:
         return _of_samples(interpreter, node, list(zip(refs, spreads, strict=True)), degree)
-    found = together(spreads)
-    return found._replace(degree=degree)
+    combined = together(spreads)
+    return combined._replace(degree=degree)
 
 
 def _divided(interpreter: Interpreter, node: NodeDef) -> Spread:

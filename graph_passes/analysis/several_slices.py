@@ -161,10 +161,10 @@ class SeveralSlices:
         graph = GraphDef(versions=self._part.versions, library=self._part.library)
         before = self._view.ancestors([ref])
         graph.node.extend(node for node in self._part.node if node.name in before)
-        found: list[Shape | None] = []
+        measured: list[Shape | None] = []
         for samples in self._samples[:2]:
             shapes = self._argument_shapes(samples, self._length or _LENGTHS[0])
             known = {name: [size or 0 for size in shape] for name, shape in shapes.items() if name in before}
-            found.append(measure_shapes(graph, known, {number: samples}, [ref]).get(ref))
-        self._measured[ref] = found
+            measured.append(measure_shapes(graph, known, {number: samples}, [ref]).get(ref))
+        self._measured[ref] = measured
         return self.grows(ref)

@@ -105,18 +105,18 @@ class SliceShapes:
             known = all(size is not None for shape in assumed[0].values() for size in shape[1:])
             values = [{} if samples is None else {number: samples} for samples in (few, many, few)]
             try:
-                found = _each(assumed, values, lambda inputs, values: infer_shapes(graph, inputs, values))
+                inferred = _each(assumed, values, lambda inputs, values: infer_shapes(graph, inputs, values))
             except PassError as error:
                 contradiction = contradiction or str(error)
                 if pair is None:
                     raise PassError(f"{error}, for {_told(program.roles, assumed[0])}") from error
                 continue
-            return cls(pair, assumed, found, contradiction, known)
+            return cls(pair, assumed, inferred, contradiction, known)
         raise AssertionError("the last attempt returns or raises")
 
     def axes(self, ref: Ref) -> list[Axis] | None:
         """Returns what each axis of a tensor depends on; None where not even its rank is known."""
-        few, many, whatever = (found.get(ref) for found in self.found)
+        few, many, whatever = (shapes.get(ref) for shapes in self.found)
         if few is None or many is None:
             return None
         whatever = (None,) * len(few) if whatever is None else whatever
@@ -134,10 +134,10 @@ class SliceShapes:
 
     def vague(self, refs: Iterable[Ref]) -> list[Ref]:
         """Returns the tensors with an axis of unknown dependence."""
-        found = {ref: self.axes(ref) for ref in refs}
+        axes_of = {ref: self.axes(ref) for ref in refs}
         return [
             ref
-            for ref, axes in found.items()
+            for ref, axes in axes_of.items()
             if axes is None or any(axis.dependence is Dependence.UNKNOWN for axis in axes)
         ]
 
@@ -184,7 +184,7 @@ class SliceShapes:
 
     def with_shapes(self, more: Sequence[_Shapes]) -> SliceShapes:
         """Returns these shapes and others, for few samples, many, and any number."""
-        few, many, whatever = ({**found, **added} for found, added in zip(self.found, more, strict=True))
+        few, many, whatever = ({**shapes, **added} for shapes, added in zip(self.found, more, strict=True))
         return dataclasses.replace(self, found=(few, many, whatever))
 
 

@@ -175,7 +175,7 @@ def split_rules(
 def _rules(
     signatures: tuple[Signature, ...], input_shapes: tuple[Shape | None, ...], output_shapes: tuple[Shape | None, ...]
 ) -> tuple[SplitRule, ...]:
-    found = []
+    all_rules = []
     for signature in signatures:
         inputs = list(zip(signature.inputs, input_shapes, strict=False))
         outputs = list(zip(signature.outputs, output_shapes, strict=False))
@@ -183,8 +183,8 @@ def _rules(
         read = [pair for index, pair in enumerate(inputs) if index not in signature.shape_inputs]
         if whole and all(_has_axes(letters, shape) for letters, shape in (*read, *outputs)):
             rules = (_rule(signature, dimension, letter, inputs, outputs) for dimension, letter in signature.dimensions)
-            found += [rule for rule in rules if rule is not None]
-    return tuple(found)
+            all_rules += [rule for rule in rules if rule is not None]
+    return tuple(all_rules)
 
 
 def _has_axes(letters: str, shape: Shape | None) -> bool:

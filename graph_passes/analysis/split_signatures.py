@@ -183,7 +183,7 @@ def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
     first = operator.inputs[0]
     if not first:
         return ()
-    found = []
+    signatures = []
     for axis, dimension in ((0, BATCH), (-1, CHANNEL)):
         letter = dimension[0][1]
         terms = []
@@ -191,8 +191,8 @@ def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
             rest = "_" * (len(shape or ()) - 1)
             term = letter + rest if axis == 0 else rest + letter
             terms.append(term if shape and shape[axis] == first[axis] else WHOLE)
-        found.append(Signature(tuple(terms), tuple(term or ANY for term in terms), dimension))
-    return tuple(found)
+        signatures.append(Signature(tuple(terms), tuple(term or ANY for term in terms), dimension))
+    return tuple(signatures)
 
 
 def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
@@ -208,8 +208,8 @@ def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
 def slice_signatures(operator: Operator) -> tuple[Signature, ...]:
     """Splits along axes whose length doesn't change: they are taken whole; the slice's size is the output's shape."""
     return tuple(
-        found._replace(inputs=(found.inputs[0], WHOLE, found.outputs[0]), shape_inputs=frozenset({2}))
-        for found in same_lengths_signatures(operator)
+        signature._replace(inputs=(signature.inputs[0], WHOLE, signature.outputs[0]), shape_inputs=frozenset({2}))
+        for signature in same_lengths_signatures(operator)
     )
 
 
@@ -279,11 +279,11 @@ def reshape_signatures(operator: Operator) -> tuple[Signature, ...]:
     if not source or not output:
         return ()
     before, after = "b" + "_" * (len(source) - 1), "b" + "_" * (len(output) - 1)
-    found = [Signature((before, after), (after,), BATCH, frozenset({1}))]
+    signatures = [Signature((before, after), (after,), BATCH, frozenset({1}))]
     if source[-1] == output[-1] and len(source) + len(output) > 2:
         before, after = "_" * (len(source) - 1) + "c", "_" * (len(output) - 1) + "c"
-        found.append(Signature((before, after), (after,), CHANNEL, frozenset({1})))
-    return tuple(found)
+        signatures.append(Signature((before, after), (after,), CHANNEL, frozenset({1})))
+    return tuple(signatures)
 
 
 def units_signatures(operator: Operator) -> tuple[Signature, ...]:
@@ -293,12 +293,12 @@ def units_signatures(operator: Operator) -> tuple[Signature, ...]:
     if not source or not output or (operator.node.op == "Squeeze" and not operator.numbers("squeeze_dims")):
         return ()
     rest = (WHOLE,) * (len(operator.inputs) - 1)
-    found = []
+    signatures = []
     if source[0] == output[0]:
-        found.append(Signature(("b" + "_" * (len(source) - 1), *rest), ("b" + "_" * (len(output) - 1),), BATCH))
+        signatures.append(Signature(("b" + "_" * (len(source) - 1), *rest), ("b" + "_" * (len(output) - 1),), BATCH))
     if source[-1] == output[-1]:
-        found.append(Signature(("_" * (len(source) - 1) + "c", *rest), ("_" * (len(output) - 1) + "c",), CHANNEL))
-    return tuple(found)
+        signatures.append(Signature(("_" * (len(source) - 1) + "c", *rest), ("_" * (len(output) - 1) + "c",), CHANNEL))
+    return tuple(signatures)
 
 
 def transpose_signatures(operator: Operator) -> tuple[Signature, ...]:
@@ -361,12 +361,12 @@ def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
     op = operator.node.op
     if op == "Sum":
         return (Signature((before, WHOLE), (after,), kept + gone),)
-    found = Signature((before, WHOLE), (after,), kept)
+    signature = Signature((before, WHOLE), (after,), kept)
     source, output = operator.inputs[0], operator.outputs[0]
     if op == "Mean" and gone and source and output is not None and operator.node.attr["T"].type in _SUMMED:
         averaged = math.prod(source) // max(1, math.prod(output))
-        return found, found._replace(dimensions=gone, divisor=averaged)
-    return (found,)
+        return signature, signature._replace(dimensions=gone, divisor=averaged)
+    return (signature,)
 
 
 _SUMMED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE})

@@ -131,14 +131,14 @@ def _convolution(operator: Operator) -> tuple[Signature, ...]:
 
 def _batch_norm(operator: Operator) -> tuple[Signature, ...]:
     text = _BATCH_NORM if len(operator.outputs) == 6 else _BATCH_NORM.removesuffix(" *")
-    found = _row(text, CHANNEL, operator)[0]
+    signature = _row(text, CHANNEL, operator)[0]
     # In training there may be no moving averages to update.
-    given = zip(found.inputs, operator.inputs, strict=True)
-    found = found._replace(inputs=tuple(WHOLE if shape == (0,) else term for term, shape in given))
+    given = zip(signature.inputs, operator.inputs, strict=True)
+    signature = signature._replace(inputs=tuple(WHOLE if shape == (0,) else term for term, shape in given))
     if operator.flag("is_training", True):
-        return (found,)
+        return (signature,)
     inference = " ".join(_BATCH_NORM_INFERENCE.split()[: 6 + len(operator.outputs)])
-    return (*_row(inference, BATCH, operator), found)
+    return (*_row(inference, BATCH, operator), signature)
 
 
 def _batch_norm_gradient(operator: Operator) -> tuple[Signature, ...]:

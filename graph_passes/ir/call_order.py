@@ -73,7 +73,7 @@ class CallOrder:
 
     def touches(self, uses: ResourceUse) -> dict[Resource, list[Touch]]:
         """Maps each resource to the calls that use it, in order."""
-        found: dict[Resource, list[Touch]] = {}
+        touches: dict[Resource, list[Touch]] = {}
         for name in self.topological:
             node = self._view.nodes[name]
             if node.op not in CALLS:
@@ -83,8 +83,8 @@ class CallOrder:
                 by_resource.setdefault(use.resource, []).append(use)
             for resource, own in by_resource.items():
                 reads, writes = (tuple(use.node for use in own if use.written == written) for written in (False, True))
-                found.setdefault((node.device, resource), []).append(Touch(name, reads, writes))
-        return found
+                touches.setdefault((node.device, resource), []).append(Touch(name, reads, writes))
+        return touches
 
     def conflicts(self, touches: Iterable[Touch]) -> Iterator[tuple[Touch, tuple[str, ...], Touch, tuple[str, ...]]]:
         """Yields the orders to keep between nodes when the calls of one resource are taken apart.

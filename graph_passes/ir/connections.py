@@ -42,10 +42,10 @@ def verify_connections(program: Program, graph: Graph, dtypes: Mapping[str, Sequ
             boundary = shapes.boundary(value)
             if boundary is None:
                 continue
-            found, wanted = shapes.of(ref), shapes.slice(boundary, task)
-            if found is not None and not _agree(found, wanted):
+            actual, wanted = shapes.of(ref), shapes.slice(boundary, task)
+            if actual is not None and not _agree(actual, wanted):
                 raise PassError(
-                    f"task {task} reads {value} from {str(ref)!r} with shape {_text(found)}, but its slice has shape "
+                    f"task {task} reads {value} from {str(ref)!r} with shape {_text(actual)}, but its slice has shape "
                     f"{_text(wanted)}"
                 )
 

@@ -123,17 +123,17 @@ class Graph:
         With ``control``, nodes that only must have run count too.
         """
         given = set(stop)
-        found: set[str] = set()
+        needed: set[str] = set()
         pending = [ref.node for ref in outputs if ref not in given]
         while pending:
             name = pending.pop()
-            if name in found:
+            if name in needed:
                 continue
-            found.add(name)
+            needed.add(name)
             pending += [ref.node for ref in self._inputs[name] if ref not in given]
             if control:
                 pending += control_inputs(self.nodes[name])
-        return found
+        return needed
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         """Sorts ``names`` in the order of the graph, which is topological for a traced one."""

@@ -40,12 +40,12 @@ def without_sums(graph: GraphDef) -> GraphDef:
 
 def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
     """Returns the nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for node in graph:
         producers = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]
-        if producers and all(ref in peers or ref.node in found for ref in producers):
-            found.add(node.name)
-    return found
+        if producers and all(ref in peers or ref.node in keys for ref in producers):
+            keys.add(node.name)
+    return keys
 
 
 def order_sums(function: FunctionDef) -> None:

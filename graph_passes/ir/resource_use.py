@@ -68,7 +68,7 @@ class ResourceUse:
             handles: name of a node or argument -> the resource that it stands for, besides those of the nodes.
         """
         nodes = list(nodes)
-        found: dict[Use, None] = {}
+        uses: dict[Use, None] = {}
         made = {node.name: {resource_name(node)} for node in nodes if self._primitive(node) and makes_resource(node.op)}
         tracked: dict[str, set[str]] = made | {name: {resource} for name, resource in (handles or {}).items()}
         grown = True
@@ -79,16 +79,16 @@ class ResourceUse:
                 for at, name in given:
                     for resource in sorted(tracked[name]):
                         if node.op not in _PASSES_ON:
-                            found.setdefault(Use(node.name, resource, self._writes(node, at)))
+                            uses.setdefault(Use(node.name, resource, self._writes(node, at)))
                         if self._hands_on(node) and resource not in tracked.setdefault(node.name, set()):
                             tracked[node.name].add(resource)
                             grown = True
         for node in nodes:
             for function in called_functions(node, self._functions):
                 for use in self.of_function(function):
-                    found.setdefault(Use(node.name, use.resource, use.written))
+                    uses.setdefault(Use(node.name, use.resource, use.written))
         place = {node.name: number for number, node in enumerate(nodes)}
-        return sorted(found, key=lambda use: place[use.node])
+        return sorted(uses, key=lambda use: place[use.node])
 
     def _primitive(self, node: NodeDef) -> bool:
         return node.op not in self._functions

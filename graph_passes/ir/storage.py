@@ -129,16 +129,16 @@ def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> Fu
 
 def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, ...]]:
     """Groups consecutive variables of one dtype, up to ``limit`` bytes together; a larger one gets its own bucket."""
-    found: list[list[Variable]] = []
+    groups: list[list[Variable]] = []
     size = 0
     for variable in variables:
         added = bytes_of([variable])
-        if not found or found[-1][-1].dtype != variable.dtype or size + added > limit:
-            found.append([])
+        if not groups or groups[-1][-1].dtype != variable.dtype or size + added > limit:
+            groups.append([])
             size = 0
-        found[-1].append(variable)
+        groups[-1].append(variable)
         size += added
-    return [tuple(bucket) for bucket in found]
+    return [tuple(bucket) for bucket in groups]
 
 
 def bytes_of(variables: Iterable[Variable]) -> int:

@@ -47,10 +47,10 @@ def op_def(op: str) -> op_def_pb2.OpDef:
     Raises:
         PassError: TensorFlow doesn't know the op (a custom op whose library isn't loaded, say).
     """
-    found = op_def_registry.get(op)
-    if found is None:
+    definition = op_def_registry.get(op)
+    if definition is None:
         raise PassError(f"TensorFlow knows no op {op!r}; load the library that defines it before the transform")
-    return found
+    return definition
 
 
 def is_stateful(op: str) -> bool:
@@ -173,7 +173,7 @@ def add_gradients(
         _rename(node, lambda name: f"n{numbers[name]}")
         for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == "_class"]:
             del node.attr[attr]
-    extended, found = _gradients(
+    extended, gradients = _gradients(
         anonymous.SerializeToString(deterministic=True),
         tuple((numbered(output), numbered(gradient)) for output, gradient in outputs),
         tuple(map(numbered, sources)),
@@ -205,7 +205,7 @@ def add_gradients(
             named(gradient.dense),
             None if gradient.slices is None else (named(gradient.slices[0]), named(gradient.slices[1])),
         )
-        for gradient in found
+        for gradient in gradients
     ]
 
 
@@ -240,7 +240,7 @@ def _gradients(
             grad_ys=[tensor(gradient) for _, gradient in outputs],
             name="gradients",
         )
-        found = tuple(None if gradient is None else _gradient(gradient) for gradient in gradients)
+        of_sources = tuple(None if gradient is None else _gradient(gradient) for gradient in gradients)
         extended = scope.as_graph_def()
     made = GraphDef(versions=extended.versions, library=extended.library)
     inputs = {node.name: node.input for node in graph.node if node.name in stopped}
@@ -251,7 +251,7 @@ def _gradients(
             kept.CopyFrom(node)
             if node.name in inputs:
                 kept.input[:] = inputs[node.name]
-    return made, found
+    return made, of_sources
 
 
 CALL_GRADIENT = "DappleCall"
@@ -286,12 +286,12 @@ def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -
     attrs |= {name: value for name, value in operation.node_def.attr.items() if name == XLA}
     graph = tf.compat.v1.get_default_graph()  # In the gradient of a loop it isn't the operation's.
     computed = iter(graph.create_op(operation.type, arguments, dtypes, attrs=attrs, name="gradient_call").outputs)
-    found: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+    by_input: dict[int, tf.Tensor | tf.IndexedSlices] = {}
     for number in operation.get_attr(CALL_GRADIENT_RESULTS):
         values = next(computed)
         source = inputs[number // 2]
-        found[number // 2] = tf.IndexedSlices(values, next(computed), tf.shape(source)) if number % 2 else values
-    return [found.get(number) for number in range(len(inputs))]
+        by_input[number // 2] = tf.IndexedSlices(values, next(computed), tf.shape(source)) if number % 2 else values
+    return [by_input.get(number) for number in range(len(inputs))]
 
 
 def _without_stopped(graph: tf.Graph) -> dict[str, str]:
@@ -300,12 +300,12 @@ def _without_stopped(graph: tf.Graph) -> dict[str, str]:
     Unlike a tape, tf.gradients makes their predecessors wait for them: sums of gradients would have another order than
     in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
     """
-    found = {}
+    placeholders = {}
     for stopped in [each for each in graph.get_operations() if each.type == "StopGradient"]:
         given = stopped.inputs[0]
         replace_input(stopped, 0, tf.compat.v1.placeholder(given.dtype, given.shape, name="stopped"))
-        found[stopped.name] = stopped.inputs[0].op.name
-    return found
+        placeholders[stopped.name] = stopped.inputs[0].op.name
+    return placeholders
 
 
 _differentiations = itertools.count()
@@ -375,12 +375,12 @@ def infer_shapes(
         node.name = names[original.name]
         node.device = ""
     try:
-        found = _shapes_of_outputs(anonymous.SerializeToString(deterministic=True))
+        inferred = _shapes_of_outputs(anonymous.SerializeToString(deterministic=True))
     except ValueError as error:
         raise PassError(_contradiction(graph, str(error))) from error
     return {
         Ref(node.name, index): shape
-        for node, shapes in zip(graph.node, found, strict=True)
+        for node, shapes in zip(graph.node, inferred, strict=True)
         for index, shape in enumerate(shapes)
     }
 
@@ -451,10 +451,10 @@ def measure_shapes(
         shapes = [tf.shape(scope.get_tensor_by_name(f"measured/{ref.node}:{ref.output}")) for ref in wanted]
         try:
             with tf.compat.v1.Session(graph=scope, config=config) as session:
-                found = session.run(shapes)
+                measured = session.run(shapes)
         except tf.errors.OpError:
             return {}
-    return {ref: tuple(map(int, shape)) for ref, shape in zip(wanted, found, strict=True)}
+    return {ref: tuple(map(int, shape)) for ref, shape in zip(wanted, measured, strict=True)}
 
 
 def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tuple[Ref, ...]]:

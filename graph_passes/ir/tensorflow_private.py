@@ -110,8 +110,8 @@ def replace_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> No
 
 def registered_gradient(name: str) -> Callable[..., Any]:
     """Returns the gradient function of an operation type, or of a name given by ``tf.RegisterGradient``."""
-    found: Callable[..., Any] = ops.gradient_registry.lookup(name)
-    return found
+    gradient: Callable[..., Any] = ops.gradient_registry.lookup(name)
+    return gradient
 
 
 def python_function(token: str) -> Any:

@@ -149,7 +149,7 @@ def _mixed(function: FunctionDef) -> set[str]:
     for arg in function.signature.output_arg:
         node, _, _ = function.ret[arg.name].partition(":")  # as function bodies spell outputs
         dtypes.setdefault(node, set()).add(arg.type)
-    return {node for node, found in dtypes.items() if len(found) > 1}
+    return {node for node, types in dtypes.items() if len(types) > 1}
 
 
 def _separate(function: FunctionDef, mixed: set[str]) -> None:

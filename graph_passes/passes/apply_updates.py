@@ -49,13 +49,13 @@ class Application:
 
     def call_each(self, what: NodeKind, groups: Sequence[ParameterGroup], totals: Ref | None = None) -> Calls:
         """Calls a computation on the gradients of groups, on each of their devices; see `_on_gradients`."""
-        found: Calls = {}
+        calls: Calls = {}
         for group in groups:
             for device in group.devices:
                 call = self._on_gradients(what, group, device, totals)
                 if call is not None:
-                    found[group.stages, device] = call.node
-        return found
+                    calls[group.stages, device] = call.node
+        return calls
 
     def carried(self) -> Calls:
         """Reduces and updates the groups that the previous step has carried over."""
@@ -104,7 +104,7 @@ class Application:
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
         """Returns reduced gradients, each from the first device that has it; computed only when fetched."""
-        found: dict[str, Ref] = {}
+        gradients: dict[str, Ref] = {}
         for group in groups:
             if group.update is None:
                 continue
@@ -115,10 +115,10 @@ class Application:
                     group, update=dataclasses.replace(group.update, apply=self._identity(here, sliced))
                 )
                 node = self._on_gradients(NodeKind.GRADIENTS, group, group.devices[0], None)
-                found |= {
+                gradients |= {
                     variable.name: Ref(node.node, index) for index, variable in enumerate(here) if node is not None
                 }
-        return found
+        return gradients
 
     def _identity(self, variables: Sequence[Variable], sliced: Sequence[str]) -> Captured:
         """Returns the computation that returns gradients, all dense."""
@@ -202,14 +202,14 @@ class Application:
         """Returns the state of a group that a call assigns: counters have their new value in the step itself."""
         if what in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
             return []
-        found = [
+        state = [
             variable
             for variable in self._program.roles.variables
             if variable.kind is VariableKind.STATE and variable.update is not None and variable in group.kept
         ]
         if what is NodeKind.APPLY:
-            return found
-        return [variable for variable in found if (variable.dtype in FLOAT_DTYPES) == (what is NodeKind.CARRIED_APPLY)]
+            return state
+        return [variable for variable in state if (variable.dtype in FLOAT_DTYPES) == (what is NodeKind.CARRIED_APPLY)]
 
     def _assign_state(
         self, builder: Builder, inputs: Inputs, reduced: Mapping[str, Ref], state: Sequence[Variable]

@@ -111,28 +111,28 @@ def find_call(name: str, calls: Sequence[LayerCall]) -> LayerCall:
         PassError: no such layer, several layers of that name, or a layer called several times without a call's number.
     """
     wanted, sharp, number = name.partition("#")
-    found = [call for call in calls if call.path == wanted or call.path.endswith("/" + wanted)]
-    paths = sorted({call.path for call in found})
-    if not found:
+    matches = [call for call in calls if call.path == wanted or call.path.endswith("/" + wanted)]
+    paths = sorted({call.path for call in matches})
+    if not matches:
         known = sorted({call.path.rpartition("/")[2] for call in calls} | {call.path for call in calls})
         close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5) or known[:8]
         raise PassError(f"cut {name!r} names no layer of the model; did you mean one of {', '.join(map(repr, close))}?")
     if len(paths) > 1:
         raise PassError(f"cut {name!r} could be any of the layers {', '.join(map(repr, paths))}; give the path")
     if sharp:
-        exact = [call for call in found if number.isdigit() and call.number == int(number)]
+        exact = [call for call in matches if number.isdigit() and call.number == int(number)]
         if not exact:
             raise PassError(
-                f"cut {name!r} asks for call {number!r} of layer {wanted!r}, which is called {len(found)} times: "
-                f"use a number from 0 to {len(found) - 1}"
+                f"cut {name!r} asks for call {number!r} of layer {wanted!r}, which is called {len(matches)} times: "
+                f"use a number from 0 to {len(matches) - 1}"
             )
         return exact[0]
-    if len(found) > 1:
+    if len(matches) > 1:
         raise PassError(
-            f"cut {name!r} is ambiguous: the layer is called {len(found)} times; write '{wanted}#0' to cut after its "
-            f"first call, up to '{wanted}#{len(found) - 1}' for the last"
+            f"cut {name!r} is ambiguous: the layer is called {len(matches)} times; write '{wanted}#0' to cut after its "
+            f"first call, up to '{wanted}#{len(matches) - 1}' for the last"
         )
-    return found[0]
+    return matches[0]
 
 
 def _shapes_read_later(graph: Graph, stage_of: Mapping[str, int]) -> set[str]:
@@ -259,7 +259,7 @@ def _boundaries(
     assert shapes is not None
     differentiable = _differentiable(graph, roles)
     sized = _depends_on_slice_size(graph, roles)
-    found = []
+    boundaries = []
     sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
     shapes = shapes.through_functions(program, sendable).measured(program, sendable)
     unknown: LengthsUnknownError | None = None
@@ -288,10 +288,10 @@ def _boundaries(
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
         example = tuple(each.size for each in axes)
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
-        found.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
+        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
     if unknown is not None:
         raise unknown
-    return tuple(found)
+    return tuple(boundaries)
 
 
 def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) -> int | None:
@@ -324,21 +324,21 @@ def _shown(axes: Sequence[Axis]) -> str:
 
 def _differentiable(graph: Graph, roles: Roles) -> set[str]:
     """Nodes through which a gradient flows to some parameter."""
-    found = {v.value.node for v in roles.variables if v.value is not None and v.kind is VariableKind.PARAMETER}
+    differentiable = {v.value.node for v in roles.variables if v.value is not None and v.kind is VariableKind.PARAMETER}
     for node in graph:
         # A loop's tensor lists are variants, and carry gradients as floats do.
         carries = _CARRIES_GRADIENTS.intersection(output_dtypes(node)) and node.op not in _NOT_DIFFERENTIABLE
-        if carries and any(ref.node in found for ref in graph.inputs(node.name)):
-            found.add(node.name)
-    return found
+        if carries and any(ref.node in differentiable for ref in graph.inputs(node.name)):
+            differentiable.add(node.name)
+    return differentiable
 
 
 def _depends_on_slice_size(graph: Graph, roles: Roles) -> set[str]:
-    found = {ref.node for ref in (*roles.inputs, *roles.scalars)}
+    sized = {ref.node for ref in (*roles.inputs, *roles.scalars)}
     for node in graph:
-        if any(ref.node in found for ref in graph.inputs(node.name)):
-            found.add(node.name)
-    return found
+        if any(ref.node in sized for ref in graph.inputs(node.name)):
+            sized.add(node.name)
+    return sized
 
 
 def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:

@@ -94,7 +94,7 @@ class BuildBackward:
                 for kinds, rows in ((OWN_ROWS, own), (SHARED_ROWS, shared)):
                     if rows is not None:
                         results |= {Value(value.ref, kind): part for kind, part in zip(kinds, rows, strict=True)}
-        undecided = {variable.name: found.undecided for variable, found in sets.items() if found.undecided}
+        undecided = {variable.name: separated.undecided for variable, separated in sets.items() if separated.undecided}
         slices = self.slices[stage.index] if self.slices else 1
         for name, why in undecided.items():
             if slices > 1:

@@ -240,8 +240,8 @@ class _Flattening:
             return
         if self.options.keep_tasks:
             target = self.entry.get(name, name)
-            found = dict.fromkeys(self.exit.get(waited, waited) for waited in waits)
-            self.nodes[target].input.extend(f"^{waited}" for waited in found)
+            exits = dict.fromkeys(self.exit.get(waited, waited) for waited in waits)
+            self.nodes[target].input.extend(f"^{waited}" for waited in exits)
             return
         kept = [waited for waited in waits if waited not in self.calls]
         if name in self.calls:
@@ -265,14 +265,14 @@ class _Flattening:
 
     def _effects_before(self, calls: Iterable[str]) -> list[str]:
         """Returns the effects of calls and of all calls before them, without effects that others of them imply."""
-        found: list[str] = []
+        effects: list[str] = []
         needed: set[str] = set()
         for call in self.order.up_to(calls):
             for effect in self.effects.get(call, [call]):
                 if effect not in needed:
-                    found.append(effect)
+                    effects.append(effect)
                     self._mark(effect, needed)
-        return found
+        return effects
 
     def _mark(self, name: str, marked: set[str]) -> None:
         """Adds a node and all before it."""

@@ -36,11 +36,11 @@ class ParameterGroup:
 
 def contributors(program: Program) -> dict[str, dict[int, Variable]]:
     """Maps each variable to the stages that contribute to it, with their accumulators."""
-    found: dict[str, dict[int, Variable]] = {}
+    accumulators: dict[str, dict[int, Variable]] = {}
     for stage in program.stages:
         for _, variable, accumulator in (*stage.gradients, *stage.state):
-            found.setdefault(variable.name, {})[stage.index] = accumulator
-    return found
+            accumulators.setdefault(variable.name, {})[stage.index] = accumulator
+    return accumulators
 
 
 def parameter_groups(

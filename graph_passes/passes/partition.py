@@ -170,17 +170,17 @@ class Partition:
 def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Mapping[Ref, Shape | None]]:
     """Returns the stage for slices of ``samples`` samples, with values from shapes as constants; and these shapes."""
     wanted = [*stage.results.values(), *stage.metric_results.values()]
-    found = fold_shapes(stage.own_graph, _inferred(program, stage, samples), results=wanted)
-    graph, moved = drop_no_ops(found.graph, found.shapes)
+    folded = fold_shapes(stage.own_graph, _inferred(program, stage, samples), results=wanted)
+    graph, moved = drop_no_ops(folded.graph, folded.shapes)
 
     def now(ref: Ref) -> Ref:
-        ref = found.moved.get(ref, ref)
+        ref = folded.moved.get(ref, ref)
         return moved.get(ref, ref)
 
     results, metrics = (
         {value: now(ref) for value, ref in results.items()} for results in (stage.results, stage.metric_results)
     )
-    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), found.shapes
+    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), folded.shapes
 
 
 def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:
@@ -264,12 +264,12 @@ def _split_backward(
 
 def _with_metadata(graph: Graph, forward: set[str], given: set[Ref]) -> set[str]:
     """Returns the forward part with the nodes that read only shapes of its tensors."""
-    found = set(forward)
+    extended = set(forward)
     for node in graph:
         reads = graph.inputs(node.name)
-        if node.op in _METADATA and all(ref.node in found or ref in given or _is_const(graph, ref) for ref in reads):
-            found.add(node.name)
-    return found
+        if node.op in _METADATA and all(ref.node in extended or ref in given or _is_const(graph, ref) for ref in reads):
+            extended.add(node.name)
+    return extended
 
 
 def _is_const(graph: Graph, ref: Ref) -> bool:
@@ -311,8 +311,8 @@ def _counted(program: Program, stage: Stage) -> dict[int, dict[Ref, int]]:
             logger.debug("bytes of stage %d can't be counted for %s samples: %s", stage.index, pair, error)
             continue
         return {
-            samples: {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in found.items()}
-            for samples, found in shapes.items()
+            samples: {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in inferred.items()}
+            for samples, inferred in shapes.items()
         }
     unknown = {Ref(node.name, output): 0 for node in graph for output in range(len(output_dtypes(node)))}
     return dict.fromkeys(SAMPLES[0], unknown)

@@ -97,16 +97,16 @@ class _Placement:
         last: dict[str, str | None] = {}  # node -> the operator among those before it that comes last in the order
         for name in topological:
             node = self.view.nodes[name]
-            found: str | None = None
+            latest: str | None = None
             for producer in (*(ref.node for ref in self.view.inputs(name)), *control_inputs(node)):
                 before = producer if producer in self.position else last[producer]
-                if before is not None and (found is None or self.position[before] > self.position[found]):
-                    found = before
-            last[name] = found
-            if name in self.position and found is not None and self.position[found] > self.position[name]:
+                if before is not None and (latest is None or self.position[before] > self.position[latest]):
+                    latest = before
+            last[name] = latest
+            if name in self.position and latest is not None and self.position[latest] > self.position[name]:
                 raise PassError(
-                    f"the order isn't topological: {name!r} (number {self.position[name]}) needs {found!r} "
-                    f"(number {self.position[found]})"
+                    f"the order isn't topological: {name!r} (number {self.position[name]}) needs {latest!r} "
+                    f"(number {self.position[latest]})"
                 )
 
     # ---- devices
@@ -136,7 +136,7 @@ class _Placement:
                 members.setdefault((node.device, resource_name(node)), {})[node.name] = None
         for use in ResourceUse(functions).of_nodes(self.program.graph.node):
             members.setdefault((self.view.nodes[use.node].device, use.resource), {})[use.node] = None
-        found: dict[str, str] = {}
+        devices: dict[str, str] = {}
         named: dict[str, str] = {}  # node -> the operator whose device it has
         for (_, resource), names in members.items():
             placed = next((name for name in names if name in self.options.devices), None)
@@ -144,15 +144,15 @@ class _Placement:
                 continue
             device = self.options.devices[placed]
             for name in names:
-                other = self.options.devices.get(name, found.get(name, device))
+                other = self.options.devices.get(name, devices.get(name, device))
                 if other != device:
                     raise PassError(
                         f"operators of variable {resource!r} are on different devices: {placed!r} on {device}, "
                         f"{named.get(name, name)!r} on {other}; place them together"
                     )
-                found[name] = device
+                devices[name] = device
                 named.setdefault(name, placed)
-        return found
+        return devices
 
     def _copy_constants(self) -> None:
         """Puts each constant on the first device that reads it, and notes the copies that others need."""
@@ -178,15 +178,15 @@ class _Placement:
         needed = self.view.ancestors([*told, *([Ref(step.train)] if step.train else [])])
         apart = self.view.ancestors([*told, *step.gradients.values()]) if step.gradients else set()
         last: dict[tuple[str, bool], str] = {}
-        found: dict[str, list[str]] = {}
+        waits: dict[str, list[str]] = {}
         for name in self.options.order:
             if name not in needed:
                 continue
             device, own = self.device[name], name in apart
             before = [last.get((device, True)), None if own else last.get((device, False))]
-            found[name] = [each for each in before if each is not None]
+            waits[name] = [each for each in before if each is not None]
             last[device, own] = name
-        return found
+        return waits
 
     def _written(self, waits: Mapping[str, Sequence[str]]) -> GraphDef:
         graph = GraphDef(versions=self.program.graph.versions, library=self.program.graph.library)

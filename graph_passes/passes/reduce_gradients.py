@@ -189,14 +189,14 @@ class Reduction:
         if len(group.devices) == 1:
             stages = self.nodes.stages_on(group, device)
             return {variable.name: self.own_sum(builder, inputs, variable, stages) for variable in here}
-        found: dict[str, Ref] = {}
+        reduced: dict[str, Ref] = {}
         for bucket in buckets(group.variables, self._options.bucket_bytes):
             if any(variable in here for variable in bucket):
                 argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
                 inputs[argument] = functools.partial(self._bucket, bucket)
                 parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
-                found |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
-        return found
+                reduced |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
+        return reduced
 
     def _bucket(self, bucket: tuple[Variable, ...], device: str) -> Ref:
         """Returns a bucket of reduced gradients on a device."""

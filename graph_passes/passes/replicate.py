@@ -317,10 +317,10 @@ class _Replication:
         return next(variable for variable in self.program.roles.variables if variable.update == ref)
 
     def _metric_results(self) -> dict[str, tuple[Ref, ...]]:
-        found: dict[str, list[Ref]] = {}
+        results: dict[str, list[Ref]] = {}
         for (name, _), ref in sorted(self.metric_values.items()):
-            found.setdefault(name, []).append(ref)
-        return {name: tuple(refs) for name, refs in found.items()}
+            results.setdefault(name, []).append(ref)
+        return {name: tuple(refs) for name, refs in results.items()}
 
     def _loss(self) -> Ref | None:
         """Returns the sum of all slices' contributions, in the order of samples."""

@@ -97,11 +97,11 @@ class RowGradients:
     def _own_rows(self, variable: Variable, stage: int, device: str) -> tuple[list[Ref], list[Ref]]:
         """Returns the values and indices of a stage's rows: sets of each replica, and one that all have in common."""
         ref = variable.value or Ref("")
-        found: list[list[Ref]] = []
+        rows: list[list[Ref]] = []
         for kind in OWN_ROWS:
             parts = [self._rows_of(Value(ref, kind), stage, replica) for replica in range(len(self._homes[stage]))]
-            found.append([part for part in parts if part is not None])
-        values, indices = found
+            rows.append([part for part in parts if part is not None])
+        values, indices = rows
         shared, shared_indices = (Value(ref, kind) for kind in SHARED_ROWS)
         sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._homes[stage]))]
         present = [part for part in sums if part is not None]

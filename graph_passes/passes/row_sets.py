@@ -64,17 +64,17 @@ def row_sets(
     origins = ElementOrigins(program, stage, graph, [rows.indices for rows in gradients.values()])
     builder, flat = Builder(graph), Graph(program.graph)
     before = Graph(graph)
-    found = {}
+    sets = {}
     for variable, rows in gradients.items():
         parts = tuple(_wrapped(origins, part, variable.shape[0]) for part in origins.of(rows.indices))
         undecided = next((part for part in parts if part.origin not in (*_ADDED_UP, Origin.SAMPLES)), None)
         if undecided is not None:
             where = _layer(flat, before, undecided.tensor)
             why = f"of its rows that {where} looks up, the indices are {undecided.origin.value}"
-            found[variable] = RowSets(rows, None, why)
+            sets[variable] = RowSets(rows, None, why)
         else:
-            found[variable] = _apart(builder, before, variable, rows, parts)
-    return found
+            sets[variable] = _apart(builder, before, variable, rows, parts)
+    return sets
 
 
 def _wrapped(origins: ElementOrigins, part: Part, rows: int) -> Part:

@@ -203,11 +203,11 @@ class _Scaling:
     @functools.cached_property
     def _coupled(self) -> set[str]:
         """Returns the nodes that couple samples, and all that depend on them."""
-        found = {name for name, _ in self.dependence.couplings}
+        coupled = {name for name, _ in self.dependence.couplings}
         for name in self.view.nodes:
-            if any(ref.node in found for ref in self.view.inputs(name)):
-                found.add(name)
-        return found
+            if any(ref.node in coupled for ref in self.view.inputs(name)):
+                coupled.add(name)
+        return coupled
 
     def _share(self, ref: Ref) -> Ref | None:
         """Returns a tensor whose weighted mean over slices is the whole batch's; None if none is known."""

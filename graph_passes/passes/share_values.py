@@ -70,11 +70,11 @@ def share_values(
             other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
             if other != name and name not in kept:
                 instead[name] = other
-    found = GraphDef(versions=graph.versions, library=graph.library)
+    shared = GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
         if node.name in instead:
             continue
-        own = found.node.add()
+        own = shared.node.add()
         own.CopyFrom(node)
         if any(ref.node in instead for ref in view.inputs(node.name)) or any(
             waited in instead for waited in control_inputs(node)
@@ -83,7 +83,7 @@ def share_values(
             waits_now = dict.fromkeys(f"^{instead.get(waited, waited)}" for waited in control_inputs(node))
             del own.input[:]
             own.input.extend([*data, *waits_now])
-    return found
+    return shared
 
 
 def _can_be_shared(node: NodeDef, shapes: Mapping[Ref, Shape | None]) -> bool:

@@ -101,12 +101,12 @@ class _Connection:
                 ]
                 if sources:
                     moved = self._move(boundary, sources, receivers, backward=True)
-                    for found, tensor in zip(parts, moved, strict=True):
-                        found.append(tensor)
-            for (receiver, _), found in zip(receivers, parts, strict=True):
+                    for terms, tensor in zip(parts, moved, strict=True):
+                        terms.append(tensor)
+            for (receiver, _), terms in zip(receivers, parts, strict=True):
                 name = f"sum/{receiver}/{boundary.ref.node}"
                 with self.builder.marked(task_attrs(receiver, NodeKind.SUM)):
-                    total = self.builder.add_n(name, found, boundary.dtype, device=self._device(receiver))
+                    total = self.builder.add_n(name, terms, boundary.dtype, device=self._device(receiver))
                 self.bound[self.step.pending[receiver, value]] = total
 
     def _move(

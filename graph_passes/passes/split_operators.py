@@ -82,8 +82,8 @@ class SplitOperators:
             return program
         step = program.own_step
         splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
-        found = splitting.result(_fetched(step))
-        return program.replace(graph=found.graph, step=_redirected(step, found, splitting.wholes))
+        split = splitting.result(_fetched(step))
+        return program.replace(graph=split.graph, step=_redirected(step, split, splitting.wholes))
 
 
 class SplitGraph(NamedTuple):
@@ -123,14 +123,14 @@ def _fetched(step: Step) -> list[Ref]:
     return refs + [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
 
 
-def _redirected(step: Step, found: SplitGraph, splits: Mapping[str, _Whole]) -> Step:
+def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, _Whole]) -> Step:
     """Returns the step with its tensors and nodes replaced."""
     for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
         if what in splits:
             raise PassError(f"{what!r} can't be split: the step is ordered by it as one node")
 
     def now(ref: Ref) -> Ref:
-        return found.joined.get(ref, ref)
+        return split.joined.get(ref, ref)
 
     def parts(name: str) -> tuple[str, ...]:
         return tuple(part_name(name, part) for part in range(splits[name].parts)) if name in splits else (name,)
@@ -138,7 +138,7 @@ def _redirected(step: Step, found: SplitGraph, splits: Mapping[str, _Whole]) -> 
     return dataclasses.replace(
         step,
         exit={task: tuple(part for name in names for part in parts(name)) for task, names in step.exit.items()},
-        values={key: now(ref) for key, ref in step.values.items() if ref.node not in splits or ref in found.joined},
+        values={key: now(ref) for key, ref in step.values.items() if ref.node not in splits or ref in split.joined},
         metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
         loss=None if step.loss is None else now(step.loss),
         outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
@@ -225,14 +225,14 @@ class _Splitting:
 
     def _constants(self, name: str) -> dict[int, np.ndarray]:
         """Returns the inputs of a node that may be axes and the like."""
-        found = {}
+        constants = {}
         for argument, ref in enumerate(self.view.inputs(name)):
             producer = self.view.nodes[ref.node]
             if producer.op == "Const" and producer.attr["dtype"].type in _INTEGERS:
                 size = int(np.prod([dim.size for dim in producer.attr["value"].tensor.tensor_shape.dim]))
                 if size <= _SMALL:
-                    found[argument] = constant_value(producer)
-        return found
+                    constants[argument] = constant_value(producer)
+        return constants
 
     # ---- parts
 
@@ -240,7 +240,7 @@ class _Splitting:
         refs = self.view.inputs(whole.node.name)
         sources = [self._read_by_parts(ref, argument, whole) for argument, ref in enumerate(refs)]
         read = [ref for argument, ref in enumerate(refs) if argument not in whole.rule.shape_inputs]
-        found = []
+        parts = []
         for number in range(whole.parts):
             part = NodeDef()
             part.CopyFrom(whole.node)
@@ -250,8 +250,8 @@ class _Splitting:
                 if key in part.attr:
                     del part.attr[key]
             self._rewire(part, [source[number] for source in sources], read)
-            found.append(part)
-        return found
+            parts.append(part)
+        return parts
 
     def _rewire(self, node: NodeDef, inputs: Sequence[Ref], read: Iterable[Ref]) -> None:
         """Replaces a node's inputs. It keeps its control edges, except to nodes of ``read``, which it needs anyway."""
@@ -284,12 +284,12 @@ class _Splitting:
 
     def _shapes_of_parts(self, ref: Ref, axis: int, whole: _Whole) -> list[Ref]:
         """Returns constants that replace the first output's shape."""
-        shape, found = whole.outputs[0], []
+        shape, constants = whole.outputs[0], []
         dtype = self._dtype(ref)
         for size in Cut.of(axis, whole.parts, whole.rule.length).sizes(shape[axis]):
             part = (*shape[:axis], size, *shape[axis + 1 :])
-            found.append(self.builder.const(part, dtype, device=whole.node.device))
-        return found
+            constants.append(self.builder.const(part, dtype, device=whole.node.device))
+        return constants
 
     # ---- tensors
 
@@ -333,14 +333,14 @@ class _Splitting:
         producer = self.view.nodes[ref.node]
         value = constant_value(producer)
         stops = np.cumsum(cut.sizes(value.shape[cut.axis]))[:-1]
-        found = []
+        constants = []
         for number, part in enumerate(np.split(value, stops, axis=cut.axis)):
             node = make_node(self._name(part_name(split_name(ref, cut), number)), "Const", device=producer.device)
             make_constant(node, part)
             self._mark(node, producer)
             self.behind.setdefault(ref.node, []).append(node)
-            found.append(Ref(node.name))
-        return found
+            constants.append(Ref(node.name))
+        return constants
 
     def _put(self, operator: str, name: str, op: str, inputs: Sequence[Ref], kind: Mapping[str, Any]) -> Ref:
         """Adds a node behind an operator, with its device and roles."""

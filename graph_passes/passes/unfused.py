@@ -20,13 +20,13 @@ def unfused(graph: GraphDef) -> GraphDef:
     """
     view = Graph(graph)
     names = Names(view.nodes)
-    found = GraphDef(versions=graph.versions, library=graph.library)
+    rewritten = GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
-        own = found.node.add()
+        own = rewritten.node.add()
         own.CopyFrom(node)
         if node.op in _READERS or (node.op in _PADDED and view.nodes[view.inputs(node.name)[0].node].op == "Pad"):
-            found.node.append(_apart(own, names))
-    return found
+            rewritten.node.append(_apart(own, names))
+    return rewritten
 
 
 def _apart(node: NodeDef, names: Names) -> NodeDef:

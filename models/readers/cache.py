@@ -73,5 +73,5 @@ def digest_of_files(paths: Iterable[pathlib.Path]) -> str:
 
 def digest_of_times(paths: Iterable[pathlib.Path]) -> str:
     """Returns a short hash of names, sizes and modification times: for files that are too large to be read for it."""
-    found = ((path.resolve(), path.stat()) for path in paths)
-    return digest(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)
+    files = ((path.resolve(), path.stat()) for path in paths)
+    return digest(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)

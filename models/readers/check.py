@@ -32,8 +32,8 @@ def check_all(text: str) -> str:
 
 
 def _images(request: Request) -> tuple[int, int]:
-    found = images.folders(request.paths[0], request.text)
-    for folder in found:
+    folders = images.folders(request.paths[0], request.text)
+    for folder in folders:
         paths = [str(path) for path in folder.paths]
 
         def decode(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -41,7 +41,7 @@ def _images(request: Request) -> tuple[int, int]:
 
         dataset = tf.data.Dataset.from_tensor_slices(paths)
         _decode(dataset, decode, paths, request.text)
-    return sum(len(folder.paths) for folder in found), len(found[0].classes)
+    return sum(len(folder.paths) for folder in folders), len(folders[0].classes)
 
 
 def _records(request: Request) -> tuple[int, int]:
@@ -76,12 +76,12 @@ def _decode(
     text: str,
 ) -> list[int]:
     """Returns the first result of ``decode`` per element; ``where`` has the file of each, or the file of all."""
-    found: list[int] = []
+    values: list[int] = []
     decoded = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     try:
         for value, _ in decoded.as_numpy_iterator():
-            found.append(int(value))
+            values.append(int(value))
     except tf.errors.OpError as error:
-        place = where[len(found)] if isinstance(where, list) else f"record {len(found)} of {where}"
+        place = where[len(values)] if isinstance(where, list) else f"record {len(values)} of {where}"
         raise ModelError(f"{text}: {place} can't be read: {reason(error)}") from error
-    return found
+    return values

@@ -22,7 +22,7 @@ def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tu
     Raises:
         ModelError: the model has other shapes.
     """
-    found = []
+    fitting = []
     for name, tensors, rank in (
         ("take", declared(model, "inputs"), inputs),
         ("give", declared(model, "outputs"), outputs),
@@ -34,8 +34,8 @@ def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tu
                 f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
                 f"open, but {model.name!r} has {known or 'no declared shapes'}; {fixed}"
             )
-        found.append(known[0])
-    return found[0], found[1]
+        fitting.append(known[0])
+    return fitting[0], fitting[1]
 
 
 def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -44,14 +44,14 @@ def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[st
     Raises:
         ModelError: the inputs are others.
     """
-    found = {str(tensor.name): tuple(tensor.shape) for tensor in declared(model, "inputs")}
-    if set(found) != set(names) or any(len(shape) != 2 or shape[1] is None for shape in found.values()):
-        had = ", ".join(f"{name} {list(shape)}" for name, shape in found.items())
+    inputs = {str(tensor.name): tuple(tensor.shape) for tensor in declared(model, "inputs")}
+    if set(inputs) != set(names) or any(len(shape) != 2 or shape[1] is None for shape in inputs.values()):
+        had = ", ".join(f"{name} {list(shape)}" for name, shape in inputs.items())
         raise ModelError(
             f"the data {data!r} are for models of {' and '.join(names)} [batch, sequence], but {model.name!r} takes "
             f"{had or 'nothing declared'}; use other data"
         )
-    return found
+    return inputs
 
 
 def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:

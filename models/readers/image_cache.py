@@ -19,11 +19,11 @@ Image = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """(bytes of an image or its pixels, number of the draw) -> the model's input."""
 
 
-def images_of(found: Samples, image: Image, options: ImageOptions, shape: Shape, key: Callable[[], str]) -> Samples:
+def images_of(samples: Samples, image: Image, options: ImageOptions, shape: Shape, key: Callable[[], str]) -> Samples:
     """Returns decoded images with labels.
 
     Args:
-        found: samples ``(draw, bytes, label)``.
+        samples: samples ``(draw, bytes, label)``.
         image: decodes an image.
         options: options, which say how images are cached.
         shape: shape of the model's images.
@@ -32,18 +32,18 @@ def images_of(found: Samples, image: Image, options: ImageOptions, shape: Shape,
     if options.cache == "none":
 
         def read(numbers: tf.data.Dataset) -> tf.data.Dataset:
-            return in_parallel(found.read(numbers), lambda draw, data, label: (image(data, draw), label))
+            return in_parallel(samples.read(numbers), lambda draw, data, label: (image(data, draw), label))
 
-        return Samples(found.count, read)
-    numbers = tf.data.Dataset.range(found.count).map(plain(lambda number: (number, number)))
-    everything = found.read(numbers)
+        return Samples(samples.count, read)
+    numbers = tf.data.Dataset.range(samples.count).map(plain(lambda number: (number, number)))
+    everything = samples.read(numbers)
     if options.cache == "memory":
         rows = list(everything.as_numpy_iterator())
         data = tf.constant(np.array([encoded for _, encoded, _ in rows], object))
         labels = tf.constant([label for *_, label in rows], tf.int32)
     else:
         data, labels = _kept_pixels(everything, shape, key())
-    return by_number(found.count, lambda draw, index: (image(data[index], draw), labels[index]))
+    return by_number(samples.count, lambda draw, index: (image(data[index], draw), labels[index]))
 
 
 def _kept_pixels(everything: tf.data.Dataset, shape: Shape, key: str) -> tuple[tf.Tensor, tf.Tensor]:

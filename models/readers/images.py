@@ -143,5 +143,5 @@ def _samples(folder: Folder, image: Image, options: ImageOptions, shape: Shape) 
     def read(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         return draw, checked(tf.io.read_file(paths[index]), paths[index]), labels[index]
 
-    found = by_number(len(folder.paths), read)
-    return images_of(found, image, options, shape, lambda: digest_of_times(map(pathlib.Path, folder.paths)))
+    encoded = by_number(len(folder.paths), read)
+    return images_of(encoded, image, options, shape, lambda: digest_of_times(map(pathlib.Path, folder.paths)))

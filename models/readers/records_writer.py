@@ -39,18 +39,18 @@ def write(
         ModelError: there are no images.
         OSError: a file can't be read or written.
     """
-    found = listed(images, str(images), classes)
-    order = np.arange(len(found.paths))
+    listing = listed(images, str(images), classes)
+    order = np.arange(len(listing.paths))
     if seed is not None:
         np.random.default_rng(seed).shuffle(order)
     for shard, numbers in enumerate(np.array_split(order, shards)):
         with tf.io.TFRecordWriter(str(folder / f"{part}-{shard:05}-of-{shards:05}")) as writer:
             for number in numbers:
-                label = int(found.labels[number])
-                path = pathlib.Path(found.paths[number])
-                example = _example(path, label + FIRST_LABEL, found.classes[label])
+                label = int(listing.labels[number])
+                path = pathlib.Path(listing.paths[number])
+                example = _example(path, label + FIRST_LABEL, listing.classes[label])
                 writer.write(example.SerializeToString(deterministic=True))
-    return found
+    return listing
 
 
 def _example(path: pathlib.Path, label: int, name: str) -> tf.train.Example:

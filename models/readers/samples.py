@@ -121,7 +121,7 @@ def questions() -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def _write_questions(folder: pathlib.Path) -> None:
-    documented = [found for name in _MODULES for found in _docstrings(name)]
+    documented = [entry for name in _MODULES for entry in _docstrings(name)]
     draw = np.random.default_rng(0)
     articles: dict[str, list[Any]] = {"train": [], "valid": []}
     for number, (name, context, answer) in enumerate(documented):
@@ -135,22 +135,22 @@ def _write_questions(folder: pathlib.Path) -> None:
         }
         part = "valid" if draw.random() < _HELD_OUT else "train"
         articles[part].append({"title": name, "paragraphs": [{"context": context, "qas": [asked]}]})
-    for part, found in articles.items():
-        written = json.dumps({"version": "v2.0", "data": found}, indent=1)
+    for part, data in articles.items():
+        written = json.dumps({"version": "v2.0", "data": data}, indent=1)
         (folder / f"{part}.json").write_text(written, encoding="utf-8")
 
 
 def _docstrings(module: str) -> list[tuple[str, str, str]]:
     """Returns names of a module's functions and classes, their docstrings and the first sentences of these."""
-    found = []
+    documented = []
     for name, value in sorted(vars(importlib.import_module(module)).items()):
         if name.startswith("_") or not callable(value) or getattr(value, "__module__", None) != module:
             continue
         context = " ".join((inspect.getdoc(value) or "").split())
         answer = context.partition(". ")[0].rstrip(".")
         if 10 < len(answer) < len(context):
-            found.append((f"{module}.{name}", context, answer))
-    return found
+            documented.append((f"{module}.{name}", context, answer))
+    return documented
 
 
 FOLDERS: Mapping[str, Callable[[], pathlib.Path]] = {

@@ -132,21 +132,21 @@ def read_questions(path: pathlib.Path, text: str) -> list[Question]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{text}: {path} isn't JSON: {error}") from error
     try:
-        found = list(_questions(given["data"]))
+        questions = list(_questions(given["data"]))
     except (TypeError, KeyError, AttributeError) as error:
         raise ModelError(
             f"{text}: {path} isn't in SQuAD's format, data -> paragraphs -> context, qas -> question, answers -> text, "
             f"answer_start: {type(error).__name__} {error}"
         ) from error
-    if len(found) < 2:
-        raise ModelError(f"{text}: {path} has {len(found)} questions; need at least 2")
-    for number, asked in enumerate(found):
+    if len(questions) < 2:
+        raise ModelError(f"{text}: {path} has {len(questions)} questions; need at least 2")
+    for number, asked in enumerate(questions):
         if asked.start >= 0 and not 0 <= asked.start < asked.end <= len(asked.context):
             raise ModelError(
                 f"{text}: the answer to question {number} of {path}, {asked.question!r:.60}, is at characters "
                 f"{asked.start} to {asked.end} of a text of {len(asked.context)}"
             )
-    return found
+    return questions
 
 
 def _questions(articles: Any) -> Iterator[Question]:
@@ -252,10 +252,10 @@ def _samples(
             f"text, with {stride} shared by two parts; use a smaller question or stride, or a longer sequence"
         )
     first, separator, padding = (vocabulary.token(tokenizer, name, text) for name in ("[CLS]", "[SEP]", "[PAD]"))
-    found = list(examples(questions, tokenizer, sequence, most_asked, stride, (first, separator)))
-    tokens = Ragged.of(example.tokens for example in found).lookup()
-    texts = tf.constant([example.text for example in found], tf.int32)
-    answers = tf.constant([(example.start, example.end) for example in found], tf.int32)
+    all_examples = list(examples(questions, tokenizer, sequence, most_asked, stride, (first, separator)))
+    tokens = Ragged.of(example.tokens for example in all_examples).lookup()
+    texts = tf.constant([example.text for example in all_examples], tf.int32)
+    answers = tf.constant([(example.start, example.end) for example in all_examples], tf.int32)
     mask = vocabulary.token(tokenizer, "[MASK]", text) if task == "masked" else 0
     size = vocabulary.size_of(tokenizer)
 
@@ -281,4 +281,4 @@ def _samples(
             x["tokens"], chosen = predicted_tokens.masked(labels, special, mask, size, seeds_of(draw, seed))
         return x, labels, tf.cast(chosen, tf.float32)
 
-    return by_number(len(found), read)
+    return by_number(len(all_examples), read)

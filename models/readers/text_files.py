@@ -48,16 +48,16 @@ def open_text(request: Request) -> DataSource:
     else:
         train, rest = train.split(options.held_out)
         held_out = rest if rest.count else None
-    found = source(request.text, train, held_out)
+    data = source(request.text, train, held_out)
     kind = "bytes" if tokenizer is None else "tokens"
     about = f"{train.count:,} {kind} of {', '.join(str(path) for path in request.paths) or files[0]}"
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
         if tokenizer is not None:
             fit.check_vocabulary(request.text, vocabulary.size_of(tokenizer), model)
-        return found.batches(model, batch_size, seed)
+        return data.batches(model, batch_size, seed)
 
-    return DataSource(request.text, about, batches, found.held_out)
+    return DataSource(request.text, about, batches, data.held_out)
 
 
 def text_files(paths: Sequence[pathlib.Path], text: str) -> tuple[pathlib.Path, ...]:
@@ -66,18 +66,18 @@ def text_files(paths: Sequence[pathlib.Path], text: str) -> tuple[pathlib.Path, 
     Raises:
         ModelError: there are none.
     """
-    found: list[pathlib.Path] = []
+    all_files: list[pathlib.Path] = []
     for path in paths:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*.txt") if file.is_file())
             if not files:
                 raise ModelError(f"{text}: there are no files *.txt in {path}")
-            found += files
+            all_files += files
         elif path.is_file():
-            found.append(path)
+            all_files.append(path)
         else:
             raise ModelError(f"{text}: there is no file or folder {path}")
-    return tuple(found)
+    return tuple(all_files)
 
 
 def pieces(files: Sequence[pathlib.Path], text: str) -> Iterator[str]:

@@ -101,8 +101,8 @@ def open_records(request: Request) -> DataSource:
         )
     train = indexed(files[_TRAIN], request.text)
     held_out = None
-    if found := [name for name in _VALIDATION if name in files]:
-        held_out = indexed(files[found[0]], request.text)
+    if validation_parts := [name for name in _VALIDATION if name in files]:
+        held_out = indexed(files[validation_parts[0]], request.text)
     elif options.held_out:
         kept_ones, left = parts(len(train.files), options.held_out)
         train, held_out = train.part(kept_ones), train.part(left)
@@ -141,21 +141,21 @@ def shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]
     Raises:
         ModelError: some are missing.
     """
-    found: dict[str, dict[int, pathlib.Path]] = {}
+    paths: dict[str, dict[int, pathlib.Path]] = {}
     counts: dict[str, int] = {}
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if (match := _SHARD.fullmatch(entry.name)) and entry.is_file():
             part, number, count = match["part"], int(match["number"]), int(match["count"])
-            found.setdefault(part, {})[number] = pathlib.Path(entry.path)
+            paths.setdefault(part, {})[number] = pathlib.Path(entry.path)
             if counts.setdefault(part, count) != count:
                 raise ModelError(f"{text}: {entry.path} is one of {count} files, but others are of {counts[part]}")
-    for part, files in found.items():
+    for part, files in paths.items():
         if len(files) != counts[part]:
             missing = next(number for number in range(counts[part] + 1) if number not in files)
             raise ModelError(
                 f"{text}: {root} has {len(files)} of {counts[part]} files {part}-...; number {missing} is missing"
             )
-    return {part: tuple(files[number] for number in sorted(files)) for part, files in found.items()}
+    return {part: tuple(files[number] for number in sorted(files)) for part, files in paths.items()}
 
 
 def indexed(paths: Sequence[pathlib.Path], text: str) -> Records:
@@ -168,7 +168,7 @@ def indexed(paths: Sequence[pathlib.Path], text: str) -> Records:
     def make(folder: pathlib.Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             offsets = list(pool.map(lambda path: _offsets(path, text), paths))
-        files = np.repeat(np.arange(len(paths), dtype="int32"), [len(found) for found in offsets])
+        files = np.repeat(np.arange(len(paths), dtype="int32"), [len(starts) for starts in offsets])
         np.savez(folder / "index.npz", files=files, offsets=np.concatenate(offsets))
 
     folder = kept(f"records_{digest([_VERSION, digest_of_times(paths)])}", make)
@@ -182,9 +182,9 @@ def indexed(paths: Sequence[pathlib.Path], text: str) -> Records:
 def _offsets(path: pathlib.Path, text: str) -> np.ndarray:
     """Returns the positions of a file's records: int64."""
     size = path.stat().st_size
-    found: list[int] = []
+    offsets: list[int] = []
     if not size:
-        return np.array(found, "int64")
+        return np.array(offsets, "int64")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start = 0
         while start < size:
@@ -194,9 +194,9 @@ def _offsets(path: pathlib.Path, text: str) -> np.ndarray:
                     f"{text}: {path} isn't an uncompressed TFRecord file, or is damaged or cut off at byte {start} of "
                     f"{size}; write or copy it again"
                 )
-            found.append(start)
+            offsets.append(start)
             start += length + _AROUND
-    return np.array(found, "int64")
+    return np.array(offsets, "int64")
 
 
 @functools.cache
@@ -258,8 +258,8 @@ def _samples(records: Records, image: Image, options: RecordOptions, shape: Shap
     )
 
     def record(draw: tf.Tensor, index: tf.Tensor) -> tf.data.Dataset:
-        found = record_at(paths[files[index]], offsets[index])
-        return found.map(plain(lambda data: (draw, index, data)))
+        dataset = record_at(paths[files[index]], offsets[index])
+        return dataset.map(plain(lambda data: (draw, index, data)))
 
     def parsed(draw: tf.Tensor, index: tf.Tensor, data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         example = tf.io.parse_single_example(data, FEATURES)
@@ -273,13 +273,13 @@ def _samples(records: Records, image: Image, options: RecordOptions, shape: Shap
             label = tf.cast(label, tf.int32)
         return draw, checked(example["image/encoded"], *where), label
 
-    found = Samples(len(records.files), lambda numbers: in_parallel(numbers.flat_map(plain(record)), parsed))
+    encoded = Samples(len(records.files), lambda numbers: in_parallel(numbers.flat_map(plain(record)), parsed))
 
     def key() -> str:
         which = hashlib.sha256(records.files.tobytes() + records.offsets.tobytes()).hexdigest()
         return digest([digest_of_times(records.paths), which, options.first_label])
 
-    return images_of(found, image, options, shape, key)
+    return images_of(encoded, image, options, shape, key)
 
 
 def record_at(path: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:

@@ -135,13 +135,13 @@ class TokenFile:
 
         def windows(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             places = start + index[:, None] * sequence + tf.range(sequence + 1, dtype=tf.int64)
-            found = tf.cast(tf.gather(tokens, places), tf.int64)
-            known = tf.reduce_all((found >= 0) & (found < vocabulary))
-            message = [f"{path} has a token that a vocabulary of", vocabulary, "lacks:", tf.reduce_max(found)]
+            gathered = tf.cast(tf.gather(tokens, places), tf.int64)
+            known = tf.reduce_all((gathered >= 0) & (gathered < vocabulary))
+            message = [f"{path} has a token that a vocabulary of", vocabulary, "lacks:", tf.reduce_max(gathered)]
             check = tf.debugging.Assert(known, message)
             with tf.control_dependencies([check]):
-                found = tf.cast(found, tf.int32)
-            return found[:, :-1], found[:, 1:]
+                gathered = tf.cast(gathered, tf.int32)
+            return gathered[:, :-1], gathered[:, 1:]
 
         return by_number(count, windows, in_batches=True)
 

@@ -136,8 +136,8 @@ def _alphabet(lines: Iterable[str], most: int) -> list[str]:
     counts: collections.Counter[str] = collections.Counter()
     for line in lines:
         counts.update(line)
-    found = [character for character in counts if not character.isspace()]
-    return sorted(sorted(found, key=lambda character: (-counts[character], character))[:most])
+    characters = [character for character in counts if not character.isspace()]
+    return sorted(sorted(characters, key=lambda character: (-counts[character], character))[:most])
 
 
 def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
@@ -157,8 +157,8 @@ def token(tokenizer: Any, name: str, text: str) -> int:
         ModelError: the tokenizer has none.
     """
     for alias in ALIASES[name]:
-        if (found := tokenizer.token_to_id(alias)) is not None:
-            return int(found)
+        if (number := tokenizer.token_to_id(alias)) is not None:
+            return int(number)
     raise ModelError(f"{text}: the tokenizer has none of the tokens {', '.join(ALIASES[name])}; add one to it")
 
 
@@ -173,6 +173,6 @@ def encoded(tokenizer: Any, lines: Iterable[str]) -> Iterator[list[int]]:
     for line in lines:
         held.append(line)
         if len(held) == _AT_ONCE:
-            yield from (found.ids for found in tokenizer.encode_batch(held, add_special_tokens=False))
+            yield from (encoding.ids for encoding in tokenizer.encode_batch(held, add_special_tokens=False))
             held = []
-    yield from (found.ids for found in tokenizer.encode_batch(held, add_special_tokens=False))
+    yield from (encoding.ids for encoding in tokenizer.encode_batch(held, add_special_tokens=False))

@@ -128,21 +128,21 @@ def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tupl
         for waiting in [threads.submit(copy, steps) for copy in copies]:
             waiting.result()
 
-    found: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
+    turns: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
     if "keras" in _WAYS.value:
-        found["keras"] = (2 * batch, peers(stack, batch))
+        turns["keras"] = (2 * batch, peers(stack, batch))
     if "keras_alone" in _WAYS.value:
-        found["keras_alone"] = (batch, peers(stack, batch, count=1))
+        turns["keras_alone"] = (batch, peers(stack, batch, count=1))
     cut = f"block_{_BLOCKS.value // 2 - 1}"
     for schedule in _SCHEDULES.value if "pipeline" in _WAYS.value else ():
         stages = [[0], [1]]
         plan = dapple.Plan.manual([cut], stages, micro_batches, batch, schedule=schedule, jit_compile=_JIT.value)
-        found[f"pipeline_{schedule}"] = (batch, trainer(plan))
+        turns[f"pipeline_{schedule}"] = (batch, trainer(plan))
     for count in map(int, _PARALLEL.value if "data_parallel" in _WAYS.value else ()):
-        found[f"data_parallel_{count}"] = (batch, trainer(parallel(2, batch, count)))
+        turns[f"data_parallel_{count}"] = (batch, trainer(parallel(2, batch, count)))
     if "mirrored" in _WAYS.value:
-        found["mirrored"] = (batch, peers(stack, batch, mirrored=True))
-    return found
+        turns["mirrored"] = (batch, peers(stack, batch, mirrored=True))
+    return turns
 
 
 def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
@@ -154,7 +154,9 @@ def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
             run(3)
         calls = {name: functools.partial(run, _STEPS.value) for name, (_, run) in turns.items()}
         times = take_turns(calls, _ROUNDS.value, lambda number, name: command.say(f"round {number + 1}: {name}"))
-    return {name: [_STEPS.value * turns[name][0] / seconds for seconds in found] for name, found in times.items()}
+    return {
+        name: [_STEPS.value * turns[name][0] / seconds for seconds in way_times] for name, way_times in times.items()
+    }
 
 
 def records_of(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:

@@ -84,9 +84,9 @@ def plan_of(name: str, devices: int, micro_batches: int, blocks: int, samples: i
 def measure(plan: dapple.Plan, cluster: dapple.Cluster, size: GptConfig, steps: int) -> list[list[float]]:
     """Returns the peaks of the plan's devices in each of ``steps`` steps, in bytes."""
     x, y = make_data(size, plan.global_batch_size)
-    found = check_memory.measure(make_model(size), x, y, plan, cluster, steps)
+    peaks = check_memory.measure(make_model(size), x, y, plan, cluster, steps)
     keras.backend.clear_session(free_memory=True)
-    return [list(run) for run in zip(*found.values(), strict=True)]
+    return [list(run) for run in zip(*peaks.values(), strict=True)]
 
 
 def rows(
@@ -114,7 +114,7 @@ def rows(
                     command.say(f"{name} with M = {m} on {count} devices is left out: {error}")
                     continue
                 runs = measure(plan, cluster, size, steps)
-                found = _simulated(plan, profile, cluster)
+                peaks = _simulated(plan, profile, cluster)
                 varied = {"devices": count, "stages": plan.num_stages, "schedule": name, "micro_batches": m}
                 measured: dict[str, Any] = {
                     **varied,
@@ -122,7 +122,7 @@ def rows(
                     "mean_peak_mb": quartiles([statistics.mean(run) / _MB for run in runs]),
                 }
                 simulated: dict[str, Any] = {
-                    **varied, "peak_mb": max(found) / _MB, "mean_peak_mb": statistics.mean(found) / _MB,
+                    **varied, "peak_mb": max(peaks) / _MB, "mean_peak_mb": statistics.mean(peaks) / _MB,
                 }  # fmt: skip
                 base = base or (measured, simulated)
                 measured["peak_of_gpipe"] = measured["peak_mb"].median / base[0]["peak_mb"].median
@@ -133,8 +133,8 @@ def rows(
 
 
 def _simulated(plan: dapple.Plan, profile: Profile, cluster: dapple.Cluster) -> list[float]:
-    found = dapple.simulate(plan, profile, cluster).peak_bytes
-    return [found[device] for device in sorted({device for devices in plan.devices for device in devices})]
+    peaks = dapple.simulate(plan, profile, cluster).peak_bytes
+    return [peaks[device] for device in sorted({device for devices in plan.devices for device in devices})]
 
 
 # ---- showing
@@ -158,9 +158,9 @@ def table(measured: Sequence[Mapping[str, Any]], simulated: Sequence[Mapping[str
     counts = sorted({m for _, m in pairs})
     lines = [("schedule", *(f"M = {m}: MB" for m in counts), *(f"M = {m}: of GPipe's" for m in counts))]
     for name in dict.fromkeys(name for name, _ in pairs):
-        found = [pairs.get((name, m)) for m in counts]
-        megabytes = [f"{_median(p[0]['peak_mb']):.1f} ({p[1]['peak_mb']:.1f})" if p else "" for p in found]
-        parts = [f"{p[0]['peak_of_gpipe']:.2f} ({p[1]['peak_of_gpipe']:.2f})" if p else "" for p in found]
+        row_pairs = [pairs.get((name, m)) for m in counts]
+        megabytes = [f"{_median(p[0]['peak_mb']):.1f} ({p[1]['peak_mb']:.1f})" if p else "" for p in row_pairs]
+        parts = [f"{p[0]['peak_of_gpipe']:.2f} ({p[1]['peak_of_gpipe']:.2f})" if p else "" for p in row_pairs]
         lines.append((name, *megabytes, *parts))
     return markdown(lines)
 

@@ -125,21 +125,21 @@ def _bookkeeping(monitor: dapple.PipelineMonitor, count: int = 2000) -> float:
 def main() -> None:
     """Prints them."""
     check_output(_JSON.value)
-    found = measure()
-    ratio = found["ratio"]
+    row = measure()
+    ratio = row["ratio"]
     lines = [
-        f"step without the monitor: {found['step_ms']:.4g} ms (median)",
+        f"step without the monitor: {row['step_ms']:.4g} ms (median)",
         f"steps with it that aren't traced: {ratio.median:.4f} times as long (quartiles {ratio.low:.4f} to "
-        f"{ratio.high:.4f} over rounds; ratio of all medians {found['ratio_of_medians']:.4f})",
-        f"bookkeeping in each step: {found['bookkeeping_us']:.3g} us",
-        f"traced: {found['traces']} steps in all; of {found['steps_with_monitor']} that count {found['traced_steps']}, "
-        f"taking {', '.join(f'{ms:.4g}' for ms in found['traced_ms']) or 'no'} ms with reading the trace",
-        f"extra time of traced steps: {found['traced_share']:.2%} of all steps with the monitor, which accounts "
-        f"for {found['accounted_share']:.2%}; its budget is {_BUDGET:.2%}",
+        f"{ratio.high:.4f} over rounds; ratio of all medians {row['ratio_of_medians']:.4f})",
+        f"bookkeeping in each step: {row['bookkeeping_us']:.3g} us",
+        f"traced: {row['traces']} steps in all; of {row['steps_with_monitor']} that count {row['traced_steps']}, "
+        f"taking {', '.join(f'{ms:.4g}' for ms in row['traced_ms']) or 'no'} ms with reading the trace",
+        f"extra time of traced steps: {row['traced_share']:.2%} of all steps with the monitor, which accounts "
+        f"for {row['accounted_share']:.2%}; its budget is {_BUDGET:.2%}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if _JSON.value:
-        write_results(_JSON.value, "monitoring", [found])
+        write_results(_JSON.value, "monitoring", [row])
 
 
 if __name__ == "__main__":

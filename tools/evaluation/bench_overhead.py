@@ -138,7 +138,7 @@ def measure(
     finally:
         pipelined.close()
     ratio = ratios(times["ours"], times["keras"])
-    milliseconds = {way: 1e3 * quartiles(found).median / steps for way, found in times.items()}
+    milliseconds = {way: 1e3 * quartiles(way_times).median / steps for way, way_times in times.items()}
     return {
         "model": name,
         "parameters": plain.count_params(),

@@ -54,10 +54,10 @@ def planned(layers: int, devices: int, global_batch_size: int) -> tuple[float, d
     profile, cluster = deep_bert(layers), cluster_of(devices)
     start = time.process_time()
     try:
-        found = plan(profile, cluster, global_batch_size, least_gain=0.0)
+        best = plan(profile, cluster, global_batch_size, least_gain=0.0)
     except dapple.PlanError:
-        found = None
-    return time.process_time() - start, found
+        best = None
+    return time.process_time() - start, best
 
 
 def records(
@@ -75,26 +75,26 @@ def records(
             sys.stderr.flush()
     base = min(turns[pairs[0]])
     for (depth, count), seconds_of in turns.items():
-        found = plans[depth, count]
+        best = plans[depth, count]
         yield {
             "layers": depth,
             "devices": count,
             "global_batch_size": global_batch_size,
             "planner_s": min(seconds_of),
             "of_first": min(seconds_of) / base,
-            "replicas": None if found is None else list(found.replicas),
-            "micro_batches": None if found is None else found.micro_batches,
-            "recompute": None if found is None else found.recompute,
+            "replicas": None if best is None else list(best.replicas),
+            "micro_batches": None if best is None else best.micro_batches,
+            "recompute": None if best is None else best.recompute,
         }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns seconds by layers and devices, with ratios to the first of all; a star where nothing fits."""
-    found = {(row["layers"], row["devices"]): row for row in rows}
-    depths, counts = (list(dict.fromkeys(pair[axis] for pair in found)) for axis in (0, 1))
+    by_size = {(row["layers"], row["devices"]): row for row in rows}
+    depths, counts = (list(dict.fromkeys(pair[axis] for pair in by_size)) for axis in (0, 1))
     cells: list[tuple[object, ...]] = [("layers", *(f"{count} devices" for count in counts))]
     for depth in depths:
-        own = [found[depth, count] for count in counts]
+        own = [by_size[depth, count] for count in counts]
         cells.append(
             (depth, *(f"{r['planner_s']:.2f} s ({r['of_first']:.1f})" + "*" * (not r["replicas"]) for r in own))
         )

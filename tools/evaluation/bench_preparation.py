@@ -137,8 +137,8 @@ def apart(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[
         code = subprocess.run([*line, f"--json={out}"], stdout=subprocess.DEVNULL, check=False).returncode
         if code:
             raise RuntimeError(f"preparing {micro_batches} micro-batches on {devices} devices ended with code {code}")
-        (found,) = read_results(out)["preparation"]["records"]
-    return dict(found)
+        (record,) = read_results(out)["preparation"]["records"]
+    return dict(record)
 
 
 def records(pairs: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

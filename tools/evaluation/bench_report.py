@@ -63,9 +63,9 @@ def write_results(
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; use one of {', '.join(KINDS)}")
     file = pathlib.Path(path)
-    found = read_results(file) if file.exists() else {}
+    earlier = read_results(file) if file.exists() else {}
     entry = {"kind": kind, "command": own_command(), "machine": machine_facts(versions), "records": list(records)}
-    text = json.dumps({**found, name: entry}, indent=1, default=_plain) + "\n"
+    text = json.dumps({**earlier, name: entry}, indent=1, default=_plain) + "\n"
     fresh = file.with_name(f"{file.name}.new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(file)
@@ -79,14 +79,14 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it can't be read.
     """
     try:
-        found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        results = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} isn't JSON ({error}); give another file for the results") from error
-    if not isinstance(found, dict) or not all(
-        isinstance(entry, dict) and "records" in entry and entry.get("kind") in KINDS for entry in found.values()
+    if not isinstance(results, dict) or not all(
+        isinstance(entry, dict) and "records" in entry and entry.get("kind") in KINDS for entry in results.values()
     ):
         raise ValueError(f"{path} holds something other than benchmarks' results; give another file for them")
-    return found
+    return results
 
 
 def check_output(path: str | None) -> None:

@@ -65,8 +65,8 @@ def check_torch(python: str) -> None:
         app.UsageError: PyTorch can't be imported, or the interpreter doesn't exist.
     """
     try:
-        found = subprocess.run([python, "-c", "import torch.distributed.pipelining"], capture_output=True, text=True)
-        said = found.stderr.strip().splitlines()[-1:] if found.returncode else None
+        process = subprocess.run([python, "-c", "import torch.distributed.pipelining"], capture_output=True, text=True)
+        said = process.stderr.strip().splitlines()[-1:] if process.returncode else None
     except OSError as error:
         said = [str(error)]
     command.check(
@@ -128,7 +128,7 @@ def measure() -> tuple[list[dict[str, Any]], str]:
         ways |= {name: functools.partial(own, _STEPS.value) for name, own in ours.items()}
         times = take_turns(ways, _ROUNDS.value, lambda number, name: bar.at(name, number / _ROUNDS.value))
     bar.close()
-    rates = {name: [_STEPS.value * batch / seconds for seconds in found] for name, found in times.items()}
+    rates = {name: [_STEPS.value * batch / seconds for seconds in way_times] for name, way_times in times.items()}
     records = [
         {
             "way": name,

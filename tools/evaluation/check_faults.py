@@ -265,8 +265,8 @@ def check(hosts: Hosts, shape: str, folder: pathlib.Path) -> tuple[list[Row], bo
                 )
         client.until("end")
         client.process.wait()
-        with np.load(result) as found:
-            results.append([found[key] for key in found.files])
+        with np.load(result) as arrays:
+            results.append([arrays[key] for key in arrays.files])
     same = all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
     return rows, same
 
@@ -289,14 +289,14 @@ def table(rows: list[Row]) -> str:
 
 def orphans(marker: str) -> list[str]:
     """Returns remaining processes: those whose environment has the marker, except this one."""
-    found = []
+    processes = []
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if marker.encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
-                found.append(f"{place.name}: {(place / 'cmdline').read_bytes().decode().replace(chr(0), ' ')}")
+                processes.append(f"{place.name}: {(place / 'cmdline').read_bytes().decode().replace(chr(0), ' ')}")
         except OSError:
             continue  # It has ended, or may not be read by us.
-    return found
+    return processes
 
 
 def main() -> None:
@@ -315,9 +315,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with Hosts(_HOSTS, echo=lambda worker, line: None) as hosts:
             for shape in _SHAPES.value:
-                found, same = check(hosts, shape, pathlib.Path(folder))
-                rows += found
-                command.say(f"{shape}: {len(found)} faults, {'the same values' if same else 'OTHER VALUES'}")
+                faults, same = check(hosts, shape, pathlib.Path(folder))
+                rows += faults
+                command.say(f"{shape}: {len(faults)} faults, {'the same values' if same else 'OTHER VALUES'}")
                 wrong += [] if same else [shape]
         left = orphans(marker)
     sys.stdout.write(table(rows) + "\n\n")

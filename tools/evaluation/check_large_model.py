@@ -49,9 +49,9 @@ def family(process: int) -> list[int]:
 
 def memory(process: int, which: str) -> int:
     """Returns the bytes that a process has ("VmRSS") or had at most ("VmHWM")."""
-    found = re.search(rf"^{which}:\s+(\d+) kB", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"^{which}:\s+(\d+) kB", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def main() -> None:

@@ -199,16 +199,16 @@ def check(name: str, policies: Sequence[str], steps: int, *, repeats: int, cache
         predicted = dapple.simulate(plan, profile, cluster).peak_bytes
         keras.utils.set_random_seed(0)
         x, y = model.batch(plan.global_batch_size)
-        for device, found in measure(model.build(), x, y, plan, cluster, steps).items():
-            measured = statistics.median(found)
+        for device, peaks in measure(model.build(), x, y, plan, cluster, steps).items():
+            measured = statistics.median(peaks)
             yield {
                 "model": name,
                 "policy": policy,
                 "device": device,
                 "predicted": predicted[device],
                 "measured": measured,
-                "least": min(found),
-                "most": max(found),
+                "least": min(peaks),
+                "most": max(peaks),
                 "error": predicted[device] / measured - 1,
             }
         bar.step(policy)
@@ -245,11 +245,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["largest error of each policy:"]
     for policy, row in worst.items():
         lines.append(f"  {policy}: {row['error']:+.1%} ({row['model']}, device {row['device']})")
-    for (model, policy), found in totals.items():
+    for (model, policy), peaks in totals.items():
         for other in ("conventional", "wait_free"):
             base = totals.get((model, other))
             if base and policy != other and POLICIES[policy][1] == CHUNKS:
-                ratios = ", ".join(f"{kind} {found[kind] / base[kind]:.3f}" for kind in ("predicted", "measured"))
+                ratios = ", ".join(f"{kind} {peaks[kind] / base[kind]:.3f}" for kind in ("predicted", "measured"))
                 lines.append(f"{model}: peak of {policy} / {other}: {ratios}")
     return "\n".join(lines)
 

@@ -74,11 +74,11 @@ MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
 """Name of a model -> function that returns it with a batch."""
 
 
-def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
+def plans_of(profile: dapple.Profile, chosen: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
     """Yields the reference, what the planner found, and plans of other shapes."""
-    batch = found.global_batch_size
+    batch = chosen.global_batch_size
     yield dapple.Plan.data_parallel(1, batch)
-    yield found
+    yield chosen
     yield dapple.Plan.data_parallel(1, batch, 4)
     if devices > 1:
         yield dapple.Plan.data_parallel(2, batch, 2)
@@ -105,8 +105,8 @@ def check(name: str) -> list[dict[str, Any]]:
     sizes = slice_sizes(batch, _DEVICES.value)
     profiled = dapple.profile(model, sizes, cluster=cluster, cache=_CACHE.value)
     planned = plan_model(model, cluster, batch, profiled=profiled)
-    found, profile, cluster = planned.plan, planned.profile, planned.cluster
-    plans = list(dict.fromkeys(plans_of(profile, found, _DEVICES.value)))
+    chosen, profile, cluster = planned.plan, planned.profile, planned.cluster
+    plans = list(dict.fromkeys(plans_of(profile, chosen, _DEVICES.value)))
     trainers = [dapple.transform(model, cluster, plan, profile=profile) for plan in plans]
     bar = Progress(f"training {name}", _STEPS.value, shown=True)
     for _ in range(_STEPS.value + 3):
@@ -128,7 +128,7 @@ def check(name: str) -> list[dict[str, Any]]:
                 "model": name,
                 "plan": shape(plan) + (f", {plan.schedule}" if plan.num_stages > 1 else ""),
                 "recompute": plan.recompute,
-                "planned": plan == found,
+                "planned": plan == chosen,
                 "capacity": cluster.capacity(0),
                 "predicted_ms": prediction.predicted * 1e3,
                 "measured_ms": measured * 1e3,

@@ -72,15 +72,15 @@ def row(
         seconds: time that the compared profile took.
     """
     samples = true.batch_sizes[len(true.batch_sizes) // 2]
-    truth, found = layer_seconds(true, samples), layer_seconds(other, samples)
+    truth, compared = layer_seconds(true, samples), layer_seconds(other, samples)
     best, chosen = (dapple.plan(profile, cluster, global_batch_size=batch) for profile in (true, other))
     expected, lost = (dapple.simulate(plan, true, cluster).latency for plan in (best, chosen))
     return {
         "method": other.method,
         "seconds": seconds,
-        "total": found.sum() / truth.sum() - 1,
-        "misplaced": np.abs(found / found.sum() - truth / truth.sum()).sum() / 2,
-        "ranks": np.corrcoef(ranks(truth), ranks(found))[0, 1],
+        "total": compared.sum() / truth.sum() - 1,
+        "misplaced": np.abs(compared / compared.sum() - truth / truth.sum()).sum() / 2,
+        "ranks": np.corrcoef(ranks(truth), ranks(compared))[0, 1],
         "loss": lost / expected - 1,
     }
 

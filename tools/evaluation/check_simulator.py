@@ -103,9 +103,9 @@ def pipeline(
 def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
     best: Emulation | None = None
     for _ in range(_ATTEMPTS.value):
-        found = emulate(plan, profile, cluster, overlap=_OVERLAP.value, steps=_STEPS.value)
-        if best is None or abs(found.error) < abs(best.error):
-            best = found
+        emulation = emulate(plan, profile, cluster, overlap=_OVERLAP.value, steps=_STEPS.value)
+        if best is None or abs(emulation.error) < abs(best.error):
+            best = emulation
         if abs(best.error) <= _TOLERANCE.value:
             break
     assert best is not None
@@ -113,13 +113,13 @@ def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
 
 
 def _shapes() -> list[tuple[int, int]]:
-    found = []
+    shapes = []
     for shape in _SHAPES.value:
         match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", shape)
         if match is None:
             raise app.UsageError(f"--shapes: {shape!r} isn't a pipeline; write stages x micro-batches, such as 4x16")
-        found.append((int(match[1]), int(match[2])))
-    return found
+        shapes.append((int(match[1]), int(match[2])))
+    return shapes
 
 
 def main() -> None:
@@ -148,16 +148,20 @@ def main() -> None:
             print(_ROW.format(*cells, "-", "-", "-", f"{cluster.num_devices} devices, more than {MAX_DEVICES}"))
             continue
         try:
-            found = _measure(plan, profile, cluster)
+            emulation = _measure(plan, profile, cluster)
         except EmulationError as error:
             print(_ROW.format(*cells, "-", "-", "-", error), flush=True)
             failed += 1
             continue
         rows += 1
-        worst = max(worst, abs(found.error))
-        failed += abs(found.error) > _TOLERANCE.value
-        times = (f"{found.simulated.latency * 1e3:.1f}", f"{found.latency * 1e3:.1f}", f"{found.error:+.2%}")
-        print(_ROW.format(*cells, *times, f"{found.lateness * 1e3:.2f}"), flush=True)
+        worst = max(worst, abs(emulation.error))
+        failed += abs(emulation.error) > _TOLERANCE.value
+        times = (
+            f"{emulation.simulated.latency * 1e3:.1f}",
+            f"{emulation.latency * 1e3:.1f}",
+            f"{emulation.error:+.2%}",
+        )
+        print(_ROW.format(*cells, *times, f"{emulation.lateness * 1e3:.2f}"), flush=True)
     seconds = time.monotonic() - began
     if not rows and not failed:
         raise app.UsageError("nothing was checked: no row is left that fits the devices; see --help")

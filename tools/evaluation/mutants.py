@@ -119,8 +119,8 @@ def mutants_of(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
 
 def _child(parent: ast.AST, field: str, index: int | None) -> ast.AST:
     value = getattr(parent, field)
-    found: ast.AST = value if index is None else value[index]
-    return found
+    child: ast.AST = value if index is None else value[index]
+    return child
 
 
 def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
@@ -141,8 +141,8 @@ def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
 def draw(count: int, seed: int, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
     """Draws mutants of all files in folders, with a seed."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    numbers = [found for path in paths for found in mutants_of(path)]
-    return [mutant(*found) for found in random.Random(seed).sample(numbers, min(count, len(numbers)))]
+    numbers = [mutant_numbers for path in paths for mutant_numbers in mutants_of(path)]
+    return [mutant(*mutant_numbers) for mutant_numbers in random.Random(seed).sample(numbers, min(count, len(numbers)))]
 
 
 # ---- which tests
@@ -182,8 +182,8 @@ def nearest_tests(module: str, users: dict[str, set[str]], limit: int) -> list[s
                 todo.append(user)
     tests = [name for name in steps if name.startswith("test_")]
     own = module.rpartition(".")[2]
-    found = sorted(tests, key=lambda name: (own not in name, steps[name], name))[:limit]
-    return [f"tests/{name}.py" for name in found]
+    nearest = sorted(tests, key=lambda name: (own not in name, steps[name], name))[:limit]
+    return [f"tests/{name}.py" for name in nearest]
 
 
 # ---- a try

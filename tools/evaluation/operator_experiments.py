@@ -148,10 +148,10 @@ DEVICES = (2, 4, 8)
 
 def settings(models: Sequence[str], devices: Sequence[int] = DEVICES, *, dockers: bool = True) -> list[Setting]:
     """Returns all rows; with two dockers where there are eight devices."""
-    found = [Setting(model, count) for model in models for count in devices]
+    rows = [Setting(model, count) for model in models for count in devices]
     if dockers and 8 in devices:
-        found += [Setting(model, 8, 2) for model in models]
-    return found
+        rows += [Setting(model, 8, 2) for model in models]
+    return rows
 
 
 def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
@@ -214,25 +214,25 @@ def _outcome(placement: OpPlacement, topology: Topology, seconds: float) -> Outc
     return Outcome(placement.seconds, fits(placement, topology), max(placement.peak_bytes), seconds, used)
 
 
-def _counted(found: Iterable[_Item]) -> dict[_Item, int]:
-    return dict(sorted(collections.Counter(found).items(), key=lambda item: (-item[1], str(item[0]))))
+def _counted(items: Iterable[_Item]) -> dict[_Item, int]:
+    return dict(sorted(collections.Counter(items).items(), key=lambda item: (-item[1], str(item[0]))))
 
 
 def _table_6(graph: OpGraph, placement: OpPlacement) -> dict[str, Operator]:
     """Returns the operators of table 6, found by their layer."""
-    found = {}
+    operators = {}
     for line, (layer, ops) in LINES.items():
         chosen = [
             index
             for index, (name, op) in enumerate(zip(graph.names, graph.ops, strict=True))
             if f"/{layer}_1/" in name and op in ops and ("/gradients/" in name) == line.endswith("bp")
         ]
-        found[line] = Operator(
+        operators[line] = Operator(
             float(graph.seconds[chosen, 0].sum()),
             0 if set(ops) & _WITHOUT_PARAMETERS else _parameter_bytes(graph, layer),
             tuple(placement.splits.get(graph.names[index]) for index in chosen),
         )
-    return found
+    return operators
 
 
 def _parameter_bytes(graph: OpGraph, layer: str) -> int:

@@ -144,13 +144,13 @@ def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
     cluster = dapple.Cluster.from_json(
         '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 1}], "intra_bandwidth": 12e9}'
     )
-    found = flatten_step(built, model.batch, dapple.Plan.by_operators(1, model.batch), cluster)
+    step = flatten_step(built, model.batch, dapple.Plan.by_operators(1, model.batch), cluster)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for old in path.parent.glob(f"{model.name}-*"):
             old.unlink()
-        _save(found, path)
-    return found
+        _save(step, path)
+    return step
 
 
 def _save(step: FlatStep, path: pathlib.Path) -> None:
@@ -162,17 +162,17 @@ def _save(step: FlatStep, path: pathlib.Path) -> None:
 
 def _load(path: pathlib.Path) -> FlatStep:
     graph = GraphDef.FromString(path.with_suffix(".pb").read_bytes())
-    found = json.loads(path.read_text(encoding="utf-8"))
-    shapes = {Ref.parse(name): None if shape is None else tuple(shape) for name, shape in found["shapes"].items()}
-    return FlatStep(graph, shapes, found["seconds"])
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    shapes = {Ref.parse(name): None if shape is None else tuple(shape) for name, shape in stored["shapes"].items()}
+    return FlatStep(graph, shapes, stored["seconds"])
 
 
 def _digest() -> str:
     """Returns a hash of what makes a step: TensorFlow, Keras, the passes and their callers; not the searches."""
-    found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
+    digest = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
     for path in sources():
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def sources() -> list[pathlib.Path]:

@@ -119,22 +119,22 @@ counted, and Keras makes fewer of them than TF-Slim, whose graphs have summaries
 
 def claims_of(rows: Sequence[Row], search_seconds: float = SEARCH_SECONDS) -> list[Claim]:
     """Returns claims about the results, and whether the paper's margins are reached."""
-    found = []
+    claims = []
     for row in rows:
-        found += [_not_slower(row, than) for than in ("fast_t", "heft", "single")]
-        found.append(_search_time(row, search_seconds))
+        claims += [_not_slower(row, than) for than in ("fast_t", "heft", "single")]
+        claims.append(_search_time(row, search_seconds))
         name, count = row.setting.model, row.setting.devices
         if count == 8 and name in BRANCHED:
             gain = row.faster("fast_t")
             where = f"{row.setting}: FD-DPS at least {MARGIN:.0%} faster than FastT"
-            found.append(Claim(where, "", f"{gain:.1%}", gain >= MARGIN, value=gain))
+            claims.append(Claim(where, "", f"{gain:.1%}", gain >= MARGIN, value=gain))
         paper = TABLE_5.get((name, count)) if row.setting.dockers == 1 else None
         margin = FIGURE_4.get(name) if row.setting.dockers == 2 else None if paper is None else paper.faster
         if margin is not None:
-            found.append(_margin(row, "fast_t", margin))
+            claims.append(_margin(row, "fast_t", margin))
         if row.setting.dockers == 1 and count == 4:
-            found.append(_margin(row, "d_dps", TABLE_7[name][2]))
-    return found
+            claims.append(_margin(row, "d_dps", TABLE_7[name][2]))
+    return claims
 
 
 def _not_slower(row: Row, than: str) -> Claim:
@@ -189,18 +189,18 @@ NAMES: Mapping[str, str] = {
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Returns every table that has results."""
     plain = [row for row in rows if row.setting.dockers == 1]
-    found = [_table_3(rows), _table_5(plain), _table_5_paper(plain)]
+    all_tables = [_table_3(rows), _table_5(plain), _table_5_paper(plain)]
     lines = [row for row in plain if row.lines]
     if lines:
-        found.append(_table_6(lines))
+        all_tables.append(_table_6(lines))
     four = [row for row in plain if row.setting.devices == 4]
     if four:
-        found.append(_table_7(four))
+        all_tables.append(_table_7(four))
     dockers = [row for row in rows if row.setting.dockers > 1]
     if dockers:
-        found.append(_figure_4(dockers, {row.setting.model: row for row in four}))
-    found.append(_figure_5(plain))
-    return found
+        all_tables.append(_figure_4(dockers, {row.setting.model: row for row in four}))
+    all_tables.append(_figure_5(plain))
+    return all_tables
 
 
 def _ms(outcome: Outcome) -> Cell:
@@ -276,8 +276,8 @@ def _table_5_paper(rows: Iterable[Row]) -> Table:
 
 
 def _decision(operator: Operator) -> str:
-    found = [f"{split.dimension} x {split.parts}" if split else "no" for split in operator.splits]
-    return ", ".join(dict.fromkeys(found)) if len(set(found)) == 1 else ", ".join(found)
+    decisions = [f"{split.dimension} x {split.parts}" if split else "no" for split in operator.splits]
+    return ", ".join(dict.fromkeys(decisions)) if len(set(decisions)) == 1 else ", ".join(decisions)
 
 
 def _table_6(rows: Sequence[Row]) -> Table:

@@ -74,16 +74,16 @@ def check(results: Results, bounds: Mapping[str, float]) -> list[Claim]:
         results: the computed results.
         bounds: by name of a claim, a figure reached before; see :func:`reached`.
     """
-    found = []
+    claims = []
     for result in results.rows:
-        found += _row_claims(result)
-    found += [_policy_claim(policy) for policy in results.policies]
-    found += [_average_claim(key, value) for key, value in average_speedups(results.hybrids).items()]
+        claims += _row_claims(result)
+    claims += [_policy_claim(policy) for policy in results.policies]
+    claims += [_average_claim(key, value) for key, value in average_speedups(results.hybrids).items()]
     if results.table_5:
-        found += _table_5_claims(results.table_5)
+        claims += _table_5_claims(results.table_5)
     if results.table_7:
-        found += _table_7_claims(results.table_7)
-    return [_bounded(claim, bounds) for claim in found]
+        claims += _table_7_claims(results.table_7)
+    return [_bounded(claim, bounds) for claim in claims]
 
 
 def check_times(rows: Iterable[RowResult], limit: float) -> list[Claim]:
@@ -113,7 +113,7 @@ def reached(claims: Iterable[Claim]) -> dict[str, float]:
 
 def _row_claims(result: RowResult) -> list[Claim]:
     key, advantage, speedup = result.row.key, result.advantage, result.single / result.ours.seconds
-    found = [
+    claims = [
         Claim(
             f"{key}: our plan isn't slower than the paper's",
             "",
@@ -124,8 +124,8 @@ def _row_claims(result: RowResult) -> list[Claim]:
     ]
     if result.pipedream is not None:
         ratio = result.pipedream.seconds / result.ours.seconds
-        found.append(Claim(f"{key}: faster than PipeDream's plan", "faster", f"{ratio:.2f}x", ratio > 1, ratio > 1))
-    return found
+        claims.append(Claim(f"{key}: faster than PipeDream's plan", "faster", f"{ratio:.2f}x", ratio > 1, ratio > 1))
+    return claims
 
 
 def _policy_claim(policy: Policies) -> Claim:
@@ -173,15 +173,15 @@ _AVERAGE_REASONS = {
 def _table_5_claims(lines: Iterable[Line5]) -> list[Claim]:
     by_key = {(line.measured.schedule, line.measured.recompute, line.measured.micro_batches): line for line in lines}
     ours, theirs = by_key["dapple_a", "none", 16], by_key["gpipe", "none", 2]
-    found = []
+    claims = []
     for what in ("throughput", "memory"):
         mine, other, paper = getattr(ours, what), getattr(theirs, what), RATIO_5[what]
         ratio = mine / other if mine and other else 0.0
         good = abs(ratio / paper - 1) <= 0.05
         name = f"table 5: {what} of DAPPLE over GPipe"
-        found.append(Claim(name, f"{paper:g}x", f"{ratio:.3f}x", good, good, "calibrated by table 5, see README"))
+        claims.append(Claim(name, f"{paper:g}x", f"{ratio:.3f}x", good, good, "calibrated by table 5, see README"))
     fourth = by_key["gpipe", "none", 3]
-    found.append(
+    claims.append(
         Claim(
             "table 5: GPipe with M = 3 is out of memory",
             "OOM",
@@ -194,7 +194,7 @@ def _table_5_claims(lines: Iterable[Line5]) -> list[Claim]:
     assert ours.memory and ours.throughput and recomputed.memory and recomputed.throughput, "Table 5 has no OOM here"
     saved = 1 - recomputed.memory / ours.memory
     cost = 1 - recomputed.throughput / ours.throughput
-    found.append(
+    claims.append(
         Claim(
             "table 5: recomputation saves memory, and costs throughput",
             "19%, 20% (section 6.5)",
@@ -205,7 +205,7 @@ def _table_5_claims(lines: Iterable[Line5]) -> list[Claim]:
         )
     )
     eighth = by_key["gpipe", "boundary", 8]
-    found.append(
+    claims.append(
         Claim(
             "table 5: GPipe + RC with M = 8 is out of memory",
             "OOM",
@@ -215,15 +215,15 @@ def _table_5_claims(lines: Iterable[Line5]) -> list[Claim]:
             "the paper's lines need 1.1 GB more per micro-batch; what crosses the boundary is 4 MB",
         )
     )
-    return found
+    return claims
 
 
 def _table_7_claims(lines: Sequence[Line7]) -> list[Claim]:
-    found = []
+    claims = []
     for line in lines:
         devices, paper = line.paper.devices, line.paper
         near = line.layers >= paper.layers if devices == 1 else abs(line.layers / paper.layers - 1) <= 0.05
-        found.append(
+        claims.append(
             Claim(
                 f"table 7: layers of the largest BERT on {devices} device{'s' if devices > 1 else ''}",
                 str(paper.layers),
@@ -234,7 +234,7 @@ def _table_7_claims(lines: Sequence[Line7]) -> list[Claim]:
             )
         )
         close = abs(line.utilization - paper.utilization) <= 0.03
-        found.append(
+        claims.append(
             Claim(
                 f"table 7: utilization on {devices} device{'s' if devices > 1 else ''}",
                 f"{paper.utilization:.0%}",
@@ -245,7 +245,7 @@ def _table_7_claims(lines: Sequence[Line7]) -> list[Claim]:
         )
     each = [line.layers / line.paper.devices for line in lines]
     spread = max(each) / min(each) - 1
-    found.append(
+    claims.append(
         Claim(
             "table 7: size grows in proportion to devices",
             "linearly",
@@ -254,4 +254,4 @@ def _table_7_claims(lines: Sequence[Line7]) -> list[Claim]:
             spread <= 0.04,
         )
     )
-    return found
+    return claims

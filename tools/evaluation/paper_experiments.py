@@ -155,12 +155,12 @@ def path_text(simulation: Simulation) -> str:
 def micro_batch_counts(profile: Profile, batch: int, partitions: Iterable[Partition] = ()) -> tuple[int, ...]:
     """Returns powers of two whose slices have at least the profiled size, and the maximum of each partition."""
     most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
-    found = {2**power for power in range(most.bit_length())}
+    counts = {2**power for power in range(most.bit_length())}
     for partition in partitions:
         fitting = batch // (max(partition.replicas) * profile.least_samples)
         if fitting >= 1:
-            found.add(min(fitting, most))
-    return tuple(sorted(count for count in found if count <= most))
+            counts.add(min(fitting, most))
+    return tuple(sorted(count for count in counts if count <= most))
 
 
 def best(
@@ -179,7 +179,7 @@ def best(
 
     If none fits the devices, the one with the least missing memory, simulated without the limit.
     """
-    found: Outcome | None = None
+    fastest: Outcome | None = None
     unfit: list[tuple[float, Plan]] = []
     for partition, count, mode in itertools.product(tuple(partitions), counts, recompute):
         cuts = [profile.layers[cut].name for cut in partition.cuts]
@@ -193,10 +193,10 @@ def best(
             except PlanError:
                 unfit.append((_shortage(plan, profile, cluster, overlap)[0], plan))
                 continue
-            if found is None or run.latency < found.seconds * (1 - 1e-9):
-                found = Outcome(run)
-    if found is not None or not unfit:
-        return found
+            if fastest is None or run.latency < fastest.seconds * (1 - 1e-9):
+                fastest = Outcome(run)
+    if fastest is not None or not unfit:
+        return fastest
     devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in cluster.devices)
     unlimited = dataclasses.replace(cluster, devices=devices)
     least = min(unfit, key=lambda entry: entry[0])[0]
@@ -224,10 +224,10 @@ def data_parallel(
     """Returns data parallelism on all devices; None if it doesn't fit."""
     overlap, all_reduce = bool(options.get("overlap", True)), str(options.get("all_reduce", "hierarchical"))
     everywhere = [Partition((), (cluster.num_devices,))]
-    found = best(
+    outcome = best(
         everywhere, profile, cluster, batch, counts, overlap=overlap, all_reduce=all_reduce, recompute=("none",)
     )
-    return found if found is not None and found.fits else None
+    return outcome if outcome is not None and outcome.fits else None
 
 
 def make_plan(
@@ -334,9 +334,9 @@ def _hybrid(variant: str, row: PaperRow, profile: Profile, all_reduce: str) -> H
 def table_4_hybrids(results: Iterable[RowResult]) -> list[Hybrid]:
     """Figure 11 at Table 4's batches."""
     return [
-        Hybrid("Table 4's GBS", found.row.model, found.row.config, found.ours, found.overlap)
-        for found in results
-        if found.row.table == 4 and found.row.model in FIGURE_11_MODELS and found.overlap is not None
+        Hybrid("Table 4's GBS", result.row.model, result.row.config, result.ours, result.overlap)
+        for result in results
+        if result.row.table == 4 and result.row.model in FIGURE_11_MODELS and result.overlap is not None
     ]
 
 
@@ -431,7 +431,7 @@ class Line5:
 def run_table_5() -> list[Line5]:
     """BERT-48 as two equal stages on two devices of config B, 2 samples per micro-batch, with the memory of Table 5."""
     profile, cluster = measured_bert(), hardware(2, 1, 25)
-    found = []
+    lines = []
     for line in TABLE_5:
         plan = Plan.straight(
             ["layer_23"], 2 * line.micro_batches, line.micro_batches, line.schedule, recompute=line.recompute
@@ -439,11 +439,11 @@ def run_table_5() -> list[Line5]:
         try:
             run = simulate(plan, profile, cluster, overlap=True)
         except PlanError:
-            found.append(Line5(line, None, None))
+            lines.append(Line5(line, None, None))
             continue
         peaks = run.peak_bytes.values()
-        found.append(Line5(line, run.throughput, sum(peaks) / len(peaks)))
-    return found
+        lines.append(Line5(line, run.throughput, sum(peaks) / len(peaks)))
+    return lines
 
 
 # ---- table 7

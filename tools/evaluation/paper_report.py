@@ -130,27 +130,29 @@ def _number(cell: Cell) -> Cell:
 
 def tables(results: Results) -> list[Table]:
     """Returns every table that has results."""
-    found = []
+    all_tables = []
     for number in (4, 6):
         rows = [row for row in results.rows if row.row.table == number]
         if rows:
-            found += [_plans(number, rows), _speedups(number, rows), _reasons(number, rows)]
+            all_tables += [_plans(number, rows), _speedups(number, rows), _reasons(number, rows)]
     if results.hybrids:
-        found += _figure_11(results)
+        all_tables += _figure_11(results)
     if results.larger:
         header = ["model", "GBS", "ours", "ours ms", "DP overlap ms", "speedup over 1 device"]
         larger: list[list[Cell]] = [
             [x.model, x.batch, str(x.ours), x.ours.seconds * 1e3, _ms(x.parallel), x.single / x.ours.seconds]
             for x in results.larger
         ]
-        found.append(Table("figure12_4x8", "Figure 12's larger cluster: 4 servers of 8, 25 Gbit/s", header, larger))
+        all_tables.append(
+            Table("figure12_4x8", "Figure 12's larger cluster: 4 servers of 8, 25 Gbit/s", header, larger)
+        )
     if results.policies:
-        found.append(_table_3(results.policies))
+        all_tables.append(_table_3(results.policies))
     if results.table_5:
-        found.append(_table_5(results.table_5))
+        all_tables.append(_table_5(results.table_5))
     if results.table_7:
-        found.append(_table_7(results.table_7))
-    return found
+        all_tables.append(_table_7(results.table_7))
+    return all_tables
 
 
 def _ms(outcome: Outcome | None) -> float | None:
@@ -221,11 +223,11 @@ def _figure_11(results: Results) -> list[Table]:
         for (variant, config), value in average_speedups(results.hybrids).items()
     ]
     header = ["setting", "config", "model", "ours", "ours ms", "DP overlap ms", "speedup"]
-    found = [Table("figure11", "Figure 11: our plans against data parallelism with overlap", header, lines)]
+    figure_tables = [Table("figure11", "Figure 11: our plans against data parallelism with overlap", header, lines)]
     if averages:
         header = ["setting", "config", "average speedup", "paper"]
-        found.append(Table("figure11_averages", "Figure 11: averages", header, averages))
-    return found
+        figure_tables.append(Table("figure11_averages", "Figure 11: averages", header, averages))
+    return figure_tables
 
 
 def _table_3(policies: Iterable[Policies]) -> Table:

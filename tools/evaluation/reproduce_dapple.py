@@ -71,13 +71,13 @@ class _Work:
         self.total = 0
 
     def all(self, tasks: Sequence[tuple[str, Callable[[], _Found]]]) -> list[_Found]:
-        found = []
+        results = []
         for name, task in tasks:
             self.done += 1
             passed = time.monotonic() - self.began
             print(f"[{self.done}/{self.total}, {passed:.0f} s] {name}", file=sys.stderr, flush=True)
-            found.append(task())
-        return found
+            results.append(task())
+        return results
 
 
 def reproduce(models: Sequence[str], configs: Sequence[str], planner_seconds: float) -> Results:
@@ -110,10 +110,10 @@ def reproduce(models: Sequence[str], configs: Sequence[str], planner_seconds: fl
         row_tasks, flat_tasks, small_tasks, larger_tasks, policy_tasks, gpipe_tasks, largest_tasks,
     )  # fmt: skip
     work.total = sum(len(tasks) for tasks in groups)
-    found = work.all(row_tasks)
+    row_results = work.all(row_tasks)
     return Results(
-        rows=found,
-        hybrids=[*experiments.table_4_hybrids(found), *work.all(flat_tasks), *work.all(small_tasks)],
+        rows=row_results,
+        hybrids=[*experiments.table_4_hybrids(row_results), *work.all(flat_tasks), *work.all(small_tasks)],
         larger=work.all(larger_tasks),
         policies=work.all(policy_tasks),
         table_5=[line for lines in work.all(gpipe_tasks) for line in lines],
@@ -122,8 +122,8 @@ def reproduce(models: Sequence[str], configs: Sequence[str], planner_seconds: fl
 
 
 def _bounds() -> dict[str, float]:
-    found: dict[str, float] = json.loads(_BOUNDS.read_text(encoding="utf-8")) if _BOUNDS.exists() else {}
-    return found
+    bounds: dict[str, float] = json.loads(_BOUNDS.read_text(encoding="utf-8")) if _BOUNDS.exists() else {}
+    return bounds
 
 
 def main() -> None:

@@ -66,15 +66,15 @@ def reproduce(chosen: Sequence[Setting], jobs: int) -> list[Row]:
     """Returns the rows of these settings, in their order."""
     models = list(dict.fromkeys(setting.model for setting in chosen))
     work = _Work(len(models) + len(chosen))
-    found: dict[Setting, Row] = {}
+    row_of: dict[Setting, Row] = {}
     if jobs == 1:
         for setting in chosen:
             if setting.model in models:
                 models.remove(setting.model)
                 work.tell(f"{setting.model}: {prepare(setting.model):,} nodes")
-            found[setting] = run(setting)
-            work.tell(_line(found[setting]))
-        return [found[setting] for setting in chosen]
+            row_of[setting] = run(setting)
+            work.tell(_line(row_of[setting]))
+        return [row_of[setting] for setting in chosen]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(chosen)), context, initializer=_quiet) as pool:
         graphs = {pool.submit(prepare, model): model for model in models}
@@ -82,9 +82,9 @@ def reproduce(chosen: Sequence[Setting], jobs: int) -> list[Row]:
             work.tell(f"{graphs[graph]}: {graph.result():,} nodes")
         rows = {pool.submit(run, setting): setting for setting in chosen}
         for done in concurrent.futures.as_completed(rows):
-            found[rows[done]] = done.result()
+            row_of[rows[done]] = done.result()
             work.tell(_line(done.result()))
-    return [found[setting] for setting in chosen]
+    return [row_of[setting] for setting in chosen]
 
 
 def _line(row: Row) -> str:

@@ -168,20 +168,20 @@ def replicas_of(kind: str, devices: int, layers: int) -> tuple[int, ...] | None:
     return (devices // most,) * most if 2 <= most <= layers else None
 
 
-def plan_of(found: Captured, kind: str, devices: int, schedule: str) -> dapple.Plan | None:
+def plan_of(original: Captured, kind: str, devices: int, schedule: str) -> dapple.Plan | None:
     """Returns an even plan of a kind, with a sample for each replica and micro-batch; None if there is none."""
-    replicas = replicas_of(kind, devices, len(found.layers.names))
+    replicas = replicas_of(kind, devices, len(original.layers.names))
     if replicas is None:
         return None
     if len(replicas) == 1:
         return dapple.Plan.data_parallel(devices, devices, schedule=schedule)
-    cuts = even_cuts(found.model.name, found.layers, found.table, replicas)
+    cuts = even_cuts(original.model.name, original.layers, original.table, replicas)
     micro_batches = len(replicas) if replicas[0] == 1 else _REPLICATED_MICRO_BATCHES
     return dapple.Plan.manual(cuts, devices_of(replicas), micro_batches, micro_batches * replicas[0], schedule)
 
 
 @without_collection
-def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts: Parts) -> Program:
+def rewritten(original: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts: Parts) -> Program:
     """Returns the complete training step of a model with a plan, by the passes of real training."""
     passes = StepPasses(plan, cluster)
 
@@ -192,12 +192,14 @@ def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts
             program = parts.timed(item.name, rewrite)
         return program
 
-    program = run(found.program, passes.stage_passes(Mode.TRAIN, "train_"), 1)
+    program = run(original.program, passes.stage_passes(Mode.TRAIN, "train_"), 1)
     with dapple.deferred_init():
-        updates = parts.timed("capture of the optimizer", lambda: group_updates(found.model, found.table, program))
+        updates = parts.timed(
+            "capture of the optimizer", lambda: group_updates(original.model, original.table, program)
+        )
     hosts = readers_of(program)
-    built = Build(Mode.TRAIN, found.spec, program, updates, "train_", carried=passes.carried(updates))
-    held = holdings(found.table, hosts, optimizer_variables(updates), passes.homes)
+    built = Build(Mode.TRAIN, original.spec, program, updates, "train_", carried=passes.carried(updates))
+    held = holdings(original.table, hosts, optimizer_variables(updates), passes.homes)
     kind = Kind(plan.global_batch_size)
     schedule = parts.timed("order of tasks", lambda: passes.schedule(built, passes.layout(kind.samples), held))
     chosen = passes.step_passes(built, kind, schedule, hosts)
@@ -209,21 +211,21 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:
     """Rewrites a model with each of its plans; yields a row for each."""
     shared = Parts()
-    found = captured(source, shared)
-    size = Size.of(found.program.graph)
+    original = captured(source, shared)
+    size = Size.of(original.program.graph)
     seen = set()
     for count in devices:
         for kind in kinds:
-            plan = plan_of(found, kind, count, schedule)
+            plan = plan_of(original, kind, count, schedule)
             if plan is None or plan.devices in seen:
                 continue
             seen.add(plan.devices)
             parts = Parts()
-            step = rewritten(found, plan, described(count), parts)
+            step = rewritten(original, plan, described(count), parts)
             yield {
                 "model": name,
-                "parameters": found.parameters,
-                "layers": len(found.layers.names),
+                "parameters": original.parameters,
+                "layers": len(original.layers.names),
                 "captured_nodes": size.nodes + size.function_nodes,
                 "plan": kind,
                 "devices": count,
@@ -312,8 +314,8 @@ def main() -> None:
             command.say(str(error), began)
         rows += own
         for kind in _KINDS.value if _JSON.value else ():
-            if found := [row for row in own if row["plan"] == kind]:
-                write_results(_JSON.value, f"rewrite_models {name} {kind}", found)
+            if of_kind := [row for row in own if row["plan"] == kind]:
+                write_results(_JSON.value, f"rewrite_models {name} {kind}", of_kind)
     sys.stdout.write(table(rows) + "\n")
     if failed:
         sys.stdout.write("FAILED: " + "; ".join(failed) + "\n")

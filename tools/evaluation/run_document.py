@@ -81,16 +81,16 @@ def run(document: str, name: str) -> str:
         ExampleError: an example failed.
     """
     space: dict[str, Any] = {"__name__": "__main__"}
-    found = list(blocks(document))
+    all_blocks = list(blocks(document))
     parts, position = [], 0
     printed = ""
-    for number, block in enumerate(found):
+    for number, block in enumerate(all_blocks):
         where = f"{name}, line {block.line}"
         if block.language == "python":
             printed = _run_python(block, space, where)
         elif block.language == "sh":
             printed = "".join(_run_command(line, where) for line in block.text.splitlines() if _is_ours(line))
-        elif block.language == "text" and number and found[number - 1].language in ("python", "sh"):
+        elif block.language == "text" and number and all_blocks[number - 1].language in ("python", "sh"):
             parts += [document[position : block.start], _shown(printed)]
             position = block.start + len(block.text)
     return "".join([*parts, document[position:]])

@@ -70,25 +70,25 @@ def _origin(entries: list[Mapping[str, Any]]) -> str:
     return "\n\n".join(dict.fromkeys(lines))
 
 
-def report(found: Mapping[str, Any]) -> str:
+def report(results: Mapping[str, Any]) -> str:
     """Returns the document.
 
     Args:
-        found: benchmark -> its results, as `read_results` gives them; sections of others are left out.
+        results: benchmark -> its results, as `read_results` gives them; sections of others are left out.
     """
     sections = [_START]
-    if "peak_memory" in found:
-        measured, simulated = (found[name]["records"] for name in ("peak_memory", "peak_memory_simulated"))
+    if "peak_memory" in results:
+        measured, simulated = (results[name]["records"] for name in ("peak_memory", "peak_memory_simulated"))
         counts = dict.fromkeys(record["devices"] for record in measured)
         tables = [f"{count} devices:\n\n{bench_memory.table(measured, simulated, count)}\n" for count in counts]
-        sections += [_MEMORY, *tables, _origin([found["peak_memory"]])]
-    if "preparation" in found:
-        entry = found["preparation"]
+        sections += [_MEMORY, *tables, _origin([results["peak_memory"]])]
+    if "preparation" in results:
+        entry = results["preparation"]
         sections += [_PREPARATION, bench_preparation.table(entry["records"]), "", _origin([entry])]
-    if "planner" in found:
-        entry = found["planner"]
+    if "planner" in results:
+        entry = results["planner"]
         sections += [_PLANNER, bench_planner.table(entry["records"]), "", _origin([entry])]
-    models = [entry for name, entry in found.items() if name.startswith(_MODELS)]
+    models = [entry for name, entry in results.items() if name.startswith(_MODELS)]
     if models:
         rows = [record for entry in models for record in entry["records"]]
         first = min(models, key=lambda entry: entry["machine"]["date"])
@@ -99,10 +99,10 @@ def report(found: Mapping[str, Any]) -> str:
 def main() -> None:
     """Writes the document."""
     try:
-        found = read_results(_FOLDER / "scale.json")
+        results = read_results(_FOLDER / "scale.json")
     except ValueError as error:
         command.check(False, str(error))
-    (_FOLDER / "scale.md").write_text(report(found), encoding="utf-8")
+    (_FOLDER / "scale.md").write_text(report(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ class Stage(nn.Module):
                 kind = {"weight": "kernel", "bias": "bias"}[kind]
             key = f"{path or 'embedding'}/{kind}"
             if key not in weights or weights[key].size != parameter.numel():
-                found = f"shape {weights[key].shape}" if key in weights else "nothing"
-                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, but there is {found} for {key}")
+                actual = f"shape {weights[key].shape}" if key in weights else "nothing"
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, but there is {actual} for {key}")
             value = weights[key]
             if kind == "kernel":  # Keras: [in..., out...], where query has (heads, size) as out
                 shape = tuple(parameter.shape)
@@ -178,8 +178,8 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _answer(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
+def _answer(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

@@ -269,7 +269,9 @@ class Client:
                     with self._noise() as noise:
                         seconds = step()
                     samples[name].append((seconds, noise[0]))
-            quiet = {name: sum(noise <= self.task["noise"] for _, noise in found) for name, found in samples.items()}
+            quiet = {
+                name: sum(noise <= self.task["noise"] for _, noise in measured) for name, measured in samples.items()
+            }
             least = min(quiet, key=lambda name: quiet[name])
             command.say(
                 f"{self.task['model']}: round {number}, {quiet[least]} of {self.task['quiet']} undisturbed steps of "
@@ -282,12 +284,12 @@ class Client:
     def compute_seconds(self) -> dict[str, Any]:
         """Returns the processor time of a host's step without network, for --rate=auto, hardly disturbed by others."""
         step = self.compute()
-        found = []
+        seconds = []
         for _ in range(8):
             before = [_cpu_seconds(server) for server in self.task["workers"]]
             step()
-            found.append(max(_cpu_seconds(s) - b for s, b in zip(self.task["workers"], before, strict=True)))
-        return {"seconds": statistics.median(found), "gradient_bytes": self.gradient_bytes}
+            seconds.append(max(_cpu_seconds(s) - b for s, b in zip(self.task["workers"], before, strict=True)))
+        return {"seconds": statistics.median(seconds), "gradient_bytes": self.gradient_bytes}
 
     @contextlib.contextmanager
     def _noise(self) -> Iterator[list[float]]:
@@ -319,8 +321,8 @@ def _others(workers: Sequence[int]) -> float:
 def _inside(task: Mapping[str, Any]) -> None:
     client = Client(task)
     with connected(client.cluster):
-        found = client.measure() if task["what"] == "measure" else client.compute_seconds()
-    pathlib.Path(task["result"]).write_text(json.dumps(found))
+        result = client.measure() if task["what"] == "measure" else client.compute_seconds()
+    pathlib.Path(task["result"]).write_text(json.dumps(result))
 
 
 # ---- the whole
@@ -343,8 +345,8 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
     with Hosts(2, cores=sorted(os.sched_getaffinity(0))[:2]) as hosts:
         if rate is None:
             command.say(f"{name}: measuring computation without a network")
-            found = run(hosts, {**task, "what": "compute"})
-            rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6 / _RATIO.value
+            result = run(hosts, {**task, "what": "compute"})
+            rate = result["gradient_bytes"] * 8 / result["seconds"] / 1e6 / _RATIO.value
         command.say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
         hosts.limit(rate)
         return {**task, "rate_mbit": rate, **run(hosts, {**task, "what": "measure"})}
@@ -353,11 +355,11 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     """Returns a model's numbers for people."""
     most = result["noise"]
-    counted = {name: sorted(found, key=lambda step: step[1]) for name, found in result["samples"].items()}
+    counted = {name: sorted(measured, key=lambda step: step[1]) for name, measured in result["samples"].items()}
     seconds, noise = {}, {}
-    for name, found in counted.items():
-        quiet = max(_FEWEST, sum(noise <= most for _, noise in found))
-        seconds[name], noise[name] = np.array(found[:quiet]).T
+    for name, steps in counted.items():
+        quiet = max(_FEWEST, sum(noise <= most for _, noise in steps))
+        seconds[name], noise[name] = np.array(steps[:quiet]).T
     typical = {name: float(np.median(times)) for name, times in seconds.items()}
     compute, all_reduce = typical["compute"], typical["all_reduce"]
     rows = [("variant", "steps", "median ms", "min", "max", "others", "speed-up", "hidden")]

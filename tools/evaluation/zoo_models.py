@@ -271,7 +271,7 @@ def find_architecture(name: str) -> Architecture:
     """
     if name not in ARCHITECTURES:
         raise ModelError(f"unknown architecture {name!r}; choose from {', '.join(ARCHITECTURES)}")
-    found = ARCHITECTURES[name]
-    if found.family == "keras_hub" and importlib.util.find_spec("keras_hub") is None:
+    architecture = ARCHITECTURES[name]
+    if architecture.family == "keras_hub" and importlib.util.find_spec("keras_hub") is None:
         raise ModelError(f"architecture {name!r} is keras_hub's; install it with: pip install 'dapple_tf[zoo]'")
-    return found
+    return architecture
