@@ -28,20 +28,20 @@ def request(plan: Plan, layers: int, *servers: int, **options: Any) -> PlanReque
     return PlanRequest.of(profile_of(layers), cluster_of(*servers), batch, (1, 2, 4, 8), **options)
 
 
-def found(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], int]]:
+def changed(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], int]]:
     plans = neighbours(plan, request(plan, layers, *servers))
     return {(other.cuts, other.devices, other.micro_batches) for other in plans}
 
 
 def test_cuts_move_by_up_to_two_layers_and_never_empty_a_stage() -> None:
     plan = Plan.manual(["l1"], [[0], [1]], 2, 8)
-    cuts = {cuts for cuts, devices, count in found(plan, 4, 2) if devices == plan.devices and count == 2}
+    cuts = {cuts for cuts, devices, count in changed(plan, 4, 2) if devices == plan.devices and count == 2}
     assert cuts == {("l0",), ("l2",)}
 
 
 def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
     plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
-    devices = {devices for cuts, devices, count in found(plan, 4, 3, 2) if cuts == plan.cuts and count == 2}
+    devices = {devices for cuts, devices, count in changed(plan, 4, 3, 2) if cuts == plan.cuts and count == 2}
     assert devices == {
         ((0,), (1, 2)),  # from the first stage to the second
         ((0,), (2,)),  # one less
@@ -55,13 +55,13 @@ def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
 
 def test_micro_batches_double_and_halve() -> None:
     plan = Plan.manual(["l1"], [[0], [1]], 2, 8)
-    same = {count for cuts, devices, count in found(plan, 4, 2) if (cuts, devices) == (plan.cuts, plan.devices)}
+    same = {count for cuts, devices, count in changed(plan, 4, 2) if (cuts, devices) == (plan.cuts, plan.devices)}
     assert same == {1, 4}
 
 
 def test_stages_are_merged_and_split() -> None:
     plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
-    others = found(plan, 4, 4)
+    others = changed(plan, 4, 4)
     assert ((), ((0, 1, 2),), 2) in others
     assert (("l0", "l1"), ((0,), (1,), (2,)), 2) in others  # shares its devices
     assert (("l1", "l2"), ((0, 1), (2,), (3,)), 2) in others  # gets the free one

@@ -83,7 +83,7 @@ def plan(
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
-        found = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
+        best = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
 
     Args:
         profile: the costs of the model's layers.
