@@ -54,6 +54,7 @@ class PlanOptions(TypedDict, total=False):
     weight_devices: tuple[tuple[int, ...], ...] | None
     weight_regions: tuple[int, ...] | None
     operator_devices: tuple[tuple[int, ...], ...] | None
+    backward_cuts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Plan(JsonFile):
             is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
         operator_devices: for each stage the devices on which its single operators are placed by FD-DPS (Mathematics
             2022, 10, 4788), the stage's own first; None runs each replica of a stage as a whole on its device.
+        backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
+            micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
+            while the others are computed.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -111,6 +115,7 @@ class Plan(JsonFile):
     weight_devices: tuple[tuple[int, ...], ...] | None = None
     weight_regions: tuple[int, ...] | None = None
     operator_devices: tuple[tuple[int, ...], ...] | None = None
+    backward_cuts: tuple[str, ...] = ()
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -449,6 +454,7 @@ class Plan(JsonFile):
         except ScheduleError as error:
             raise PlanError(str(error)) from error
         object.__setattr__(self, "cuts", layer_names(self.cuts))
+        object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))

@@ -40,6 +40,10 @@ def check_stages(plan: Plan) -> None:
             raise PlanError(
                 f"stages {positions[0]} and {positions[1]} are both cut after layer {cut!r}; name each layer once"
             )
+    for cut, count in Counter(plan.backward_cuts).items():
+        if count > 1 or cut in plan.cuts:
+            where = "backward_cuts twice" if count > 1 else "both cuts and backward_cuts"
+            raise PlanError(f"layer {cut!r} is in {where}; a stage ends where it is cut, so name each layer once")
     for stage, devices in enumerate(plan.devices):
         if not devices:
             raise PlanError(f"stage {stage} has no devices; give it at least one")
@@ -76,7 +80,7 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0}
+    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0, "backward_cuts": ()}
     for name, value in without.items():
         if getattr(plan, name) != value:
             raise PlanError(
@@ -137,6 +141,11 @@ def check_options(plan: Plan) -> None:
         raise PlanError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
+    if plan.backward_cuts and not plan.wait_free:
+        raise PlanError(
+            f"backward_cuts are {list(plan.backward_cuts)}, for gradients to be reduced early, but wait_free is False; "
+            f"set it to True, or leave backward_cuts out"
+        )
     for stage, count in enumerate(plan.warm_up or ()):
         if count > plan.micro_batches:
             raise PlanError(

@@ -23,18 +23,17 @@ def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def layer_names(cuts: object) -> tuple[str, ...]:
-    """Returns cuts as a tuple of names.
+def layer_names(cuts: object, what: str = "cuts") -> tuple[str, ...]:
+    """Returns cuts as a tuple of names; ``what`` names them in errors.
 
     Raises:
         PlanError: they aren't a list of names.
     """
-    names = _entries("cuts", cuts, "['block_3']")
-    for stage, name in enumerate(names):
+    names = _entries(what, cuts, "['block_3']")
+    for number, name in enumerate(names):
         if not isinstance(name, str) or not name:
-            raise PlanError(
-                f"cuts: entry {stage} is {short(name)}; it must be the name of the last layer of stage {stage}"
-            )
+            ends = f"last layer of stage {number}" if what == "cuts" else "layer before a cut"
+            raise PlanError(f"{what}: entry {number} is {short(name)}; it must be the name of the {ends}")
     return names
 
 
