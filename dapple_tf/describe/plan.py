@@ -262,7 +262,9 @@ class Plan(JsonFile):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
-        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name != "report"]
+        # Reports of plans from before there were backward_cuts stay valid.
+        left_out = {"report"} | ({"backward_cuts"} if not self.backward_cuts else set())
+        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out]
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
     def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:

@@ -34,7 +34,7 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
                     f"{', '.join(sorted(fields))}"
                 )
             try:
-                neighbour = dataclasses.replace(plan, **changes)
+                neighbour = dataclasses.replace(plan, **{"backward_cuts": (), **changes})
             except PlanError:
                 continue  # Moves needn't know all that makes a plan legal.
             yield neighbour

@@ -71,11 +71,11 @@ class OutOfOrderSearch:
         """Starts with nothing.
 
         Args:
-            request: the request; gradients are assumed to be reduced chunk by chunk, not during a backward.
+            request: the request.
             allowed: approximate number of tasks and transfers to simulate.
             step: receives the progress.
         """
-        self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
+        self.request = request
         self.allowed, self.step = allowed, step
         self.work, self.fastest = 0.0, math.inf
         self.estimates: dict[Plan, float] = {}
@@ -131,14 +131,12 @@ class OutOfOrderSearch:
     # ---- candidates
 
     def _baseline(self, bases: Sequence[Plan]) -> None:
-        """Simulates DAPPLE's plans without the assumption that reductions overlap with backwards."""
-        known = self.request.reverse_first_k in (0, AUTO)
-        for base in bases[: _BEST if self.overlapped else 1]:
-            choice = self._try(base, base, certainly=True)
-            self.bases += [choice] if choice is not None else []
-            if not known:
-                self.choices[base] = None  # the request asks for k
-                self.fastest = math.inf
+        """Simulates DAPPLE's best plan."""
+        choice = self._try(bases[0], bases[0], certainly=True)
+        self.bases += [choice] if choice is not None else []
+        if self.request.reverse_first_k not in (0, AUTO):
+            self.choices[_bare(bases[0])] = None  # the request asks for k
+            self.fastest = math.inf
 
     def _probe(self, base: Plan) -> float:
         """Returns the least latency of a few plans that follow from one of DAPPLE's; infinite if none is known."""
@@ -247,12 +245,13 @@ class OutOfOrderSearch:
 
         It isn't when this share of the work is done, or when no order could make it faster than the fastest.
         """
+        plan = _bare(plan)
         if plan in self.choices:
             return self.choices[plan]
         if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
             return None
         choice: Choice | None = None
-        costs = self.request.costs(plan)
+        costs = self.request.reduced_early(plan)
         self.work += _BOUND * plan.num_stages * max(plan.replicas)
         if certainly or share > 1 or least_seconds(costs) < self.fastest:
             self.work += self._ordering(plan)
@@ -264,11 +263,11 @@ class OutOfOrderSearch:
                 self.work += len(simulation.spans)
                 # Adding up memory takes long.
                 if simulation.latency > _NEAR * self.fastest or simulation.fits:
-                    choice = Choice(plan, simulation.latency, costs)
+                    choice = Choice(costs.plan, simulation.latency, costs)
                     if plan.policy in self.request.schedules:
                         self.fastest = min(self.fastest, choice.latency)
         self.choices[plan] = choice
-        self.origin[plan] = origin
+        self.origin[plan] = self.origin[costs.plan] = origin
         self.step(f"{len(self.choices)} out-of-order plans simulated")
         return choice
 
@@ -294,6 +293,11 @@ class OutOfOrderSearch:
                 + max(time.all_reduce for time in times)
             )
         return self.estimates[plan]
+
+
+def _bare(plan: Plan) -> Plan:
+    """Returns the plan before its backwards are cut: cuts follow from the rest."""
+    return dataclasses.replace(plan, backward_cuts=(), report=None)
 
 
 def _splits(plan: Plan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
+from dapple_tf.planning.early_reductions import with_early_reductions
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -46,7 +48,6 @@ class PlanRequest:
         micro_batches: numbers of micro-batches.
         schedules: policies that a plan may have; where a stage has no successor the first counts.
         recompute: modes; None recomputes only where memory requires it.
-        overlap: whether gradients are all-reduced during the stage's last backward.
         all_reduce: the algorithm.
         jit_compile: passed on to plans.
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
@@ -65,7 +66,6 @@ class PlanRequest:
     micro_batches: tuple[int, ...]
     schedules: tuple[Policy, ...]
     recompute: tuple[str, ...] | None
-    overlap: bool
     all_reduce: str
     jit_compile: bool
     reverse_first_k: int | str = 0
@@ -84,7 +84,6 @@ class PlanRequest:
         schedule: str | Policy | Sequence[str | Policy] | None = None,
         recompute: str | Sequence[str] | None = None,
         *,
-        overlap: bool = False,
         all_reduce: str = "hierarchical",
         jit_compile: bool = False,
         reverse_first_k: int | str = 0,
@@ -108,7 +107,6 @@ class PlanRequest:
             # Policies that don't hold all micro-batches go first.
             tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
             None if recompute is None else _several(recompute, ()),
-            overlap,
             all_reduce,
             jit_compile,
             reverse_first_k,
@@ -118,8 +116,6 @@ class PlanRequest:
         )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.overlap, bool):
-            raise PlanError(f"overlap is {self.overlap!r}; it must be True or False")
         for move in self.moves:
             if not callable(move):
                 raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")
@@ -192,7 +188,13 @@ class PlanRequest:
 
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, all-reduce as requested."""
-        return CostModel(plan, self.profile, self.cluster, overlap=self.overlap, all_reduce=self.all_reduce)
+        return CostModel(plan, self.profile, self.cluster, all_reduce=self.all_reduce)
+
+    def reduced_early(self, plan: Plan) -> CostModel:
+        """Returns what a plan costs whose all-reduces run during backwards as far as that gains."""
+        costs = self.costs(dataclasses.replace(plan, backward_cuts=(), report=None))
+        cut = with_early_reductions(costs)
+        return costs if cut is costs.plan else self.costs(cut)
 
 
 def _first_k(value: Any) -> int:

@@ -22,6 +22,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice, simplest
+from dapple_tf.planning.early_reductions import competes
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -74,7 +75,6 @@ def plan(
     micro_batches: int | Sequence[int] | None = None,
     schedule: str | Policy | Sequence[str | Policy] | None = None,
     recompute: str | Sequence[str] | None = None,
-    overlap: bool = False,
     all_reduce: str = "hierarchical",
     jit_compile: bool = False,
     reverse_first_k: int | str = 0,
@@ -95,8 +95,6 @@ def plan(
             ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
             chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
         recompute: a mode, or several; None recomputes only where memory requires it.
-        overlap: whether to assume that gradients are all-reduced during the stage's last backward, bucket by bucket.
-            Where chunks are tried (``auto`` or ``reverse_first_k``), only the search for stages assumes it.
         all_reduce: ``hierarchical`` or ``flat``.
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
@@ -120,7 +118,6 @@ def plan(
         micro_batches,
         schedule,
         recompute,
-        overlap=overlap,
         all_reduce=all_reduce,
         jit_compile=jit_compile,
         reverse_first_k=reverse_first_k,
@@ -219,7 +216,8 @@ class _Planner:
             modes = ("none", "boundary")
         bound = math.inf
         for mode in modes:
-            search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
+            overlap = not competes(self.cluster, range(self.cluster.num_devices))
+            search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
@@ -361,7 +359,8 @@ class _Planner:
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
         if key in self.choices:
             return self.choices[key]
-        costs = self.request.costs(plan)
+        costs = self.request.reduced_early(plan)
+        plan = costs.plan
         choice: Choice | None = None
         try:
             warm_up = costs.warm_up
@@ -372,7 +371,8 @@ class _Planner:
             alias = (*key[:3], warm_up, plan.recompute)
             known = self.choices.get(alias)
             if known is not None:
-                choice = dataclasses.replace(known, plan=plan)
+                same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts)
+                choice = dataclasses.replace(known, plan=same)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
                 simulation = run(costs)
                 choice = Choice(plan, simulation.latency, costs)
@@ -448,14 +448,13 @@ class _Planner:
 
     def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
         ranked = self._ranked()
-        request = self.request if derived is None else dataclasses.replace(self.request, overlap=False)
         replicas = best.plan.replicas if derived is None else derived.origin.replicas
         runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
         everywhere = (self.cluster.num_devices,)
         single = next((choice for choice in ranked if choice.plan.replicas == (1,)), None)
         parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
         return report(
-            request,
+            self.request,
             run(best.costs),
             runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
             data_parallel=None if parallel is None else parallel.latency,
