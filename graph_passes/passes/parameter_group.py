@@ -96,28 +96,28 @@ def contributors(program: Program) -> dict[str, dict[int, Variable]]:
 
 
 def parameter_groups(
-    program: Program, updates: Sequence[GroupUpdate], hosts: Mapping[str, Sequence[int]]
+    program: Program, updates: Sequence[GroupUpdate], owners: Mapping[str, Sequence[int]]
 ) -> list[ParameterGroup]:
     """Returns all groups of a program with ordered tasks, in the order in which they are reduced.
 
     Args:
         program: the program.
         updates: the optimizer's part for each group that has parameters.
-        hosts: the stages that keep each variable.
+        owners: the stages that keep each variable.
     """
     contributing = contributors(program)
     kept: dict[tuple[int, ...], list[Variable]] = {update.stages: [] for update in updates}
     for variable in program.roles.variables:
-        stages = {*hosts.get(variable.name, ()), *contributing.get(variable.name, ())}
+        stages = {*owners.get(variable.name, ()), *contributing.get(variable.name, ())}
         if stages and variable.kind is not VariableKind.METRIC:
             kept.setdefault(tuple(sorted(stages)), []).append(variable)
     by_stages = {update.stages: update for update in updates}
-    keys, homes = list(kept), program.own_step.layout.homes
+    keys, owner_devices = list(kept), program.own_step.layout.owner_devices
     devices = _devices_of_stages(program.own_step)
     return [
         ParameterGroup(
             stages,
-            tuple(dict.fromkeys(device for stage in stages for device in homes[stage])),
+            tuple(dict.fromkeys(device for stage in stages for device in owner_devices[stage])),
             tuple(kept[stages]),
             tuple(variable for variable in kept[stages] if variable.name in contributing),
             by_stages.get(stages),
@@ -130,4 +130,4 @@ def _devices_of_stages(step: Step) -> list[list[int]]:
     """Returns for each stage the numbers, in the schedule, of the devices that keep its variables and run tasks."""
     orders = {} if step.schedule is None else step.schedule.orders
     numbers = {step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
-    return [[numbers[device] for device in names if device in numbers] for names in step.layout.homes]
+    return [[numbers[device] for device in names if device in numbers] for names in step.layout.owner_devices]
