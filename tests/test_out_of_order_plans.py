@@ -216,19 +216,6 @@ def test_a_given_k_is_kept(schedule: str | None) -> None:
     assert "reverse first-k with k = 2" in chosen.report.out_of_order
 
 
-def test_chunks_keep_what_overlap_promises() -> None:
-    """The steps of a plan of ``overlap=True`` reduce gradients during backwards, as far as its chunks allow."""
-    cluster, profile = cluster_of(1, 1, inter_bandwidth=1e9), profile_of(parameters=10**7, size=1e9)
-    after, ideal, chunked = (
-        plan(profile, cluster, 8, micro_batches=1, **options)
-        for options in ({}, {"overlap": True}, {"overlap": True, "schedule": "auto"})
-    )
-    assert after.report is not None and ideal.report is not None and chunked.report is not None
-    assert ideal.report.overlap
-    assert not chunked.report.overlap
-    assert ideal.report.latency <= simulate(chunked, profile, cluster).latency < after.report.latency
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

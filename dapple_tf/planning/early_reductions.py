@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import Simulation, run
 
 _MOST_PIECES = 8
 """The most pieces of a backward."""
@@ -23,13 +24,13 @@ _LEAST_GAIN = 0.002
 
 
 def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce: str = "hierarchical") -> Plan:
-    """Returns the plan with the ``backward_cuts`` with which each replicated stage's all-reduces end first.
+    """Returns the plan with the ``backward_cuts`` with which its step is the shortest, none if they gain nothing.
 
         layers     0 1 2 3 4 5 6 7   the last backward of the stage: 7 6 5 | 4 3 2 | 1 0
         devices    [0, 1]            all-reduces:                          of 5-7    of 2-4   of 0-1
 
     More pieces make the all-reduce start earlier, and the last one shorter, but each piece and each all-reduce takes a
-    fixed time besides. Other stages' traffic isn't considered.
+    fixed time besides. Whether only the first stages are cut, or all, is chosen by simulation.
 
     Args:
         plan: the plan; its own ``backward_cuts`` and report are dropped.
@@ -44,13 +45,34 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce:
     bare = dataclasses.replace(plan, backward_cuts=(), report=None)
     if not plan.wait_free or plan.operator_devices is not None:
         return bare
-    return with_early_reductions(CostModel(bare, profile, cluster, all_reduce=all_reduce))
+    whole = run(CostModel(bare, profile, cluster, all_reduce=all_reduce))
+    return min([whole, *cut_simulations(whole.costs)], key=lambda simulation: simulation.latency).costs.plan
 
 
-def with_early_reductions(costs: CostModel) -> Plan:
-    """Returns the plan of these costs, which has no ``backward_cuts``, with them; see `reduced_early`."""
-    cuts = [name for stage in range(len(costs.stages)) for name in _cuts(costs, stage)]
-    return dataclasses.replace(costs.plan, backward_cuts=tuple(cuts)) if cuts else costs.plan
+def cut_simulations(costs: CostModel) -> Iterator[Simulation]:
+    """Yields simulations of a plan with its last backwards cut (`early_reductions`), where that fits in memory."""
+    for plan in early_reductions(costs):
+        try:
+            yield run(CostModel(plan, costs.profile, costs.cluster, all_reduce=costs.all_reduce))
+        except PlanError:
+            continue  # reductions during backwards need memory for both
+
+
+def early_reductions(costs: CostModel) -> Iterator[Plan]:
+    """Yields a plan, which has no ``backward_cuts``, with those of its first stages: of 1, 2, 4 ... stages, of all.
+
+    Cuts of later stages may do harm: on a busy link their all-reduces delay what is sent to earlier stages.
+    """
+    cuts: list[str] = []
+    count = 0
+    for stage in range(len(costs.stages)):
+        own = _cuts(costs, stage)
+        cuts += own
+        count += bool(own)
+        if own and count & (count - 1) == 0:
+            yield dataclasses.replace(costs.plan, backward_cuts=tuple(cuts))
+    if count & (count - 1):
+        yield dataclasses.replace(costs.plan, backward_cuts=tuple(cuts))
 
 
 def competes(cluster: Cluster, devices: Sequence[int]) -> bool:

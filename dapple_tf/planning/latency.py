@@ -108,8 +108,8 @@ def stage_times(costs: CostModel) -> list[StageTime]:
         for number, item in enumerate(costs.reductions):
             if stage in item.stages:
                 end = 0.0
-                for part, size in reduction_pieces(costs, number):
-                    end = max(end, part * times[1]) + costs.reduction_seconds(item, size)
+                for share, size in reduction_pieces(costs, number):
+                    end = max(end, share * times[1]) + costs.reduction_seconds(item, size)
                 reduced += end - times[1]
         timed_stages.append(
             StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices))

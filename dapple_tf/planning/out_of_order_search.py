@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.choice import Choice, simplest
+from dapple_tf.planning.early_reductions import cut_simulations
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
@@ -50,6 +51,8 @@ _HOPEFUL = 1.1
 """Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
+_CUT = 8
+"""Number of best plans whose last backwards are cut."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 _NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
@@ -100,7 +103,21 @@ class OutOfOrderSearch:
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
+        self._cut_best()
         return self.best()
+
+    def _cut_best(self) -> None:
+        """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
+        whole = [choice for choice in self.ranked() if choice.costs.reductions]
+        for choice in whole[:_CUT]:
+            if choice.latency - choice.reducing >= self.fastest:
+                continue
+            for simulation in cut_simulations(choice.costs):
+                if simulation.latency < choice.latency and simulation.fits:
+                    better = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+                    self.choices[better.plan], self.origin[better.plan] = better, self.origin[choice.plan]
+                    self.bases += [better] if choice in self.bases else []
+                    self.fastest = min(self.fastest, better.latency)
 
     def dapple(self) -> Choice | None:
         """Returns the best of DAPPLE's own plans, without chunks; None if no base fits."""
@@ -251,7 +268,7 @@ class OutOfOrderSearch:
         if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
             return None
         choice: Choice | None = None
-        costs = self.request.reduced_early(plan)
+        costs = self.request.costs(plan)
         self.work += _BOUND * plan.num_stages * max(plan.replicas)
         if certainly or share > 1 or least_seconds(costs) < self.fastest:
             self.work += self._ordering(plan)
@@ -263,11 +280,11 @@ class OutOfOrderSearch:
                 self.work += len(simulation.spans)
                 # Adding up memory takes long.
                 if simulation.latency > _NEAR * self.fastest or simulation.fits:
-                    choice = Choice(costs.plan, simulation.latency, costs)
+                    choice = Choice(plan, simulation.latency, costs)
                     if plan.policy in self.request.schedules:
                         self.fastest = min(self.fastest, choice.latency)
         self.choices[plan] = choice
-        self.origin[plan] = self.origin[costs.plan] = origin
+        self.origin[plan] = origin
         self.step(f"{len(self.choices)} out-of-order plans simulated")
         return choice
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.early_reductions import with_early_reductions
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -189,12 +187,6 @@ class PlanRequest:
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, all-reduce as requested."""
         return CostModel(plan, self.profile, self.cluster, all_reduce=self.all_reduce)
-
-    def reduced_early(self, plan: Plan) -> CostModel:
-        """Returns what a plan costs whose all-reduces run during backwards as far as that gains."""
-        costs = self.costs(dataclasses.replace(plan, backward_cuts=(), report=None))
-        cut = with_early_reductions(costs)
-        return costs if cut is costs.plan else self.costs(cut)
 
 
 def _first_k(value: Any) -> int:

@@ -22,7 +22,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice, simplest
-from dapple_tf.planning.early_reductions import competes
+from dapple_tf.planning.early_reductions import competes, cut_simulations
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -63,6 +63,8 @@ _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
 _DERIVING = 0.8
 """Work allowed for deriving them, as a fraction of that for finding the stages."""
+_CUT = 12
+"""Number of best plans whose last backwards are cut."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -215,8 +217,9 @@ class _Planner:
         if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
             modes = ("none", "boundary")
         bound = math.inf
-        for mode in modes:
-            overlap = not competes(self.cluster, range(self.cluster.num_devices))
+        # Whether all-reduces end during backwards shows in simulations only.
+        hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
+        for mode, overlap in itertools.product(modes, hidden):
             search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
@@ -226,7 +229,7 @@ class _Planner:
                 self.bar.step(f"{mode}, {count} micro-batches")
                 bound = min([bound, *(entry.latency for entry in fresh)])
                 for item in search.run(count, request.batch, bound=bound):
-                    group = (count, mode, item.in_flight)
+                    group = (count, mode, overlap, item.in_flight)
                     fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
@@ -235,7 +238,7 @@ class _Planner:
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
             candidates += fresh
-            if not search.memory_bound and request.recompute is None:
+            if not overlap and not search.memory_bound and request.recompute is None:
                 break
         return sorted(candidates, key=lambda entry: entry.latency)
 
@@ -354,13 +357,13 @@ class _Planner:
 
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
+        plan = dataclasses.replace(plan, backward_cuts=())
         if plan.num_stages == 1:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
         if key in self.choices:
             return self.choices[key]
-        costs = self.request.reduced_early(plan)
-        plan = costs.plan
+        costs = self.request.costs(plan)
         choice: Choice | None = None
         try:
             warm_up = costs.warm_up
@@ -377,11 +380,32 @@ class _Planner:
                 simulation = run(costs)
                 choice = Choice(plan, simulation.latency, costs)
                 self.work += len(simulation.spans)
+                if plan.num_stages == 1:
+                    choice = self._cut(choice)
                 self.fastest = min(self.fastest, choice.latency)
             self.choices.setdefault(alias, choice)
             self.bar.step(f"{len(self.choices)} plans simulated")
         self.choices[key] = choice
         return choice
+
+    def _cut(self, choice: Choice) -> Choice:
+        """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
+        best = choice
+        for simulation in cut_simulations(choice.costs):
+            self.work += len(simulation.spans)
+            if simulation.latency < best.latency:
+                best = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+        return best
+
+    def _cut_best(self) -> None:
+        """Cuts the last backwards of the best plans."""
+        whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
+        for choice in whole[:_CUT]:
+            if choice.latency - choice.reducing < self.fastest:
+                better = self._cut(choice)
+                self.fastest = min(self.fastest, better.latency)
+                for key in [key for key, known in self.choices.items() if known is choice]:
+                    self.choices[key] = better
 
     def _best(self) -> Choice | None:
         """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
@@ -413,6 +437,7 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
+        self._cut_best()
         return self._best()
 
     def _derives(self) -> bool:

@@ -171,10 +171,10 @@ def _place(graph: GraphDef, step: Step, stage: Stage) -> tuple[GraphDef, Step]:
     moved: dict[Ref, Ref] = {}
     ends: dict[str, str] = {}
     for node in graph.node:
-        task = old.get(node.name)
-        if task is None:
+        if node.name not in old:
             made.node.append(node)
             continue
+        task = old[node.name]
         given = dict(zip(function.inputs, Graph(GraphDef(node=[node])).inputs(node.name), strict=True))
         results: dict[Value, Ref] = {}
         waits, calls = list(control_inputs(node)), []
