@@ -412,12 +412,15 @@ class Plan(JsonFile):
                     )
 
     def __str__(self) -> str:
-        return "\n".join([self._header(), table(self._rows()), *([] if self.report is None else [str(self.report)])])
+        return "\n".join([self._header(), table(self._rows()), *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        cut = [f"last backwards in pieces, cut after {', '.join(self.backward_cuts)}"] if self.backward_cuts else []
+        return [*cut, *([] if self.report is None else str(self.report).splitlines())]
 
     def _repr_html_(self) -> str:
         """Returns the plan for a notebook: its stages, and its timeline by `unit_timeline`."""
-        remarks = () if self.report is None else str(self.report).splitlines()
-        return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], remarks)
+        return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], self._remarks())
 
     def _header(self) -> str:
         sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))

@@ -110,14 +110,18 @@ class OutOfOrderSearch:
         """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
         whole = [choice for choice in self.ranked() if choice.costs.reductions]
         for choice in whole[:_CUT]:
-            if choice.latency - choice.reducing >= self.fastest:
-                continue
-            for simulation in cut_simulations(choice.costs):
-                if simulation.latency < choice.latency and simulation.fits:
-                    better = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
-                    self.choices[better.plan], self.origin[better.plan] = better, self.origin[choice.plan]
-                    self.bases += [better] if choice in self.bases else []
-                    self.fastest = min(self.fastest, better.latency)
+            if choice.latency - choice.reducing < self.fastest:
+                self._cut(choice)
+
+    def _cut(self, choice: Choice) -> Choice:
+        """Returns the choice with its last backwards cut, as far as that gains."""
+        best = choice
+        for simulation in cut_simulations(choice.costs):
+            if simulation.latency < best.latency and simulation.fits:
+                best = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+                self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
+                self.fastest = min(self.fastest, best.latency)
+        return best
 
     def dapple(self) -> Choice | None:
         """Returns the best of DAPPLE's own plans, without chunks; None if no base fits."""
@@ -149,10 +153,11 @@ class OutOfOrderSearch:
 
     def _baseline(self, bases: Sequence[Plan]) -> None:
         """Simulates DAPPLE's best plan."""
-        choice = self._try(bases[0], bases[0], certainly=True)
-        self.bases += [choice] if choice is not None else []
+        choice = self._try(_bare(bases[0]), bases[0], certainly=True)
+        self.bases += [self._cut(choice)] if choice is not None else []
         if self.request.reverse_first_k not in (0, AUTO):
-            self.choices[_bare(bases[0])] = None  # the request asks for k
+            for base in (bases[0], self.bases[0].plan) if self.bases else ():
+                self.choices[base] = None  # the request asks for k
             self.fastest = math.inf
 
     def _probe(self, base: Plan) -> float:
