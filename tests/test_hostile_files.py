@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import logging
 import pathlib
@@ -136,18 +135,13 @@ json_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, MANIFEST), ids=lambda
 all_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, TEXT), ids=lambda kind: kind.name)
 
 
+pytestmark = pytest.mark.usefixtures("_own_garbage")
+
+
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a plan was changed after it was planned would be said thousands of times here."""
     monkeypatch.setattr(logging.getLogger("dapple_tf.describe.plan"), "disabled", True)
-
-
-@pytest.fixture(autouse=True)
-def _own_garbage() -> Iterator[None]:
-    """What other tests have left in memory isn't looked through time and again: that can take more than a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
