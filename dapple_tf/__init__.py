@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     name: module
     for module, names in {
         "dapple_tf.checkpoints.checkpoint": "latest_checkpoint load_checkpoint",
@@ -142,10 +142,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name from its module on first use, and keeps it here."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with _IMPORTING:
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value
 
 

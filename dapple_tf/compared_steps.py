@@ -253,7 +253,7 @@ def _epsilon(array: np.ndarray) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Description:
     """A variable's description.
 
     Attributes:
@@ -269,13 +269,13 @@ class Place:
     state: bool
 
 
-def places_of(model: keras.Model) -> dict[str, Place]:
+def descriptions_of(model: keras.Model) -> dict[str, Description]:
     """Returns key -> description of each variable and slot."""
     variables = variables_of(model)
     trained = {id(variable) for variable in model.trainable_variables}
     slots = _slots(model.optimizer)
     taken: set[str] = set()
-    places = {}
+    descriptions = {}
     for key, variable in variables.items():
         owner, kind = slots.get(id(variable), (variable, "trained" if id(variable) in trained else variable.path))
         path = owner.path.rpartition("/")[0] or owner.path
@@ -283,8 +283,8 @@ def places_of(model: keras.Model) -> dict[str, Place]:
         taken.add(label)
         of_none = key.startswith("optimizer/") and id(variable) not in slots
         state = id(variable) not in trained and not key.startswith("optimizer/")
-        places[key] = Place(label, "optimizer" if of_none else path, kind, state)
-    return places
+        descriptions[key] = Description(label, "optimizer" if of_none else path, kind, state)
+    return descriptions
 
 
 def _slots(optimizer: Any) -> dict[int, tuple[keras.Variable, str]]:
@@ -322,8 +322,8 @@ def compare_steps(
             as well.
         pipelined: makes the same pipeline of another model for the duration of its context; None leaves float64 out.
     """
-    before, places, dtype = _values(model), places_of(model), coarsest(model)
-    kinds = {key: place.kind for key, place in places.items()}
+    before, descriptions, dtype = _values(model), descriptions_of(model), coarsest(model)
+    kinds = {key: own.kind for key, own in descriptions.items()}
     own, plain = run(data, count, True), plain_steps(model, data, count, training=True)
     logs = {name: (own.logs[name], value) for name, value in plain.logs.items() if name in own.logs}
     inference = reasons.inference
@@ -345,15 +345,15 @@ def compare_steps(
             key: 0.1 * TOLERANCES[dtype] + 10 * noise[key].difference + 16 * one.unit for key, one in checked.items()
         }
     variables = {
-        place.label: Difference(
-            place.layer,
+        own.label: Difference(
+            own.layer,
             trained[key].difference,
             checked[key].difference,
             None if exact is None else exact[key].difference,
             bounds[key],
-            place.state,
+            own.state,
         )
-        for key, place in places.items()
+        for key, own in descriptions.items()
     }
     return ComparedSteps(count, dtype, variables, logs, missing, reasons.known, inference, reasons.remaining)
 
@@ -371,7 +371,7 @@ def _exactly(
     if isinstance(twin, str):
         return None, f"the model can't be made again in float64: {twin}"
     wide = of_arrays(data, doubled)
-    kinds = {key: place.kind for key, place in places_of(twin).items()}
+    kinds = {key: own.kind for key, own in descriptions_of(twin).items()}
     before = _values(twin)
     try:
         plain = plain_steps(twin, wide, count, training=training)

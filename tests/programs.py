@@ -384,7 +384,7 @@ def two_stages() -> Program:
     return staged(two_layers(), "a")
 
 
-def hosts(program: Program) -> dict[str, tuple[int, ...]]:
+def owners(program: Program) -> dict[str, tuple[int, ...]]:
     """Every stage that reads a variable keeps it."""
     return {
         name: tuple(stage.index for stage in program.stages if name in stage.reads)
@@ -408,7 +408,7 @@ def schedule_of(layout: Layout, policy: str = "dapple_a", *, forward_only: bool 
 
 def replicated(program: Program, layout: Layout) -> Program:
     """A step whose tasks aren't connected over stages yet."""
-    return apply(program, Replicate(layout, HOST, hosts(program)))
+    return apply(program, Replicate(layout, HOST, owners(program)))
 
 
 def connected(program: Program, layout: Layout) -> Program:
@@ -427,7 +427,7 @@ def updated(
     program: Program, layout: Layout, *, bucket_bytes: int = 1 << 20, rate: float = 0.5, accumulated: bool = True
 ) -> Program:
     """A complete step with plain SGD."""
-    update = Update(sgd_updates(program, rate), hosts(program), HOST, bucket_bytes, accumulated=accumulated)
+    update = Update(sgd_updates(program, rate), owners(program), HOST, bucket_bytes, accumulated=accumulated)
     program = apply(ordered(program, layout, accumulated=accumulated), update)
     verify(program, complete=True)
     return program
@@ -437,7 +437,7 @@ def sgd_updates(program: Program, rate: float = 0.5) -> tuple[GroupUpdate, ...]:
     """Plain SGD for each group of parameters that the same stages read."""
     trained = {v.name for stage in program.stages for _, v, _ in stage.gradients}
     groups: dict[tuple[int, ...], list[Variable]] = {}
-    for name, stages in hosts(program).items():
+    for name, stages in owners(program).items():
         if name in trained:
             groups.setdefault(stages, []).append(program.variables[name])
     return tuple(GroupUpdate(stages, sgd(variables, rate)) for stages, variables in groups.items())

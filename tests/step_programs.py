@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from programs import HOST, attention, hosts, mlp, sgd_updates, stateful_layers, tied_layers
+from programs import HOST, attention, mlp, owners, sgd_updates, stateful_layers, tied_layers
 
 import dapple_tf as dapple
-from dapple_tf.execution.builds import Build, Kind
+from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
@@ -99,11 +99,11 @@ def complete(case: Case) -> Program:
     training = case.model not in ("test", "predict")
     program = _staged(case.model, plan.cuts, plan.split_stages if training else frozenset())
     samples = case.samples or plan.global_batch_size
-    homes = None if plan.weight_devices is None else named(plan.weight_devices)
-    layout = Layout(named(plan.devices), samples, plan.global_batch_size, plan.micro_batches, homes)
+    weight_devices = None if plan.weight_devices is None else named(plan.weight_devices)
+    layout = Layout(named(plan.devices), samples, plan.global_batch_size, plan.micro_batches, weight_devices)
     count = len(layout.micro_batch_intervals)
     schedule = plan.order_tasks(count, active=layout.active, forward_only=not training)
-    kept = hosts(program)
+    kept = owners(program)
     passes: list[Pass] = [Replicate(layout, HOST, kept), SplitConcat()]
     if not training:
         return run_passes(program, [*passes, OrderTasks(schedule, names)], complete=True)
@@ -181,8 +181,8 @@ def of_model(model: keras.Model, plan: dapple.Plan, cluster: dapple.Cluster) -> 
     """The training step of a compiled Keras model, with its own optimizer."""
     passes, table = StepPasses(plan, cluster), VariableTable(model)
     built = built_of_model(model, passes, table)
-    program, updates, hosts = built.program, built.updates, readers_of(built.program)
-    kept = holdings(table, hosts, optimizer_variables(updates), passes.homes)
+    program, updates, owners = built.program, built.updates, readers_of(built.program)
+    kept = holdings(table, owners, optimizer_variables(updates), passes.owner_devices)
     schedule = passes.schedule(built, passes.layout(plan.global_batch_size), kept)
-    made = passes.step_passes(built, Kind(plan.global_batch_size), schedule, hosts)
+    made = passes.step_passes(built, StepKind(plan.global_batch_size), schedule, owners)
     return run_passes(program, made, complete=True)

@@ -12,7 +12,7 @@ from hardware import cluster_of as cluster
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.simulation.cost import CostModel, Piece, all_reduce_seconds, gib, stage_cost
+from dapple_tf.simulation.cost import CostModel, Message, all_reduce_seconds, gib, stage_cost
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Task
 
@@ -157,12 +157,12 @@ def two_stages(senders: int, receivers: int, samples: int, size: Cost = TEN) -> 
 
 def test_three_to_two_sends_from_owner_to_owner_and_back() -> None:
     costs = two_stages(3, 2, 6)
-    assert costs.pieces(0, 1, 0) == (Piece(0, 0, 20), Piece(1, 0, 10), Piece(1, 1, 10), Piece(2, 1, 20))
-    assert costs.pieces(0, 1, 0, backward=True) == (
-        Piece(0, 0, 20),
-        Piece(0, 1, 10),
-        Piece(1, 1, 10),
-        Piece(1, 2, 20),
+    assert costs.messages(0, 1, 0) == (Message(0, 0, 20), Message(1, 0, 10), Message(1, 1, 10), Message(2, 1, 20))
+    assert costs.messages(0, 1, 0, backward=True) == (
+        Message(0, 0, 20),
+        Message(0, 1, 10),
+        Message(1, 1, 10),
+        Message(1, 2, 20),
     )
 
 
@@ -170,22 +170,22 @@ def test_three_to_two_sends_from_owner_to_owner_and_back() -> None:
 def test_slices_arrive_whole(senders: int, receivers: int, samples: int) -> None:
     costs = two_stages(senders, receivers, samples)
     for backward, ends in ((False, (senders, receivers)), (True, (receivers, senders))):
-        pieces = costs.pieces(0, 1, 0, backward=backward)
+        messages = costs.messages(0, 1, 0, backward=backward)
         for part, count in enumerate(ends):
             sums = [0.0] * count
-            for piece in pieces:
-                sums[piece[part]] += piece.bytes / 10
+            for message in messages:
+                sums[message[part]] += message.bytes / 10
             assert tuple(sums) == split_evenly(samples, count)
-        assert len(pieces) <= senders + receivers - 1
+        assert len(messages) <= senders + receivers - 1
 
 
 def test_every_piece_has_the_fixed_bytes() -> None:
-    assert [piece.bytes for piece in two_stages(1, 2, 3, Cost(5.0, 1.0)).pieces(0, 1, 0)] == [7.0, 6.0]
+    assert [message.bytes for message in two_stages(1, 2, 3, Cost(5.0, 1.0)).messages(0, 1, 0)] == [7.0, 6.0]
 
 
 def test_uneven_micro_batches_have_their_own_pieces() -> None:
     costs = CostModel(Plan.straight([*"a"], 5, 2), profile(letters(2)), cluster(2))
-    assert [costs.pieces(0, 1, micro_batch)[0].bytes for micro_batch in (0, 1)] == [30.0, 20.0]
+    assert [costs.messages(0, 1, micro_batch)[0].bytes for micro_batch in (0, 1)] == [30.0, 20.0]
 
 
 def test_a_skip_connection_goes_straight_from_its_producer_to_each_stage() -> None:
@@ -203,14 +203,14 @@ def test_a_skip_connection_goes_straight_from_its_producer_to_each_stage() -> No
 def test_no_gradient_of_what_has_none() -> None:
     model = profile(letters(2), [Tensor(0, (1,), Cost(0.0, 5.0), differentiable=False)])
     costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
-    assert [piece.bytes for piece in costs.pieces(0, 1, 0)] == [10.0]
-    assert costs.pieces(0, 1, 0, backward=True) == ()
+    assert [message.bytes for message in costs.messages(0, 1, 0)] == [10.0]
+    assert costs.messages(0, 1, 0, backward=True) == ()
 
 
 def test_a_tensor_without_bytes_is_waited_for_all_the_same() -> None:
     model = profile(letters(2), [Tensor(0, (1,), ZERO)])
     costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
-    assert costs.pieces(0, 1, 0) == costs.pieces(0, 1, 0, backward=True) == (Piece(0, 0, 0.0),)
+    assert costs.messages(0, 1, 0) == costs.messages(0, 1, 0, backward=True) == (Message(0, 0, 0.0),)
 
 
 # --- reductions ---

@@ -124,7 +124,7 @@ def test_any_plan(seed: int) -> None:
     measured(plan, model, where, overlap=overlap)
 
 
-def test_uneven_slices_go_from_owner_to_owner() -> None:
+def test_uneven_slices_go_from_replica_to_replica() -> None:
     step = measured(replicated([3, 2], 3, 5), profile(2), cluster(3, 2, inter_bandwidth=4e4, inter_latency=1e-3))
     assert kinds(step)["send"] == 3 * 2 * 4
 

@@ -222,9 +222,9 @@ def test_what_a_pass_is_given_and_gives_is_checked(item: Pass, text: str) -> Non
 
 def test_every_pass_says_what_it_requires_and_ensures_and_each_fact_has_its_maker() -> None:
     for slot in PASSES:
-        assert isinstance(slot.kind.requires, tuple) and slot.kind.ensures  # type: ignore[attr-defined]
+        assert isinstance(slot.pass_type.requires, tuple) and slot.pass_type.ensures  # type: ignore[attr-defined]
     makers = {fact.made_by: fact for fact in Fact}
-    kinds = {slot.name: slot.kind for slot in PASSES}
+    kinds = {slot.name: slot.pass_type for slot in PASSES}
     assert all(fact in kinds[name].ensures for name, fact in makers.items())  # type: ignore[attr-defined]
     facts = two_layers().facts
     assert not facts

@@ -134,7 +134,7 @@ def test_tokenizers_are_trained_on_the_pairs(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "wordpiece"])
-def test_tokens_are_text_again(kind: vocabulary.Kind) -> None:
+def test_tokens_are_text_again(kind: vocabulary.TokenizerKind) -> None:
     lines = ["the quick brown fox", "the lazy dog and the quick dog"] * 5
     tokenizer = vocabulary.train(kind, 300, lambda: lines)
     assert vocabulary.size_of(tokenizer) <= 300

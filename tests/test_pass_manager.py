@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 from google.protobuf import text_format
-from programs import HOST, apply, copied, hosts, layout, staged, step_of, two_layers, two_stages, unchanged
+from programs import HOST, apply, copied, layout, owners, staged, step_of, two_layers, two_stages, unchanged
 
 from dapple_tf.execution.step_passes import PASSES, pipeline
 from graph_passes.errors import PassError
@@ -120,7 +120,7 @@ def parsed(path: pathlib.Path) -> GraphDef:
 def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_built(tmp_path: pathlib.Path) -> None:
     target = tmp_path / "new" / "folder"
     program = run_passes(two_layers(), STAGE_PASSES, instruments=[Dump(target)])
-    step = Replicate(layout([1, 1], 2), HOST, hosts(program))
+    step = Replicate(layout([1, 1], 2), HOST, owners(program))
     run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=pipeline().number(step))
     names = sorted(path.name for path in target.iterdir())
     assert names == [
@@ -152,11 +152,11 @@ def test_a_dumped_graph_tells_layers_and_stages() -> None:
 
 def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
     for slot in PASSES:
-        assert dataclasses.is_dataclass(slot.kind)
-        assert slot.kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        assert f"graph_passes.passes.{slot.name}" == slot.kind.__module__
+        assert dataclasses.is_dataclass(slot.pass_type)
+        assert slot.pass_type.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert f"graph_passes.passes.{slot.name}" == slot.pass_type.__module__
 
 
 def test_the_step_that_passes_build_has_no_schedule_before_one_is_given() -> None:
-    program = apply(two_stages(), Replicate(layout([1, 1], 2), HOST, hosts(two_stages())))
+    program = apply(two_stages(), Replicate(layout([1, 1], 2), HOST, owners(two_stages())))
     assert step_of(program).schedule is None

@@ -20,12 +20,12 @@ from programs import (
     Writer,
     apply,
     devices,
-    hosts,
     interpret,
     layout,
     meanings,
     mlp,
     node,
+    owners,
     replicated,
     run,
     staged,
@@ -193,7 +193,7 @@ def test_the_library_has_each_function_once() -> None:
 
 def test_names_of_functions_begin_with_the_prefix() -> None:
     program = staged(two_layers(), "a", prefix="train0_")
-    program = apply(program, Replicate(layout([1, 1], 2), HOST, hosts(program), prefix="train0_"))
+    program = apply(program, Replicate(layout([1, 1], 2), HOST, owners(program), prefix="train0_"))
     assert {f.signature.name.startswith("train0_") for f in program.graph.library.function} == {True}
 
 

@@ -411,9 +411,9 @@ def test_a_deadlock_text_names_all_replicas_waited_for_and_devices_that_are_done
     devices = [[0, 1], [2]]
     validate(Schedule.parse(text), devices, 2, forward_only=True)
     stuck = Schedule.parse("0: 0B0 0F0\n1: 1F0 1B0\n2: 1F0.r1 1B0.r1")
-    homes = {task: device for device, tasks in stuck.orders.items() for task in tasks}
+    device_of = {task: device for device, tasks in stuck.orders.items() for task in tasks}
     with pytest.raises(ScheduleError) as caught:  # validate() refuses 0B0 before 0F0 earlier, with a shorter message
-        schedule_check._check_progress(stuck, homes)
+        schedule_check._check_progress(stuck, device_of)
     assert "device 0  -> 0B0 waits for 1B0 on device 1, 1B0.r1 on device 2" in str(caught.value)
     crossed = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F1 1B1 1F0 1B0\n2: 0F0.r1 0F1.r1 0B0.r1 0B1.r1")
     with pytest.raises(ScheduleError) as caught:

@@ -164,7 +164,7 @@ def test_uneven_replicas_wait_for_all_their_pieces(senders: int, receivers: int,
         if span.kind == "F" and span.stage == 1:
             arrived = [other.end for other in step.spans if other.kind == "send" and other.target == span.device]
             assert span.start == max(arrived)
-    # F and B of the largest slices, and pieces that wait for each other for up to as long as all of them take.
+    # F and B of the largest slices, and messages that wait for each other for up to as long as all of them take.
     assert 3 * (before + after) < step.latency < 3 * (before + after) + 2 * samples / 1000
 
 
@@ -645,8 +645,8 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster, bool]:
     samples = draw.randrange(micro_batches * max(replicas), micro_batches * (max(replicas) + 4) + 1)
     policy, options = draw.choice(STRAIGHT), {"bucket_bytes": 500}
     if draw.random() < 0.4:  # stages that share devices: next to each other, or anyhow
-        homes = draw.choice([[*range(stages // 2 + 1)], [0, 1]])
-        devices = [devices[min(homes[stage % len(homes)], stages - 1)] for stage in range(stages)]
+        first_stages = draw.choice([[*range(stages // 2 + 1)], [0, 1]])
+        devices = [devices[min(first_stages[stage % len(first_stages)], stages - 1)] for stage in range(stages)]
         if devices != sorted(devices, key=devices.index):
             policy = "modulo"
     if draw.random() < 0.3 and policy != "interleaved":
@@ -720,15 +720,15 @@ def test_every_task_runs_once_in_order_after_its_inputs(seed: int) -> None:
             assert second.start >= first.end - 1e-9
     for producer, consumer in costs.routes:
         for micro_batch, backward in itertools.product(range(costs.plan.micro_batches), (False, True)):
-            for piece in costs.pieces(producer, consumer, micro_batch, backward=backward):
+            for message in costs.messages(producer, consumer, micro_batch, backward=backward):
                 ends_of = (consumer, producer) if backward else (producer, consumer)
                 phases = [
                     Phase.FORWARD if not backward else Phase.INPUT_GRAD if stage in split else Phase.BACKWARD
                     for stage in ends_of
                 ]
-                sender = Task(ends_of[0], phases[0], micro_batch, piece.sender)
-                receiver = Task(ends_of[1], phases[1], micro_batch, piece.receiver)
-                came = ends[sender][1] + transfer_seconds(costs, sender, receiver, piece.bytes)
+                sender = Task(ends_of[0], phases[0], micro_batch, message.sender)
+                receiver = Task(ends_of[1], phases[1], micro_batch, message.receiver)
+                came = ends[sender][1] + transfer_seconds(costs, sender, receiver, message.bytes)
                 assert ends[receiver][0] >= came - 1e-9
     for task in costs.schedule.tasks:
         if task.phase is Phase.WEIGHT_GRAD:

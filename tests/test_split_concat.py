@@ -17,10 +17,10 @@ from programs import (
     Writer,
     apply,
     connected,
-    hosts,
     interpret,
     layout,
     node,
+    owners,
     replicated,
     sent,
     show_changes,
@@ -116,7 +116,7 @@ def encoded(boundary: Boundary, samples: Sequence[int]) -> np.ndarray:
 def exchanged(kind: str, layout: Layout) -> Exchange:
     """An exchange, without the checks of :func:`programs.apply`, for long sweeps."""
     program = program_of(kind)
-    program = SplitConcat().run(Replicate(layout, HOST, hosts(program)).run(program))
+    program = SplitConcat().run(Replicate(layout, HOST, owners(program)).run(program))
     verify(program)
     return Exchange(program, layout)
 

@@ -17,7 +17,7 @@ import dapple_tf as dapple
 from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.tracing.step_parts import StepParts, step_parts
-from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.tracing.step_trace import MeasuredStep, TracedDevice, TracedStep, measured
 from dapple_tf.view.timeline import Span, Timeline
 from graph_passes.ir.program import Step
 from graph_passes.ir.tasks import Phase, Task
@@ -214,7 +214,7 @@ def test_the_first_accumulation_of_each_replica_frees_the_gradients_of_the_step_
 # ---- clocks
 
 
-def skewed(traced: TracedStep, skews: dict[str, int], error: int) -> tuple[TracedStep, dict[str, Place]]:
+def skewed(traced: TracedStep, skews: dict[str, int], error: int) -> tuple[TracedStep, dict[str, TracedDevice]]:
     """The same step as of workers, one for each device, whose clocks are ahead by so many nanoseconds."""
     stats = copy.deepcopy(traced.stats)
     for own in stats.dev_stats:
@@ -227,14 +227,14 @@ def skewed(traced: TracedStep, skews: dict[str, int], error: int) -> tuple[Trace
             for memory in node.memory:
                 for record in memory.allocation_records:
                     record.alloc_micros += skew // 1000
-    places = {device: Place(number, number) for number, device in enumerate(sorted(skews))}
+    devices = {device: TracedDevice(number, number) for number, device in enumerate(sorted(skews))}
     clocks = {}
-    for device, place in places.items():
+    for device, own in devices.items():
         offsets = [
             Offset(at, skews[device] + sign * error, error) for at, sign in zip(traced.called, (1, 1), strict=True)
         ]
-        clocks[place.worker] = WorkerClock(*offsets)
-    return dataclasses.replace(traced, stats=stats, clocks=clocks), places
+        clocks[own.worker] = WorkerClock(*offsets)
+    return dataclasses.replace(traced, stats=stats, clocks=clocks), devices
 
 
 @pytest.mark.parametrize("error", [0, 200_000])
@@ -243,8 +243,8 @@ def test_skewed_clocks_change_nothing_but_within_their_error(uneven: Run, error:
     labels = pipelined.plan.device_labels()
     names = pipelined.cluster.device_names
     skews = dict(zip(names, (3_000_000_000, -2_500_000_000, 7_000, 86_400_000_000_000), strict=True))
-    given, places = skewed(traced, skews, error)
-    measured_step = measured(given, places, labels, {})
+    given, devices = skewed(traced, skews, error)
+    measured_step = measured(given, devices, labels, {})
     assert measured_step.remarks == ()
     own, its = tasks_of(plain.timeline), tasks_of(measured_step.timeline)
     assert set(own) == set(its)
@@ -264,10 +264,10 @@ def test_skewed_clocks_change_nothing_but_within_their_error(uneven: Run, error:
 def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) -> None:
     pipelined, _, traced, _ = uneven
     names = pipelined.cluster.device_names
-    given, places = skewed(traced, dict.fromkeys(names, 0), 1000)
+    given, devices = skewed(traced, dict.fromkeys(names, 0), 1000)
     off = Offset(traced.called[0], 50_000_000, 1000)
     given = dataclasses.replace(given, clocks={**given.clocks, 3: WorkerClock(off, off._replace(at=traced.called[1]))})
-    measured_step = measured(given, places, pipelined.plan.device_labels(), {})
+    measured_step = measured(given, devices, pipelined.plan.device_labels(), {})
     assert any("on worker 3 something begins" in remark for remark in measured_step.remarks)
     assert "are clocks being set?" in caplog.text
 

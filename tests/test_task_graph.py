@@ -210,7 +210,7 @@ def test_the_tensors_of_a_slice_have_its_samples() -> None:
 
 def test_an_unknown_length_stays_unknown() -> None:
     from programs import apply, schedule_of, sent, sgd_updates, staged
-    from programs import hosts as hosts_of
+    from programs import owners as owners_of
 
     from graph_passes.passes.accumulate import Accumulate
     from graph_passes.passes.replicate import Replicate
@@ -221,9 +221,9 @@ def test_an_unknown_length_stays_unknown() -> None:
     own = layout([2, 1], 6, 2)
     names = tuple(itertools.chain.from_iterable(own.devices))
     program = staged(sent("merged_unknown"), "a")
-    made = apply(program, Replicate(own, HOST, hosts_of(program)), SplitConcat(), Accumulate())
+    made = apply(program, Replicate(own, HOST, owners_of(program)), SplitConcat(), Accumulate())
     ordered = OrderTasks(schedule_of(own), names)
-    drawing = task_graph(apply(made, ordered, Update(sgd_updates(program), hosts_of(program), HOST, 64)), names)
+    drawing = task_graph(apply(made, ordered, Update(sgd_updates(program), owners_of(program), HOST, 64)), names)
     forward = next(node for node in drawing.nodes if node.label == "0F0")
     assert (forward.outputs[0].shape, forward.outputs[0].bytes) == ("[?]", None)
     concat = of_kind(drawing, "concat")[0]

@@ -20,11 +20,11 @@ from programs import (
     connected,
     devices,
     embedding,
-    hosts,
     interpret,
     layout,
     node,
     ordered,
+    owners,
     sgd,
     sgd_updates,
     show_changes,
@@ -78,14 +78,14 @@ class Training:
 
     def __init__(self, program: Program, values: Mapping[str, Any]) -> None:
         self.program, self.step = program, step_of(program)
-        self.places = {
+        self.owner_devices = {
             name: [device for stage in stages for device in self.step.layout.devices[stage]]
-            for name, stages in hosts(program).items()
+            for name, stages in owners(program).items()
         }
         count = sum(map(len, self.step.layout.devices))
         self.machine = Machine(program.graph, count)
         for name, value in values.items():
-            for device in self.places.get(name, ()):
+            for device in self.owner_devices.get(name, ()):
                 self.machine.load(device, [program.variables[name]], [value])
 
     def __enter__(self) -> Training:
@@ -108,7 +108,7 @@ class Training:
 
     def value(self, name: str) -> np.ndarray:
         """The value of a variable, which all devices that keep it must agree on to the last bit."""
-        values = [self.machine.read(device, self.program.variables[name])[0] for device in self.places[name]]
+        values = [self.machine.read(device, self.program.variables[name])[0] for device in self.owner_devices[name]]
         for other in values[1:]:
             np.testing.assert_array_equal(other, values[0])
         return np.asarray(values[0])
@@ -197,7 +197,7 @@ def test_each_replica_reads_the_loss_scale_of_its_own_optimizer() -> None:
     captured = Captured(scale.graph, {}, {}, outputs=(scale.const(8.0, DOUBLE),))
     first, second = sgd_updates(program, RATE)
     updates = (first, dataclasses.replace(second, loss_scale=captured))
-    after = apply(program, Update(updates, hosts(program), HOST, 1 << 20))
+    after = apply(program, Update(updates, owners(program), HOST, 1 << 20))
     scales = calls(after, "loss_scale")
     assert [call.device for call in scales.values()] == list(cut.devices[1])
     for replica in range(2):
@@ -246,7 +246,7 @@ def test_each_group_has_its_own_key_and_each_bucket_its_own_instance() -> None:
 def test_keys_begin_where_they_are_told_to() -> None:
     program = ordered(three_parameters(), layout([2], 4))
     updates = sgd_updates(program, RATE)
-    after = apply(program, Update(updates, hosts(program), HOST, 1 << 20, first_key=100, prefix="p_"))
+    after = apply(program, Update(updates, owners(program), HOST, 1 << 20, first_key=100, prefix="p_"))
     assert collectives(after) == {device: [(2, 100, 100), (2, 100, 101)] for device in devices(2)[0]}
     made = {call.attr["f"].func.name for what in ("pack", "apply", "gradients") for call in calls(after, what).values()}
     assert made == {"p_stage0_pack", "p_stage0_apply", "p_stage0_gradients"}
@@ -296,7 +296,7 @@ def test_all_members_start_their_collectives_in_one_order(counts: tuple[int, ...
 
 def test_a_stage_that_keeps_a_variable_without_contributing_adds_zeros() -> None:
     program = ordered(staged(stateful_layers(), "a"), layout([1, 1], 4))
-    kept = {**hosts(program), "average": (0, 1)}
+    kept = {**owners(program), "average": (0, 1)}
     after = apply(program, Update(sgd_updates(program, RATE), kept, HOST, 1 << 20))
     library = {function.signature.name: function for function in after.graph.library.function}
     ops = {stage: [each.op for each in library[f"stage0_1_pack_on{stage}"].node_def] for stage in range(2)}
@@ -341,7 +341,7 @@ def test_a_replica_without_samples_gives_zeros_where_nothing_is_accumulated() ->
 
 def test_what_is_carried_over_needs_accumulators() -> None:
     program = ordered(two_stages(), layout([1, 1], 2), accumulated=False)
-    update = Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, accumulated=False, carried=((1,),))
+    update = Update(sgd_updates(program, RATE), owners(program), HOST, 1 << 20, accumulated=False, carried=((1,),))
     with pytest.raises(PassError, match=r"updates are carried over, but gradients have no accumulators"):
         update.run(program)
 
@@ -349,8 +349,8 @@ def test_what_is_carried_over_needs_accumulators() -> None:
 def test_stages_on_one_device_add_up_what_they_have_made_themselves() -> None:
     program = staged(tied_layers(), "layer_0")
     alone = Layout(((HOST,), (HOST,)), 4, 4, 1)
-    program = apply(program, Replicate(alone, HOST, hosts(program)), SplitConcat())
-    update = Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, accumulated=False)
+    program = apply(program, Replicate(alone, HOST, owners(program)), SplitConcat())
+    update = Update(sgd_updates(program, RATE), owners(program), HOST, 1 << 20, accumulated=False)
     after = apply(program, update)
     verify(after, complete=True)
     (call,) = calls(after, "apply").values()
@@ -466,7 +466,7 @@ def test_rows_of_an_embeddings_gradient_reach_every_replica_from_all(counts: tup
     rng = np.random.default_rng(0)
     table, v, tokens = rng.normal(size=(4, 2)), rng.normal(size=(2, 4)), np.array([1, 3, 1, 0, 1])
     program = ordered(staged(embedding(tied=False), "a"), layout(counts, 5, 2))
-    program = apply(program, Update(scattering(program), hosts(program), HOST, 1 << 20))
+    program = apply(program, Update(scattering(program), owners(program), HOST, 1 << 20))
     verify(program, complete=True)
     dh = table[tokens] @ v @ v.T
     whole = np.zeros_like(table)
@@ -507,7 +507,7 @@ def test_statistics_of_all_stages_add_up_and_reach_every_replica() -> None:
     rng = np.random.default_rng(0)
     x, w, v = rng.normal(size=(5, 2)), rng.normal(size=(2, 3)), rng.normal(size=(3, 1))
     program = ordered(two_stages(), layout([2, 2], 5, 2))
-    program = apply(program, Update(scaled_by_totals(program), hosts(program), HOST, 1 << 20))
+    program = apply(program, Update(scaled_by_totals(program), owners(program), HOST, 1 << 20))
     verify(program, complete=True)
     assert {each.device for each in calls(program, "statistics").values()} == {names[0] for names in devices(2, 2)}
     assert {data_inputs(call)[-1] for call in calls(program, "apply").values()} == {Ref("totals")}
@@ -530,8 +530,8 @@ def test_results_of_the_first_slice_are_the_new_values_of_counters() -> None:
 def test_stages_on_one_device_add_up_what_they_share_and_apply_it_once() -> None:
     program = staged(tied_layers(), "layer_0")
     alone = Layout(((HOST,), (HOST,)), 4, 4, 2)
-    program = apply(program, Replicate(alone, HOST, hosts(program)), SplitConcat(), Accumulate())
-    after = apply(program, Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20))
+    program = apply(program, Replicate(alone, HOST, owners(program)), SplitConcat(), Accumulate())
+    after = apply(program, Update(sgd_updates(program, RATE), owners(program), HOST, 1 << 20))
     verify(after, complete=True)
     assert not collectives(after) and not calls(after, "pack")
     assert [call.attr["f"].func.name for call in calls(after, "apply").values()] == ["stage0_1_apply"]
@@ -554,7 +554,7 @@ def ordered_chunks(k: int = 0) -> Program:
 def chunked(k: int = 0, **options: Any) -> Program:
     """:func:`ordered_chunks`, complete."""
     program = ordered_chunks(k)
-    after = apply(program, Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, **options))
+    after = apply(program, Update(sgd_updates(program, RATE), owners(program), HOST, 1 << 20, **options))
     verify(after, complete=True)
     return after
 
@@ -617,7 +617,7 @@ def test_what_is_carried_over_is_reduced_at_the_head_of_the_next_step() -> None:
 
 def test_a_flush_makes_carried_updates_and_nothing_else() -> None:
     program = ordered_chunks()
-    graph, end = flush(Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, carried=((1,),)), program)
+    graph, end = flush(Update(sgd_updates(program, RATE), owners(program), HOST, 1 << 20, carried=((1,),)), program)
     ops = [each.op for each in graph.node if each.op != "Const"]
     assert sorted(set(ops)) == ["CollectiveReduceV2", "NoOp", "StatefulPartitionedCall"]
     assert {each.name.split("/")[0] for each in graph.node if "/" in each.name} == {"stage1"}

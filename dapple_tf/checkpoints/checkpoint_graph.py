@@ -92,14 +92,14 @@ class SnapshotGraph:
 
 def _shared_out(holdings: Sequence[Holding], keys: Mapping[str, str]) -> dict[str, dict[str, list[Variable]]]:
     """Returns server -> device -> the variables that the server writes and reads from the device."""
-    places: dict[str, tuple[Variable, tuple[str, ...]]] = {}
+    kept: dict[str, tuple[Variable, tuple[str, ...]]] = {}
     for holding in holdings:
         for variable in holding.variables:
             if variable.name in keys:
-                places.setdefault(variable.name, (variable, holding.devices))  # Counters are equal in all groups.
+                kept.setdefault(variable.name, (variable, holding.devices))  # Counters are equal in all groups.
     shares: dict[str, dict[str, list[Variable]]] = {}
-    load = {host_of(device): 0 for _, devices in places.values() for device in devices}
-    for variable, devices in sorted(places.values(), key=lambda place: _bytes(place[0]), reverse=True):
+    load = {host_of(device): 0 for _, devices in kept.values() for device in devices}
+    for variable, devices in sorted(kept.values(), key=lambda item: _bytes(item[0]), reverse=True):
         device = min(devices, key=lambda name: load[host_of(name)])
         load[host_of(device)] += _bytes(variable)
         shares.setdefault(host_of(device), {}).setdefault(device, []).append(variable)

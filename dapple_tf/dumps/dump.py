@@ -16,7 +16,7 @@ from dapple_tf.describe.profile import Profile, ProfileError
 from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
-from dapple_tf.execution.builds import Build, Kind, StepSource
+from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -216,12 +216,12 @@ class _Writer:
         program = run_passes(captured, staging, first=number(staging[0]), instruments=[graphs])
         if source is None:
             source = self._source(program, names, batch, prefix)
-        kind = source.kind or Kind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
+        kind = source.kind or StepKind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
         if self.passes.joins(source.built, kind.samples):
             kind = kind._replace(apart=True)  # A single function would show nothing.
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
-        made = self.passes.step_passes(source.built, kind, schedule, source.hosts)
+        made = self.passes.step_passes(source.built, kind, schedule, source.owners)
         complete = run_passes(source.built.program, made, first=number(made[0]), instruments=[graphs], complete=True)
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
         title += f", {kind.samples} samples ({place.name})"
@@ -245,10 +245,10 @@ class _Writer:
 
     def _source(self, program: Program, table: VariableTable, spec: BatchSpec, prefix: str) -> StepSource:
         updates = group_updates(self.model, table, program)
-        hosts = readers_of(program)
-        kept = holdings(table, hosts, optimizer_variables(updates), self.passes.homes)
+        owners = readers_of(program)
+        kept = holdings(table, owners, optimizer_variables(updates), self.passes.owner_devices)
         built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=self.passes.carried(updates))
-        return StepSource(built, True, None, hosts, kept)
+        return StepSource(built, True, None, owners, kept)
 
     # ---- drawings
 
@@ -280,7 +280,7 @@ class _Writer:
         return [*entries, self.entry(table, "the same in the form of torch.distributed.pipelining")]
 
     def _operators(
-        self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: Kind, complete: Program, graphs: _Graphs
+        self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: StepKind, complete: Program, graphs: _Graphs
     ) -> list[Entry]:
         """Places a step's operators as in its run, or as they would be placed."""
         known = built.placements.get(kind)

@@ -40,7 +40,7 @@ class StepResult:
     traced: TracedStep | None = None
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """The purpose of a step graph.
 
     Attributes:
@@ -76,15 +76,15 @@ class Build:
     program: Program
     updates: tuple[GroupUpdate, ...]
     prefix: str
-    steps: dict[Kind, tuple[str, Step]] = dataclasses.field(default_factory=dict)
+    steps: dict[StepKind, tuple[str, Step]] = dataclasses.field(default_factory=dict)
     carried: tuple[tuple[int, ...], ...] = ()
     flush: str | None = None
     nodes: dict[str, Mapping[str, StepNode]] = dataclasses.field(default_factory=dict)
-    placed: dict[Kind, PlacedStep] = dataclasses.field(default_factory=dict)
-    placements: dict[Kind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
+    placed: dict[StepKind, PlacedStep] = dataclasses.field(default_factory=dict)
+    placements: dict[StepKind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
     requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
 
-    def input_shapes(self, kind: Kind) -> list[tuple[int | None, ...]]:
+    def input_shapes(self, kind: StepKind) -> list[tuple[int | None, ...]]:
         """Returns the shapes of the batch inputs of a step."""
         return [(kind.samples, *shape[1:]) for shape in shapes_on_devices(self.program, self.spec)]
 
@@ -137,12 +137,12 @@ class StepSource(NamedTuple):
         built: the stage functions.
         training: whether layers behave as in training.
         kind: the largest step made from them; None if there is none yet.
-        hosts: variable -> the stages that keep it.
+        owners: variable -> the stages that keep it.
         holdings: what devices keep.
     """
 
     built: Build
     training: bool
-    kind: Kind | None
-    hosts: Mapping[str, tuple[int, ...]]
+    kind: StepKind | None
+    owners: Mapping[str, tuple[int, ...]]
     holdings: Sequence[Holding]

@@ -16,7 +16,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError
-from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult
+from dapple_tf.execution.builds import Build, StepKind, StepRequest, StepResult
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.preparation import Preparation
@@ -29,7 +29,7 @@ from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes
-from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.tracing.step_trace import MeasuredStep, TracedDevice, TracedStep, measured
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Step
@@ -206,7 +206,7 @@ class Engine:
             traced=traced,
         )
 
-    def _kind(self, built: Build, samples: int, **options: bool) -> Kind:
+    def _kind(self, built: Build, samples: int, **options: bool) -> StepKind:
         """Returns the kind of the next step, after left-over updates of another kind were flushed."""
         return self.builder.kind(built, samples, head=self.state.left_over is not None, **options)
 
@@ -254,13 +254,13 @@ class Engine:
     def measured(self, traced: TracedStep) -> MeasuredStep:
         """Returns a traced step's timeline, and where each device's time went."""
         devices = enumerate(self.cluster.devices)
-        places = {device.name: Place(index, device.server) for index, device in devices}
+        traced_devices = {device.name: TracedDevice(index, device.server) for index, device in devices}
         limits = {
             index: float(device.memory_bytes)
             for index, device in enumerate(self.cluster.devices)
             if device.memory_bytes is not None
         }
-        return measured(traced, places, self.plan.device_labels(), limits)
+        return measured(traced, traced_devices, self.plan.device_labels(), limits)
 
     def output_structure(self, spec: BatchSpec) -> Any:
         """Returns the structure of a prediction's outputs for batches of this structure."""

@@ -31,8 +31,8 @@ def residuals_held(
     """
     if plan.operator_devices is not None:
         return None  # A stage's memory is that of several devices, within which its operators are placed.
-    homes = plan.weight_devices or plan.devices
-    limits = {d: cluster.devices[d].memory_bytes for devices in (*plan.devices, *homes) for d in devices}
+    owner_devices = plan.weight_devices or plan.devices
+    limits = {d: cluster.devices[d].memory_bytes for devices in (*plan.devices, *owner_devices) for d in devices}
     known = {device: limit for device, limit in limits.items() if limit is not None}
     if not known:
         return None
@@ -40,8 +40,8 @@ def residuals_held(
     most = count * plan.num_stages if plan.policy.shares_room else count
     held = [most] * plan.num_stages
     for device, limit in known.items():
-        places = enumerate(zip(plan.devices, homes, strict=True))
-        stages = [index for index, (own, weights) in places if device in (*own, *weights)]
+        pairs = enumerate(zip(plan.devices, owner_devices, strict=True))
+        stages = [index for index, (own, owning) in pairs if device in (*own, *owning)]
         fixed = stored_bytes(cluster.device_names[device])
         sizes = [_slice_bytes(program.stages[stage], layout) for stage in stages]
         residual = max(1, sum(sizes))

@@ -26,7 +26,7 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
 from dapple_tf.execution.terminal import batch_done
-from dapple_tf.execution.values import Values
+from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
@@ -105,7 +105,7 @@ class Runtime:
         policy = self._recovery.policy
         self.engine = Engine(self.model, self.cluster, self.plan, policy, self._operator_costs, self._pipeline)
         self.engine.builder.notes.quiet = self._quiet
-        self.values = Values(self.engine, self._recovery)
+        self.values = LiveValues(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)
         self._spec = None
         self._watch()

@@ -15,7 +15,7 @@ from dapple_tf.clusters.session import collective_keys
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import CaptureError
-from dapple_tf.execution.builds import Build, Kind, StepSource
+from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_passes import StepPasses
@@ -29,7 +29,13 @@ from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
 from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.variables.device_values import Holding
-from dapple_tf.variables.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.variables.parameter_groups import (
+    StorageDevices,
+    group_updates,
+    holdings,
+    optimizer_variables,
+    readers_of,
+)
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Layout, Program, Step, Variable
@@ -86,9 +92,9 @@ class StepBuilder:
             self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), self.passes.pipeline)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
-        self._places: Places = {}
-        self._trained_places = False
-        self._hosts: dict[str, tuple[int, ...]] = {}
+        self._storage_devices: StorageDevices = {}
+        self._trained_devices = False
+        self._owners: dict[str, tuple[int, ...]] = {}
         self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
         self._numbers = itertools.count()
 
@@ -132,52 +138,59 @@ class StepBuilder:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))
         reads = readers_of(program)
         if updates:
-            hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
+            owners = {**{name: stages for name, stages in self._owners.items() if name not in reads}, **reads}
         else:
-            hosts = {**reads, **self._hosts}
-        places = self._places if self.placer is None else self._placed(self.placer, built, hosts)
-        self._host(hosts, optimizer_variables(updates), places)
+            owners = {**reads, **self._owners}
+        placed = self._storage_devices if self.placer is None else self._placed(self.placer, built, owners)
+        self._settle(owners, optimizer_variables(updates), placed)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return built
 
-    def _placed(self, placer: StepPlacer, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
-        """Places the operators of a full batch's step; returns the variables' places, on which training decides."""
-        kind = Kind(self._plan.global_batch_size)
-        decides = built.mode is Mode.TRAIN and not self._trained_places
-        built.placed[kind] = self._place(placer, built, kind, hosts, {} if decides else self._places)
-        self._trained_places |= decides
-        return {**self._places, **built.placed[kind].places}
+    def _placed(self, placer: StepPlacer, built: Build, owners: Mapping[str, tuple[int, ...]]) -> StorageDevices:
+        """Places the operators of a full batch's step; returns the variables' devices, on which training decides."""
+        kind = StepKind(self._plan.global_batch_size)
+        decides = built.mode is Mode.TRAIN and not self._trained_devices
+        built.placed[kind] = self._place(placer, built, kind, owners, {} if decides else self._storage_devices)
+        self._trained_devices |= decides
+        return {**self._storage_devices, **built.placed[kind].storage_devices}
 
     def _place(
-        self, placer: StepPlacer, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places
-    ) -> PlacedStep:
-        complete, _ = self._complete(built, kind, hosts)
-        return placer.place(complete, built.input_shapes(kind), places, [self._timing])
-
-    # ---- where variables live
-
-    def _host(
         self,
-        hosts: dict[str, tuple[int, ...]],
+        placer: StepPlacer,
+        built: Build,
+        kind: StepKind,
+        owners: Mapping[str, tuple[int, ...]],
+        storage_devices: StorageDevices,
+    ) -> PlacedStep:
+        complete, _ = self._complete(built, kind, owners)
+        return placer.place(complete, built.input_shapes(kind), storage_devices, [self._timing])
+
+    # ---- which devices keep which variables
+
+    def _settle(
+        self,
+        owners: dict[str, tuple[int, ...]],
         optimizer: dict[tuple[int, ...], tuple[Variable, ...]],
-        places: Places,
+        storage_devices: StorageDevices,
     ) -> None:
         """Settles which stages keep which variables. Training decides; earlier builds are then built again."""
-        if (hosts, optimizer or self._optimizer_variables, places) == (
-            self._hosts,
+        if (owners, optimizer or self._optimizer_variables, storage_devices) == (
+            self._owners,
             self._optimizer_variables,
-            self._places,
+            self._storage_devices,
         ):
             return
         with self._moving(self.holdings()) as again:
             if again:
                 self.builds = {}
-            self._hosts, self._places = hosts, places
+            self._owners, self._storage_devices = owners, storage_devices
             self._optimizer_variables = optimizer or self._optimizer_variables
 
     def holdings(self) -> list[Holding]:
         """Returns the variables that devices keep, by the stages that read them."""
-        return holdings(self._table, self._hosts, self._optimizer_variables, self.passes.homes, self._places)
+        return holdings(
+            self._table, self._owners, self._optimizer_variables, self.passes.owner_devices, self._storage_devices
+        )
 
     def stored_bytes(self, program: Program, device: str) -> int:
         """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
@@ -186,7 +199,7 @@ class StepBuilder:
         kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
             accumulators = (variable for _, variable, _ in stage.gradients)
-            kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
+            kept += [v for v in accumulators if self._storage_devices.get((stage.index, v.storage_name)) == device]
         return bytes_of(kept)
 
     # ---- steps
@@ -205,7 +218,7 @@ class StepBuilder:
 
     def kind(
         self, built: Build, samples: int, *, head: bool, want_gradients: bool = False, trace: bool = False
-    ) -> Kind:
+    ) -> StepKind:
         """Returns the kind of step for a purpose.
 
         Args:
@@ -217,22 +230,24 @@ class StepBuilder:
         """
         apart = want_gradients and self.placer is not None
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
-        return Kind(samples, self.carries(built, want_gradients), head, apart)
+        return StepKind(samples, self.carries(built, want_gradients), head, apart)
 
-    def step(self, built: Build, kind: Kind) -> tuple[str, Step]:
+    def step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
         """Returns a step's prefix in the session's graph, and the step; made once."""
         if kind not in built.steps:
             built.steps[kind] = self._make_step(built, kind)
         return built.steps[kind]
 
     @without_collection
-    def _make_step(self, built: Build, kind: Kind) -> tuple[str, Step]:
+    def _make_step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
         if self.placer is not None:
-            placed = built.placed.pop(kind, None) or self._place(self.placer, built, kind, self._hosts, self._places)
+            placed = built.placed.pop(kind, None) or self._place(
+                self.placer, built, kind, self._owners, self._storage_devices
+            )
             program, passes = placed.program, list[Pass]()
             built.placements[kind] = placed.placements
         else:
-            program, passes = self._complete(built, kind, self._hosts)
+            program, passes = self._complete(built, kind, self._owners)
         name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
         self._add(program.graph, name)
         if kind.carries and built.flush is None:
@@ -243,11 +258,13 @@ class StepBuilder:
         built.nodes[name] = step_nodes(program)
         return name, program.own_step
 
-    def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
+    def _complete(
+        self, built: Build, kind: StepKind, owners: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Program, list[Pass]]:
         """Returns a complete step of stage functions, and the passes that made it."""
         layout = self.layout(kind.samples)
         keys = collective_keys(sum_keys(built.program, layout))
-        passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
+        passes = self.passes.step_passes(built, kind, self.schedule(built, layout), owners, keys)
         first = self.passes.pipeline.number(passes[0])
         instruments = self._timing.of_passes(passes, first)
         program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)
@@ -270,6 +287,6 @@ class StepBuilder:
     def sources(self) -> list[StepSource]:
         """The sources of the steps prepared so far, for each mode and structure of batches."""
         return [
-            StepSource(built, training, max(built.steps, default=None), self._hosts, self.holdings())
+            StepSource(built, training, max(built.steps, default=None), self._owners, self.holdings())
             for (_, _, training), built in self.builds.items()
         ]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
-from dapple_tf.execution.builds import Build, Kind
+from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.variables.device_values import Holding
@@ -59,7 +59,7 @@ class StepPasses:
         return self._names(self.plan.devices)
 
     @property
-    def homes(self) -> tuple[tuple[str, ...], ...]:
+    def owner_devices(self) -> tuple[tuple[str, ...], ...]:
         """Names of the devices that keep the variables of each stage's replicas."""
         return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
 
@@ -107,8 +107,8 @@ class StepPasses:
         batch, micro_batches = self.plan.global_batch_size, self.plan.micro_batches
         if samples > batch:
             micro_batches, batch = -(-samples * micro_batches // batch), samples
-        homes = None if self.plan.weight_devices is None else self.homes
-        return Layout(self.devices, samples, batch, micro_batches, homes)
+        weight_devices = None if self.plan.weight_devices is None else self.owner_devices
+        return Layout(self.devices, samples, batch, micro_batches, weight_devices)
 
     def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
         """Returns the parameter groups updated during the next step's forward pass, in the order of their reduction."""
@@ -145,7 +145,7 @@ class StepPasses:
             device: name of the device.
             gradients: whether to count dense gradients without accumulators, too, as a step needs them at its end.
         """
-        stages = [stage for stage in program.stages if device in self.homes[stage.index]]
+        stages = [stage for stage in program.stages if device in self.owner_devices[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
         if gradients or self.plan.accumulates():
             kept += [v for stage in stages for _, v, _ in stage.gradients]
@@ -158,7 +158,7 @@ class StepPasses:
         return self.pipeline.placed(item for item in made if item is not None)
 
     def step_passes(
-        self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
+        self, built: Build, kind: StepKind, schedule: Schedule, owners: Mapping[str, Sequence[int]], first_key: int = 1
     ) -> list[Pass]:
         """Returns the passes from stage functions to a step, which remake the functions first if slices need others.
 
@@ -166,10 +166,10 @@ class StepPasses:
             built: the stage functions.
             kind: the kind of step.
             schedule: the order of its tasks.
-            hosts: variable -> the stages that keep it.
+            owners: variable -> the stages that keep it.
             first_key: the first of the collective keys.
         """
-        asked = StepAsked(self, built, kind, schedule, hosts, first_key)
+        asked = StepAsked(self, built, kind, schedule, owners, first_key)
         made = [item for slot in PASSES if slot.step is not None and (item := slot.step(asked)) is not None]
         return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
 
@@ -179,7 +179,7 @@ class StepPasses:
         With XLA, only if it compiles all stages, F and B together.
         """
         layout, plan = self.layout(samples), self.plan
-        devices = {*itertools.chain(*layout.devices, *layout.homes)}
+        devices = {*itertools.chain(*layout.devices, *layout.owner_devices)}
         if built.mode is not Mode.TRAIN or len(devices) > 1 or plan.accumulates(len(layout.micro_batch_intervals)):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
@@ -220,9 +220,9 @@ class StepAsked(NamedTuple):
 
     passes: StepPasses
     built: Build
-    kind: Kind
+    kind: StepKind
     schedule: Schedule
-    hosts: Mapping[str, Sequence[int]]
+    owners: Mapping[str, Sequence[int]]
     first_key: int
 
     @property
@@ -254,8 +254,8 @@ class StepAsked(NamedTuple):
 
     def replicate(self) -> Replicate:
         """Returns the first pass of a step."""
-        host = self.passes.cluster.host_device
-        return Replicate(self._layout, host, self.hosts, self.built.prefix, self.first_key)
+        host_device = self.passes.cluster.host_device
+        return Replicate(self._layout, host_device, self.owners, self.built.prefix, self.first_key)
 
     def accumulate(self) -> Accumulate | None:
         """Returns the pass that sums over micro-batches."""
@@ -273,7 +273,7 @@ class StepAsked(NamedTuple):
         apart = plan.operator_devices is not None or self._joins
         return Update(
             built.updates,
-            self.hosts,
+            self.owners,
             self.passes.cluster.host_device,
             plan.bucket_bytes,
             self.first_key + sum_keys(built.program, self._layout),
@@ -296,14 +296,14 @@ class Slot(NamedTuple):
     """A pass in its place.
 
     Attributes:
-        kind: the pass's class.
+        pass_type: the pass's class.
         stage: makes it for stage functions, or returns None if these don't need it. None for a pass of steps.
         step: the same for a step. None for a pass of stage functions, and for the passes that `StepPlacer` makes from
             what it finds out between them.
         ends: whether a step with this pass has no later ones.
     """
 
-    kind: type[Pass]
+    pass_type: type[Pass]
     stage: Callable[[StagesAsked], Pass | None] | None = None
     step: Callable[[StepAsked], Pass | None] | None = None
     ends: bool = False
@@ -311,7 +311,7 @@ class Slot(NamedTuple):
     @property
     def name(self) -> str:
         """The pass's name."""
-        return str(self.kind.name)
+        return str(self.pass_type.name)
 
 
 PASSES: tuple[Slot, ...] = (

@@ -22,7 +22,7 @@ from graph_passes.ir.program import VariableKind
 logger = logging.getLogger(__name__)
 
 
-class Values:
+class LiveValues:
     """Copies values between the devices and the user's model, if either has newer ones.
 
     Devices are ahead after a training step, until ``sync``. Meanwhile `look` is called with the variables that are
@@ -302,7 +302,7 @@ class Values:
         self._unsure |= bool(seen)
         self._recovery.agreed(self._agreed)
 
-    def follow(self, other: Values) -> None:
+    def follow(self, other: LiveValues) -> None:
         """Continues on other devices, which are to get the values of another's devices."""
         self._seen, self._disturbed = other._seen, other._disturbed
         self._agreed, self._synced = other._agreed, other._synced

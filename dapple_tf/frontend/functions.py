@@ -22,7 +22,7 @@ from graph_passes.ir.tensorflow_private import compiles_with_xla, python_body
 _Function = type(tf.function(lambda: None))
 
 
-class Values(Protocol):
+class TracedValues(Protocol):
     """A trace's values of variables."""
 
     def again(self) -> Assigned:
@@ -39,7 +39,7 @@ class Assigned(contextlib.AbstractContextManager[Any], Protocol):
 
 
 @contextlib.contextmanager
-def functions_traced(values: Values) -> Iterator[None]:
+def functions_traced(values: TracedValues) -> Iterator[None]:
     """Makes every call of a ``tf.function`` trace its body anew, inline unless it is for XLA, inside the context."""
 
     def traced(original: Callable[..., Any]) -> Callable[..., Any]:

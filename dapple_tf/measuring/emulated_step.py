@@ -145,13 +145,13 @@ class EmulatedStep:
             phase = Phase.FORWARD
             if backward:
                 phase = Phase.INPUT_GRAD if other in self.schedule.split else Phase.BACKWARD
-            pieces = []
-            for piece in costs.pieces(producer, consumer, task.micro_batch, backward=backward):
-                if piece.receiver == task.replica:
-                    sender = Task(other, phase, task.micro_batch, piece.sender)
-                    pieces.append((sender, self._slice(sender).overlap(wanted), piece.bytes))
-            if pieces:
-                yield pieces
+            messages = []
+            for message in costs.messages(producer, consumer, task.micro_batch, backward=backward):
+                if message.receiver == task.replica:
+                    sender = Task(other, phase, task.micro_batch, message.sender)
+                    messages.append((sender, self._slice(sender).overlap(wanted), message.bytes))
+            if messages:
+                yield messages
 
     def _own(self, task: Task) -> Task | None:
         """Returns the task of the same stage and slice whose results it reads."""
@@ -162,7 +162,7 @@ class EmulatedStep:
 
     def _needs(self, task: Task) -> set[Task]:
         """Returns the tasks of this step that it waits for, besides the previous one on its device."""
-        needed = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
+        needed = {sender for messages in self._sources(task) for sender, _, _ in messages}
         needed |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
         return needed if task in self.next else needed - self.next
 
@@ -179,10 +179,10 @@ class EmulatedStep:
                 arrived = self._transfer(kept, task, own, self.costs.delayed_bytes(task.stage, own.size))
                 tensors.append(arrived.tensor)
                 after.append(arrived.wait)
-            for pieces in self._sources(task):
-                if any(sender not in self.made for sender, _, _ in pieces):
+            for messages in self._sources(task):
+                if any(sender not in self.made for sender, _, _ in messages):
                     continue
-                come = [self._transfer(sender, task, interval, size) for sender, interval, size in pieces]
+                come = [self._transfer(sender, task, interval, size) for sender, interval, size in messages]
                 tensors.append(_joined([made.tensor for made in come]))
                 after += [made.wait for made in come]
             before_it = [self.made[other]] if (other := self.schedule.after.get(task)) in self.made else []

@@ -27,24 +27,24 @@ class FlatStep:
 
     Attributes:
         timed: the step, without items: it is timed as a whole.
-        places: node -> its stage, and its name in that stage's graph.
+        stage_nodes: node -> its stage, and its name in that stage's graph.
     """
 
     timed: TimedStep
-    places: Mapping[str, tuple[int, str]]
+    stage_nodes: Mapping[str, tuple[int, str]]
 
 
-def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep:
+def flat_step(program: Program, device: str, host_device: str, prefix: str) -> FlatStep:
     """Returns all stages' F and B for one micro-batch of any size, without updates.
 
     Args:
         program: stages with functions.
         device: name of the device that computes.
-        host: name of the device that batches are fed to.
+        host_device: name of the device that batches are fed to.
         prefix: start of the names of new functions; unique in the session.
     """
     layout = Layout(((device,),) * len(program.stages), MARK, MARK, 1)
-    called = run_passes(program, [Replicate(layout, host, readers_of(program), prefix), SplitConcat()])
+    called = run_passes(program, [Replicate(layout, host_device, readers_of(program), prefix), SplitConcat()])
     flat = Flatten().run(called)
     graph = flat.graph
     view, builder = Graph(graph), Builder(graph)
@@ -55,11 +55,11 @@ def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep
     substitute(graph, ones)
     results = {ref.node for (task, _), ref in flat.own_step.values.items() if task.phase is Phase.BACKWARD}
     end = builder.add("end", "NoOp", control=sorted(results), device=device).node
-    timed = TimedStep(graph, dataclasses.replace(flat.own_step, train=end), (), (), with_fed_sizes(graph, host))
-    places: dict[str, tuple[int, str]] = {}
+    timed = TimedStep(graph, dataclasses.replace(flat.own_step, train=end), (), (), with_fed_sizes(graph, host_device))
+    stage_nodes: dict[str, tuple[int, str]] = {}
     for stage in program.stages:
         for phase, function in stage.phases:
             call = called.own_step.entry[Task(stage.index, phase, 0)]
             nodes = () if function is None else function.function.node_def
-            places |= {f"{call}/{node.name}": (stage.index, node.name) for node in nodes}
-    return FlatStep(timed, places)
+            stage_nodes |= {f"{call}/{node.name}": (stage.index, node.name) for node in nodes}
+    return FlatStep(timed, stage_nodes)

@@ -81,17 +81,17 @@ class _Measuring:
     def run(self) -> Profile:
         """Returns the profile, without a key."""
         profiled, device = self.profiled, self.profiled.device_name
-        host = profiled.cluster.host_device
+        host_device = profiled.cluster.host_device
         self.bar.step("tracing the optimizer", now=True)
         updates = profiled.updates
         self.bar.step("building steps", now=True)
         whole = with_functions(with_gradients(profiled.flat, ()), "whole_")
         whole_updates = group_updates(profiled.model, profiled.table, whole)
         with profiled.session([*updates, *whole_updates]) as session:
-            layered = timed_step(self.program, updates, device, host, "layers_", input_gradients=True)
+            layered = timed_step(self.program, updates, device, host_device, "layers_", input_gradients=True)
             self.steps = _Steps(
                 StepRuns(session, layered, "layered"),
-                StepRuns(session, timed_step(whole, whole_updates, device, host, "whole_"), "whole"),
+                StepRuns(session, timed_step(whole, whole_updates, device, host_device, "whole_"), "whole"),
                 StepRuns(session, empty_calls(device, _EMPTY_CALLS), NOTHING),
             )
             self.steps.nothing.feed(1, {})

@@ -61,13 +61,13 @@ def measure_operators(
     operator_times: dict[int, list[dict[str, float]]] = {}
     for samples, stats in traces.items():
         signatures: dict[str, OpSignature] = {}
-        for node, (stage, name) in step.places.items():
+        for node, (stage, name) in step.stage_nodes.items():
             made = operators[samples][stage].signatures
             if name in made:
                 signatures[node] = made[name]
         operator_times[samples] = [{} for _ in operators[samples]]
         for node, seconds in operator_seconds(stats, signatures, prefix=runs.name).items():
-            stage, name = step.places[node]
+            stage, name = step.stage_nodes[node]
             operator_times[samples][stage][name] = seconds
         count = sum(map(len, operator_times[samples]))
         logger.debug("%d of %d operators were traced with slices of %d", count, len(signatures), samples)

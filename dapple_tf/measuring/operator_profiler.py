@@ -13,7 +13,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ProfileError
-from dapple_tf.execution.builds import Kind
+from dapple_tf.execution.builds import StepKind
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
@@ -146,7 +146,7 @@ def _measure(
     arrays = example.batch(samples)
     with _engine(model, cluster, plan, costs) as engine:
         built = engine.builder.prepare(Mode.TRAIN, example.spec)
-        step = built.placed[Kind(samples)]
+        step = built.placed[StepKind(samples)]
         signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
         engine.state.load()

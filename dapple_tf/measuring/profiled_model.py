@@ -93,7 +93,7 @@ class ProfiledModel:
         with TimedSession(self.cluster, self.device_name, metrics) as session:
             read = {name for stage in self.program.stages for name in stage.reads}
             variables = {name: self.table.describe(name) for name in sorted(read)}
-            variables |= {v.place: v for update in updates for v in update.apply.variables.values()}
+            variables |= {v.storage_name: v for update in updates for v in update.apply.variables.values()}
             session.load(self.table, list(variables.values()))
             yield session
 

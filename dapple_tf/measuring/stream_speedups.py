@@ -294,11 +294,11 @@ def _stage_functions(flat: Program, plan: Plan) -> Program:
 class _StreamStep:
     """A graph that runs a slice's tasks, then all pairs of a Bw and an earlier stage's Bx, and times both."""
 
-    def __init__(self, program: Program, main: str, sub: str, host: str, samples: int) -> None:
+    def __init__(self, program: Program, main: str, sub: str, host_device: str, samples: int) -> None:
         self.program, self.main, self.sub = program, main, sub
         count = len(program.stages)
         layout = Layout(((main,),) * count, samples, samples, 1, ((sub,),) * count)
-        replicate = Replicate(layout, host, readers_of(program), f"{_STEP}_")
+        replicate = Replicate(layout, host_device, readers_of(program), f"{_STEP}_")
         complete = run_passes(program, [replicate, SplitConcat()])
         self.graph: GraphDef = complete.graph
         self.step: Step = complete.own_step

@@ -14,7 +14,7 @@ from dapple_tf.clusters.session import add_to_graph
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.timed_step import LAST, ItemKey, TimedStep
-from dapple_tf.variables.device_values import DeviceValues, Holding
+from dapple_tf.variables.device_values import Holding, StorageNodes
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import by_dtype
@@ -54,14 +54,14 @@ class TimedSession:
 
     def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
         """Copies Keras' values to the device."""
-        storage = DeviceValues([Holding((0,), (self.device,), tuple(variables))])
-        self.add(storage.graph, DeviceValues.PREFIX)
+        storage = StorageNodes([Holding((0,), (self.device,), tuple(variables))])
+        self.add(storage.graph, StorageNodes.PREFIX)
         feed = {}
         for place, (_, group) in zip(storage.feeds[0], by_dtype(variables).items(), strict=True):
             values = table.values(variable.name for variable in group)
-            feed[f"{DeviceValues.PREFIX}/{place}:0"] = np.concatenate([value.ravel() for value in values])
+            feed[f"{StorageNodes.PREFIX}/{place}:0"] = np.concatenate([value.ravel() for value in values])
         if feed:
-            self.session.run([f"{DeviceValues.PREFIX}/{node}" for node in storage.loads[0]], feed)
+            self.session.run([f"{StorageNodes.PREFIX}/{node}" for node in storage.loads[0]], feed)
 
 
 class StepRuns:

@@ -90,7 +90,7 @@ def timed_step(
     program: Program,
     updates: Sequence[GroupUpdate],
     device: str,
-    host: str,
+    host_device: str,
     prefix: str,
     *,
     input_gradients: bool = False,
@@ -101,20 +101,20 @@ def timed_step(
         program: stages with functions.
         updates: the optimizer's part for each parameter group.
         device: name of the device.
-        host: name of the device that batches are fed to.
+        host_device: name of the device that batches are fed to.
         prefix: start of the names of new functions; unique in the session.
         input_gradients: whether the first micro-batch gets tasks Bx, too: the part of B that computes the gradients of
             a stage's inputs, for stages that also have a Bw. The last micro-batch is as in training.
     """
-    hosts = readers_of(program)
+    owners = readers_of(program)
     batch = MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device doesn't need.
-    update = Update(tuple(updates), hosts, host, bucket_bytes=0, prefix=prefix, want_gradients=False)
-    passes: list[Pass] = [Replicate(layout, host, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
+    update = Update(tuple(updates), owners, host_device, bucket_bytes=0, prefix=prefix, want_gradients=False)
+    passes: list[Pass] = [Replicate(layout, host_device, owners, prefix), SplitConcat(), Accumulate(prefix), update]
     complete = run_passes(program, passes)
     graph, step = complete.graph, complete.own_step
-    sizes = with_fed_sizes(graph, host)
+    sizes = with_fed_sizes(graph, host_device)
     parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
     made = chained(graph, step, _items(program, graph, step, parts), device)
     return dataclasses.replace(made, sizes=sizes, unread=_read_results(made, device))
@@ -225,7 +225,7 @@ def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mappi
     return items
 
 
-def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
+def with_fed_sizes(graph: GraphDef, host_device: str) -> dict[str, np.ndarray]:
     """Turns the constants that contain numbers of samples into placeholders.
 
     One graph then serves all sizes: preparing it takes seconds, most of them for its functions.
@@ -242,7 +242,7 @@ def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
             continue
         multiples[node.name] = values // MARK
         kind = {"dtype": dtype_attr(node.attr["dtype"].type), "shape": shape_attr(values.shape)}
-        node.op, node.device = "Placeholder", host
+        node.op, node.device = "Placeholder", host_device
         node.attr.clear()
         for name, value in kind.items():
             node.attr[name].CopyFrom(value)

@@ -162,7 +162,7 @@ def pin(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list
     Raises:
         PassError: variables of one group are on different devices, or a device doesn't exist.
     """
-    places = [-1] * len(colocation.stored)
+    device_of = [-1] * len(colocation.stored)
     by: dict[int, str] = {}
     for name, device in pinned.items():
         if not 0 <= device < devices:
@@ -170,11 +170,11 @@ def pin(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list
         group = colocation.variables.get(name)
         if group is None:
             continue
-        if places[group] not in (-1, device):
+        if device_of[group] not in (-1, device):
             raise PassError(
-                f"variable {name!r} is on device {device} and {by[group]!r} on device {places[group]}, but an operator "
-                f"needs both; put them on one device"
+                f"variable {name!r} is on device {device} and {by[group]!r} on device {device_of[group]}, but an "
+                f"operator needs both; put them on one device"
             )
-        places[group] = device
+        device_of[group] = device
         by[group] = name
-    return places
+    return device_of

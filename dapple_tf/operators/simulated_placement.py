@@ -160,8 +160,8 @@ def peak_bytes(
     reader = np.array([op for readers in problem.readers for op in readers], np.int64)
     begin, until = np.full(tensors * count, np.inf), np.full(tensors * count, -np.inf)
     made = np.flatnonzero(producer >= 0)
-    home = made * count + place[producer[made]]
-    begin[home], until[home] = start[producer[made]], finish[producer[made]]
+    own = made * count + place[producer[made]]
+    begin[own], until[own] = start[producer[made]], finish[producer[made]]
     for number, source, target, _, arrival in sent:
         begin[number * count + target] = arrival
         until[number * count + source] = max(until[number * count + source], arrival)

@@ -112,13 +112,13 @@ class PlacedStep:
     Attributes:
         program: the step.
         placements: stage -> the placement of its operators, those of its first micro-batch.
-        places: (stage, name of a variable's storage) -> the name of its device.
+        storage_devices: (stage, name of a variable's storage) -> the name of its device.
         flat: the step's operators before any was split or placed.
     """
 
     program: Program
     placements: Mapping[int, OpPlacement]
-    places: Mapping[tuple[int, str], str]
+    storage_devices: Mapping[tuple[int, str], str]
     flat: FlatStep
 
 
@@ -153,7 +153,7 @@ class StepPlacer:
         self,
         program: Program,
         shapes: Sequence[Sequence[int | None]],
-        places: Mapping[tuple[int, str], str],
+        storage_devices: Mapping[tuple[int, str], str],
         instruments: Sequence[Instrument] = (),
         known: Mapping[int, OpPlacement] | None = None,
     ) -> PlacedStep:
@@ -162,7 +162,7 @@ class StepPlacer:
         Args:
             program: a complete step.
             shapes: of its batch inputs, with the number of samples.
-            places: (stage, name of a variable's storage) -> its device; they stay there.
+            storage_devices: (stage, name of a variable's storage) -> its device; they stay there.
             instruments: observers of the passes.
             known: placements found before for the same step, to be reused; None searches.
 
@@ -176,27 +176,27 @@ class StepPlacer:
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.devices):
-            placements[stage] = self._search(flat, stage, devices, places) if known is None else known[stage]
+            placements[stage] = self._search(flat, stage, devices, storage_devices) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
         split = _run(flat.program, splitting, self.pipeline, instruments)
         placing = PlaceOperators(*self._spread(split.graph, placements, calls, alone))
         placed = _run(split, placing, self.pipeline, instruments, complete=True)
-        return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat)
+        return PlacedStep(placed, placements, {**storage_devices, **self._storage_devices(placed.graph)}, flat)
 
     def _search(
         self,
         flat: FlatStep,
         stage: int,
         devices: Sequence[int],
-        places: Mapping[tuple[int, str], str],
+        storage_devices: Mapping[tuple[int, str], str],
     ) -> OpPlacement:
         """Searches the placement of one stage's operators, those of its first micro-batch."""
         topology = Topology.of(self.cluster, devices)
         own, outside = _stage_graph(flat.program.graph, topology.names[0])
         shapes = {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
-        pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
+        pinned = {name: topology.names.index(device) for (of, name), device in storage_devices.items() if of == stage}
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
@@ -217,7 +217,7 @@ class StepPlacer:
     ) -> tuple[dict[str, str], list[str]]:
         """Returns every operator's device, and the order of all, by the first micro-batch's placements."""
         names = self.cluster.device_names
-        places: dict[str, str] = {}
+        device_of: dict[str, str] = {}
         ranks: dict[str, tuple[int, int]] = {}
         for stage, devices in enumerate(self.devices):
             placement = placements[stage]
@@ -225,11 +225,11 @@ class StepPlacer:
             for node in graph.node:
                 first = calls.in_first(node)
                 if node.device == names[devices[0]] and first in position:
-                    places[node.name] = names[devices[placement.devices[first]]]
+                    device_of[node.name] = names[devices[placement.devices[first]]]
                     ranks[node.name] = (0 if alone else calls.rank(node), position[first])
-        return places, sorted(places, key=ranks.__getitem__)
+        return device_of, sorted(device_of, key=ranks.__getitem__)
 
-    def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
+    def _storage_devices(self, graph: GraphDef) -> dict[tuple[int, str], str]:
         """Returns the device of each variable that the placed operators touch."""
         names = self.cluster.device_names
         stages = {names[device]: stage for stage, devices in enumerate(self.devices) for device in devices}

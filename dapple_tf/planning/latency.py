@@ -121,12 +121,12 @@ def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:
         if producer > stage or consumer <= stage:
             continue
         ends = (consumer, producer) if backward else (producer, consumer)
-        for piece in costs.pieces(producer, consumer, 0, backward=backward):
-            source, target = plan.devices[ends[0]][piece.sender], plan.devices[ends[1]][piece.receiver]
+        for message in costs.messages(producer, consumer, 0, backward=backward):
+            source, target = plan.devices[ends[0]][message.sender], plan.devices[ends[1]][message.receiver]
             link = cluster.link(source, target)
             a, b = cluster.devices[source].server, cluster.devices[target].server
             ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
             for port in ports:
-                loads[port] = loads.get(port, 0.0) + piece.bytes / link.bandwidth
+                loads[port] = loads.get(port, 0.0) + message.bytes / link.bandwidth
             latency = max(latency, link.latency)
     return max(loads.values(), default=0.0) + latency

@@ -117,8 +117,8 @@ MOVES: tuple[Move, ...] = (move_cuts, move_devices, change_micro_batches, merge_
 
 def _shared(plan: Plan) -> bool:
     """Returns whether a device has several stages: then devices stay where they are."""
-    hosts = [device for group in plan.devices for device in group]
-    return len(hosts) > len(set(hosts))
+    used = [device for group in plan.devices for device in group]
+    return len(used) > len(set(used))
 
 
 def _bounds(plan: Plan, profile: Profile) -> list[int]:

@@ -141,13 +141,13 @@ def least_seconds(costs: CostModel) -> float:
             busy[device] = busy.get(device, 0.0) + seconds
     for (producer, consumer), backward in itertools.product(costs.routes, (False, True)):
         ends = (consumer, producer) if backward else (producer, consumer)
-        for piece in costs.pieces(producer, consumer, count - 1, backward=backward):
-            source, target = plan.devices[ends[0]][piece.sender], plan.devices[ends[1]][piece.receiver]
+        for message in costs.messages(producer, consumer, count - 1, backward=backward):
+            source, target = plan.devices[ends[0]][message.sender], plan.devices[ends[1]][message.receiver]
             if source != target:
                 link = cluster.link(source, target)
                 a, b = cluster.devices[source].server, cluster.devices[target].server
                 for port in (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)):
-                    busy[port] = busy.get(port, 0.0) + count * piece.bytes / link.bandwidth
+                    busy[port] = busy.get(port, 0.0) + count * message.bytes / link.bandwidth
     return max(busy.values())
 
 
@@ -155,8 +155,8 @@ def name(plan: Plan) -> str:
     """Returns what is out of order in a plan, briefly: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
     parts = [str(plan.policy)] if not plan.policy.planning.formula else []
     runs = groups(plan)
-    hosts = [device for _, devices in runs for device in devices]
-    most = max(hosts.count(device) for device in set(hosts))
+    used = [device for _, devices in runs for device in devices]
+    most = max(used.count(device) for device in set(used))
     if most > 1:
         parts.append(f"{most} stages on each device")
     cut = [f"{stages[0]}-{stages[-1]}" for stages, _ in runs if len(stages) > 1]
@@ -170,8 +170,8 @@ def name(plan: Plan) -> str:
 
 
 def _one_group_per_device(plan: Plan) -> bool:
-    hosts = [device for _, devices in groups(plan) for device in devices]
-    return len(hosts) == len(set(hosts))
+    used = [device for _, devices in groups(plan) for device in devices]
+    return len(used) == len(set(used))
 
 
 def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:

@@ -144,13 +144,13 @@ class _Found(NamedTuple):
 
     Attributes:
         latency: L.
-        kind: the group of plans that it leads: a search with one count of micro-batches and one recomputation, or
+        group: the group of plans that it leads: a search with one count of micro-batches and one recomputation, or
             plans of equal stages.
         plan: the plan.
     """
 
     latency: float
-    kind: tuple[object, ...]
+    group: tuple[object, ...]
     plan: Plan
 
 
@@ -228,8 +228,8 @@ class _Planner:
                 self.bar.step(f"{mode}, {count} micro-batches")
                 bound = min([bound, *(entry.latency for entry in fresh)])
                 for item in search.run(count, request.batch, bound=bound):
-                    kind = (count, mode, item.in_flight)
-                    fresh.append(_Found(item.latency, kind, self._plan(placements, item, count, mode)))
+                    group = (count, mode, item.in_flight)
+                    fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
                 self._explore(entry.plan)
@@ -296,7 +296,7 @@ class _Planner:
         ranks: dict[tuple[object, ...], int] = {}
         keyed = []
         for order, entry in enumerate(candidates):
-            rank = ranks[entry.kind] = ranks.get(entry.kind, -1) + 1
+            rank = ranks[entry.group] = ranks.get(entry.group, -1) + 1
             hopeless = entry.latency > _HOPELESS * candidates[0].latency
             keyed.append((order if hopeless else min(order, rank * _STRIDE) - len(candidates), order, entry))
         yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))

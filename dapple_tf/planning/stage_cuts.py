@@ -36,16 +36,16 @@ def by_device(profile: Profile, devices: Sequence[object], speeds: Sequence[floa
     times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
     passed = [0.0, *itertools.accumulate(times)]
     bounds = [0, *balanced(times, len(devices), speeds), len(times)]
-    hosts = [devices.index(device) for device in devices]
-    loads = dict.fromkeys(hosts, 0.0)
+    first_like = [devices.index(device) for device in devices]
+    loads = dict.fromkeys(first_like, 0.0)
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        loads[hosts[stage]] += (passed[stop] - passed[start]) / speeds[stage]
+        loads[first_like[stage]] += (passed[stop] - passed[start]) / speeds[stage]
     moved = True
     while moved:
         moved = False
         for cut, shift in itertools.product(range(1, len(devices)), (-1, 1)):
             new = bounds[cut] + shift
-            before, after = hosts[cut - 1], hosts[cut]
+            before, after = first_like[cut - 1], first_like[cut]
             if before == after or not bounds[cut - 1] < new < bounds[cut + 1]:
                 continue
             change = passed[new] - passed[bounds[cut]]

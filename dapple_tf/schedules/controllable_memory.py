@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dapple_tf.schedules import list_scheduling, priorities
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.vee import check_vee, hosted_stages, ways
+from dapple_tf.schedules.vee import check_vee, stages_of_devices, ways
 from graph_passes.ir.tasks import Phase
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -76,7 +76,7 @@ def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
     D counts micro-batches of any of the device's stages (`Policy.shares_room`); at least one gets through all of them.
     """
     room: dict[int, int] = {}
-    for device, stages in hosted_stages(request).items():
+    for device, stages in stages_of_devices(request).items():
         limits = [] if request.warm_up else [most]
         if request.holds is not None:
             limits.append(max(len(stages), min(request.holds[stage] for stage in stages)))
@@ -143,8 +143,8 @@ def _shortest(request: ScheduleRequest, block: Block, held: Callable[[int], int]
     """Returns the repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
     check_vee(request)
     positions = len(ways(request)) // 2
-    hosted = max(map(len, hosted_stages(request).values()))
-    room = room_on_devices(request, held(positions) * hosted)
+    most = max(map(len, stages_of_devices(request).values()))
+    room = room_on_devices(request, held(positions) * most)
     repeated = _Repeated(block, positions, request.micro_batches, 2 * held(positions)).orders()
     orders = on_devices(request, repeated)
     runs = [list_scheduling.replay(request, orders)] if keeps_within(request, orders, room) else []

@@ -27,7 +27,7 @@ from dapple_tf.schedules import list_scheduling
 from dapple_tf.schedules.controllable_memory import keeps_within, listed, on_devices, room_on_devices
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.vee import check_vee, hosted_stages, ways
+from dapple_tf.schedules.vee import check_vee, stages_of_devices, ways
 from graph_passes.ir.tasks import Phase
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -41,7 +41,7 @@ def dualpipe_v(request: ScheduleRequest) -> Orders:
     """
     check_vee(request)
     positions = len(ways(request)) // 2
-    each = max(map(len, hosted_stages(request).values())) // 2
+    each = max(map(len, stages_of_devices(request).values())) // 2
     room = room_on_devices(request, (2 * positions + 1) * each)
     if request.micro_batches >= 2 * positions:
         orders = on_devices(request, [_order(i, positions, request.micro_batches) for i in range(positions)])

@@ -80,16 +80,16 @@ def _period(request: ScheduleRequest) -> int:
                 f"on {list(devices)} where stage {request.groups[index % period][0]} is on "
                 f"{list(lists[index % period])}; use the same, such as [[0], [1], [0], [1]], or modulo"
             )
-    homes: dict[int, int] = {}
+    group_of: dict[int, int] = {}
     for index, devices in enumerate(lists[:period]):
         for device in devices:
-            if device in homes:
+            if device in group_of:
                 raise ScheduleError(
-                    f"interleaved has device {device} in stages {request.groups[homes[device]][0]} and "
+                    f"interleaved has device {device} in stages {request.groups[group_of[device]][0]} and "
                     f"{request.groups[index][0]}, which have different lists of devices; use the same list or other "
                     f"devices, or modulo"
                 )
-            homes[device] = index
+            group_of[device] = index
     return period
 
 

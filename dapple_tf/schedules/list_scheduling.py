@@ -85,13 +85,13 @@ def merged_devices(request: ScheduleRequest) -> dict[int, int]:
 
     Where replicas can't be paired so, every device is mapped to itself.
     """
-    hosted: dict[int, list[tuple[int, bool]]] = {}
-    for kind, places in ((False, request.devices), (True, request.weight_devices)):
-        for stage, replicas in enumerate(places):
+    jobs_of: dict[int, list[tuple[int, bool]]] = {}
+    for weights, devices in ((False, request.devices), (True, request.weight_devices)):
+        for stage, replicas in enumerate(devices):
             for device in replicas:
-                hosted.setdefault(device, []).append((stage, kind))
+                jobs_of.setdefault(device, []).append((stage, weights))
     first: dict[tuple[tuple[int, bool], ...], int] = {}
-    merged = {device: first.setdefault(tuple(jobs), device) for device, jobs in sorted(hosted.items())}
+    merged = {device: first.setdefault(tuple(jobs), device) for device, jobs in sorted(jobs_of.items())}
     for main, weight in zip(request.devices, request.weight_devices, strict=True):
         pairs = {(merged[a], merged[b]) for a, b in zip(main, weight, strict=True)}
         if len({a for a, _ in pairs}) < len(pairs) or len({b for _, b in pairs}) < len(pairs):
@@ -268,8 +268,8 @@ def free_queues(request: ScheduleRequest, split: bool = True) -> dict[int, list[
     queues: dict[int, list[list[Job]]] = {}
     for stage in range(request.stages):
         phases = ((F, request.devices), (BX, request.devices), (BW, request.weight_devices))
-        for phase, places in phases if split else ((F, request.devices), (B, request.devices)):
+        for phase, devices in phases if split else ((F, request.devices), (B, request.devices)):
             queue = [Job(stage, phase, micro_batch) for micro_batch in range(request.micro_batches)]
-            for device in places[stage]:
+            for device in devices[stage]:
                 queues.setdefault(device, []).append(queue)
     return queues

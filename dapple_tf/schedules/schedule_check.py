@@ -48,12 +48,12 @@ def validate(
     check_weight_devices(devices, weight_devices)
     if holds is not None:
         check_per_stage("holds", holds, len(devices))
-    homes = _expected_tasks(schedule, devices, weight_devices or devices, micro_batches, active, forward_only)
+    device_of = _expected_tasks(schedule, devices, weight_devices or devices, micro_batches, active, forward_only)
     _check_whole_or_split(schedule)
-    _check_tasks(schedule, homes)
+    _check_tasks(schedule, device_of)
     _check_device_orders(schedule, holds)
-    steps = _check_progress(schedule, homes)
-    _check_lanes(schedule, homes, steps, holds)
+    steps = _check_progress(schedule, device_of)
+    _check_lanes(schedule, device_of, steps, holds)
     _check_micro_batch_order(schedule)
 
 
@@ -65,15 +65,15 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     Raises:
         ScheduleError: the schedule deadlocks.
     """
-    homes = {task: device for device, tasks in schedule.orders.items() for task in tasks}
-    stages = 1 + max((task.stage for task in homes), default=-1)
+    device_of = {task: device for device, tasks in schedule.orders.items() for task in tasks}
+    stages = 1 + max((task.stage for task in device_of), default=-1)
     peaks = [0] * stages
     for _, task, count in _counts(schedule):
         peaks[task.stage] = max(peaks[task.stage], count)
-    crossing = _crossing(homes)
+    crossing = _crossing(device_of)
     if crossing:
-        steps = _check_progress(schedule, homes)
-        for task, count in _crossing_counts(schedule, homes, steps, crossing):
+        steps = _check_progress(schedule, device_of)
+        for task, count in _crossing_counts(schedule, device_of, steps, crossing):
             peaks[task.stage] = max(peaks[task.stage], count)
     return tuple(peaks)
 
@@ -96,15 +96,15 @@ def _expected_tasks(
     forward_only: bool,
 ) -> dict[Task, int]:
     """Maps each task that the step must have to the device that must run it."""
-    homes = {}
-    for stage, places in enumerate(zip(devices, weight_devices, strict=True)):
+    device_of = {}
+    for stage, lanes in enumerate(zip(devices, weight_devices, strict=True)):
         phases: tuple[Phase, ...] = (F,) if forward_only else (F, BX, BW) if stage in schedule.split else (F, B)
         for phase in phases:
             for micro_batch in range(micro_batches):
-                for replica, device in enumerate(places[phase is BW]):
+                for replica, device in enumerate(lanes[phase is BW]):
                     if active is None or active(stage, micro_batch, replica):
-                        homes[Task(stage, phase, micro_batch, replica)] = device
-    return homes
+                        device_of[Task(stage, phase, micro_batch, replica)] = device
+    return device_of
 
 
 def _check_whole_or_split(schedule: Schedule) -> None:
@@ -117,20 +117,20 @@ def _check_whole_or_split(schedule: Schedule) -> None:
                 )
 
 
-def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
+def _check_tasks(schedule: Schedule, device_of: Mapping[Task, int]) -> None:
     """Checks that every expected task is there once, on its device, and no other."""
     counts = Counter(schedule.tasks)
     for device, tasks in schedule.orders.items():
         for task in tasks:
-            if task not in homes:
+            if task not in device_of:
                 raise ScheduleError(
-                    f"device {device} runs {task}, which isn't a task of this step of {len(homes)} tasks; remove it"
+                    f"device {device} runs {task}, which isn't a task of this step of {len(device_of)} tasks; remove it"
                 )
-            if device != homes[task]:
-                raise ScheduleError(f"device {device} runs {task}, which belongs on device {homes[task]}; move it")
+            if device != device_of[task]:
+                raise ScheduleError(f"device {device} runs {task}, which belongs on device {device_of[task]}; move it")
             if counts[task] > 1:
                 raise ScheduleError(f"device {device} runs {task} {counts[task]} times; it must run once")
-    for task, device in homes.items():
+    for task, device in device_of.items():
         if task not in counts:
             raise ScheduleError(f"no device runs {task}; add it to device {device}")
 
@@ -182,40 +182,41 @@ def _counts(schedule: Schedule) -> Iterator[tuple[int, Task, int]]:
                     yield device, task, counts[task.stage]
 
 
-def _crossing(homes: Mapping[Task, int]) -> set[tuple[int, int]]:
+def _crossing(device_of: Mapping[Task, int]) -> set[tuple[int, int]]:
     """Returns the (stage, replica) whose Bw runs on another device than its F."""
     return {
         (task.stage, task.replica)
-        for task, device in homes.items()
-        if task.phase is BW and homes.get(Task(task.stage, F, task.micro_batch, task.replica)) != device
+        for task, device in device_of.items()
+        if task.phase is BW and device_of.get(Task(task.stage, F, task.micro_batch, task.replica)) != device
     }
 
 
 def _check_lanes(
     schedule: Schedule,
-    homes: Mapping[Task, int],
+    device_of: Mapping[Task, int],
     steps: Sequence[Mapping[int, Task]],
     holds: Sequence[int] | None,
 ) -> None:
     """Checks ``holds`` where a micro-batch's flight begins on one device and ends on another."""
     if holds is None:
         return
-    for task, count in _crossing_counts(schedule, homes, steps, _crossing(homes)):
+    for task, count in _crossing_counts(schedule, device_of, steps, _crossing(device_of)):
         if count > holds[task.stage]:
             wanted = f"the end of {task.stage}Bw of an earlier micro-batch"
             raise ScheduleError(
-                f"{_too_many(homes[task], task, count, holds)}, or let it wait for {wanted} on its own device (after)"
+                f"{_too_many(device_of[task], task, count, holds)}, or let it wait for {wanted} on its own device "
+                f"(after)"
             )
 
 
 def _crossing_counts(
     schedule: Schedule,
-    homes: Mapping[Task, int],
+    device_of: Mapping[Task, int],
     steps: Sequence[Mapping[int, Task]],
     crossing: set[tuple[int, int]],
 ) -> Iterator[tuple[Task, int]]:
     """Yields (forward, most micro-batches in flight after it): those whose Bw it doesn't wait for."""
-    inputs = _inputs(schedule, homes)
+    inputs = _inputs(schedule, device_of)
     for stage, replica in sorted(crossing):
         # The Bw of one stage and replica run one after another, so that a task knows of the first n of them.
         known: dict[Task, int] = {}
@@ -251,10 +252,10 @@ def _check_micro_batch_order(schedule: Schedule) -> None:
                 latest[task.stage, task.replica] = task
 
 
-def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], list[Task]]:
+def _inputs(schedule: Schedule, device_of: Mapping[Task, int]) -> Callable[[Task], list[Task]]:
     """Returns a function from a task to the tasks that it waits for, besides those before it in its device's order."""
     groups: dict[tuple[int, bool, int], list[Task]] = {}
-    for task in homes:
+    for task in device_of:
         if task.phase is not BW:
             groups.setdefault((task.stage, task.phase is F, task.micro_batch), []).append(task)
 
@@ -270,9 +271,9 @@ def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], l
     return inputs
 
 
-def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> list[dict[int, Task]]:
+def _check_progress(schedule: Schedule, device_of: Mapping[Task, int]) -> list[dict[int, Task]]:
     """Runs the schedule in steps of one task per device, until its end or until no device can continue."""
-    inputs = _inputs(schedule, homes)
+    inputs = _inputs(schedule, device_of)
     done: set[Task] = set()
 
     def waits_for(task: Task) -> list[Task]:
@@ -280,7 +281,7 @@ def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> list[dict[
 
     steps: list[dict[int, Task]] = []
     positions = dict.fromkeys(schedule.orders, 0)
-    while len(done) < len(homes):
+    while len(done) < len(device_of):
         heads = {
             device: tasks[positions[device]]
             for device, tasks in schedule.orders.items()
@@ -289,7 +290,7 @@ def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> list[dict[
         step = {device: task for device, task in heads.items() if not waits_for(task)}
         if not step:
             waits = {device: (task, waits_for(task)) for device, task in heads.items()}
-            raise ScheduleError(_deadlock_text(schedule, homes, steps, waits))
+            raise ScheduleError(_deadlock_text(schedule, device_of, steps, waits))
         for device, task in step.items():
             positions[device] += 1
             done.add(task)
@@ -299,7 +300,7 @@ def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> list[dict[
 
 def _deadlock_text(
     schedule: Schedule,
-    homes: Mapping[Task, int],
+    device_of: Mapping[Task, int],
     steps: Sequence[Mapping[int, Task]],
     waits: Mapping[int, tuple[Task, Sequence[Task]]],
 ) -> str:
@@ -315,12 +316,12 @@ def _deadlock_text(
     for number, device in enumerate(schedule.orders, start=1):
         if device in waits:
             task, missing = waits[device]
-            needed = ", ".join(f"{other} on device {homes[other]}" for other in missing)
+            needed = ", ".join(f"{other} on device {device_of[other]}" for other in missing)
             lines[number] += f"  -> {task} waits for {needed}"
         else:
             lines[number] += "  done"
     ran = sum(map(len, steps))
     return (
-        f"schedule {schedule.name!r} deadlocks after {ran} of {len(homes)} tasks; move the tasks that others wait for "
-        f"forward, or the stuck ones (->) back\n" + "\n".join(line.rstrip() for line in lines)
+        f"schedule {schedule.name!r} deadlocks after {ran} of {len(device_of)} tasks; move the tasks that others wait "
+        f"for forward, or the stuck ones (->) back\n" + "\n".join(line.rstrip() for line in lines)
     )

@@ -106,19 +106,21 @@ def from_csv(text: str, name: str = "parsed") -> Schedule:
     written = {(cell.stage, cell.kind, cell.micro_batch) for cell in cells}
     split = {cell.stage for cell in cells if cell.kind in ("I", "W")}
     orders: dict[int, list[Task]] = {device: [] for device in range(len(rows))}
-    places: dict[Task, _Cell] = {}
-    homes: dict[int, _Cell] = {}
+    cell_of: dict[Task, _Cell] = {}
+    first_of: dict[int, _Cell] = {}
     for cell in cells:
-        home = homes.setdefault(cell.stage, cell)
-        if home.device != cell.device:
-            raise ScheduleError(f"{cell} is of a stage that {home.where} has on device {home.device}; keep it on one")
+        of_stage = first_of.setdefault(cell.stage, cell)
+        if of_stage.device != cell.device:
+            raise ScheduleError(
+                f"{cell} is of a stage that {of_stage.where} has on device {of_stage.device}; keep it on one"
+            )
         if cell.kind == _WHOLE_BEFORE or (cell.kind == "B" and (cell.stage, "W", cell.micro_batch) not in written):
             phases = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD) if cell.stage in split else (Phase.BACKWARD,)
         else:
             phases = (Phase.INPUT_GRAD if cell.kind == "B" else _PHASES[cell.kind],)
         for phase in phases:
             task = Task(cell.stage, phase, cell.micro_batch)
-            if (first := places.setdefault(task, cell)) is not cell:
+            if (first := cell_of.setdefault(task, cell)) is not cell:
                 raise ScheduleError(f"{cell} is {task}, which {first} is already; a task runs once")
             orders[cell.device].append(task)
     return Schedule(name, {device: tuple(tasks) for device, tasks in orders.items()})
@@ -195,7 +197,7 @@ class _CsvCheck:
                 f"{request.policy} has {count} micro-batches, but there are {request.micro_batches}; use at most "
                 f"{count}"
             )
-        homes: dict[int, int] = {}
+        row_of: dict[int, int] = {}
         for row, own in self.schedule.orders.items():
             for task in own:
                 if request.devices[task.stage] != request.devices[own[0].stage]:
@@ -205,9 +207,9 @@ class _CsvCheck:
                         f"give both the same"
                     )
             for device in request.devices[own[0].stage] if own else ():
-                if homes.setdefault(device, row) != row:
+                if row_of.setdefault(device, row) != row:
                     raise ScheduleError(
-                        f"rows {homes[device] + 1} and {row + 1} of {request.policy} are both for device {device}; "
+                        f"rows {row_of[device] + 1} and {row + 1} of {request.policy} are both for device {device}; "
                         f"give the stages of each row devices of their own"
                     )
 
@@ -240,7 +242,7 @@ def _check_expressible(schedule: Schedule) -> None:
         raise ScheduleError(
             f"the schedule is for devices {short(devices)}, but rows are ranks 0 to {len(devices) - 1}; number them so"
         )
-    homes: dict[int, int] = {}
+    device_of: dict[int, int] = {}
     for device, tasks in schedule.orders.items():
         for task in tasks:
             if task.replica:
@@ -248,10 +250,10 @@ def _check_expressible(schedule: Schedule) -> None:
                     f"device {device} runs {task}, of another replica than the first; in the CSV form replicas are "
                     f"groups of ranks of their own: write the schedule of one replica of each stage"
                 )
-            if homes.setdefault(task.stage, device) != device:
+            if device_of.setdefault(task.stage, device) != device:
                 raise ScheduleError(
-                    f"device {device} runs {task}, but stage {task.stage} is on device {homes[task.stage]} too; in the "
-                    f"CSV form a stage is on one rank: leave out weight_devices"
+                    f"device {device} runs {task}, but stage {task.stage} is on device {device_of[task.stage]} too; in "
+                    f"the CSV form a stage is on one rank: leave out weight_devices"
                 )
     if schedule.after:
         task, other = next(iter(schedule.after.items()))

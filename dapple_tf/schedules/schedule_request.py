@@ -108,15 +108,15 @@ class ScheduleRequest:
         first_k = options.get("reverse_first_k", 0)
         if not 0 <= first_k <= stages:
             raise ScheduleError(f"reverse_first_k is {first_k}; with {stages} stages it must be from 0 to {stages}")
-        places = tuple(map(tuple, devices))
+        main_devices = tuple(map(tuple, devices))
         return cls(
             policy,
-            places,
+            main_devices,
             micro_batches,
             holds,
             None if warm_up is None else tuple(min(count, micro_batches) for count in warm_up),
             _seconds(options.get("task_seconds"), stages),
-            places if weight_devices is None else tuple(map(tuple, weight_devices)),
+            main_devices if weight_devices is None else tuple(map(tuple, weight_devices)),
             first_k,
             None if regions is None else tuple(regions),
         )
@@ -175,18 +175,18 @@ class ScheduleRequest:
         Raises:
             ScheduleError: naming the device and two of its stages.
         """
-        homes: dict[int, int] = {}
+        group_of: dict[int, int] = {}
         for index, group in enumerate(self.groups):
             for device in self.devices[group[0]]:
-                if device in homes:
-                    first = self.groups[homes[device]]
+                if device in group_of:
+                    first = self.groups[group_of[device]]
                     raise ScheduleError(
                         f"device {device} stands in stage {first[-1]} on devices {list(self.devices[first[0]])} and in "
                         f"stage {group[0]} on {list(self.devices[group[0]])}, but {self.policy} wants all stages of a "
                         f"device next to each other and with one list of devices; use modulo, interleaved or zb_v, or "
                         f"other devices"
                     )
-                homes[device] = index
+                group_of[device] = index
 
 
 def check_count(name: str, count: int) -> None:

@@ -138,8 +138,8 @@ def resolve_warm_up(
     """
     chosen = policy_of(policy)
     check_count("stages", stages)
-    places = [[stage] for stage in range(stages)] if devices is None else devices
-    return in_flight_limits(chosen, ScheduleRequest.of(chosen.name, places, micro_batches, **options))
+    devices = [[stage] for stage in range(stages)] if devices is None else devices
+    return in_flight_limits(chosen, ScheduleRequest.of(chosen.name, devices, micro_batches, **options))
 
 
 def make_schedule(
@@ -207,8 +207,8 @@ def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None
             )
     for device, jobs in orders.items():
         for job in jobs:
-            places = request.weight_devices if job.phase is Phase.WEIGHT_GRAD else request.devices
-            if not 0 <= job.stage < request.stages or device not in places[job.stage]:
+            allowed = request.weight_devices if job.phase is Phase.WEIGHT_GRAD else request.devices
+            if not 0 <= job.stage < request.stages or device not in allowed[job.stage]:
                 raise ScheduleError(
                     f"{policy} has device {device} run {job.stage}{job.phase.value}{job.micro_batch}, of a stage that "
                     f"isn't there; give each stage's devices (ScheduleRequest.devices) its tasks"
@@ -247,8 +247,8 @@ def _expand(
     weights = [{device: replica for replica, device in enumerate(devices)} for devices in request.weight_devices]
 
     def task(device: int, job: Job) -> Task:
-        places = weights if job.phase is Phase.WEIGHT_GRAD else replicas
-        return Task(job.stage, job.phase, job.micro_batch, places[job.stage][device])
+        numbers = weights if job.phase is Phase.WEIGHT_GRAD else replicas
+        return Task(job.stage, job.phase, job.micro_batch, numbers[job.stage][device])
 
     tasks = {
         device: tuple(

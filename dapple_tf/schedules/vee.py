@@ -46,10 +46,10 @@ def ways(request: ScheduleRequest) -> list[range]:
     return [range(start, stop) for start, stop in (*spans, *back)]
 
 
-def hosted_stages(request: ScheduleRequest) -> dict[int, list[int]]:
+def stages_of_devices(request: ScheduleRequest) -> dict[int, list[int]]:
     """Maps each device to its stages."""
-    hosted: dict[int, list[int]] = {}
+    stages_of: dict[int, list[int]] = {}
     for stage, devices in enumerate(request.devices):
         for device in devices:
-            hosted.setdefault(device, []).append(stage)
-    return hosted
+            stages_of.setdefault(device, []).append(stage)
+    return stages_of

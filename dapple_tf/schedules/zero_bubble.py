@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dapple_tf.schedules import list_scheduling, priorities
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.vee import check_vee, hosted_stages, is_vee
+from dapple_tf.schedules.vee import check_vee, is_vee, stages_of_devices
 from graph_passes.ir.tasks import Phase
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -103,9 +103,9 @@ def zb_v(request: ScheduleRequest) -> Orders:
     """
     check_vee(request)
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    hosted = hosted_stages(request)
+    stages_of = stages_of_devices(request)
     positions = len({request.devices[stage] for stage in range(request.stages)})
-    room = None if request.warm_up else {device: positions * len(stages) for device, stages in hosted.items()}
+    room = None if request.warm_up else {device: positions * len(stages) for device, stages in stages_of.items()}
     queues = list_scheduling.free_queues(request)
     keys = (priorities.oldest_first(request), priorities.deepest_first(request))
     runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]

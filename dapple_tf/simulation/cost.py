@@ -27,7 +27,7 @@ __all__ = [
     "ALL_REDUCE",
     "MIN_CUT_SHARE",
     "CostModel",
-    "Piece",
+    "Message",
     "Reduction",
     "StageCost",
     "all_reduce_line",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Piece(NamedTuple):
+class Message(NamedTuple):
     """A message of one replica to one replica of another stage for one micro-batch."""
 
     sender: int
@@ -70,8 +70,8 @@ class CostModel:
             stage's last one.
         all_reduce: one of `ALL_REDUCE`.
         stages: see :class:`StageCost`.
-        homes: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's stages,
-            unless it has `Plan.weight_devices`.
+        owner_devices: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's
+            stages, unless it has `Plan.weight_devices`.
         devices: all devices that the plan uses, each once.
         routes: (producer stage, consumer stage) -> bytes of a slice forwards, and of its gradient backwards.
 
@@ -97,8 +97,10 @@ class CostModel:
             raise PlanError(str(error)) from error
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.overlap, self.all_reduce = overlap, all_reduce
-        self.homes = plan.devices if plan.weight_devices is None else plan.weight_devices
-        self.devices = tuple(dict.fromkeys(device for group in (*plan.devices, *self.homes) for device in group))
+        self.owner_devices = plan.devices if plan.weight_devices is None else plan.weight_devices
+        self.devices = tuple(
+            dict.fromkeys(device for group in (*plan.devices, *self.owner_devices) for device in group)
+        )
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self.routes = _routes(profile, stage_of)
         self._differentiable = {
@@ -114,11 +116,11 @@ class CostModel:
         self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
         self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
-        self._pieces: dict[tuple[int, int, int, bool], tuple[Piece, ...]] = {}
+        self._messages: dict[tuple[int, int, int, bool], tuple[Message, ...]] = {}
 
     def alone(self, stage: int) -> bool:
         """Returns whether a stage shares no device with another stage, and keeps its variables there."""
-        return self.homes[stage] == self.plan.devices[stage] and all(
+        return self.owner_devices[stage] == self.plan.devices[stage] and all(
             not set(self.plan.devices[stage]) & set(devices)
             for other, devices in enumerate(self.plan.devices)
             if other != stage
@@ -151,7 +153,7 @@ class CostModel:
         if key not in self._seconds:
             self._seconds[key] = self._task_seconds(*key)
         if device is None:
-            devices = self.homes if task.phase is Phase.WEIGHT_GRAD else self.plan.devices
+            devices = self.owner_devices if task.phase is Phase.WEIGHT_GRAD else self.plan.devices
             device = devices[task.stage][task.replica]
         return self._seconds[key] / self.cluster.devices[device].speed
 
@@ -182,25 +184,27 @@ class CostModel:
             for stage in range(len(self.stages))
         )
 
-    def pieces(self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False) -> tuple[Piece, ...]:
-        """Returns the messages between the replicas of two stages, owner to owner.
+    def messages(
+        self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False
+    ) -> tuple[Message, ...]:
+        """Returns the messages between the replicas of two stages.
 
         When ``backward`` these are gradients, from the consumer's replicas to the producer's.
         """
         size = self.micro_batches[micro_batch].size
         key = (producer, consumer, size, backward)
-        if key not in self._pieces:
+        if key not in self._messages:
             cost = self.routes[producer, consumer][backward]
             ends = (consumer, producer) if backward else (producer, consumer)
             senders, receivers = (self.slices(stage, micro_batch) for stage in ends)
-            pieces = []
+            messages = []
             for sender, interval in enumerate(senders):
                 for receiver, wanted in enumerate(receivers):
                     common = interval.overlap(wanted).size
                     if common and (not backward or (producer, consumer) in self._differentiable):
-                        pieces.append(Piece(sender, receiver, cost.at(common)))
-            self._pieces[key] = tuple(pieces)
-        return self._pieces[key]
+                        messages.append(Message(sender, receiver, cost.at(common)))
+            self._messages[key] = tuple(messages)
+        return self._messages[key]
 
     @functools.cached_property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -214,13 +218,13 @@ class CostModel:
                 for group in self.profile.shared
                 if {stage_of[layer] for layer in group.layers} == {stage}
             )
-            devices = self.homes[stage]
+            devices = self.owner_devices[stage]
             if len(devices) > 1 and own:
                 reductions.append(Reduction((stage,), devices, own))
         for group in self.profile.shared:
             stages = tuple(sorted({stage_of[layer] for layer in group.layers}))
             if len(stages) > 1:
-                devices = tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
+                devices = tuple(dict.fromkeys(device for stage in stages for device in self.owner_devices[stage]))
                 if len(devices) > 1:
                     reductions.append(Reduction(stages, devices, group.parameter_bytes))
         return tuple(reductions)
@@ -307,7 +311,7 @@ class CostModel:
         plan = self.plan
         if plan.policy.splits is None:
             return stage in plan.split_stages
-        offloaded = self.homes[stage] != plan.devices[stage]
+        offloaded = self.owner_devices[stage] != plan.devices[stage]
         return plan.policy.splits or stage < plan.reverse_first_k or offloaded
 
     def needed_bytes(self, stage: int, in_flight: int) -> float:
@@ -319,7 +323,7 @@ class CostModel:
 
     def memory_limit(self, stage: int) -> int | None:
         """Returns the bytes of the smallest device of a stage; None if no device's memory is known."""
-        devices = {*self.plan.devices[stage], *self.homes[stage]}
+        devices = {*self.plan.devices[stage], *self.owner_devices[stage]}
         known = [self.cluster.devices[device].memory_bytes for device in devices]
         return min((limit for limit in known if limit is not None), default=None)
 
@@ -327,7 +331,7 @@ class CostModel:
     def holds(self) -> tuple[int, ...] | None:
         """Returns D of each stage, the micro-batches that fit: None if no device's memory is known, 0 if not even one.
 
-        On a device that hosts several stages, D of each of them fit at the same time; if the policy limits them
+        On a device that has several stages, D of each of them fit at the same time; if the policy limits them
         together, D of any of them (`Policy.shares_room`).
         """
         limits = [self.memory_limit(stage) for stage in range(len(self.stages))]

@@ -52,43 +52,44 @@ class DeviceNeed(NamedTuple):
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
     """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
-    homes = _hosted(costs.devices, costs.homes)
+    owned = _stages_on(costs.devices, costs.owner_devices)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
-    sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(homes.values())}
-    return {device: sizes[homes[device]] for device in costs.devices}
+    sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
+    return {device: sizes[owned[device]] for device in costs.devices}
 
 
 def device_needs(costs: CostModel) -> tuple[tuple[DeviceNeed, ...], ...]:
-    """Returns each stage's devices' needs; devices that host the same stages need the same."""
-    runs, homes = _hosted(costs.devices, costs.plan.devices), _hosted(costs.devices, costs.homes)
-    hosts = {device: (runs[device], homes[device]) for device in costs.devices}
-    needs = {pair: _need(costs, *pair) for pair in dict.fromkeys(hosts.values())}
+    """Returns each stage's devices' needs; devices that run and own the same stages need the same."""
+    runs = _stages_on(costs.devices, costs.plan.devices)
+    owned = _stages_on(costs.devices, costs.owner_devices)
+    stages_of = {device: (runs[device], owned[device]) for device in costs.devices}
+    needs = {pair: _need(costs, *pair) for pair in dict.fromkeys(stages_of.values())}
     return tuple(
-        tuple(needs[pair] for pair in dict.fromkeys(hosts[device] for device in (*devices, *kept)))
-        for devices, kept in zip(costs.plan.devices, costs.homes, strict=True)
+        tuple(needs[pair] for pair in dict.fromkeys(stages_of[device] for device in (*devices, *kept)))
+        for devices, kept in zip(costs.plan.devices, costs.owner_devices, strict=True)
     )
 
 
-def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> DeviceNeed:
-    """Returns the need of a device that runs F and Bx of ``runs``, and has the variables of ``homes``."""
+def _need(costs: CostModel, runs: tuple[int, ...], owned: tuple[int, ...]) -> DeviceNeed:
+    """Returns the need of a device that runs F and Bx of ``runs``, and keeps the variables of ``owned``."""
     kept = []
-    for stage in {*runs, *homes}:
+    for stage in {*runs, *owned}:
         samples = costs.samples(stage)
         residual = costs.residual_bytes(stage, samples) if stage in runs else 0.0
-        delayed = costs.delayed_bytes(stage, samples) if stage in homes and costs.delays(stage) else 0.0
+        delayed = costs.delayed_bytes(stage, samples) if stage in owned and costs.delays(stage) else 0.0
         kept.append(max(residual, delayed))
     each = sum(kept)
-    stages = {*runs, *homes}
+    stages = {*runs, *owned}
     working = max(_working(costs, stage) for stage in stages)
     buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
-    applying = [buffers[stage].apply for stage in homes if stage in buffers]
+    applying = [buffers[stage].apply for stage in owned if stage in buffers]
     sending = sum(own.returned.at(costs.samples(stage)) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     alone = sum(reducing) + (each + working if costs.overlap else 0.0)
     alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
-    stored = _stored(costs, homes, accumulated=True)
+    stored = _stored(costs, owned, accumulated=True)
     return DeviceNeed(stored, each, max(kept, default=0.0), len(stages), working, alone, beside)
 
 
@@ -116,10 +117,10 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
     return total
 
 
-def _hosted(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+def _stages_on(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """Maps each device to its stages."""
-    hosted: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
+    stages_on: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
     for stage, members in enumerate(stages):
         for device in members:
-            hosted[device] += (stage,)
-    return hosted
+            stages_on[device] += (stage,)
+    return stages_on

@@ -42,7 +42,7 @@ def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
     shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
     own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
     groups = sorted(own | shared)
-    order = reduction_order(groups, schedule, costs.homes)
+    order = reduction_order(groups, schedule, costs.owner_devices)
     sharing = {stage for stages in shared for stage in stages}
     last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
     return tuple(stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing)
@@ -94,7 +94,7 @@ class Reductions:
         """
         groups = [reduction.stages for reduction in costs.reductions]
         if order is None:
-            order = reduction_order(groups, schedule, costs.homes)
+            order = reduction_order(groups, schedule, costs.owner_devices)
         elif sorted(order) != list(range(len(groups))):
             raise ValueError(
                 f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "

@@ -66,7 +66,7 @@ class SimulatedStep:
             self.outgoing[producer].append(consumer)
             self.incoming[consumer].append(producer)
         self.split = schedule.split
-        self.home = {task: device for device, tasks in self.orders.items() for task in tasks}
+        self.device_of = {task: device for device, tasks in self.orders.items() for task in tasks}
         self.followers: dict[Task, list[Task]] = {}
         for task, other in schedule.after.items():
             self.followers.setdefault(other, []).append(task)
@@ -89,7 +89,7 @@ class SimulatedStep:
         self.next_of_stage: dict[int, list[Task]] = {}
         if next_forward:
             self._await_updates()
-        for task in self.home if carried else ():
+        for task in self.device_of if carried else ():
             if task.stage in carried and task.phase is Phase.FORWARD:
                 self.waiting[task] += 1
                 self.next_of_stage.setdefault(task.stage, []).append(task)
@@ -98,7 +98,7 @@ class SimulatedStep:
         """Yields how many messages and other tasks each task waits for."""
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
-        for task in self.home:
+        for task in self.device_of:
             number = int(task in self.schedule.after)
             if task.phase is Phase.WEIGHT_GRAD:
                 yield task, number + 1
@@ -110,8 +110,8 @@ class SimulatedStep:
                 others = self.outgoing[task.stage] if backward else self.incoming[task.stage]
                 for other in others:
                     ends = (task.stage, other) if backward else (other, task.stage)
-                    for piece in costs.pieces(*ends, task.micro_batch, backward=backward):
-                        numbers[piece.receiver] += 1
+                    for message in costs.messages(*ends, task.micro_batch, backward=backward):
+                        numbers[message.receiver] += 1
                 counts[key] = numbers
             yield task, number + counts[key][task.replica]
 
@@ -276,9 +276,9 @@ class SimulatedStep:
             phase = Phase.FORWARD
             if backward:
                 phase = Phase.INPUT_GRAD if other in self.split else Phase.BACKWARD
-            for piece in self.costs.pieces(*ends, task.micro_batch, backward=backward):
-                if piece.sender == task.replica:
-                    yield other, phase, piece.receiver, piece.bytes
+            for message in self.costs.messages(*ends, task.micro_batch, backward=backward):
+                if message.sender == task.replica:
+                    yield other, phase, message.receiver, message.bytes
         if task.phase is Phase.INPUT_GRAD:
             samples = self.costs.slices(task.stage, task.micro_batch)[task.replica].size
             yield task.stage, Phase.WEIGHT_GRAD, task.replica, self.costs.delayed_bytes(task.stage, samples)
@@ -294,7 +294,7 @@ class SimulatedStep:
 
     def transfer(self, task: Task, index: int, receiver: Task, size: float) -> None:
         """Sends a message from the device of a task to that of another."""
-        source, target = self.home[task], self.home[receiver]
+        source, target = self.device_of[task], self.device_of[receiver]
         if source == target:
             self.arrive(receiver, index)
             return
@@ -314,9 +314,9 @@ class SimulatedStep:
         """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""
         start = ready
         for port in ports:
-            free, owner = self.ports.get(port, (0.0, None))
+            free, last = self.ports.get(port, (0.0, None))
             if free > start:
-                start, cause = free, owner
+                start, cause = free, last
         return start, cause
 
     def arrive(self, task: Task, index: int | None) -> None:
@@ -324,7 +324,7 @@ class SimulatedStep:
         self.waiting[task] -= 1
         self.arrived[task] = index  # messages come in order of time
         if not self.waiting[task]:
-            self.start(self.home[task])
+            self.start(self.device_of[task])
 
     # ---- reductions and updates
 

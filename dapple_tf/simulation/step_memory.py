@@ -44,7 +44,7 @@ class _Slice(NamedTuple):
     Attributes:
         samples: number of its samples.
         device: where F and Bx run.
-        home: where Bw runs.
+        owner_device: where Bw runs.
         forward: start and end of F.
         backward: start and end of B or Bx; as Bw where Bx has nothing to do.
         weight: start and end of B or Bw.
@@ -52,7 +52,7 @@ class _Slice(NamedTuple):
 
     samples: int
     device: int
-    home: int
+    owner_device: int
     forward: tuple[float, float]
     backward: tuple[float, float]
     weight: tuple[float, float]
@@ -116,7 +116,7 @@ class StepMemory:
         return _Slice(
             samples,
             self.plan.devices[stage][replica],
-            self.costs.homes[stage][replica],
+            self.costs.owner_devices[stage][replica],
             forward or (0.0, 0.0),
             backward or (self.end, self.end),
             weight or (self.end, self.end),
@@ -143,17 +143,17 @@ class StepMemory:
         if done.backward != done.weight:
             yield Life(done.device, done.backward[0], last, own.partial.at(samples))
             yield Life(done.device, *done.backward, own.working_input(samples))
-            yield Life(done.home, *done.weight, own.working_weight())
-        elif stage not in self.split or done.device == done.home:
+            yield Life(done.owner_device, *done.weight, own.working_weight())
+        elif stage not in self.split or done.device == done.owner_device:
             yield Life(done.device, *done.weight, own.working(samples))
         rows = own.rows.at(samples)
         if rows:
-            yield Life(done.home, last, max(last, self._applied(stage, done.home)), rows)
+            yield Life(done.owner_device, last, max(last, self._applied(stage, done.owner_device)), rows)
         if not self.plan.accumulates():
-            taken, packed = self._taken(stage, done.home)
-            yield Life(done.home, last, max(last, taken), own.gradients)
+            taken, packed = self._taken(stage, done.owner_device)
+            yield Life(done.owner_device, last, max(last, taken), own.gradients)
             if packed:  # into vectors that exist at the same time
-                yield Life(done.home, taken, taken, own.gradients)
+                yield Life(done.owner_device, taken, taken, own.gradients)
 
     # ---- between stages
 
@@ -195,7 +195,7 @@ class StepMemory:
                         if not common or reader is None:
                             continue
                         use = self._last_use(tensor, stage, reader)
-                        joined = common < wanted.size  # pieces of several senders become a tensor of the receiver's
+                        joined = common < wanted.size  # messages of several senders become a tensor of the receiver's
                         if self._shares(made.device, reader.device) and not joined:
                             ends.append(use)
                             continue
@@ -282,7 +282,7 @@ class StepMemory:
         ready: dict[tuple[int, int], float] = {}  # (stage, device) -> when its gradients are reduced
         for number, reduction in enumerate(self.costs.reductions):
             for device in reduction.devices:
-                stages = [stage for stage in reduction.stages if device in self.costs.homes[stage]]
+                stages = [stage for stage in reduction.stages if device in self.costs.owner_devices[stage]]
                 if reduction.stages in self.carried:
                     yield Life(device, 0.0, self._head(stages, device), reduction.bytes)
                     continue

@@ -102,7 +102,7 @@ def _task_of(node: NodeDef, phase: Phase) -> Task:
 
 
 def _replica(step: Step, stage: int, device: str) -> int:
-    devices = step.layout.homes[stage]
+    devices = step.layout.owner_devices[stage]
     return devices.index(device) if device in devices else 0
 
 

@@ -68,7 +68,7 @@ class TracedStep:
     first: bool = False
 
 
-class Place(NamedTuple):
+class TracedDevice(NamedTuple):
     """A device of the cluster.
 
     Attributes:
@@ -102,17 +102,17 @@ class MeasuredStep:
 
 
 def measured(
-    traced: TracedStep, places: Mapping[str, Place], labels: Mapping[int, str], limits: Mapping[int, float]
+    traced: TracedStep, devices: Mapping[str, TracedDevice], labels: Mapping[int, str], limits: Mapping[int, float]
 ) -> MeasuredStep:
     """Reads a traced step.
 
     Args:
         traced: the step.
-        places: name of a device -> the device.
+        devices: name of a device -> the device.
         labels: index of a device with lanes -> its label.
         limits: index of a device -> its memory in bytes, if known.
     """
-    return _Reading(traced, places).result(labels, limits)
+    return _Reading(traced, devices).result(labels, limits)
 
 
 class _Run(NamedTuple):
@@ -153,8 +153,8 @@ def _joined(intervals: Iterable[Interval]) -> list[Interval]:
 class _Reading:
     """A trace being read."""
 
-    def __init__(self, traced: TracedStep, places: Mapping[str, Place]) -> None:
-        self.traced, self.places, self.nodes = traced, places, traced.nodes
+    def __init__(self, traced: TracedStep, devices: Mapping[str, TracedDevice]) -> None:
+        self.traced, self.devices, self.nodes = traced, devices, traced.nodes
         self.runs: dict[str, _Run] = {}
         self.received: dict[tuple[str, str], list[tuple[float, int]]] = {}  # (node, receiver) -> (when, bytes)
         self.changes: dict[str, list[tuple[float, int]]] = {}  # device -> (microseconds, bytes)
@@ -197,8 +197,8 @@ class _Reading:
 
     def _worker(self, device: str) -> int | None:
         """Returns the worker whose clock a device has; None for this process."""
-        place = self.places.get(device)
-        return place.worker if place is not None and place.worker in self.traced.clocks else None
+        traced = self.devices.get(device)
+        return traced.worker if traced is not None and traced.worker in self.traced.clocks else None
 
     def _align(self) -> dict[int, float]:
         """Converts all times to this process's clock."""
@@ -272,8 +272,8 @@ class _Reading:
     def _index(self, name: str) -> int | None:
         """Returns the device of a node that ran."""
         run = self.runs.get(name)
-        place = None if run is None else self.places.get(run.device)
-        return None if place is None else place.number
+        device = None if run is None else self.devices.get(run.device)
+        return None if device is None else device.number
 
     def result(self, labels: Mapping[int, str], limits: Mapping[int, float]) -> MeasuredStep:
         spans = sorted(self._spans(labels), key=lambda span: (span.start, span.end))
@@ -436,7 +436,7 @@ class _Reading:
 
     def _memory(self, device: int) -> MemoryCurve:
         """Returns the bytes in use on a device over the step, including what stays between steps, as far as known."""
-        names = [name for name, place in self.places.items() if place.number == device]
+        names = [name for name, own in self.devices.items() if own.number == device]
         changes = sorted(change for name in names for change in self.changes.get(name, ()))
         if not changes:
             return ()

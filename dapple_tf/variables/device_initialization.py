@@ -75,16 +75,16 @@ def initialization(
             function = _initializing(chains.function_name(holding.label), chosen, initials)
             for replica, device in enumerate(holding.devices):
                 chains.call(f"{holding.label}/replica{replica}", function, [], device)
-    places: dict[str, list[tuple[Variable, str]]] = {}
+    copies_of: dict[str, list[tuple[Variable, str]]] = {}
     for holding in holdings:
         for variable in holding.variables:
             if variable.name in initials and not initials[variable.name].repeatable:
-                places.setdefault(variable.name, []).extend((variable, device) for device in holding.devices)
-    for name, copies in places.items():
+                copies_of.setdefault(variable.name, []).extend((variable, device) for device in holding.devices)
+    for name, copies in copies_of.items():
         once = _computing(chains.function_name(f"{name}/value"), initials[name])
         value = chains.call(f"{name}/value", once, [], copies[0][1])
         for variable, device in copies:
-            chains.call(f"{variable.place}/assign", _assigning(chains, variable), [value], device)
+            chains.call(f"{variable.storage_name}/assign", _assigning(chains, variable), [value], device)
     graph, nodes = chains.finished()
     merge_library(graph, libraries.library.function)
     return graph, nodes
@@ -105,27 +105,27 @@ def rearrangement(
         The graph, the nodes to run, and the part of ``after`` for which no device has a value.
     """
     chains = _Chains(prefix)
-    had = {(variable.place, device) for holding in before for variable, device in _placed(holding)}
+    had = {(variable.storage_name, device) for holding in before for variable, device in _placed(holding)}
     first: dict[str, tuple[Variable, str]] = {}
     for holding in before:
         for variable in holding.variables:
-            for key in (f"place {variable.place}", f"name {variable.name}"):
+            for key in (f"storage {variable.storage_name}", f"name {variable.name}"):
                 first.setdefault(key, (variable, holding.devices[0]))
     missing = []
     for holding in after:
         unknown = []
         for variable in holding.variables:
-            source = first.get(f"place {variable.place}") or first.get(f"name {variable.name}")
+            source = first.get(f"storage {variable.storage_name}") or first.get(f"name {variable.name}")
             if source is None:
                 unknown.append(variable)
                 continue
-            targets = [device for device in holding.devices if (variable.place, device) not in had]
+            targets = [device for device in holding.devices if (variable.storage_name, device) not in had]
             if targets:
                 own, device = source
-                read = read_function(chains.function_name(f"{own.place}/read"), [own])
-                value = chains.call(f"{own.place}/read", read, [], device)
+                read = read_function(chains.function_name(f"{own.storage_name}/read"), [own])
+                value = chains.call(f"{own.storage_name}/read", read, [], device)
                 for target in targets:
-                    chains.call(f"{variable.place}/assign", _assigning(chains, variable), [value], target)
+                    chains.call(f"{variable.storage_name}/assign", _assigning(chains, variable), [value], target)
         if unknown:
             missing.append(dataclasses.replace(holding, variables=tuple(unknown)))
     graph, nodes = chains.finished()
@@ -135,16 +135,16 @@ def rearrangement(
 def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) -> tuple[GraphDef, list[str]]:
     """Returns a graph that frees variables which devices no longer keep, and the nodes to run."""
     chains = _Chains(prefix)
-    wanted = {(variable.place, device) for holding in after for variable, device in _placed(holding)}
+    wanted = {(variable.storage_name, device) for holding in after for variable, device in _placed(holding)}
     for holding in before:
         for variable, device in _placed(holding):
-            if (variable.place, device) not in wanted:
+            if (variable.storage_name, device) not in wanted:
                 builder = Builder(empty_graph())
-                target = handle(builder, variable.place, variable.dtype, variable.shape)
+                target = handle(builder, variable.storage_name, variable.dtype, variable.shape)
                 effect = builder.add("destroy", "DestroyResourceOp", [target], ignore_lookup_error=True).node
-                name = chains.function_name(f"{variable.place}/destroy")
+                name = chains.function_name(f"{variable.storage_name}/destroy")
                 function = outline(name, Graph(builder.graph), [], [], effects=[effect])
-                chains.call(f"{variable.place}/destroy", function, [], device)
+                chains.call(f"{variable.storage_name}/destroy", function, [], device)
     return chains.finished()
 
 
@@ -164,9 +164,9 @@ def _assigning(chains: _Chains, variable: Variable) -> FunctionDef:
     """Returns the function value -> () that assigns it."""
     builder = Builder(empty_graph())
     value = builder.append(placeholder("value", variable.dtype))
-    effect = assign(builder, variable.place, value, variable.dtype, variable.shape)
+    effect = assign(builder, variable.storage_name, value, variable.dtype, variable.shape)
     return outline(
-        chains.function_name(f"{variable.place}/assign"), Graph(builder.graph), [value], [], effects=[effect]
+        chains.function_name(f"{variable.storage_name}/assign"), Graph(builder.graph), [value], [], effects=[effect]
     )
 
 
@@ -183,7 +183,7 @@ def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[st
     last: str | None = None
     for variable in variables:
         value = _copied(builder, initials[variable.name], last)
-        last = assign(builder, variable.place, value, variable.dtype, variable.shape)
+        last = assign(builder, variable.storage_name, value, variable.dtype, variable.shape)
     assert last is not None
     return outline(name, Graph(builder.graph), [], [], effects=[last])
 

@@ -34,7 +34,7 @@ class Holding:
         return "stage" + "_".join(map(str, self.stages)) + (f"_part{self.part}" if self.part else "")
 
 
-class DeviceValues:
+class StorageNodes:
     """Graph nodes that load and save all variables of every device, one vector per dtype and holding.
 
     Attributes:

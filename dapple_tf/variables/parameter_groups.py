@@ -17,7 +17,7 @@ from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Variable, VariableKind
 from graph_passes.passes.row_gradients import index_dtype
 
-Places: TypeAlias = Mapping[tuple[int, str], str]
+StorageDevices: TypeAlias = Mapping[tuple[int, str], str]
 """(Stage, name of a variable's storage) -> name of the device that keeps it for that stage."""
 
 
@@ -70,22 +70,22 @@ def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...],
 
 def holdings(
     table: VariableTable,
-    hosts: Mapping[str, tuple[int, ...]],
+    owners: Mapping[str, tuple[int, ...]],
     optimizer: Mapping[tuple[int, ...], Sequence[Variable]],
-    homes: Sequence[Sequence[str]],
-    places: Places | None = None,
+    owner_devices: Sequence[Sequence[str]],
+    storage_devices: StorageDevices | None = None,
 ) -> list[Holding]:
     """Returns the variables that devices keep.
 
     Args:
         table: names of the variables.
-        hosts: variable of the model -> the stages that read it.
+        owners: variable of the model -> the stages that keep it.
         optimizer: stages -> the optimizer's variables of their parameter group.
-        homes: for each stage the names of the devices that keep its variables.
-        places: the places of variables that were placed one by one.
+        owner_devices: for each stage the names of the devices that keep its variables.
+        storage_devices: the devices of variables that were placed one by one.
     """
     by_stages: dict[tuple[int, ...], list[Variable]] = {}
-    for name, stages in hosts.items():
+    for name, stages in owners.items():
         by_stages.setdefault(stages, []).append(table.describe(name))
     for stages, variables in optimizer.items():
         by_stages.setdefault(stages, []).extend(variables)
@@ -93,11 +93,11 @@ def holdings(
     for stages, variables in sorted(by_stages.items()):
         together: dict[tuple[str, ...], list[Variable]] = {}
         for variable in variables:
-            placed = [(places or {}).get((stage, variable.place)) for stage in stages]
+            placed = [(storage_devices or {}).get((stage, variable.storage_name)) for stage in stages]
             devices = [
                 device
-                for stage, place in zip(stages, placed, strict=True)
-                for device in (homes[stage] if place is None else (place,))
+                for stage, own in zip(stages, placed, strict=True)
+                for device in (owner_devices[stage] if own is None else (own,))
             ]
             together.setdefault(tuple(dict.fromkeys(devices)), []).append(variable)
         for part, (kept_on, group) in enumerate(together.items()):

@@ -14,7 +14,7 @@ import numpy as np
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value
 from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
-from dapple_tf.variables.device_values import DeviceValues, Holding, load_each, save_each
+from dapple_tf.variables.device_values import Holding, StorageNodes, load_each, save_each
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.storage import buckets, by_dtype
 
@@ -51,7 +51,7 @@ class StoredValues:
             add: adds a graph to the session's, under a name.
         """
         self._table, self._holdings, self._run, self._add = table, holdings, run, add
-        self._nodes: DeviceValues | None = None
+        self._nodes: StorageNodes | None = None
         self._numbers = itertools.count()  # of graphs that have been added
         self._rate: float | None = None  # that the devices have
         self._loaders: dict[str, tuple[str, list[str]]] = {}  # variable -> placeholder, nodes
@@ -93,11 +93,11 @@ class StoredValues:
         known = [
             dataclasses.replace(h, variables=tuple(v for v in h.variables if v.name not in initials)) for h in holdings
         ]
-        nodes = DeviceValues([holding for holding in known if holding.variables], self._prefix())
+        nodes = StorageNodes([holding for holding in known if holding.variables], self._prefix())
         self._add(nodes.graph, nodes.prefix)
         self._feed(nodes, given)
 
-    def _feed(self, nodes: DeviceValues, given: Mapping[str, Any]) -> None:
+    def _feed(self, nodes: StorageNodes, given: Mapping[str, Any]) -> None:
         for holding, feeds, loads in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
             feed = {}
             for place, (_, group) in zip(feeds, by_dtype(holding.variables).items(), strict=True):
@@ -130,7 +130,7 @@ class StoredValues:
         return others[0] if others else None
 
     def _prefix(self) -> str:
-        return f"{DeviceValues.PREFIX}{next(self._numbers)}"
+        return f"{StorageNodes.PREFIX}{next(self._numbers)}"
 
     def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
         """Copies devices -> Keras values, each variable from the first device that keeps it.
@@ -212,8 +212,8 @@ class StoredValues:
         self._rate = float(rate.numpy())
         self.load_some({self._table.name_of(rate): self._rate})
 
-    def _made(self) -> DeviceValues:
+    def _made(self) -> StorageNodes:
         if self._nodes is None:
-            self._nodes = DeviceValues(self._holdings(), self._prefix())
+            self._nodes = StorageNodes(self._holdings(), self._prefix())
             self._add(self._nodes.graph, self._nodes.prefix)
         return self._nodes

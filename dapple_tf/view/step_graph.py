@@ -75,7 +75,7 @@ class _Drawing:
         self.layers = stage_layers(program)
         self.tensors = StepTensors(program, self.graph)
         self.anchors: list[_Anchor] = []
-        self.owner: dict[str, int] = {}  # node -> position of its anchor
+        self.anchor_of: dict[str, int] = {}  # node -> position of its anchor
         self.data: dict[tuple[int, int], dict[Ref, None]] = {}  # (source, target) -> tensors
         self.control: dict[tuple[int, int], None] = {}
 
@@ -99,7 +99,7 @@ class _Drawing:
 
     def _add(self, anchor: _Anchor) -> int:
         self.anchors.append(anchor)
-        self.owner |= dict.fromkeys(anchor.nodes, len(self.anchors) - 1)
+        self.anchor_of |= dict.fromkeys(anchor.nodes, len(self.anchors) - 1)
         return len(self.anchors) - 1
 
     def _device(self, name: str) -> int | None:
@@ -121,13 +121,13 @@ class _Drawing:
         for name in self.order:
             node = self.graph.nodes[name]
             kind = NodeKind.of(node)
-            if name in self.owner:
+            if name in self.anchor_of:
                 continue
             if name in fed:
                 self._add(_Anchor([name], fed[name], "other", None, None, None, None, ()))
-            elif kind is NodeKind.ALL_REDUCE and (packed := self.graph.inputs(name)[0].node) in self.owner:
-                self.anchors[self.owner[packed]].nodes.append(name)
-                self.owner[name] = self.owner[packed]
+            elif kind is NodeKind.ALL_REDUCE and (packed := self.graph.inputs(name)[0].node) in self.anchor_of:
+                self.anchors[self.anchor_of[packed]].nodes.append(name)
+                self.anchor_of[name] = self.anchor_of[packed]
             elif kind is not None and kind.drawn:
                 self._add(self._other(node, kind))
 
@@ -169,18 +169,18 @@ class _Drawing:
             data: dict[int, dict[Ref, None]] = {}
             control: dict[int, None] = {}
             for ref in self.graph.inputs(name):
-                if ref.node in self.owner:
-                    data.setdefault(self.owner[ref.node], {})[ref] = None
+                if ref.node in self.anchor_of:
+                    data.setdefault(self.anchor_of[ref.node], {})[ref] = None
                 else:
                     for source in by_data[ref.node]:
                         data.setdefault(source, {})[ref] = None
                     control |= by_control[ref.node]
             for waited in control_inputs(self.graph.nodes[name]):
-                if waited in self.owner:
-                    control[self.owner[waited]] = None
+                if waited in self.anchor_of:
+                    control[self.anchor_of[waited]] = None
                 else:
                     control |= by_data[waited] | by_control[waited]
-            own = self.owner.get(name)
+            own = self.anchor_of.get(name)
             if own is None:
                 by_data[name], by_control[name] = dict.fromkeys(data), control
                 continue
@@ -207,11 +207,11 @@ class _Drawing:
         for name in self.order:
             before = [ref.node for ref in self.graph.inputs(name)] + control_inputs(self.graph.nodes[name])
             maker = next((makers[node] for node in before if node in makers), None)
-            if (own := self.owner.get(name, maker)) is not None:
+            if (own := self.anchor_of.get(name, maker)) is not None:
                 makers[name] = own
         for name in reversed(self.order):
-            place = self.owner.get(name, readers.get(name))
-            if name not in self.owner:
+            place = self.anchor_of.get(name, readers.get(name))
+            if name not in self.anchor_of:
                 place = makers.get(name) if place is None else place
                 if place is None:  # No anchor is connected with it.
                     label = self.graph.nodes[name].op
@@ -234,8 +234,8 @@ def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]
         ValueError: a device isn't among the names.
     """
     by_device: dict[int, list[str]] = {}
-    for places, note in ((layout.devices, ""), (layout.homes, " (Bw)")):
-        for stage, names in enumerate(places):
+    for devices, note in ((layout.devices, ""), (layout.owner_devices, " (Bw)")):
+        for stage, names in enumerate(devices):
             for replica, name in enumerate(names):
                 if name not in numbers:
                     raise ValueError(f"stage {stage} is on {name}, which isn't among the {len(numbers)} devices")

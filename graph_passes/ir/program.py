@@ -34,7 +34,7 @@ class Variable:
     """One logical variable of the user's model.
 
     Attributes:
-        name: unique in the program; also the name of its storage on every device that hosts it.
+        name: unique in the program; also the name of its storage on every device that keeps it.
         dtype: a ``DT_*`` number.
         shape: fully known.
         kind: see :class:`VariableKind`.
@@ -62,7 +62,7 @@ class Variable:
     storage: str | None = None
 
     @property
-    def place(self) -> str:
+    def storage_name(self) -> str:
         """Name of its storage on the devices that keep it."""
         return self.storage or self.name
 
@@ -417,14 +417,14 @@ class Layout:
     weight_devices: tuple[tuple[str, ...], ...] | None = None
 
     @property
-    def homes(self) -> tuple[tuple[str, ...], ...]:
+    def owner_devices(self) -> tuple[tuple[str, ...], ...]:
         """Names of the devices that keep each stage's variables, for each replica."""
         return self.devices if self.weight_devices is None else self.weight_devices
 
     def device_of(self, task: Task) -> str:
         """Returns the name of the device that runs a task."""
-        places = self.homes if task.phase is Phase.WEIGHT_GRAD else self.devices
-        return places[task.stage][task.replica]
+        devices = self.owner_devices if task.phase is Phase.WEIGHT_GRAD else self.devices
+        return devices[task.stage][task.replica]
 
     @property
     def micro_batch_intervals(self) -> tuple[Interval, ...]:

@@ -70,7 +70,7 @@ def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
 def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     """Returns a function () -> the variables' values."""
     builder = Builder(empty_graph())
-    values = [read(builder, variable.place, variable.dtype, variable.shape) for variable in variables]
+    values = [read(builder, variable.storage_name, variable.dtype, variable.shape) for variable in variables]
     return outline(name, Graph(builder.graph), [], values)
 
 
@@ -83,7 +83,7 @@ def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
         vectors.append(vector)
         parts = unflatten(builder, vector, dtype, [variable.shape for variable in group])
         for variable, part in zip(group, parts, strict=True):
-            effects.append(assign(builder, variable.place, part, dtype, variable.shape))
+            effects.append(assign(builder, variable.storage_name, part, dtype, variable.shape))
     return outline(name, Graph(builder.graph), vectors, [], effects=effects)
 
 
@@ -91,7 +91,9 @@ def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     """Returns a function that assigns all variables: their values -> ()."""
     builder = Builder(empty_graph())
     values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
-    effects = [assign(builder, v.place, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)]
+    effects = [
+        assign(builder, v.storage_name, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)
+    ]
     return outline(name, Graph(builder.graph), values, [], effects=effects)
 
 
@@ -100,7 +102,7 @@ def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     builder = Builder(empty_graph())
     vectors = []
     for dtype, group in by_dtype(variables).items():
-        parts = [flatten(builder, read(builder, v.place, dtype, v.shape), dtype) for v in group]
+        parts = [flatten(builder, read(builder, v.storage_name, dtype, v.shape), dtype) for v in group]
         vectors.append(builder.concat("values", parts, dtype, 0))
     return outline(name, Graph(builder.graph), [], vectors)
 

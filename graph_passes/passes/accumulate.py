@@ -64,7 +64,7 @@ class Accumulate:
                         # Additions run in sequence even where no schedule orders the tasks.
                         after = exits[tasks[index - 1]] if index else ()
                         inputs = [step.values[task, source.value] for source in sources]
-                        device = step.layout.homes[stage.index][replica]
+                        device = step.layout.owner_devices[stage.index][replica]
                         attrs = task_attrs(task, NodeKind.ACCUMULATE)
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
                         node = call_node(

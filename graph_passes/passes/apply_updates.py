@@ -100,7 +100,7 @@ class Application:
         if not present:
             return None
         with self._builder.marked({PHASE_ATTR: NodeKind.TOTALS.text}):
-            return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.homes[0][0])
+            return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.owner_devices[0][0])
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
         """Returns reduced gradients, each from the first device that has it; computed only when fetched."""
@@ -220,11 +220,11 @@ class Application:
                 value = reduced[variable.name]
             else:
                 assert variable.update is not None
-                producer = self._program.node_stage.get(variable.update.node, len(self.nodes.homes) - 1)
+                producer = self._program.node_stage.get(variable.update.node, len(self.nodes.owner_devices) - 1)
                 first = Task(producer, Phase.FORWARD, 0, 0)
                 value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
                 inputs[value] = functools.partial(_everywhere, self._step.values[first, Value(variable.update)])
-            effects.append(assign(builder, variable.place, value, variable.dtype, variable.shape))
+            effects.append(assign(builder, variable.storage_name, value, variable.dtype, variable.shape))
         return effects
 
     def _bound(
@@ -241,7 +241,7 @@ class Application:
         builder = Builder(graph)
         bound = dict(bindings)
         for resource, variable in captured.variables.items():
-            bound[resource.node] = handle(builder, variable.place, variable.dtype, variable.shape)
+            bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.shape)
         substitute(graph, bound)
         function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         merge_library(self.nodes.graph, captured.graph.library.function)

@@ -187,7 +187,7 @@ def _node_stages(
     roots = {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.placeholder.node for n in roles.normalizers}
     variables = {v.value.node for v in roles.variables if v.value is not None and not v.is_counter}
     given = roots | {v.value.node for v in roles.variables if v.value is not None}
-    homes: dict[str, int] = {}
+    owner_of: dict[str, int] = {}
     stage_of: dict[str, int] = {}
     earliest: dict[str, int] = {}  # stage before which a node can't be computed
     position = -1
@@ -214,11 +214,11 @@ def _node_stages(
                     continue
             stage = bisect.bisect_right(positions, position)
             for name in read:
-                homes.setdefault(name, stage)
+                owner_of.setdefault(name, stage)
         else:
             if free:
                 continue
-            stage = max([earliest[node.name], *staged, *(homes.get(name, last) for name in read)])
+            stage = max([earliest[node.name], *staged, *(owner_of.get(name, last) for name in read)])
         stage_of[node.name] = earliest[node.name] = stage
     if shapes is None:
         return stage_of

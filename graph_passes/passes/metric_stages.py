@@ -39,13 +39,13 @@ def metric_stages(
     if not metrics or not last:
         return {}
     own = _own_nodes(graph, roles, metrics)
-    homes = _homes(graph, roles, stage_of, last, lambda name: name in own and name not in in_model)
+    owner_of = _owner_of(graph, roles, stage_of, last, lambda name: name in own and name not in in_model)
     groups = _groups(graph, roles, metrics, own, stage_of, in_model, has_batch_axis)
     stages: dict[str, int] = {}
     for nodes in groups:
         sources = {ref.node for name in nodes for ref in graph.inputs(name)} - nodes
         begun = [stage_of[name] for name in sources if name in stage_of]
-        begun += [homes[name] for name in sources if name in homes]
+        begun += [owner_of[name] for name in sources if name in owner_of]
         begun += [stage_of[name] for name in nodes if name in in_model and name in stage_of]
         stages |= dict.fromkeys(nodes, max(begun, default=last))
     return stages
@@ -67,16 +67,16 @@ def _given(roles: Roles) -> set[str]:
     )
 
 
-def _homes(
+def _owner_of(
     graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int, late: Callable[[str], bool]
 ) -> dict[str, int]:
     """Returns the stages of weights and state that metrics may read: that of the first reader that isn't ``late``."""
-    homes: dict[str, int] = {}
+    owner_of: dict[str, int] = {}
     for variable in roles.variables:
         if variable.value is not None and variable.kind is not VariableKind.METRIC and not variable.is_counter:
             readers = [name for name in graph.consumers(variable.value.node) if name in stage_of and not late(name)]
-            homes[variable.value.node] = stage_of[readers[0]] if readers else last
-    return homes
+            owner_of[variable.value.node] = stage_of[readers[0]] if readers else last
+    return owner_of
 
 
 def _groups(

@@ -44,29 +44,29 @@ def contributors(program: Program) -> dict[str, dict[int, Variable]]:
 
 
 def parameter_groups(
-    program: Program, updates: Sequence[GroupUpdate], hosts: Mapping[str, Sequence[int]]
+    program: Program, updates: Sequence[GroupUpdate], owners: Mapping[str, Sequence[int]]
 ) -> list[ParameterGroup]:
     """Returns all groups of a program with ordered tasks, in the order in which they are reduced.
 
     Args:
         program: the program.
         updates: the optimizer's part for each group that has parameters.
-        hosts: the stages that keep each variable.
+        owners: the stages that keep each variable.
     """
     contributing = contributors(program)
     kept: dict[tuple[int, ...], list[Variable]] = {update.stages: [] for update in updates}
     for variable in program.roles.variables:
-        stages = {*hosts.get(variable.name, ()), *contributing.get(variable.name, ())}
+        stages = {*owners.get(variable.name, ()), *contributing.get(variable.name, ())}
         if stages and variable.kind is not VariableKind.METRIC:
             kept.setdefault(tuple(sorted(stages)), []).append(variable)
     by_stages = {update.stages: update for update in updates}
-    keys, homes = list(kept), program.own_step.layout.homes
+    keys, owner_devices = list(kept), program.own_step.layout.owner_devices
     numbers = _device_numbers(program.own_step)
-    devices = [[numbers[device] for device in names if device in numbers] for names in homes]
+    devices = [[numbers[device] for device in names if device in numbers] for names in owner_devices]
     return [
         ParameterGroup(
             stages,
-            tuple(dict.fromkeys(device for stage in stages for device in homes[stage])),
+            tuple(dict.fromkeys(device for stage in stages for device in owner_devices[stage])),
             tuple(kept[stages]),
             tuple(variable for variable in kept[stages] if variable.name in contributing),
             by_stages.get(stages),

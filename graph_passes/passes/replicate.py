@@ -53,7 +53,7 @@ class Replicate:
     Attributes:
         layout: devices and batch sizes.
         host_device: the device on which batches are fed and cut into slices.
-        hosts: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
+        owners: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
             reads it from the first device of the first of them.
         prefix: start of the names of the functions made here.
         first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
@@ -67,7 +67,7 @@ class Replicate:
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
     layout: Layout
     host_device: str
-    hosts: Mapping[str, Sequence[int]]
+    owners: Mapping[str, Sequence[int]]
     prefix: str = ""
     first_key: int = 1
 
@@ -184,24 +184,24 @@ class _Replication:
         variables = self.program.variables
         sources: dict[int, list[Variable]] = {}
         for name in stage.reads:
-            hosts = self.options.hosts[name]
-            sources.setdefault(stage.index if stage.index in hosts else hosts[0], []).append(variables[name])
+            owners = self.options.owners[name]
+            sources.setdefault(stage.index if stage.index in owners else owners[0], []).append(variables[name])
         for source, group in sources.items():
             function = read_function(f"{self.options.prefix}stage{stage.index}_read_from{source}", group)
             self.functions.append(function)
-            for replica, device in enumerate(self.layout.homes[stage.index]):
+            for replica, device in enumerate(self.layout.owner_devices[stage.index]):
                 remote = source != stage.index
                 if not any(self.layout.active(stage.index, m, replica) for m in range(self._micro_batches)):
                     continue
                 if not remote or replica == 0:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
-                    place = self.layout.homes[source][0] if remote else device
+                    reading = self.layout.owner_devices[source][0] if remote else device
                     attrs: dict[str, str | int] = {
                         PHASE_ATTR: NodeKind.READ.text,
                         STAGE_ATTR: stage.index,
                         REPLICA_ATTR: replica,
                     }
-                    self.builder.append(call_node(name, function, [], device=place, attrs=attrs))
+                    self.builder.append(call_node(name, function, [], device=reading, attrs=attrs))
                 reader = stage.index, replica
                 self.reads[reader] = (*self.reads.get(reader, ()), name)
                 for index, variable in enumerate(group):

@@ -61,7 +61,7 @@ class RowGradients:
 
     def __init__(self, program: Program, builder: Builder) -> None:
         self._program, self._builder, self._step = program, builder, program.own_step
-        self._homes: Sequence[Sequence[str]] = program.own_step.layout.homes
+        self._owner_devices: Sequence[Sequence[str]] = program.own_step.layout.owner_devices
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self._own: dict[tuple[Value, int, int], Ref | None] = {}
         self._tasks: dict[Value, list[Task]] = {}
@@ -99,11 +99,13 @@ class RowGradients:
         ref = variable.value or Ref("")
         rows: list[list[Ref]] = []
         for kind in OWN_ROWS:
-            parts = [self._rows_of(Value(ref, kind), stage, replica) for replica in range(len(self._homes[stage]))]
+            parts = [
+                self._rows_of(Value(ref, kind), stage, replica) for replica in range(len(self._owner_devices[stage]))
+            ]
             rows.append([part for part in parts if part is not None])
         values, indices = rows
         shared, shared_indices = (Value(ref, kind) for kind in SHARED_ROWS)
-        sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._homes[stage]))]
+        sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._owner_devices[stage]))]
         present = [part for part in sums if part is not None]
         if present:
             with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, STAGE_ATTR: stage}):
@@ -157,7 +159,7 @@ class RowGradients:
         value, stage, replica = key
         own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == (stage, replica))
         marks = {STAGE_ATTR: stage, REPLICA_ATTR: replica}
-        return [self._step.values[task, value] for task in own], self._homes[stage][replica], marks
+        return [self._step.values[task, value] for task in own], self._owner_devices[stage][replica], marks
 
     def _tasks_with(self, value: Value) -> list[Task]:
         if value not in self._tasks:

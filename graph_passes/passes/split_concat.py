@@ -22,7 +22,7 @@ class SplitConcat:
         3 replicas [0,2) [2,4) [4,5)  ->  2 replicas [0,3) [3,5)
         sender 0 sends all to 0; sender 1 splits [2,3) to 0 and [3,4) to 1; sender 2 sends all to 1
 
-    Slices go from owner to owner, never through a gather on one device; gradients flow back the same way. A
+    Slices go from replica to replica, never through a gather on one device; gradients flow back the same way. A
     tensor that has no batch axis (a loss term of an earlier stage, say) is the mean over the sender's slices, weighted
     by their samples; its gradient is shared out by the same weights.
 
@@ -127,7 +127,7 @@ class _Connection:
                 with self.builder.marked(task_attrs(receiver, NodeKind.MEAN)):
                     means.append(self._mean(boundary, sources, receiver))
             return means
-        pieces: dict[int, list[Ref]] = {index: [] for index in range(len(receivers))}
+        received: dict[int, list[Ref]] = {index: [] for index in range(len(receivers))}
         for task, interval, tensor in sources:
             targets = [
                 (index, overlap)
@@ -138,13 +138,15 @@ class _Connection:
             for (index, _), part in zip(
                 targets, self._split(boundary, axis, task, interval, tensor, sizes), strict=True
             ):
-                pieces[index].append(part)
-        return [self._concat(boundary, axis, receiver, pieces[index]) for index, (receiver, _) in enumerate(receivers)]
+                received[index].append(part)
+        return [
+            self._concat(boundary, axis, receiver, received[index]) for index, (receiver, _) in enumerate(receivers)
+        ]
 
-    def _concat(self, boundary: Boundary, axis: int, receiver: Task, pieces: list[Ref]) -> Ref:
+    def _concat(self, boundary: Boundary, axis: int, receiver: Task, parts: list[Ref]) -> Ref:
         name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
         with self.builder.marked(task_attrs(receiver, NodeKind.CONCAT)):
-            return self.builder.concat(name, pieces, boundary.dtype, axis, device=device)
+            return self.builder.concat(name, parts, boundary.dtype, axis, device=device)
 
     def _split(
         self, boundary: Boundary, place: int, task: Task, interval: Interval, tensor: Ref, sizes: list[int]

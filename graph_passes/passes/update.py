@@ -30,7 +30,7 @@ class Update:
 
     Attributes:
         updates: the parameter groups' parts of the optimizer.
-        hosts: the stages that keep each variable on their devices.
+        owners: the stages that keep each variable on their devices.
         host_device: the device of the step's last node.
         bucket_bytes: gradients are reduced in vectors of about this size.
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
@@ -55,7 +55,7 @@ class Update:
     requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     updates: tuple[GroupUpdate, ...]
-    hosts: Mapping[str, Sequence[int]]
+    owners: Mapping[str, Sequence[int]]
     host_device: str
     bucket_bytes: int
     first_key: int = 1

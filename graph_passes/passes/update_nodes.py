@@ -41,7 +41,7 @@ class UpdateNodes:
         options: the pass.
         program: a program with ordered tasks.
         step: its step.
-        homes: names of the devices that keep the variables of each stage's replicas.
+        owner_devices: names of the devices that keep the variables of each stage's replicas.
         graph: the graph that nodes are added to.
         builder: adds them.
         functions: the functions that they call; `finish` puts them into the graph's library.
@@ -55,11 +55,11 @@ class UpdateNodes:
         self.options, self.program, self.step, self.graph = options, program, program.own_step, graph
         if not options.accumulated and (options.carried or options.head):
             raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
-        self.homes = self.step.layout.homes
+        self.owner_devices = self.step.layout.owner_devices
         self.builder = Builder(graph)
         self.functions: list[FunctionDef] = []
         self.contributors = contributors(program)
-        self.groups = parameter_groups(program, options.updates, options.hosts)
+        self.groups = parameter_groups(program, options.updates, options.owners)
         self.computations: dict[str, Computation] = {}
         self.empty: dict[tuple[int, int], list[str]] = {}
 
@@ -69,27 +69,30 @@ class UpdateNodes:
         by_stages = {group.stages: group for group in self.groups}
         return [by_stages[stages] for stages in self.options.carried]
 
-    def places(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
+    def replicas_on(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
         """Returns the (stage, replica) pairs of these stages whose variables are on a device."""
         return [
-            (stage, replica) for stage in stages for replica, home in enumerate(self.homes[stage]) if home == device
+            (stage, replica)
+            for stage in stages
+            for replica, name in enumerate(self.owner_devices[stage])
+            if name == device
         ]
 
     def stages_on(self, group: ParameterGroup, device: str) -> list[int]:
-        """Returns the stages of a group that a device runs."""
-        return [stage for stage, _ in self.places(group.stages, device)]
+        """Returns the stages of a group whose variables are on a device."""
+        return [stage for stage, _ in self.replicas_on(group.stages, device)]
 
     def complete(self, group: ParameterGroup, device: str) -> list[str]:
         """Returns nodes after which a device's accumulators are complete and its variables are no longer read."""
-        places = set(self.places(group.stages, device))
+        replicas = set(self.replicas_on(group.stages, device))
         names = [
             name
             for task, exits in self.step.exit.items()
-            if (task.stage, task.replica) in places
+            if (task.stage, task.replica) in replicas
             or (not self.options.wait_free and self.step.layout.device_of(task) == device)
             for name in exits
         ]
-        return names + [name for place in places for name in self.empty.get(place, ())]
+        return names + [name for replica in replicas for name in self.empty.get(replica, ())]
 
     def function_name(self, what: NodeKind, group: ParameterGroup, device: str) -> str:
         """Returns the name, without the prefix, of a device's function on a group's gradients.
@@ -121,8 +124,8 @@ class UpdateNodes:
         """Makes reads of a stage's variables wait for its carried updates."""
         nodes = {node.name: node for node in self.graph.node}
         for (stages, device), call in applied.items():
-            for place in self.places(stages, device):
-                for name in self.step.reads.get(place, ()):
+            for replica in self.replicas_on(stages, device):
+                for name in self.step.reads.get(replica, ()):
                     nodes[name].input.append(f"^{call}")
 
     def end(self, after: Iterable[str]) -> str:

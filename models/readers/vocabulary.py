@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dapple_tf.models.readers.cache import digest, digest_of_files, kept
 from dapple_tf.models.sources import ModelError
 
-Kind = Literal["byte_bpe", "bpe", "wordpiece"]
+TokenizerKind = Literal["byte_bpe", "bpe", "wordpiece"]
 
 MOST_LEARNT = 32_000
 """Default number of tokens of a trained tokenizer, if the model knows as many."""
@@ -21,7 +21,7 @@ _BYTES = 256
 _AT_ONCE = 1000
 _MOST_BYTES = 64 * 2**20
 
-SPECIAL: dict[Kind, tuple[str, ...]] = {
+SPECIAL: dict[TokenizerKind, tuple[str, ...]] = {
     "byte_bpe": ("<end>",),
     "bpe": ("<pad>", "<unk>", "<start>", "<end>"),
     "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -69,7 +69,7 @@ def load(path: pathlib.Path, text: str) -> Any:
         raise ModelError(f"{text}: {path} isn't a tokenizer's JSON file: {error}") from error
 
 
-def trained(kind: Kind, size: int, files: Sequence[pathlib.Path], lines: Callable[[], Iterable[str]]) -> Any:
+def trained(kind: TokenizerKind, size: int, files: Sequence[pathlib.Path], lines: Callable[[], Iterable[str]]) -> Any:
     """Returns a tokenizer trained on text; cached.
 
     Args:
@@ -95,7 +95,7 @@ def trained(kind: Kind, size: int, files: Sequence[pathlib.Path], lines: Callabl
     return load(kept(f"tokenizer_{key}", make) / "tokenizer.json", kind)
 
 
-def train(kind: Kind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
+def train(kind: TokenizerKind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
     """Trains a tokenizer; see `trained`. Equal texts give equal tokenizers."""
     package = library()
     special = list(SPECIAL[kind])

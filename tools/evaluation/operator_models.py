@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 import graph_passes
-from dapple_tf.execution.builds import Build, Kind
+from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
@@ -121,9 +121,9 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
         capture(model, table, Mode.TRAIN, spec, training=True), passes.stage_passes(Mode.TRAIN, "train_")
     )
     built = Build(Mode.TRAIN, spec, program, group_updates(model, table, program), "train_")
-    chosen = passes.step_passes(built, Kind(batch), plan.order_tasks(), readers_of(program))
+    chosen = passes.step_passes(built, StepKind(batch), plan.order_tasks(), readers_of(program))
     step = run_passes(program, chosen, complete=True)
-    flat = step_placer.flat_step(step, built.input_shapes(Kind(batch)))
+    flat = step_placer.flat_step(step, built.input_shapes(StepKind(batch)))
     return FlatStep(flat.program.graph, flat.shapes, time.process_time() - started)
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.execution.builds import Build, Kind
+from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
@@ -197,12 +197,12 @@ def rewritten(original: Captured, plan: dapple.Plan, cluster: dapple.Cluster, pa
         updates = parts.timed(
             "capture of the optimizer", lambda: group_updates(original.model, original.table, program)
         )
-    hosts = readers_of(program)
+    owners = readers_of(program)
     built = Build(Mode.TRAIN, original.spec, program, updates, "train_", carried=passes.carried(updates))
-    held = holdings(original.table, hosts, optimizer_variables(updates), passes.homes)
-    kind = Kind(plan.global_batch_size)
+    held = holdings(original.table, owners, optimizer_variables(updates), passes.owner_devices)
+    kind = StepKind(plan.global_batch_size)
     schedule = parts.timed("order of tasks", lambda: passes.schedule(built, passes.layout(kind.samples), held))
-    chosen = passes.step_passes(built, kind, schedule, hosts)
+    chosen = passes.step_passes(built, kind, schedule, owners)
     return run(program, chosen, passes.pipeline.number(chosen[0]), complete=True)
 
 
