@@ -188,7 +188,8 @@ def main() -> None:
         for flag in (_REPLICAS, _LAYERS, _HIDDEN, _HEADS, _VOCABULARY, _SEQUENCE, _SCHEDULE, _OPTIMIZER)
     }
     if _CHILD.value:
-        sys.stdout.write(json.dumps(measured(devices[0], counts[0], options)) + "\n")
+        (record,) = records([(devices[0], counts[0])], options)
+        sys.stdout.write(json.dumps(record) + "\n")
         return
     began, rows = time.monotonic(), []
     for row in records(configurations(devices, counts, _FIXED.value), options):
