@@ -131,6 +131,20 @@ def _untuned_data() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def _cache_of_readers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What readers keep of files is kept for the tests of this process."""
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
+
+
+@pytest.fixture
+def _own_garbage() -> Iterator[None]:
+    """What other tests have left in memory isn't looked through time and again: that can take more than a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def _running_workers() -> Iterator[LocalWorkers]:
     from workers import running_workers

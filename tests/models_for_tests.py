@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +21,27 @@ ATTACHED = (
 )
 
 
-def classifier(**options: Any) -> keras.Model:
+def classifier(name: str = "classifier", **options: Any) -> keras.Model:
     """4 features -> first -> second -> logits of 3 classes; options are those of ``compile``."""
     features = keras.Input((4,))
     x = layers.Dense(6, activation="tanh", name="first")(features)
     x = layers.Dense(5, activation="tanh", name="second")(x)
-    model = keras.Model(features, layers.Dense(3, name="logits")(x), name="classifier")
+    model = keras.Model(features, layers.Dense(3, name="logits")(x), name=name)
     given = {
         "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     }
     model.compile(**(given | options))
+    return model
+
+
+def with_layer(*own: Callable[[], keras.layers.Layer]) -> keras.Model:
+    """4 features -> first -> the first layer -> second -> the second layer, if there is one -> last."""
+    features = keras.Input((4,))
+    x = own[0]()(layers.Dense(4, name="first")(features))
+    x = layers.Dense(4, name="second")(x)
+    model = keras.Model(features, layers.Dense(2, name="last")(own[1]()(x) if own[1:] else x))
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
     return model
 
 
@@ -63,6 +74,24 @@ def randomised(model: keras.Model, scale: float = 0.5) -> keras.Model:
     for variable in model.trainable_variables:
         variable.assign(generator.normal(scale=scale, size=variable.shape))
     return model
+
+
+def assert_saved(model: keras.Model, batch: Any, path: pathlib.Path) -> None:
+    """What is loaded predicts the same, and has layers of the same configurations."""
+    model.save(path / "model.keras")
+    loaded = keras.saving.load_model(path / "model.keras")
+    np.testing.assert_array_equal(model.predict_on_batch(batch), loaded.predict_on_batch(batch))
+    assert [layer.get_config() for layer in loaded.layers] == [layer.get_config() for layer in model.layers]
+
+
+def assert_mixed(layer: keras.layers.Layer, policy: str, *inputs: Any, **options: Any) -> list[Any]:
+    """Under a policy of mixed precision, variables are float32 and results finite and of fewer bits; returns these."""
+    results = keras.tree.flatten(layer(*inputs, **options))
+    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
+    for result in results:
+        assert result.dtype == policy.removeprefix("mixed_")
+        assert np.isfinite(np.asarray(result).astype("float32")).all()
+    return results
 
 
 def variables(model: keras.Model) -> list[keras.Variable]:

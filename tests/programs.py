@@ -236,6 +236,30 @@ def _sent(kind: str) -> Program:
     return writer.program(writer.op("loss", "L2Loss", y))
 
 
+def embedding(*, tied: bool, looked_up: str = "tokens") -> Program:
+    """Rows of a table; with ``tied``, the table is also what the result is multiplied with, in stage 1.
+
+    ``looked_up``: tokens of the batch, constants, or both one after the other.
+    """
+    writer = Writer()
+    tokens, table, v = (
+        writer.input("tokens", (None,), INT32),
+        writer.variable("table", (4, 2)),
+        writer.variable("v", (2, 4)),
+    )
+    kind = {"Tparams": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32), "Taxis": dtype_attr(INT32)}
+    with writer.layer("a"):
+        constants = writer.builder.const([1, 1, 3], INT32)
+        both = writer.builder.concat("a/ids", [tokens, constants], INT32, 0)
+        indices = {"tokens": tokens, "constants": constants, "both": both}[looked_up]
+        h = writer.builder.add("a/rows", "GatherV2", [table, indices, writer.builder.const(0, INT32)], **kind)
+        if looked_up == "both":  # What follows has a row for each sample, or for none.
+            h = writer.op("a/sum", "Sum", h, writer.builder.const([0], INT32), Tidx=dtype_attr(INT32), keep_dims=True)
+    with writer.layer("b"):
+        y = writer.op("logits", "MatMul", h, table if tied else v, transpose_b=tied)
+    return writer.program(writer.op("loss", "L2Loss", y))
+
+
 # ---- programs that are captured from Keras models
 
 

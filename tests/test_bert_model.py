@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-import dapple_tf as dapple
 from dapple_tf.models import bert
 
 DRAW = np.random.default_rng(0)
@@ -72,25 +71,6 @@ def test_answers_are_not_in_padding() -> None:
     chances = np.take_along_axis(np.exp(logits[..., :10]), starts_and_ends[..., None], -1)[..., 0]
     expected = -np.log(chances / np.exp(logits[..., :10]).sum(axis=-1)).mean()
     assert float(loss(starts_and_ends, logits)) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"width": 33}, {"sequence": 17}, {"head": "words"}, {"dropout": 1.0}, {"depth": 0}]
-)
-def test_sizes_that_cannot_be(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        bert.bert_tiny(**changes)
-
-
-@pytest.mark.slow
-def test_trains_as_a_pipeline() -> None:
-    model = bert.bert_tiny(tied=True)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    plan = dapple.Plan.manual(["layer_0"], [[0, 1], [2]], micro_batches=2, global_batch_size=4)
-    pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
-    batch = _batch(4)
-    verification = pipelined.verify(batch, batch["tokens"], steps=0)
-    assert verification.worst[1] < 1e-4, str(verification)
 
 
 @pytest.mark.slow

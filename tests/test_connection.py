@@ -30,7 +30,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.network.inquiry import CLIENT, reachable
-from dapple_tf.tools.hosts import LocalWorkers
+from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
 NOTICE = 2.0
 QUICK = FaultPolicy(notice_seconds=NOTICE)
@@ -297,15 +297,9 @@ def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -
     assert f"process {os.getpid()} (" in CLIENT
 
 
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
-
-
 def test_nobody_there(cluster: dapple.Cluster) -> None:
     """The worker that is there is given back."""
-    nobody = f"127.0.0.1:{free_port()}"
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(ClusterError, match=f"worker 0 .* refused; is `python -m dapple_tf.worker --address={nobody}`"):
         dapple.Cluster.of_servers([nobody])
     addresses = [cluster.addresses[0], nobody]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hardware import cluster_of as cluster
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError
@@ -15,14 +15,6 @@ from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, Shared
 from dapple_tf.simulation.cost import CostModel, Message, all_reduce_seconds, gib, stage_cost
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Task
-
-
-def cluster(*counts: int, memory: int | None = None, speeds: Sequence[float] = (), **links: Any) -> Cluster:
-    """Servers of so many devices."""
-    servers = [server for server, count in enumerate(counts) for _ in range(count)]
-    given = itertools.chain(speeds, itertools.repeat(1.0))
-    devices = [Device(f"d{i}", server, memory, next(given)) for i, server in enumerate(servers)]
-    return Cluster(tuple(devices), real=False, **links)
 
 
 def layer(name: str, forward: float = 1.0, backward: float = 2.0, **values: Any) -> LayerProfile:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import assert_same_training, pair, pipeline, use_float64
+from models_for_tests import with_layer
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan
@@ -156,14 +157,6 @@ class Doubled(Recomputed):
 @pytest.mark.parametrize("layer", [Recomputed, pytest.param(Doubled, marks=pytest.mark.slow)])
 def test_gradients_of_the_weights_that_such_a_function_reads_are_its_own_too(layer: type[Recomputed]) -> None:
     """They ended in "Cannot convert a Tensor of dtype resource to a NumPy array", or would have been 0."""
-
-    def build() -> keras.Model:
-        features = keras.Input((4,))
-        x = layers.Dense(4, name="second")(layer()(layers.Dense(4, name="first")(features)))
-        model = keras.Model(features, layers.Dense(2, name="last")(layer()(x)))
-        model.compile(keras.optimizers.Adam(1e-2), "mse")
-        return model
-
     use_float64()
-    model, plain = pair(build)
+    model, plain = pair(lambda: with_layer(layer, layer))
     assert_same_training(pipeline(model, ["second"], (2, 1), 2, 7), plain, [(X[:, 0], Y, None)] * 2)

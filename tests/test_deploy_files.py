@@ -49,11 +49,6 @@ def test_flags_are_found_at_all() -> None:
     assert files >= {"ssh.sh", "slurm.sbatch", "wireguard.conf", "cluster.md"}
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", TEXTS[ROOT / "docs" / "cluster.md"]))
-def test_links_of_the_page(link: str) -> None:
-    assert (ROOT / "docs" / link).exists()
-
-
 # ---- Kubernetes
 
 

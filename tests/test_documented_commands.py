@@ -192,6 +192,12 @@ def test_commands_that_cant_be_run_are_found(line: str) -> None:
 def test_there_are_commands() -> None:
     assert len(COMMANDS) > 40
     assert {"README.md", "docs/tools.md", "docs/cluster.md"} <= {given.document for given in COMMANDS}
+    of_readme = {given.line.split("#")[0].strip() for given in COMMANDS if given.document == "README.md"}
+    assert {"make train", "make test"} <= of_readme
+    assert examples("README.md", ["python"])
+    of_tools = [given.line.split() for given in COMMANDS if given.document == "docs/tools.md"]
+    tools = {words[2].removeprefix("tools.") for words in of_tools if words[:2] == ["python", "-m"]}
+    assert {"profile", "plan", "simulate", "train", "what_if", "dump_graph"} <= tools
 
 
 # ---- runs

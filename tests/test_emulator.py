@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hardware import cluster_of as cluster
 from selection import sampled, thorough
 from test_simulator import STRAIGHT, random_case
 
-from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.cluster import Cluster, Server
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.measuring import emulated_step, emulator
@@ -54,11 +55,6 @@ def measured(plan: Plan, profile: Profile, cluster: Cluster, **options: Any) -> 
     best = min(emulations, key=lambda one: abs(one.error))
     assert abs(best.error) < TOLERANCE, str(best)
     return best
-
-
-def cluster(*counts: int, **links: Any) -> Cluster:
-    servers = [server for server, count in enumerate(counts) for _ in range(count)]
-    return Cluster(tuple(Device(f"d{i}", server) for i, server in enumerate(servers)), real=False, **links)
 
 
 def profile(layers: int, tensors: Sequence[Tensor] | None = None, shared: Any = (), **layer: Any) -> Profile:

@@ -285,6 +285,9 @@ def test_every_policy_agrees_where_slices_matter(case: Case, micro_batches: int)
     ("case", "clip_norm", "scaled"),
     [
         (Case("zb_v", VEE), None, True),
+        # The next step scaled by the value from before the carried update, and unscaled by the one after it.
+        (Case("dapple_a", [[0]], {"carried_updates": 1}, 2), None, True),
+        (Case("dapple_a", [[0, 1]], {"carried_updates": 1}, 2), None, True),
         (Case("modulo", PERIODIC), 0.01, False),
         (Case("dapple_a", CHUNKS, {"reverse_first_k": 3}), 0.01, True),
         (Case("zb_h1", GROUPS, {"jit_compile": True}), None, False),
@@ -302,12 +305,16 @@ def test_optimizers_that_look_at_all_gradients_and_xla(case: Case, clip_norm: fl
         model.compile(optimizer, "mse")
         return model
 
+    carried = "carried_updates" in case.options
+    if carried:
+        use_float64()
     own, plain = pair(build)
-    plan = dapple.Plan.manual(ZOO["branches"].cuts_for(4), case.devices, 4, 13, case.schedule, **case.options)
+    cuts = ZOO["branches"].cuts_for(len(case.devices))
+    plan = dapple.Plan.manual(cuts, case.devices, case.micro_batches, 13, case.schedule, **case.options)
     cluster = dapple.Cluster.local(3, kind="cpu")
     pipelined = dapple.transform(own, cluster, plan, on_non_finite_loss="continue")
     rng = np.random.default_rng(0)
-    for number in range(5):
+    for number in range(6):
         x, y, _ = ZOO["branches"].batch(rng, 13)
         if scaled and number == 3:
             y = np.array(y)
@@ -315,32 +322,4 @@ def test_optimizers_that_look_at_all_gradients_and_xla(case: Case, clip_norm: fl
         pipelined.train_on_batch(x, y)
         plain.train_on_batch(x, y)
     pipelined.sync()
-    assert_same_variables(own, plain, 1e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [[0], [0, 1]])
-def test_a_loss_scale_that_a_carried_update_changes_counts_for_the_next_step(devices: list[int]) -> None:
-    """The next step scaled by the value from before the carried update, and unscaled by the one after it."""
-    use_float64()
-
-    def build() -> keras.Model:
-        model = ZOO["branches"].build()
-        inner = keras.optimizers.SGD(0.1, momentum=0.5)
-        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2), "mse")
-        return model
-
-    own, plain = pair(build)
-    plan = dapple.Plan.manual([], [devices], 2, 13, carried_updates=1)
-    pipelined = dapple.transform(own, dapple.Cluster.local(2, kind="cpu"), plan, on_non_finite_loss="continue")
-    rng = np.random.default_rng(0)
-    for number in range(6):
-        x, y, _ = ZOO["branches"].batch(rng, 13)
-        if number == 3:
-            y = np.array(y)
-            y[0] = np.inf
-        pipelined.train_on_batch(x, y)
-        plain.train_on_batch(x, y)
-    pipelined.sync()
-    assert_same_variables(own, plain, 1e-10)
+    assert_same_variables(own, plain, 1e-10 if carried else 1e-4)

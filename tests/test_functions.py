@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import assert_same_training, pair, pipeline, use_float64
+from models_for_tests import with_layer
 
 import dapple_tf as dapple
 from graph_passes.ir.call_order import CALLS
@@ -91,14 +92,6 @@ class Methods(keras.Model):
         return self.last(self.encoded(x))
 
 
-def with_layer(layer: Callable[..., keras.layers.Layer]) -> keras.Model:
-    features = keras.Input((4,))
-    x = layer(name="own")(layers.Dense(4, name="first")(features))
-    model = keras.Model(features, layers.Dense(2, name="last")(layers.Dense(4, name="second")(x)))
-    model.compile(keras.optimizers.Adam(1e-2), "mse")
-    return model
-
-
 def subclassed() -> keras.Model:
     model = Methods()
     model(np.zeros((1, 4)))
@@ -127,10 +120,10 @@ CASES = {
     "grouped": (grouped, "first", IMAGES, {}),
     "grouped, recomputed": (grouped, "first", IMAGES, {"recompute": "boundary"}),
     "grouped, all compiled": (grouped, "first", IMAGES, {"jit_compile": True}),
-    "compiled": (lambda: with_layer(Compiled), "own", X, {}),
-    "compiled in a loop": (lambda: with_layer(InLoop), "own", X, {}),
+    "compiled": (lambda: with_layer(lambda: Compiled(name="own")), "own", X, {}),
+    "compiled in a loop": (lambda: with_layer(lambda: InLoop(name="own")), "own", X, {}),
     "compiled lookup": (lookup, "flat", IDS, {}),
-    "converted": (lambda: with_layer(Converted), "own", X, {}),
+    "converted": (lambda: with_layer(lambda: Converted(name="own")), "own", X, {}),
     "methods": (subclassed, "first", X, {}),
 }
 
@@ -167,7 +160,7 @@ def test_state_that_a_compiled_function_assigns_is_kept(inner: Callable[[], kera
             return self.compiled(x, training)
 
     use_float64()
-    model, plain = pair(lambda: with_layer(Stateful))
+    model, plain = pair(lambda: with_layer(lambda: Stateful(name="own")))
     assert_same_training(pipeline(model, ["second"], (1, 1), 1, 7), plain, [(X, Y, None)] * 2)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from models_for_tests import randomised
+from models_for_tests import assert_mixed, assert_saved, randomised
 
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import declared_spec
@@ -130,21 +129,14 @@ def test_the_first_encoder_layer_reads_in_both_directions(model: keras.Model) ->
 def test_saved_and_loaded(model: keras.Model, tmp_path: pathlib.Path) -> None:
     batch = _batch()
     batch["source"][0, 2:] = 0
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(model.predict_on_batch(batch), loaded.predict_on_batch(batch))
-    assert [layer.get_config() for layer in loaded.layers] == [layer.get_config() for layer in model.layers]
+    assert_saved(model, batch, tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision(policy: str) -> None:
     layer = gnmt.AttendingLayer(4, dtype=policy)
     masks = [np.array([[True, True, False]]), np.array([[True, False]])]
-    results = layer([np.ones((1, 3, 5), "float32"), np.ones((1, 2, 4), "float32")], mask=masks)
-    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
-    for result in results:
-        assert result.dtype == policy.removeprefix("mixed_")
-        assert np.isfinite(np.asarray(result).astype("float32")).all()
+    assert_mixed(layer, policy, [np.ones((1, 3, 5), "float32"), np.ones((1, 2, 4), "float32")], mask=masks)
 
 
 def test_shapes_at_cuts_are_known_without_running_the_model(
@@ -170,20 +162,6 @@ def test_trains_as_a_pipeline_cut_in_both_halves() -> None:
     checked = pipelined.verify({"source": pairs.source, "target": pairs.target}, pairs.labels, pairs.weights, steps=0)
     assert checked.worst[1] < 1e-4, str(checked)
     pipelined.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depth": 1}, "depth is 1; need at least 2"),
-        ({"vocabulary": 1}, "vocabulary is 1; need at least 2"),
-        ({"residual_from": 0}, "residual_from is 0; need at least 1"),
-        ({"dropout": -0.1}, "dropout is -0.1; need 0 <= dropout < 1"),
-    ],
-)
-def test_impossible_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gnmt.gnmt_tiny(**changes)
 
 
 def test_pairs_are_sentences_and_their_reverses() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import logging
 import pathlib
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from dapple_tf import data_files
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError, Entry, Manifest, Shard
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport, StageReport
@@ -97,6 +97,15 @@ def a_cluster() -> str:
     return json.dumps({"format": "dapple_tf.cluster/1", "servers": servers} | links | reduction)
 
 
+def a_manifest() -> str:
+    entries = (
+        Entry("model/0", "dense/kernel", "float32", (4, 3), "shard-0"),
+        Entry("optimizer/0", "iterations", "int64", (), "client"),
+    )
+    shards = {name: Shard(100, "0f" * 32, 1 << 40) for name in ("shard-0", "client", "data")}
+    return Manifest(12, 2, 3, entries, shards).to_json()
+
+
 def a_text() -> str:
     return (ROOT / "docs" / "profiles" / "gnmt-16-pbs-64.txt").read_text(encoding="utf-8")
 
@@ -108,30 +117,31 @@ class Kind:
     name: str
     example: Callable[[], str]
     load: Callable[[pathlib.Path], Any]
-    error: type[ValueError]
+    error: type[Exception]
 
 
 PLAN = Kind("plan", a_plan, Plan.load, PlanError)
 PROFILE = Kind("profile", a_profile, Profile.load, ProfileError)
 CLUSTER = Kind("cluster", a_cluster, Cluster.load, ClusterError)
+MANIFEST = Kind(
+    "manifest",
+    a_manifest,
+    lambda path: Manifest.from_json(path.read_bytes().decode(errors="replace"), source=str(path)),
+    CheckpointError,
+)
 TEXT = Kind("text", a_text, lambda path: load_text(path, batch_size=64), ProfileError)
 JSON_KINDS = (PLAN, PROFILE, CLUSTER)
-json_kinds = pytest.mark.parametrize("kind", JSON_KINDS, ids=lambda kind: kind.name)
+json_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, MANIFEST), ids=lambda kind: kind.name)
 all_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, TEXT), ids=lambda kind: kind.name)
+
+
+pytestmark = pytest.mark.usefixtures("_own_garbage")
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a plan was changed after it was planned would be said thousands of times here."""
     monkeypatch.setattr(logging.getLogger("dapple_tf.describe.plan"), "disabled", True)
-
-
-@pytest.fixture(autouse=True)
-def _own_garbage() -> Iterator[None]:
-    """What other tests have left in memory isn't looked through time and again: that can take more than a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -296,28 +306,15 @@ def test_keys_left_out_renamed_and_twice(kind: Kind, tmp_path: pathlib.Path) -> 
     assert reader.refused > reader.read
 
 
-@all_kinds
+@pytest.mark.parametrize("kind", (*JSON_KINDS, MANIFEST, TEXT), ids=lambda kind: kind.name)
 def test_damaged_bytes(kind: Kind, tmp_path: pathlib.Path) -> None:
     reader = Reader(kind, tmp_path)
     generator = random.Random(2026)
     original = kind.example().encode()
     if kind is TEXT:
         original = original[:2500] + b"\n"
-    pieces = [
-        b"\xff",
-        b"\x00",
-        b"\xed\xa0\x80",
-        b"\xef\xbb\xbf",
-        b"[",
-        b"]",
-        b"{",
-        b"}",
-        b'"',
-        b",",
-        b"\\",
-        b"9" * 20,
-        b"e",
-    ]
+    pieces = [b"\xff", b"\x00", b"\xed\xa0\x80", b"\xef\xbb\xbf", *(bytes([byte]) for byte in b'[]{}",\\:;=\n\t -.e')]
+    pieces += [b"9" * 40, b" -- ", b"node1", b"nan", b"NaN", b"Infinity", b"null", b"true", b"\\ud800"]
     for _ in range(600):
         data = bytearray(original)
         for _ in range(generator.randint(1, 3)):

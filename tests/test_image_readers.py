@@ -21,6 +21,7 @@ from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
 
 CLASSES = ("ant", "bee", "cat")
+pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,6 @@ def records(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> p
     records_writer.write(folder / "train", root, "train", shards=3, seed=5)
     records_writer.write(folder / "val", root, "validation", shards=2, seed=None)
     return root
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
 
 
 MODEL = image_model()

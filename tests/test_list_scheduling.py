@@ -136,5 +136,3 @@ def test_the_critical_path_is_the_longest_way_to_the_steps_end() -> None:
         (F, 1): 2 + 31,
         (F, 0): 1 + 33,
     }
-    whole = priorities.critical_path(asked, split=False)
-    assert whole(Job(0, F, 0)) == 1 + 2 + 5 + 26 + 7 + 1 and whole(Job(0, B, 0)) == 1

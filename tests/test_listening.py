@@ -16,6 +16,7 @@ import pytest
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.network import listening
 from dapple_tf.network.listening import Address, check_private, confine, keep_closed, resolve
+from dapple_tf.tools.hosts import free_ports
 
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 LOOPBACK6 = ipaddress.IPv6Address("::1")
@@ -46,12 +47,6 @@ def has_ipv6() -> bool:
 ipv6_only = pytest.mark.skipif(
     not has_ipv6(), reason="this machine has no IPv6 (sysctl net.ipv6.conf.lo.disable_ipv6=0)"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(address: str, port: int, timeout: float = 0.25) -> bool:
@@ -210,7 +205,7 @@ def test_connections_made_before(accept: bool) -> None:
 @pytest.mark.slow
 @linux_only
 def test_kept_closed_until_confined() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     before = dict(os.environ)
     with keep_closed(port):
         with (
@@ -246,7 +241,7 @@ def test_kept_closed_until_confined() -> None:
 
 @linux_only
 def test_nothing_to_confine() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     with pytest.raises(ClusterError, match=rf"listens on port {port}; make the server first, with start=False"):
         confine(port, [LOOPBACK])
     foreign = ipaddress.IPv4Address("198.51.100.77")
@@ -297,7 +292,7 @@ sys.stdin.readline()
 @linux_only
 @pytest.mark.slow
 def test_tensorflow_server() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -135,28 +135,6 @@ def test_moving_averages_by_hand(pair: Pair) -> None:
     pair.fit(X, Y, epochs=2, callbacks=lambda: [Average()])
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_kerass_callbacks_that_judge_save_and_restore(pair: Pair, tmp_path: pathlib.Path) -> None:
-    folders = iter((tmp_path / "plain", tmp_path / "pipelined"))
-
-    def callbacks() -> list[Any]:
-        path = next(folders) / "{epoch}-{batch}.weights.h5"
-        return [
-            keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2),
-            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=10.0),
-            keras.callbacks.EarlyStopping(patience=2, min_delta=10.0, restore_best_weights=True),
-        ]
-
-    pair.fit(X, Y, epochs=5, validation_data=(X, Y), callbacks=callbacks)
-    saved = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("plain", "pipelined")]
-    assert saved[0] == saved[1]
-    for name in saved[0]:
-        pair.plain.load_weights(tmp_path / "plain" / name)
-        pair.model.load_weights(tmp_path / "pipelined" / name)
-        assert_close(pair.pipelined.get_weights(), pair.plain.get_weights())
-
-
 # --- loops of one's own
 
 

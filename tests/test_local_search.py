@@ -6,21 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hardware import cluster_of, profile_of
 
-from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.plan_request import Changes, PlanRequest
-
-
-def profile_of(layers: int) -> Profile:
-    costs = [LayerProfile(f"l{i}", Cost(0.0, 1.0), Cost(0.0, 2.0)) for i in range(layers)]
-    return Profile("p", "none", (1,), tuple(costs), tuple(Tensor(i, (i + 1,), Cost(0, 1)) for i in range(layers - 1)))
-
-
-def cluster_of(*servers: int) -> Cluster:
-    return Cluster(tuple(Device(f"s{s}d{d}", s) for s, size in enumerate(servers) for d in range(size)), real=False)
 
 
 def request(plan: Plan, layers: int, *servers: int, **options: Any) -> PlanRequest:
@@ -34,13 +24,13 @@ def changed(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...]
 
 
 def test_cuts_move_by_up_to_two_layers_and_never_empty_a_stage() -> None:
-    plan = Plan.manual(["l1"], [[0], [1]], 2, 8)
+    plan = Plan.manual(["layer_1"], [[0], [1]], 2, 8)
     cuts = {cuts for cuts, devices, count in changed(plan, 4, 2) if devices == plan.devices and count == 2}
-    assert cuts == {("l0",), ("l2",)}
+    assert cuts == {("layer_0",), ("layer_2",)}
 
 
 def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
-    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
     devices = {devices for cuts, devices, count in changed(plan, 4, 3, 2) if cuts == plan.cuts and count == 2}
     assert devices == {
         ((0,), (1, 2)),  # from the first stage to the second
@@ -54,21 +44,21 @@ def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
 
 
 def test_micro_batches_double_and_halve() -> None:
-    plan = Plan.manual(["l1"], [[0], [1]], 2, 8)
+    plan = Plan.manual(["layer_1"], [[0], [1]], 2, 8)
     same = {count for cuts, devices, count in changed(plan, 4, 2) if (cuts, devices) == (plan.cuts, plan.devices)}
     assert same == {1, 4}
 
 
 def test_stages_are_merged_and_split() -> None:
-    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
     others = changed(plan, 4, 4)
     assert ((), ((0, 1, 2),), 2) in others
-    assert (("l0", "l1"), ((0,), (1,), (2,)), 2) in others  # shares its devices
-    assert (("l1", "l2"), ((0, 1), (2,), (3,)), 2) in others  # gets the free one
+    assert (("layer_0", "layer_1"), ((0,), (1,), (2,)), 2) in others  # shares its devices
+    assert (("layer_1", "layer_2"), ((0, 1), (2,), (3,)), 2) in others  # gets the free one
 
 
 def test_all_are_legal_and_none_has_more_replicas_than_samples() -> None:
-    plan = Plan.manual(["l0"], [[0, 1], [2]], 4, 8)
+    plan = Plan.manual(["layer_0"], [[0, 1], [2]], 4, 8)
     for other in neighbours(plan, request(plan, 3, 5)):
         assert max(other.replicas) <= 8 // other.micro_batches
 
@@ -78,7 +68,7 @@ def exchange(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
 
 
 def test_moves_of_ones_own_come_last() -> None:
-    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
     *built_in, last = neighbours(plan, request(plan, 4, 3, moves=[exchange]))
     assert last.devices == ((2,), (0, 1))
     assert built_in == [*neighbours(plan, request(plan, 4, 3))]
@@ -88,7 +78,7 @@ def test_what_moves_may_not_change_is_refused() -> None:
     def smaller(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
         yield {"global_batch_size": 1, "cut": ()}
 
-    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
     with pytest.raises(PlanError, match=r"^move smaller changes cut, global_batch_size; a move may change .*devices"):
         [*neighbours(plan, request(plan, 4, 3, moves=[smaller]))]
     with pytest.raises(PlanError, match="moves has 'left'; give functions"):

@@ -15,10 +15,7 @@ from reading import assert_equal, image_model, taken
 from dapple_tf.models.registry import find_data
 from dapple_tf.tools import command, make_data
 
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
+pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
 def run(*arguments: str) -> int:

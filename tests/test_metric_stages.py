@@ -192,7 +192,11 @@ def test_three_stages_with_outputs_and_metrics_of_all_kinds() -> None:
         model.compile(
             keras.optimizers.SGD(0.1),
             loss={"a": keras.losses.MeanSquaredError(reduction="sum"), "b": "mae", "c": "categorical_crossentropy"},
-            metrics={"a": [Largest("peak")], "b": [keras.metrics.AUC(name="auc"), "mae"], "c": ["accuracy"]},
+            metrics={
+                "a": [Largest("peak")],
+                "b": [keras.metrics.AUC(name="auc"), "mae"],
+                "c": ["accuracy", "cosine_similarity", keras.metrics.R2Score()],
+            },
         )
         return model
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import pathlib
 import re
-import shlex
 from collections.abc import Callable
 
 import keras
@@ -62,17 +61,6 @@ def test_documents_name_flags_that_there_are(name: str) -> None:
     assert {flag for flag in mentioned if flag not in known and f"no{flag}" not in known} == set()
     assert f"python -m tools.{name} " in tool.__doc__
     assert all(tool.FLAGS[flag].help for flag in tool.FLAGS)
-
-
-def test_commands_of_the_document_can_be_parsed() -> None:
-    """Every line ``python -m tools.x`` of docs/tools.md has flags that the tool takes."""
-    document = (pathlib.Path(__file__).parents[1] / "docs" / "tools.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"^python -m tools\.(?!launch)(\w+)(.*)", document, flags=re.MULTILINE)
-    assert {name for name, _ in commands} == {*TOOLS, "dump_graph"}
-    for name, arguments in commands:
-        tool = importlib.import_module(f"dapple_tf.tools.{name}")
-        tool.FLAGS.unparse_flags()
-        assert tool.FLAGS([name, *shlex.split(arguments)]) == [name]
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.models import registry
-from dapple_tf.models.datasets import DATASETS, GENERATED
+from dapple_tf.models.datasets import DATASETS, GENERATED, READERS
 from dapple_tf.models.registry import MODELS, find_data, find_model
 from dapple_tf.models.sources import ModelError, ModelSource
 
@@ -23,6 +23,12 @@ def test_every_family_has_a_tiny_variant() -> None:
     assert {name.partition(":")[0] for name in MODELS} == {name.removesuffix(":tiny") for name in TINY}
     assert all(source.name == name for name, source in (MODELS | DATASETS).items())
     assert all(source.data is DATASETS[source.data.name] for source in MODELS.values())
+
+
+def test_all_data_are_described() -> None:
+    document = (pathlib.Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    for name in (*DATASETS, *READERS):
+        assert f"`{name}`" in document or f"`{name}:" in document, name
 
 
 @pytest.mark.few(5)

@@ -35,11 +35,18 @@ def model_with(optimizer: Callable[[], Any]) -> keras.Model:
     return model
 
 
+def without_decay_of_biases() -> Any:
+    made = optimizers.AdamW(0.01, weight_decay=0.5)
+    made.exclude_from_weight_decay(var_names=["bias"])
+    return made
+
+
 SETTINGS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optimizers.SGD(0.1),
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda: optimizers.Adam(0.01, amsgrad=True),
     "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.05),
+    "excluded": without_decay_of_biases,
     "adamax": lambda: optimizers.Adamax(0.01),
     "nadam": lambda: optimizers.Nadam(0.01),
     "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
@@ -103,28 +110,7 @@ def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
     use_float64()
     model, plain = pair(build)
     pipelined = pipeline(model, ["more"], (2, 1), 2, 7)
-    for _ in range(3):
-        pipelined.train_on_batch(TOKENS, TARGETS)
-        plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_excluded_variables_do_not_decay() -> None:
-    def optimizer() -> Any:
-        made = optimizers.AdamW(0.01, weight_decay=0.5)
-        made.exclude_from_weight_decay(var_names=["bias"])
-        return made
-
-    use_float64()
-    model, plain = pair(lambda: model_with(optimizer))
-    pipelined = pipeline(model, ["flat"], (1, 2), 2, 7)
-    pipelined.train_on_batch(TOKENS, TARGETS)
-    plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
 
 
 @pytest.mark.slow
@@ -139,11 +125,8 @@ def test_frozen_layers_and_unused_weights_stay_as_they_are() -> None:
     model, plain = pair(build)
     before = np.asarray(model.get_layer("hidden").kernel)
     pipelined = pipeline(model, ["flat"], (1, 1), 2, 7)
-    pipelined.train_on_batch(TOKENS, TARGETS)
-    plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
+    assert_same_variables_after(1, pipelined, plain, TOKENS, TARGETS)
     assert np.array_equal(before, np.asarray(model.get_layer("hidden").kernel))
-    assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
 def test_a_frozen_first_stage_has_an_empty_backward() -> None:
@@ -155,11 +138,7 @@ def test_a_frozen_first_stage_has_an_empty_backward() -> None:
 
     use_float64()
     model, plain = pair(build)
-    pipelined = pipeline(model, ["flat"], (2, 1), 2, 7)
-    pipelined.train_on_batch(TOKENS, TARGETS)
-    plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(1, pipeline(model, ["flat"], (2, 1), 2, 7), plain, TOKENS, TARGETS)
 
 
 def test_the_learning_rate_follows_the_host() -> None:

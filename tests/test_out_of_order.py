@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from schedule_runs import execute, straight
 
-from dapple_tf.schedules.out_of_order import best_reverse_first_k, largest_reverse_first_k, modulo_devices
+from dapple_tf.schedules.out_of_order import best_reverse_first_k, modulo_devices
 from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from graph_passes.ir.tasks import Phase, Task
 
@@ -161,17 +161,6 @@ def test_the_first_k_stages_reversed_and_the_rest_fast_forwarded() -> None:
 def test_interleaved_refuses_reverse_first_k() -> None:
     with pytest.raises(ScheduleError, match="reverse_first_k is 1, but interleaved doesn't split backwards"):
         make_schedule("interleaved", [[0], [1], [0], [1]], 2, reverse_first_k=1)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(89, 0), (91, 1), (110, 1), (111, 2), (135, 3), (1000, 3), (0, 0)])
-def test_memory_bounds_k(limit: float, expected: int) -> None:
-    """f(0) = 100 - 30 = 70, f(1) = 100 - 20 + 10 = 90, f(2) = 100 - 10 + 20 = 110, f(3) = 100 + 30 = 130."""
-    assert largest_reverse_first_k(limit, 100, [10, 10, 10], [10, 10, 10]) == expected
-
-
-def test_memory_of_other_lengths_is_refused() -> None:
-    with pytest.raises(ValueError, match="output_gradient_bytes has 2 entries, weight_gradient_bytes 1"):
-        largest_reverse_first_k(1, 1, [1, 1], [1])
 
 
 def counted(throughput: Callable[[int], float]) -> tuple[Callable[[int], float], list[int]]:

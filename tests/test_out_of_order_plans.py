@@ -7,12 +7,12 @@ import functools
 import json
 from typing import Any
 
-import equal_layers
+import hardware
 import keras
 import numpy as np
 import pytest
-from equal_layers import cluster_of
 from equivalence import assert_same_training, pair
+from hardware import cluster_of
 from profiled import mlp
 
 import dapple_tf as dapple
@@ -34,7 +34,7 @@ from dapple_tf.schedules.out_of_order import MODULO
 from dapple_tf.schedules.zero_bubble import ZB_V
 from dapple_tf.simulation.simulator import simulate
 
-profile_of = functools.partial(equal_layers.profile_of, parameters=10**8)
+profile_of = functools.partial(hardware.profile_of, parameters=10**8)
 
 
 FOUR = cluster_of(1, 1, 1, 1, inter_bandwidth=1e10)

@@ -33,11 +33,7 @@ def translator(words: int = 24, source: int = 5, target: int = 6) -> keras.Model
 
 
 MODEL = translator()
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
+pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
 @pytest.fixture(scope="module")

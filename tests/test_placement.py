@@ -6,20 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+from hardware import cluster_of
 
-from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.planning.placement import Placements, Step, allocate, links_of
 from dapple_tf.simulation.cost import all_reduce_seconds
-
-
-def cluster_of(*sizes: int, speeds: tuple[float, ...] | None = None, **links: float) -> Cluster:
-    """Servers of these sizes."""
-    devices = [
-        Device(f"s{server}d{index}", server, speed=speeds[server] if speeds else 1.0)
-        for server, size in enumerate(sizes)
-        for index in range(size)
-    ]
-    return Cluster(tuple(devices), real=False, **links)
 
 
 # Figure 5 of the paper: three servers of 8 (here), two of them partly used, and 6 devices wanted.
@@ -72,7 +62,7 @@ def test_all_numbers_of_replicas_are_tried_on_a_small_cluster() -> None:
 
 
 def test_like_servers_are_exchangeable_and_unlike_ones_are_not() -> None:
-    alike, unlike = Placements(cluster_of(2, 2)), Placements(cluster_of(2, 2, speeds=(1.0, 0.5)))
+    alike, unlike = Placements(cluster_of(2, 2)), Placements(cluster_of(2, 2, speeds=(1.0, 1.0, 0.5, 0.5)))
     assert (1, 0) in alike.states
     assert (0, 1) not in alike.states
     assert {(1, 0), (0, 1)} <= set(unlike.states)

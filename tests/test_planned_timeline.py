@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hardware import cluster_of, plan_of
 from schedule_runs import execute, there_and_back, vee
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
@@ -21,11 +22,6 @@ from graph_passes.ir.tasks import Schedule
 
 NAMES = [f"layer{index}" for index in range(16)]
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]
-
-
-def plan_of(devices: Sequence[Sequence[int]], micro_batches: int, schedule: str = "dapple_a", **options: Any) -> Plan:
-    samples = micro_batches * max(map(len, devices))
-    return Plan.manual(NAMES[: len(devices) - 1], devices, micro_batches, samples, schedule, **options)
 
 
 def straight(stages: int, micro_batches: int, schedule: str = "dapple_a", **options: Any) -> Plan:
@@ -152,14 +148,8 @@ def test_a_profile_gives_times_updates_and_memory_and_links_cost_nothing() -> No
     model = profile([(1.0, 2.0), (2.0, 3.0)], 9.0, parameter_bytes=1000, apply_seconds=0.5, residual_bytes=Cost(64.0))
     model = dataclasses.replace(model, step_seconds=7.0)
     plan = plan_of([[0, 1], [2]], 3)
-    cluster = Cluster(
-        tuple(Device(f"d{i}", i // 2, 2**20, 1.0) for i in range(3)),
-        inter_bandwidth=1.0,
-        intra_bandwidth=1.0,
-        inter_latency=3.0,
-        servers=(Server(capacity=1.0), Server()),
-        real=False,
-    )
+    links = {"inter_bandwidth": 1.0, "intra_bandwidth": 1.0, "inter_latency": 3.0}
+    cluster = cluster_of(2, 1, memory=2**20, servers=(Server(capacity=1.0), Server()), **links)
     timeline = planned(plan, model, cluster)
     assert timeline.unit == "s" and timeline.samples == 6 and timeline.throughput is not None
     assert {span.kind for span in timeline.spans} == {"F", "B", "apply"}
@@ -219,7 +209,7 @@ def test_a_cut_named_like_the_last_layer_does_no_harm() -> None:
 
 
 def test_memory_limits_the_schedule_as_it_does_in_a_real_step() -> None:
-    cluster = Cluster(tuple(Device(f"d{i}", 0, 250) for i in range(2)), real=False)
+    cluster = cluster_of(2, memory=250)
     model = profile([(1.0, 2.0)] * 2, residual_bytes=Cost(100.0))
     orders = {limit: planned(straight(2, 4, "dapple_b"), model, limit) for limit in (None, cluster)}
     held = {limit: peak(timeline) for limit, timeline in orders.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from equal_layers import cluster_of, profile_of
+from hardware import cluster_of, profile_of
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError

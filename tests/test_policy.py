@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
-from equal_layers import cluster_of, profile_of
+from hardware import cluster_of, profile_of
 from schedule_runs import straight
 
 import dapple_tf as dapple

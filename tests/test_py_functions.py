@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import assert_same_training, pair, pipeline, use_float64
+from models_for_tests import with_layer
 
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import BatchSpec, Leaf
@@ -33,11 +34,7 @@ class Sine(layers.Layer):
 
 
 def with_python() -> keras.Model:
-    features = keras.Input((4,))
-    x = Sine(name="waves")(layers.Dense(4, name="first")(features))
-    model = keras.Model(features, layers.Dense(2, name="last")(Sine()(layers.Dense(4, name="second")(x))))
-    model.compile(keras.optimizers.Adam(1e-2), "mse")
-    return model
+    return with_layer(lambda: Sine(name="waves"), Sine)
 
 
 def test_a_py_function_has_the_gradient_of_its_own_slice() -> None:

@@ -38,11 +38,7 @@ def question_model(outputs: str, words: int = 27, *, ordered: bool = False) -> k
 
 
 SPANS = question_model("spans")
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
+pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
 def squad(*questions: tuple[str, str, str | None]) -> str:

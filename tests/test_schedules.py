@@ -19,7 +19,6 @@ from dapple_tf.schedules.schedules import (
     make_schedule,
     resolve_warm_up,
     validate,
-    warm_up_counts,
 )
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
@@ -141,12 +140,12 @@ def test_a_device_whose_slices_are_all_empty_keeps_its_line() -> None:
 def test_warm_up_follows_the_papers_formulas(
     policy: str, stages: int, micro_batches: int, holds: list[int] | None, expected: tuple[int, ...]
 ) -> None:
-    assert warm_up_counts(policy, stages, micro_batches, holds) == expected
+    assert resolve_warm_up(policy, stages, micro_batches, holds=holds) == expected
 
 
 def test_a_stage_with_little_memory_also_limits_the_stages_after_it() -> None:
     """Taken stage by stage, P_A gives (1, 2, 1) here, and stage 1 would wait for a second forward for ever."""
-    assert warm_up_counts("dapple_a", 3, 4, holds=[1, 4, 4]) == (1, 1, 1)
+    assert resolve_warm_up("dapple_a", 3, 4, holds=[1, 4, 4]) == (1, 1, 1)
     validate(make_schedule("dapple_a", place([1, 1, 1]), 4, holds=[1, 4, 4]), place([1, 1, 1]), 4, holds=[1, 4, 4])
     with pytest.raises(ScheduleError, match="warm_up rises from 1 at stage 0 to 2 at stage 1, which deadlocks"):
         make_schedule("dapple_a", place([1, 1, 1]), 4, warm_up=[1, 2, 1])
@@ -249,7 +248,7 @@ def test_what_cannot_be_scheduled_is_refused_with_a_fix(arguments: dict[str, obj
 
 def test_warm_up_of_no_stages_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stages is 0; it must be at least 1"):
-        warm_up_counts("dapple_a", 0, 4)
+        resolve_warm_up("dapple_a", 0, 4)
 
 
 # --- full sweep of small cases ---
@@ -260,7 +259,7 @@ def test_warm_up_of_no_stages_is_refused() -> None:
 def test_every_small_schedule_is_valid_and_holds_just_k_micro_batches(policy: str, stages: int) -> None:
     for micro_batches, replicas in itertools.product(range(1, 7), itertools.product((1, 2, 3), repeat=stages)):
         devices = place(replicas)
-        counts = warm_up_counts(policy, stages, micro_batches)
+        counts = resolve_warm_up(policy, stages, micro_batches)
         schedule = make_schedule(policy, devices, micro_batches)
         validate(schedule, devices, micro_batches, holds=counts)
         for tasks in schedule.orders.values():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from hardware import cluster_of
 
-from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.planning.latency import pipeline_latency, stage_times
@@ -26,10 +27,6 @@ def profile_of(times: list[float], *, size: float = 1e5, parameters: int = 10**6
     return Profile("p", "none", batches, tuple(layers), tuple(tensors))
 
 
-def flat(count: int, memory: int | None = None, **links: float) -> Cluster:
-    return Cluster(tuple(Device(f"d{i}", i, memory) for i in range(count)), real=False, **links)
-
-
 def search_on(profile: Profile, cluster: Cluster, **options: object) -> tuple[Search, Placements]:
     placements = Placements(cluster)
     ends = coarsened(profile, 64)
@@ -46,7 +43,7 @@ def plan_of(profile: Profile, placements: Placements, candidate, micro_batches: 
 def test_a_candidates_latency_is_that_of_formula_2(seed: int) -> None:
     draw = random.Random(seed)
     profile = profile_of([draw.uniform(0.5, 2) * 1e-3 for _ in range(draw.randrange(2, 9))])
-    cluster = flat(draw.randrange(2, 7), inter_bandwidth=draw.choice([1e8, 1e9, 1e10]), inter_latency=1e-5)
+    cluster = cluster_of(*[1] * draw.randrange(2, 7), inter_bandwidth=draw.choice([1e8, 1e9, 1e10]), inter_latency=1e-5)
     micro_batches = draw.choice([1, 2, 4, 8])
     batch = micro_batches * 12
     search, placements = search_on(profile, cluster)
@@ -67,7 +64,7 @@ def test_a_candidates_latency_is_that_of_formula_2(seed: int) -> None:
 def test_the_best_split_of_two_devices_is_found_by_hand() -> None:
     # F + B of the layers: 3, 3, 3, 3, 6 ms; free links: the even split is after layer 2.
     profile = profile_of([1e-3, 1e-3, 1e-3, 1e-3, 2e-3], parameters=10**9)
-    search, placements = search_on(profile, flat(2, inter_bandwidth=1e12))
+    search, placements = search_on(profile, cluster_of(*[1] * 2, inter_bandwidth=1e12))
     best = search.run(8, 8)[0]
     plan = plan_of(profile, placements, best, 8, 8)
     assert plan.cuts == ("l2",)
@@ -76,23 +73,24 @@ def test_the_best_split_of_two_devices_is_found_by_hand() -> None:
 
 def test_stages_beyond_memory_are_left_out() -> None:
     profile = profile_of([1e-3] * 4, parameters=10**6)
-    search, placements = search_on(profile, flat(4, memory=4_500_000, inter_bandwidth=1e12))
+    cluster = cluster_of(*[1] * 4, memory=4_500_000, inter_bandwidth=1e12)
+    search, placements = search_on(profile, cluster)
     candidates = search.run(4, 16)
     assert search.memory_bound
     for candidate in candidates:
-        costs = CostModel(plan_of(profile, placements, candidate, 4, 16), profile, flat(4, memory=4_500_000))
+        costs = CostModel(plan_of(profile, placements, candidate, 4, 16), profile, cluster)
         costs.check_memory()
     assert max(b - a for c in candidates for a, b in zip((0, *c.bounds), c.bounds, strict=False)) <= 2
 
 
 def test_nothing_fits() -> None:
-    search, _ = search_on(profile_of([1e-3] * 2), flat(2, memory=1000))
+    search, _ = search_on(profile_of([1e-3] * 2), cluster_of(*[1] * 2, memory=1000))
     assert search.run(2, 8) == []
 
 
 def test_replicas_never_outnumber_samples() -> None:
     profile = profile_of([1e-3] * 3)
-    search, placements = search_on(profile, flat(6, inter_bandwidth=1e12))
+    search, placements = search_on(profile, cluster_of(*[1] * 6, inter_bandwidth=1e12))
     for candidate in search.run(4, 8):
         assert all(sum(placements.steps[step].counts) <= 2 for step in candidate.steps)
 
@@ -116,6 +114,6 @@ def test_coarsening_prefers_cuts_that_few_bytes_cross() -> None:
 def test_more_stages_than_three_and_fewer_than_the_devices_are_proposed() -> None:
     """The released DAPPLE planner proposes nothing between 3 and 15 stages on 16 devices."""
     profile = profile_of([1e-3] * 32, parameters=10**8)
-    search, _ = search_on(profile, flat(16, inter_bandwidth=3e9))
+    search, _ = search_on(profile, cluster_of(*[1] * 16, inter_bandwidth=3e9))
     stage_counts = {len(candidate.steps) for count in (4, 8, 16) for candidate in search.run(count, 64)}
     assert stage_counts & set(range(4, 16))

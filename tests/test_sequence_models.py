@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from models_for_tests import assert_mixed, assert_saved
 
 import dapple_tf as dapple
 from dapple_tf.models import bert, ffnn, gnmt, gpt, rnn, xlnet
@@ -144,24 +145,36 @@ def test_signals_keep_their_size_through_sixteen_layers() -> None:
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_of_recurrent_layers(policy: str) -> None:
     layer = RecurrentLayer(4, bidirectional=True, dropout=0.5, dtype=policy)
-    given = np.ones((2, 3, 5), "float32")
-    result = layer(given, np.ones((2, 3, 1), "float32"), training=True)
-    assert result.dtype == policy.removeprefix("mixed_") and result.shape == (2, 3, 8)
-    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
-    assert np.isfinite(np.asarray(result).astype("float32")).all()
+    given = np.ones((2, 3, 5), "float32"), np.ones((2, 3, 1), "float32")
+    (result,) = assert_mixed(layer, policy, *given, training=True)
+    assert result.shape == (2, 3, 8)
 
 
 def test_saved_and_loaded(tmp_path: pathlib.Path, rnn_model: keras.Model) -> None:
-    rnn_model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    tokens = np.random.default_rng(0).integers(0, 256, (2, 8))
-    np.testing.assert_array_equal(rnn_model.predict_on_batch(tokens), loaded.predict_on_batch(tokens))
-    assert [layer.get_config() for layer in loaded.layers] == [layer.get_config() for layer in rnn_model.layers]
+    assert_saved(rnn_model, np.random.default_rng(0).integers(0, 256, (2, 8)), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
+        (bert.bert_tiny, {"width": 33}, "width"),
+        (bert.bert_tiny, {"sequence": 17}, "sequence"),
+        (bert.bert_tiny, {"head": "words"}, "head"),
+        (bert.bert_tiny, {"dropout": 1.0}, "dropout"),
+        (bert.bert_tiny, {"depth": 0}, "depth"),
+        (gpt.gpt_tiny, {"depth": 0}, "depth is 0; need at least 1"),
+        (gpt.gpt_tiny, {"width": 30, "heads": 4}, "width 30 isn't a multiple of 4 heads"),
+        (gpt.gpt_tiny, {"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
+        (gnmt.gnmt_tiny, {"depth": 1}, "depth is 1; need at least 2"),
+        (gnmt.gnmt_tiny, {"vocabulary": 1}, "vocabulary is 1; need at least 2"),
+        (gnmt.gnmt_tiny, {"residual_from": 0}, "residual_from is 0; need at least 1"),
+        (gnmt.gnmt_tiny, {"dropout": -0.1}, "dropout is -0.1; need 0 <= dropout < 1"),
+        (xlnet.xlnet_tiny, {"depth": 0}, "depth is 0; need at least 1"),
+        (xlnet.xlnet_tiny, {"width": 30, "heads": 4}, "width 30 isn't a multiple of 4 heads"),
+        (xlnet.xlnet_tiny, {"width": 33, "heads": 3}, "width 33 is odd"),
+        (xlnet.xlnet_tiny, {"head": "classes"}, "head is 'classes'; use one of tokens, spans"),
+        (xlnet.xlnet_tiny, {"head": "spans", "two_streams": True}, "head is 'spans', but the second stream is there"),
+        (xlnet.xlnet_tiny, {"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
         (rnn.rnn_tiny, {"depth": 0}, "depth is 0; need at least 1"),
         (rnn.rnn_tiny, {"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
         (ffnn.ffnn_tiny, {"classes": 0}, "classes is 0; need at least 1"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hardware import cluster_of as cluster
 from schedule_runs import there_and_back
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
@@ -24,14 +25,6 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 NAMES = [f"layer{index}" for index in range(32)]
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]  # one stage on each device will do
-
-
-def cluster(*counts: int, speeds: Sequence[float] = (), memory: int | None = None, **links: Any) -> Cluster:
-    """Servers of so many devices."""
-    servers = [server for server, count in enumerate(counts) for _ in range(count)]
-    given = itertools.chain(speeds, itertools.repeat(1.0))
-    devices = [Device(f"d{i}", server, memory, next(given)) for i, server in enumerate(servers)]
-    return Cluster(tuple(devices), real=False, **links)
 
 
 def profile(

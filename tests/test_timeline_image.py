@@ -8,15 +8,11 @@ import random
 import re
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 import pytest
+from hardware import plan_of, slow_network
 
-from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.colours import COLOURS
@@ -26,22 +22,10 @@ from dapple_tf.view.timeline import Span, Timeline
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def plan_of(devices: Sequence[Sequence[int]], micro_batches: int, schedule: str = "dapple_a", **options: Any) -> Plan:
-    cuts = [f"layer{index}" for index in range(len(devices) - 1)]
-    samples = micro_batches * max(map(len, devices))
-    return Plan.manual(cuts, devices, micro_batches, samples, schedule, **options)
-
-
 def replicated(memory: int = 2**28) -> list[Timeline]:
     """A plan of 3:1 on a cluster with slow links, planned and simulated."""
-    layers = [
-        LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
-        for i in range(2)
-    ]
-    model = Profile("model", "none", (1, 2), tuple(layers), (Tensor(0, (1,), Cost(0.0, 2**20)),))
-    cluster = Cluster(tuple(Device(f"d{i}", i // 2, memory) for i in range(4)), real=False, inter_bandwidth=2e8)
-    plan = plan_of([[0, 1, 2], [3]], 4)
-    return [planned(plan, model, cluster), simulate(plan, model, cluster).drawn()]
+    case = slow_network(memory=memory)
+    return [planned(*case), simulate(*case).drawn()]
 
 
 def drawn(path: pathlib.Path) -> tuple[collections.Counter[str], list[str]]:
@@ -76,7 +60,7 @@ def test_transfers_reductions_and_memory(tmp_path: pathlib.Path) -> None:
     assert fills[COLOURS["send"]] >= len(sends) + 1
     assert fills[COLOURS["all_reduce"]] == 3 + 1
     assert texts.count("transfers") == 3 and texts.count("all-reduces") == 3
-    assert texts.count("40.0 of 256 MiB") == 2 * 3 and texts.count("bubble") == 2 + 1
+    assert texts.count("72.0 of 256 MiB") == 2 * 3 and texts.count("bubble") == 2 + 1
     assert not fills["#d1453b"]
 
 
@@ -87,7 +71,7 @@ def test_memory_above_a_limit_is_red(tmp_path: pathlib.Path) -> None:
     )
     draw_timelines([limited], tmp_path / "step.svg")
     fills, texts = drawn(tmp_path / "step.svg")
-    assert fills["#d1453b"] == 1 and "59.0 of 32.0 MiB" in texts
+    assert fills["#d1453b"] == 1 and "110 of 32.0 MiB" in texts
 
 
 def test_later_stages_of_a_device_are_paler(tmp_path: pathlib.Path) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import pathlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
+from hardware import plan_of, slow_network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_runs import there_and_back
 
-from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
@@ -30,12 +27,6 @@ Golden = Callable[[str, str], None]
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def plan_of(devices: Sequence[Sequence[int]], micro_batches: int, schedule: str, **options: Any) -> Plan:
-    cuts = [f"layer{index}" for index in range(len(devices) - 1)]
-    samples = micro_batches * max(map(len, devices))
-    return Plan.manual(cuts, devices, micro_batches, samples, schedule, **options)
-
-
 PLANS = {
     "gpipe": plan_of([[0], [1], [2], [3]], 4, "gpipe"),
     "dapple_a": plan_of([[0], [1], [2], [3]], 8, "dapple_a"),
@@ -48,17 +39,9 @@ PLANS = {
 
 
 def two_timelines() -> list[Timeline]:
-    """A plan of 3:1 on a cluster with slow links, planned and simulated: no time is a multiple of another."""
-    layers = [
-        LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
-        for i in range(2)
-    ]
-    model = Profile("model", "none", (1, 2), tuple(layers), (Tensor(0, (1,), Cost(0.0, 2**20)),))
-    cluster = Cluster(
-        tuple(Device(f"d{i}", i // 2, 2**28) for i in range(4)), real=False, inter_bandwidth=2e8, inter_latency=1e-4
-    )
-    plan = Plan.manual(["layer0"], [[0, 1, 2], [3]], 4, 24)
-    return [planned(plan, model, cluster), simulate(plan, model, cluster).drawn()]
+    """Planned and simulated."""
+    case = slow_network(inter_latency=1e-4)
+    return [planned(*case), simulate(*case).drawn()]
 
 
 @pytest.mark.parametrize("name", PLANS)

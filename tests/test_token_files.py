@@ -26,11 +26,7 @@ def language_model(vocabulary: int = 256, sequence: int = SEQUENCE) -> keras.Mod
 
 
 MODEL = language_model()
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
+pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from hardware import slow_network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Span, Timeline
@@ -129,17 +127,8 @@ def check_flows(phases: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 def steps(schedule: str = "dapple_a", replicas: Sequence[Sequence[int]] = ((0, 1, 2), (3,))) -> list[Timeline]:
     """A plan on a cluster with slow links, planned and simulated, and the plan without times."""
-    count = len(replicas)
-    layers = [
-        LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
-        for i in range(count)
-    ]
-    tensors = tuple(Tensor(i, (i + 1,), Cost(0.0, 2**20)) for i in range(count - 1))
-    model = Profile("model", "none", (1, 2), tuple(layers), tensors)
-    devices = 1 + max(device for stage in replicas for device in stage)
-    cluster = Cluster(tuple(Device(f"d{i}", i // 2, 2**31) for i in range(devices)), real=False, inter_bandwidth=2e8)
-    plan = Plan.manual([f"layer{i}" for i in range(count - 1)], replicas, 4, 24, schedule)
-    return [planned(plan), planned(plan, model, cluster), simulate(plan, model, cluster).drawn()]
+    case = slow_network(replicas, schedule, memory=2**31)
+    return [planned(case[0]), planned(*case), simulate(*case).drawn()]
 
 
 def boxes(trace: Mapping[str, Any], pid: int, kind: str) -> list[Mapping[str, Any]]:

@@ -21,11 +21,8 @@ from models_for_tests import (
     layers,
     plan,
     samples,
-    transform,
     values,
 )
-
-import dapple_tf as dapple
 
 X, Y, W = samples(24)
 VAL_X, VAL_Y, VAL_W = samples(10, seed=1)
@@ -148,56 +145,6 @@ def test_dict_inputs_and_outputs() -> None:
         some = {name: array[:few] for name, array in x.items()}
         expected = pair.plain.predict(some, batch_size=20, verbose=0)
         assert_close(pair.pipelined.predict(some, batch_size=20, verbose=0), expected)
-
-
-class Largest(keras.metrics.Metric):
-    """Isn't a sum: replicas must see the values one after the other."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.value = self.add_variable((), "zeros", name="value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_pred))))
-
-    def result(self) -> Any:
-        return keras.ops.convert_to_tensor(self.value)
-
-
-class Total(Largest):
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign_add(keras.ops.sum(y_pred))
-
-
-class Watched(layers.Layer):
-    """Keeps a metric of its own, of one number per batch."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.mean = keras.metrics.Mean(name="size")
-
-    def call(self, x: Any) -> Any:
-        self.mean.update_state(keras.ops.mean(x * x))
-        return x
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_metrics_of_ones_own() -> None:
-    def build() -> keras.Model:
-        stack = [
-            layers.Dense(5, activation="tanh", name="first"),
-            Watched(name="watched"),
-            layers.Dense(3, name="last"),
-        ]
-        model = keras.Sequential([keras.Input((4,)), *stack])
-        metrics = [Largest(name="largest"), Total(name="total"), keras.metrics.R2Score(), "cosine_similarity"]
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics)
-        return model
-
-    targets = np.random.default_rng(2).normal(size=(24, 3)).astype("float32")
-    history = Pair(build).fit(X, targets, epochs=2, validation_split=0.25)
-    assert {"largest", "total", "size", "r2_score", "val_size"} <= set(history)
 
 
 @pytest.mark.thorough
@@ -400,24 +347,6 @@ def test_learning_rates_that_callbacks_set(pair: Pair, tmp_path: pathlib.Path) -
     assert_close([float(row["loss"]) for row in rows[1]], [float(row["loss"]) for row in rows[0]])
 
 
-class Halve(keras.callbacks.Callback):
-    """Changes weights at the end of an epoch by a variable's assign, within one by set_weights."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        kernel = self.model.get_layer("first").kernel
-        kernel.assign(0.5 * kernel)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 1:
-            self.model.set_weights([0.5 * weight for weight in self.model.get_weights()])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_weights_that_callbacks_change(pair: Pair) -> None:
-    pair.fit(X, Y, epochs=3, callbacks=lambda: [Halve()])
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_backup_and_restore(pair: Pair, tmp_path: pathlib.Path) -> None:
@@ -555,36 +484,6 @@ def test_closing_and_going_on(pair: Pair) -> None:
     assert_close(pair.pipelined.evaluate(X, Y, verbose=0), pair.plain.evaluate(X, Y, batch_size=7, verbose=0))
 
 
-# --- random numbers
-
-
-def noisy() -> keras.Model:
-    stack = [
-        *(layers.Dense(6, activation="tanh", name="first"), layers.Dropout(0.4, seed=1, name="drop_1")),
-        *(layers.Dense(6, activation="tanh", name="second"), layers.Dropout(0.4, seed=2, name="drop_2")),
-    ]
-    model = keras.Sequential([keras.Input((4,)), *stack, layers.Dense(3, name="logits")])
-    model.compile(keras.optimizers.SGD(0.1), cross_entropy())
-    return model
-
-
-def trained(**changes: Any) -> list[np.ndarray]:
-    keras.utils.set_random_seed(5)
-    pipelined = transform(noisy(), plan(**({"devices": [[0], [1]]} | changes)))
-    history = pipelined.fit(X[:14], Y[:14], epochs=2, verbose=0).history
-    pipelined.close()
-    return [np.array(history["loss"]), *values(pipelined.model)]
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_random_draws() -> None:
-    """Runs with the same seeds repeat bit for bit; where the cuts are and which schedule runs doesn't matter."""
-    first = trained()
-    assert_equal(trained(), first)
-    assert_close(trained(cuts=["second"], schedule="gpipe"), first)
-
-
 # --- what is left behind
 
 
@@ -672,21 +571,6 @@ def test_lengths_that_vary_without_declared_inputs() -> None:
         batch = tokens[:7, :length], Y[:7]
         assert_close(pair.pipelined.train_on_batch(*batch), pair.plain.train_on_batch(*batch))
         assert_close(pair.pipelined.predict_on_batch(batch[0]), pair.plain.predict_on_batch(batch[0]))
-
-
-# --- looking inside
-
-
-@pytest.mark.slow
-def test_trace_and_dump(tmp_path: pathlib.Path) -> None:
-    pipelined = transform(classifier())
-    stats = pipelined.trace_step(X[:7], Y[:7])
-    nodes = [node.node_name for device in stats.dev_stats for node in device.node_stats]
-    assert any("stage1/replica1/backward1" in name for name in nodes)
-    assert pipelined.preparation_seconds["assign_stages"] > 0
-    pipelined.dump(tmp_path)
-    assert dapple.Plan.load(tmp_path / "plan.json") == pipelined.plan
-    assert any(path.name == "schedule.txt" for path in tmp_path.rglob("*"))
 
 
 def assert_equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:

@@ -19,6 +19,7 @@ from programs import (
     apply,
     connected,
     devices,
+    embedding,
     interpret,
     layout,
     node,
@@ -448,22 +449,6 @@ def test_moving_averages_are_those_of_the_batch_and_counters_count_steps() -> No
             assert training.value("count") == 5 + step
 
 
-def embedded() -> Program:
-    """Rows of ``table`` times ``v``, cut between both."""
-    writer = Writer()
-    tokens, table, v = (
-        writer.input("tokens", (None,), INT32),
-        writer.variable("table", (4, 2)),
-        writer.variable("v", (2, 1)),
-    )
-    kind = {"Tparams": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32), "Taxis": dtype_attr(INT32)}
-    with writer.layer("a"):
-        h = writer.builder.add("a/rows", "GatherV2", [table, tokens, writer.builder.const(0, INT32)], **kind)
-    with writer.layer("b"):
-        y = writer.op("matmul", "MatMul", h, v)
-    return staged(writer.program(writer.op("loss", "L2Loss", y)), "a")
-
-
 def scattering(program: Program) -> tuple[GroupUpdate, ...]:
     """``table[indices] -= rows`` in stage 0 and plain SGD in stage 1."""
     builder = Builder(empty_graph())
@@ -479,8 +464,8 @@ def scattering(program: Program) -> tuple[GroupUpdate, ...]:
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (3, 2)])
 def test_rows_of_an_embeddings_gradient_reach_every_replica_from_all(counts: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
-    table, v, tokens = rng.normal(size=(4, 2)), rng.normal(size=(2, 1)), np.array([1, 3, 1, 0, 1])
-    program = ordered(embedded(), layout(counts, 5, 2))
+    table, v, tokens = rng.normal(size=(4, 2)), rng.normal(size=(2, 4)), np.array([1, 3, 1, 0, 1])
+    program = ordered(staged(embedding(tied=False), "a"), layout(counts, 5, 2))
     program = apply(program, Update(scattering(program), owners(program), HOST, 1 << 20))
     verify(program, complete=True)
     dh = table[tokens] @ v @ v.T

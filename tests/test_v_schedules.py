@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from equal_layers import cluster_of, profile_of
+from hardware import cluster_of, profile_of
 from schedule_runs import execute, straight, vee
 
 from dapple_tf.describe.cluster import Cluster

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hardware import cluster_of as devices
 
-from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.emulator import emulate
@@ -47,10 +48,6 @@ def layers(count: int, forward: float = 1.0, first_backward: float = 1.0) -> lis
 def chain(layer_profiles: Sequence[LayerProfile]) -> Profile:
     tensors = [Tensor(i, (i + 1,), Cost(0.0, 1.0)) for i in range(len(layer_profiles) - 1)]
     return Profile("chain", "none", (1, 2), tuple(layer_profiles), tuple(tensors))
-
-
-def devices(count: int, **links: float) -> Cluster:
-    return Cluster(tuple(Device(f"d{i}", 0) for i in range(count)), real=False, **links)
 
 
 def pipeline(

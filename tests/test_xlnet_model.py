@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from models_for_tests import randomised
+from models_for_tests import assert_mixed, assert_saved, randomised
 
 import dapple_tf as dapple
 from dapple_tf.models import xlnet
@@ -163,10 +163,7 @@ def test_trains_as_a_pipeline_of_two_streams() -> None:
 @pytest.mark.slow
 def test_saved_and_loaded(two: keras.Model, tmp_path: pathlib.Path) -> None:
     batch = _batch(2, permutation=np.tile(np.arange(6, dtype="int32"), (2, 1)))
-    two.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(two.predict_on_batch(batch), loaded.predict_on_batch(batch))
-    assert [layer.get_config() for layer in loaded.layers] == [layer.get_config() for layer in two.layers]
+    assert_saved(two, batch, tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -174,24 +171,4 @@ def test_mixed_precision(policy: str) -> None:
     layer = xlnet.XlnetLayer(2, 8, dropout=0.1, dtype=policy)
     vectors = DRAW.normal(size=(2, 4, 8)).astype("float32")
     ones, places = np.ones((2, 4), "int32"), np.tile(np.arange(4, dtype="int32"), (2, 1))
-    streams = layer(vectors, ones, ones, vectors, places, training=True)
-    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
-    for stream in streams:
-        assert stream.dtype == policy.removeprefix("mixed_")
-        assert np.isfinite(np.asarray(stream).astype("float32")).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depth": 0}, "depth is 0; need at least 1"),
-        ({"width": 30, "heads": 4}, "width 30 isn't a multiple of 4 heads"),
-        ({"width": 33, "heads": 3}, "width 33 is odd"),
-        ({"head": "classes"}, "head is 'classes'; use one of tokens, spans"),
-        ({"head": "spans", "two_streams": True}, "head is 'spans', but the second stream is there to predict tokens"),
-        ({"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
-    ],
-)
-def test_sizes_that_cannot_be(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        xlnet.xlnet_tiny(**changes)
+    assert len(assert_mixed(layer, policy, vectors, ones, ones, vectors, places, training=True)) == 2

@@ -112,8 +112,8 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def _close(process: subprocess.Popen[str]) -> None:
-    """Ends a process and closes its pipes."""
+def end_and_close(process: subprocess.Popen[str]) -> None:
+    """Kills a process started by `launch`, and its group, and closes its pipes."""
     end(process)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
@@ -325,7 +325,7 @@ class Namespace:
     def close(self) -> None:
         """Ends the namespace and its devices, once no other process is in it."""
         if self._holder is not None:
-            _close(self._holder)
+            end_and_close(self._holder)
 
     @property
     def pid(self) -> int:
@@ -417,7 +417,7 @@ class Hosts(LocalWorkers):
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a command in a host; it ends with the ``with`` block. For the options see `subprocess.Popen`."""
         process = launch([*self.namespaces[host].prefix, *command], **options)
-        self._stack.callback(_close, process)
+        self._stack.callback(end_and_close, process)
         return process
 
     def run(

@@ -65,39 +65,30 @@ class MostCritical:
 def schedule_by_critical_path(
     problem: PlacementProblem,
     tail: Sequence[float],
-    previous: list[int] | None = None,
     limits: Sequence[float] | None = None,
     *,
     as_numbered: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Places all operators, one after another.
 
-    Each goes to the device on which it ends first (with ``previous``, to the one on which the path through it is
-    shortest), into the first free time that is long enough; placed operators don't move. Links send one tensor after
-    another.
+    Each goes to the device on which it ends first, into the first free time that is long enough; placed operators
+    don't move. Links send one tensor after another.
 
     Args:
         problem: the operators.
         tail: the path after each of them, see `tails`.
-        previous: devices in the previous round, assumed for operators that aren't placed yet.
         limits: bytes that devices may hold, as far as that is known here; None doesn't check.
         as_numbered: takes operators in the order of their numbers, the program's, which holds little at once.
 
     Returns:
         The devices and Q.
     """
-    return _Scheduler(problem, tail, previous, limits).run(as_numbered)
+    return _Scheduler(problem, tail, limits).run(as_numbered)
 
 
 class _Scheduler:
-    def __init__(
-        self,
-        problem: PlacementProblem,
-        tail: Sequence[float],
-        previous: list[int] | None,
-        limits: Sequence[float] | None,
-    ) -> None:
-        self.problem, self.tail, self.previous = problem, tail, previous
+    def __init__(self, problem: PlacementProblem, tail: Sequence[float], limits: Sequence[float] | None) -> None:
+        self.problem, self.tail = problem, tail
         n, count = problem.count, problem.devices
         shortest = min((value for value in problem.mean_seconds if value > 0), default=0.0) / 2
         self.slots = [Slots(shortest) for _ in range(count)]
@@ -148,14 +139,12 @@ class _Scheduler:
         best = candidates[0]
         begin = self.slots[best].find(ready[best], seconds[best])
         if len(candidates) > 1:
-            after = None if self.previous is None else self._after(op)
-            least = (begin + seconds[best] + (after[best] if after else 0.0), begin + seconds[best])
+            least = begin + seconds[best]
             for device in candidates[1:]:
                 start = self.slots[device].find(ready[device], seconds[device])
                 end = start + seconds[device]
-                cost = (end + (after[device] if after else 0.0), end)
-                if cost < least:
-                    best, least, begin = device, cost, start
+                if end < least:
+                    best, least, begin = device, end, start
         self.slots[best].take(begin, seconds[best])
         if fixed < 0:
             self.place_of_group[problem.group[op]] = best
@@ -202,33 +191,6 @@ class _Scheduler:
                 if arrival > ready[target]:
                     ready[target] = arrival
         return ready
-
-    def _after(self, op: int) -> list[float]:
-        """Returns the path after an operator, for each device that it may have."""
-        problem, previous, tail = self.problem, self.previous, self.tail
-        assert previous is not None
-        longest = [0.0] * problem.devices
-        for tensor in problem.outputs[op]:
-            size = problem.size[tensor]
-            paths: dict[int, float] = {}
-            for reader in problem.readers[tensor]:
-                there = previous[reader]
-                path = problem.seconds[reader][there] + tail[reader]
-                if path > paths.get(there, -1.0):
-                    paths[there] = path
-            for there, path in paths.items():
-                for device in range(problem.devices):
-                    value = path
-                    if device != there:
-                        value += problem.latency[device][there] + size * problem.per_byte[device][there]
-                    if value > longest[device]:
-                        longest[device] = value
-        for waiter in problem.waiters[op]:
-            there = previous[waiter]
-            path = problem.seconds[waiter][there] + tail[waiter]
-            for device in range(problem.devices):
-                longest[device] = max(longest[device], path + problem.latency[device][there])
-        return longest
 
 
 class _AliveTensors:

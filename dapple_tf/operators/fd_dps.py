@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from dapple_tf.describe.plan_values import PlanError
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.fast_t import fast_t_schedule
 from dapple_tf.operators.heft import heft_schedule
@@ -80,8 +79,7 @@ def fd_dps(
 
 
 def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
-    with _without_collector():
-        best = _search(graph, topology, split, effort, progress)
+    best = _search(graph, topology, split, effort, progress)
     placement = placement_of(best.variant.problem, best.devices, best.order)
     _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, placement.seconds, best.origin)
     return OpPlacement(
@@ -89,6 +87,7 @@ def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     )
 
 
+@without_collection
 def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
@@ -168,15 +167,3 @@ def _too_much(best: Candidate) -> str:
         f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one "
         f"{lacking}: use more devices or a smaller global_batch_size"
     )
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Suspends the garbage collector, which takes half of the time with millions of small lists."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dapple_tf.schedules import list_scheduling, priorities
 from dapple_tf.schedules.one_forward_one_backward import (
@@ -175,40 +175,6 @@ def reverse_first_k(orders: Orders, k: int, micro_batches: int) -> Orders:
         device: [job for job in jobs if job not in moved] + [job for job in late if job in set(jobs)]
         for device, jobs in orders.items()
     }
-
-
-def largest_reverse_first_k(
-    limit: float, forward_bytes: float, output_gradient_bytes: Sequence[float], weight_gradient_bytes: Sequence[float]
-) -> int:
-    """Returns the largest k that memory allows (algorithm 2, lines 1 and 2).
-
-    ``max_k = argmax_j f(j) = M_fwd - sum_{i=j+1..L} M(dO_i) + sum_{i=1..j} M(dW_i)  s.t.  f(j) < MXM``: when the
-    only the first j weight gradients are left to compute, the other layers' memory is free again and theirs isn't.
-
-    Args:
-        limit: MXM, in bytes.
-        forward_bytes: M_fwd, what the forward leaves in memory.
-        output_gradient_bytes: M(dO_i) of each layer, from the first on.
-        weight_gradient_bytes: M(dW_i) of each layer.
-
-    Returns:
-        The largest j from 0 to L with f(j) < MXM; 0 also when not even that fits.
-
-    Raises:
-        ValueError: the two lists have different lengths.
-    """
-    layers = len(output_gradient_bytes)
-    if len(weight_gradient_bytes) != layers:
-        raise ValueError(
-            f"output_gradient_bytes has {layers} entries, weight_gradient_bytes {len(weight_gradient_bytes)}; give one "
-            f"for each layer"
-        )
-    fitting = [
-        j
-        for j in range(layers + 1)
-        if forward_bytes - sum(output_gradient_bytes[j:]) + sum(weight_gradient_bytes[:j]) < limit
-    ]
-    return max(fitting, default=0)
 
 
 def best_reverse_first_k(layers: int, throughput: Callable[[int], float]) -> int:

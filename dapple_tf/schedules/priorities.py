@@ -38,7 +38,7 @@ def deepest_first(request: ScheduleRequest) -> Key:
     return lambda job, ready: (order.index(job.phase), remaining(job), job.micro_batch)
 
 
-def critical_path(request: ScheduleRequest, split: bool = True) -> Callable[[Job], float]:
+def critical_path(request: ScheduleRequest) -> Callable[[Job], float]:
     """Returns the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
 
     The classic priority of list scheduling: F(s) is followed by F(s + 1), in the last stage by its Bx; Bx(s) by its Bw
@@ -48,17 +48,15 @@ def critical_path(request: ScheduleRequest, split: bool = True) -> Callable[[Job
     @functools.cache
     def length(stage: int, phase: Phase) -> float:
         own = request.duration(Job(stage, phase, 0))
-        backward = BX if split else B
         if phase is F:
-            return own + (length(stage + 1, F) if stage + 1 < request.stages else length(stage, backward))
+            return own + (length(stage + 1, F) if stage + 1 < request.stages else length(stage, BX))
         if phase is BW:
             return own
-        ahead = length(stage - 1, backward) if stage else 0.0
-        return own + max(ahead, length(stage, BW) if split else 0.0)
+        return own + max(length(stage - 1, BX) if stage else 0.0, length(stage, BW))
 
     # From the first stage on, so that no call recurses deeper than one stage.
     for stage in range(request.stages):
-        length(stage, BX if split else B)
+        length(stage, BX)
     for stage in reversed(range(request.stages)):
         length(stage, F)
     return lambda job: length(job.stage, job.phase)

@@ -44,7 +44,6 @@ __all__ = [
     "policy_of",
     "resolve_warm_up",
     "validate",
-    "warm_up_counts",
 ]
 
 POLICIES = tuple(policy.name for policy in BUILT_IN if not policy.two_streams)
@@ -115,25 +114,6 @@ def in_flight_limits(policy: Policy, request: ScheduleRequest) -> tuple[int, ...
     if policy.in_flight is not None:
         return tuple(policy.in_flight(request))
     return in_flight(_schedule(policy, request, None))
-
-
-def warm_up_counts(policy: str, stages: int, micro_batches: int, holds: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Returns the warm-up K of each stage, each on a device of its own: see `in_flight_limits`.
-
-    Args:
-        policy: the name of a built-in one.
-        stages: S, the number of stages.
-        micro_batches: M; no K exceeds it.
-        holds: D_i, the number of micro-batches whose activations fit on a device of stage i; None is no limit.
-
-    The paper has one D. With one per stage a K never exceeds that of the stage before: the first backward of stage i
-    waits for K_(i+1) forwards of stage i, which would never come.
-
-    Raises:
-        ScheduleError: an unknown policy, a number below 1, `holds` of another length than S, or fewer than M under
-            `gpipe`, which has to hold all.
-    """
-    return resolve_warm_up(policy, stages, micro_batches, holds=holds)
 
 
 def resolve_warm_up(

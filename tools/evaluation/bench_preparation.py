@@ -12,11 +12,9 @@ compared, since other programs disturb these least; wall-clock seconds are in th
 
 from __future__ import annotations
 
-import pathlib
+import json
 import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +27,7 @@ import dapple_tf as dapple
 from dapple_tf import text_table
 from dapple_tf.models import bert
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, markdown, numbers, read_results, write_results
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, numbers, rows_apart, write_results
 
 FLAGS = flags.FlagValues()
 
@@ -47,6 +45,7 @@ _SEQUENCE = flags.DEFINE_integer("sequence", 16, "Tokens per sample.", 1, flag_v
 _SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "Name of the schedule.", flag_values=FLAGS)
 _OPTIMIZER = flags.DEFINE_string("optimizer", "sgd", "Name of the optimizer.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
+_CHILD = flags.DEFINE_bool("child", False, "Internal: this process prepares one step.", flag_values=FLAGS)
 
 PARTS = {
     "capture": ("transform: checks of model and cuts", "build losses and metrics", "capture", "capture optimizer"),
@@ -125,20 +124,10 @@ def apart(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[
     Raises:
         RuntimeError: the process failed; its output has gone to standard error.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder) / "numbers.json"
-        given = {**options, "devices": devices, "micro_batches": micro_batches, "fixed_micro_batches": micro_batches}
-        line = [
-            sys.executable,
-            "-m",
-            "tools.evaluation.bench_preparation",
-            *(f"--{name}={value}" for name, value in given.items()),
-        ]
-        code = subprocess.run([*line, f"--json={out}"], stdout=subprocess.DEVNULL, check=False).returncode
-        if code:
-            raise RuntimeError(f"preparing {micro_batches} micro-batches on {devices} devices ended with code {code}")
-        (record,) = read_results(out)["preparation"]["records"]
-    return dict(record)
+    given = {**options, "devices": devices, "fixed_micro_batches": micro_batches, "micro_batches": micro_batches}
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    (record,) = rows_apart("tools.evaluation.bench_preparation", "--child", *arguments)
+    return record
 
 
 def records(pairs: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -198,6 +187,10 @@ def main() -> None:
         flag.name: flag.value
         for flag in (_REPLICAS, _LAYERS, _HIDDEN, _HEADS, _VOCABULARY, _SEQUENCE, _SCHEDULE, _OPTIMIZER)
     }
+    if _CHILD.value:
+        (record,) = records([(devices[0], counts[0])], options)
+        sys.stdout.write(json.dumps(record) + "\n")
+        return
     began, rows = time.monotonic(), []
     for row in records(configurations(devices, counts, _FIXED.value), options):
         rows.append(row)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from dapple_tf.tools.hosts import end, environment, launch
+from dapple_tf.tools.hosts import end_and_close, environment, launch
 
 
 class PeersError(RuntimeError):
@@ -54,7 +54,7 @@ class Peers:
             errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (the stack closes it)
             stack.enter_context(errors)
             started = launch(command, stdin=pipe, stdout=pipe, stderr=errors, env={**environment(), **own})
-            stack.callback(_close, started)
+            stack.callback(end_and_close, started)
             self._processes.append(started)
             self._errors.append(errors)
         if greeted:
@@ -92,11 +92,3 @@ def pinned(index: int) -> list[str]:
     """Returns the start of a command that pins a process to one of this process's cores, by the process' number."""
     cores = sorted(os.sched_getaffinity(0))
     return ["taskset", "-c", str(cores[index % len(cores)])]
-
-
-def _close(process: subprocess.Popen[str]) -> None:
-    end(process)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()

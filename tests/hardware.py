@@ -1,0 +1,67 @@
+"""Profiles, clusters and plans that only describe, for the tests of what plans, simulates and draws."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+
+
+def profile_of(
+    layers: int = 8, *, parameters: int = 1_000_000, size: float = 1e5, residual: float = 1e5, milliseconds: float = 1.0
+) -> Profile:
+    """Equal layers: F of 1 ms and B of 2 ms per sample."""
+    costs = [
+        LayerProfile(
+            f"layer_{index}",
+            Cost(0.0, milliseconds * 1e-3),
+            Cost(0.0, 2e-3 * milliseconds),
+            residual_bytes=Cost(0.0, residual),
+            parameter_bytes=parameters,
+        )
+        for index in range(layers)
+    ]
+    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index in range(layers - 1)]
+    return Profile("equal", "none", (1, 2), tuple(costs), tuple(tensors))
+
+
+def cluster_of(*servers: int, memory: int | None = None, speeds: Sequence[float] = (), **links: Any) -> Cluster:
+    """Servers of so many devices, whose speeds are 1 where ``speeds`` ends."""
+    numbers = [server for server, count in enumerate(servers) for _ in range(count)]
+    given = itertools.chain(speeds, itertools.repeat(1.0))
+    devices = [Device(f"d{i}", server, memory, next(given)) for i, server in enumerate(numbers)]
+    return Cluster(tuple(devices), real=False, **links)
+
+
+def slow_network(
+    devices: Sequence[Sequence[int]] = ((0, 1, 2), (3,)), schedule: str = "dapple_a", memory: int = 2**28, **links: Any
+) -> tuple[Plan, Profile, Cluster]:
+    """A plan on servers of two devices with slow links between them, where no time is a multiple of another."""
+    count = len(devices)
+    layers = [
+        LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
+        for i in range(count)
+    ]
+    tensors = [Tensor(i, (i + 1,), Cost(0.0, 2**20)) for i in range(count - 1)]
+    model = Profile("model", "none", (1, 2), tuple(layers), tuple(tensors))
+    last = max(device for stage in devices for device in stage)
+    cluster = cluster_of(*[2] * (last // 2), 1 + last % 2, memory=memory, inter_bandwidth=2e8, **links)
+    return plan_of(devices, 4, schedule, samples=6), model, cluster
+
+
+def plan_of(
+    devices: Sequence[Sequence[int]],
+    micro_batches: int,
+    schedule: str = "dapple_a",
+    *,
+    samples: int | None = None,
+    **options: Any,
+) -> Plan:
+    """A stage for each layer, by default with a sample for each replica of the largest."""
+    batch = micro_batches * (samples or max(map(len, devices)))
+    cuts = [f"layer{index}" for index in range(len(devices) - 1)]
+    return Plan.manual(cuts, devices, micro_batches, batch, schedule, **options)
