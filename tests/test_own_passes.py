@@ -79,20 +79,20 @@ def test_own_passes_stand_before_and_after_those_that_they_name_in_the_order_giv
     assert names == ["split_concat", "first", "second"]
     assert {own.name: order.number(own) for own in (early, first, second, last)} == {
         "early": 5,
-        "first": 8,
-        "second": 9,
-        "last": 10,
+        "first": 9,
+        "second": 10,
+        "last": 11,
     }
 
 
 def test_numbers_are_places_and_operators_are_placed_instead_of_joining_a_step() -> None:
     numbers = {slot.name: pipeline().number(Looks(name=slot.name)) for slot in PASSES}
     assert numbers == {
-        **dict(zip((slot.name for slot in PASSES[:9]), range(1, 10), strict=True)),
-        "join": 10,
-        **dict(zip((slot.name for slot in PASSES[10:]), range(10, 15), strict=True)),
+        **dict(zip((slot.name for slot in PASSES[:10]), range(1, 11), strict=True)),
+        "join": 11,
+        **dict(zip((slot.name for slot in PASSES[11:]), range(11, 16), strict=True)),
     }
-    assert pipeline().count == 14
+    assert pipeline().count == 15
 
 
 def test_what_comes_before_a_pass_that_runs_again_does_not() -> None:

@@ -146,9 +146,10 @@ def _cut(function: StageFunction, parts: Sequence[Sequence[Value]]) -> tuple[Sta
         used = {value: ref for value, ref in inputs.items() if ref in read_refs}
         name, jit_compile = f"{function.name}_piece{number}", is_compiled(function.function)
         piece = outline(name, graph, list(used.values()), list(outputs.values()), jit_compile=jit_compile)
+        told = function.function.arg_attr  # shapes
         for index, value in enumerate(used):
-            if value in function.inputs:
-                piece.arg_attr[index].CopyFrom(function.function.arg_attr[function.inputs.index(value)])
+            if value in function.inputs and (known := function.inputs.index(value)) in told:
+                piece.arg_attr[index].CopyFrom(told[known])
         pieces.append(StageFunction(piece, tuple(used), tuple(outputs)))
     return tuple(pieces)
 
