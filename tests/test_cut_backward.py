@@ -10,6 +10,7 @@ from programs import (
     Writer,
     apply,
     connected,
+    devices,
     embedding,
     layout,
     meanings,
@@ -25,6 +26,8 @@ from programs import (
     updated,
 )
 
+from dapple_tf.tracing.step_nodes import step_nodes
+from dapple_tf.view.step_graph import task_graph
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.node_kinds import NodeKind
@@ -168,3 +171,12 @@ def test_an_unknown_layer_is_refused() -> None:
 def test_a_step_without_gradients_is_left_as_it_is() -> None:
     before = connected(staged(two_layers(), training=False), layout([2], 4, 1))
     assert graph_text(apply(before, CutBackward(("a",))).graph) == graph_text(before.graph)
+
+
+def test_pieces_are_drawn_by_themselves_and_traced_as_their_task() -> None:
+    program = updated(staged(mlp()), layout([2], 8, 2), backward_cuts=["dense_0"])
+    names = [name for stage in devices(2) for name in stage]
+    drawn = [node for node in task_graph(program, names).nodes if node.micro_batch == 1 and node.kind == "B"]
+    assert [node.label for node in drawn] == ["0B1 1/2", "0B1 2/2", "0B1.r1 1/2", "0B1.r1 2/2"]
+    traced = [node for node in step_nodes(program).values() if node.task == task("0B1") and node.kind == "B"]
+    assert len(traced) == 2
