@@ -253,7 +253,7 @@ def test_pieces_are_ready_as_b_runs_through_the_layers_from_the_last() -> None:
 def test_what_completes_no_gradients_is_no_piece() -> None:
     sizes = [0, 10, 0, 10, 0]
     layers = [layer(name, backward=1.0, parameter_bytes=size) for name, size in zip("abcde", sizes, strict=True)]
-    assert in_pieces(layers, "abcd").backward_pieces(0) == ((2 / 5, 10), (1.0, 10))
+    assert in_pieces(layers, "abcd").backward_pieces(0) == ((2 / 5, 10), (4 / 5, 10))
 
 
 def test_pieces_wait_for_what_b_recomputes_first() -> None:

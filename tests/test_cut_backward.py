@@ -89,10 +89,11 @@ def test_what_one_piece_has_computed_the_next_ones_take() -> None:
     assert made == read
 
 
-def test_rows_of_an_embedding_alone_are_no_piece() -> None:
-    """What all-reduce gets are whole gradients: rows are gathered by themselves at the end."""
-    program = cut(embedding(tied=False), "a", replicas=1)
-    assert program.stages[0].pieces == ()
+def test_rows_of_an_embedding_come_last_and_are_gathered_by_themselves() -> None:
+    program = updated(staged(embedding(tied=False)), layout([2], 8, 2), backward_cuts=["a"])
+    assert [own[0].split("(")[0] for own in gradients(program)] == ["gradient", "slice_values"]
+    packs = [node for node in program.graph.node if NodeKind.of(node) is NodeKind.PACK]
+    assert [node.attr["f"].func.name for node in packs] == ["stage0_pack_piece0"] * 2
 
 
 def test_cuts_concern_the_stages_that_they_are_in() -> None:

@@ -96,22 +96,25 @@ def _cuts(costs: CostModel, stage: int) -> list[str]:
     reduced = np.concatenate([[0.0], np.cumsum(sizes)])[[0, *ends]]
     pieces = _best(passed, reduced, start, rate, costs.profile.task_seconds)
     # Places count layers from the stage's end; a cut is named by the layer before it.
-    chosen = [stop - ends[place - 1] for place in pieces[:-1]]
-    whole = passed[-1] + start + rate * reduced[-1]
+    chosen = [stop - ends[place - 1] for place in pieces if ends[place - 1] < stop - first]
+    whole = sum(times) + start + rate * reduced[-1]
     gain = whole - _end(passed, reduced, pieces, start, rate, costs.profile.task_seconds)
-    share = len(costs.micro_batches) * passed[-1] * 1.5 + start + rate * reduced[-1]
+    share = len(costs.micro_batches) * sum(times) * 1.5 + start + rate * reduced[-1]
     return [costs.profile.layers[place - 1].name for place in sorted(chosen)] if gain > _LEAST_GAIN * share else []
 
 
 def _places(times: Sequence[float], sizes: Sequence[float]) -> list[int]:
-    """Returns positions after which a row of layers may be cut, the end last: evenly over time and bytes."""
+    """Returns positions after which a row of layers may be cut: evenly over time and bytes.
+
+    The last is that after which all gradients are complete.
+    """
     whole_time, whole_size = sum(times) or 1.0, sum(sizes) or 1.0
     at = np.cumsum(np.array(times) / whole_time + np.array(sizes) / whole_size) / 2
     useful = [place for place in range(1, len(times)) if sizes[place - 1]]
     if len(useful) >= _PLACES:
         marks = np.linspace(0, 1, _PLACES + 1)[1:-1]
         useful = sorted({min(useful, key=lambda place: abs(at[place - 1] - mark)) for mark in marks})
-    return [*useful, len(times)]
+    return [*useful, len(times)] if sizes[-1] else useful
 
 
 _Floats = npt.NDArray[np.float64]

@@ -119,7 +119,7 @@ class CostModel:
         self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
         self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
-        self._backward_pieces: dict[int, tuple[tuple[float, float], ...]] = {}
+        self._cuts: dict[int, tuple[int, tuple[tuple[float, float], ...]]] = {}
         self._messages: dict[tuple[int, int, int, bool], tuple[Message, ...]] = {}
 
     def alone(self, stage: int) -> bool:
@@ -154,7 +154,7 @@ class CostModel:
         """Returns the undisturbed seconds of a task on its device, or on ``device``."""
         seconds = self.whole_seconds(task, device)
         if self.plan.backward_cuts and task.micro_batch == len(self.micro_batches) - 1 and task.phase in _GRADIENTS:
-            seconds += (len(self.backward_pieces(task.stage)) - 1) * self.profile.task_seconds
+            seconds += (self._cut(task.stage)[0] - 1) * self.profile.task_seconds
         return seconds
 
     def whole_seconds(self, task: Task, device: int | None = None) -> float:
@@ -248,26 +248,28 @@ class CostModel:
     def backward_pieces(self, stage: int) -> tuple[tuple[float, float], ...]:
         """Returns the pieces of the backward that completes a stage's gradients: (fraction of its time, bytes).
 
-        Each piece ends after this fraction of the task's time, the last after all of it; then these gradients can be
-        all-reduced. They are cut by the plan's ``backward_cuts``; a piece without parameters joins the next. The first
-        piece recomputes what backwards must; a parameter that several layers of the stage share is ready after the
-        first of them.
+        After this fraction of the task's time a piece is over, and its gradients can be all-reduced. Backwards are cut
+        by the plan's ``backward_cuts``; a piece without parameters joins the next, or gives no gradients if it is the
+        last. The first piece recomputes what backwards must; a parameter that several layers of the stage share is
+        ready after the first of them.
         """
-        if stage not in self._backward_pieces:
-            self._backward_pieces[stage] = self._cut_backward(stage)
-        return self._backward_pieces[stage]
+        return self._cut(stage)[1]
 
-    def _cut_backward(self, stage: int) -> tuple[tuple[float, float], ...]:
+    def _cut(self, stage: int) -> tuple[int, tuple[tuple[float, float], ...]]:
+        """Returns the number of pieces of a stage's last backward, and those that complete gradients."""
+        if stage not in self._cuts:
+            self._cuts[stage] = self._cut_backward(stage)
+        return self._cuts[stage]
+
+    def _cut_backward(self, stage: int) -> tuple[int, tuple[tuple[float, float], ...]]:
         first, stop = self.stages[stage].layers
         sizes = self.layer_gradients(stage)
         cuts = {self.profile.index[cut] + 1 for cut in self.plan.backward_cuts} & set(range(first + 1, stop))
         if not cuts:
-            return ((1.0, sum(sizes)),)
+            return 1, ((1.0, sum(sizes)),)
         times = self.layer_backwards(stage)
-        seconds = self.whole_seconds(
-            Task(stage, Phase.WEIGHT_GRAD if self.delays(stage) else Phase.BACKWARD, len(self.micro_batches) - 1)
-        )
-        at, size = seconds - sum(times), 0.0
+        phase = Phase.WEIGHT_GRAD if self.delays(stage) else Phase.BACKWARD
+        at, size = self.whole_seconds(Task(stage, phase, len(self.micro_batches) - 1)) - sum(times), 0.0
         ends: list[tuple[float, float]] = []
         for layer in range(stop - 1, first - 1, -1):
             at += times[layer - first]
@@ -275,9 +277,8 @@ class CostModel:
             if layer in cuts and size:
                 ends.append((at, size))
                 at, size = at + self.profile.task_seconds, 0.0
-        if not size and ends:  # what is left completes nothing
-            at, size = at - self.profile.task_seconds, ends.pop()[1]
-        return (*((end / at if at else 1.0, part) for end, part in ends), (1.0, size))
+        pieces = tuple((end / at if at else 1.0, part) for end, part in ends)
+        return len(ends) + 1, (*pieces, (1.0, size)) if size or not ends else pieces
 
     def layer_gradients(self, stage: int) -> list[float]:
         """Returns the bytes of the gradients that are complete after the backward of each of a stage's layers."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class CutBackward:
-    """Cuts the last backward of each replica into consecutive calls, each of which ends with complete gradients.
+    """Cuts the last backward of each replica into consecutive calls, each but the last of which completes gradients.
 
         cuts ("block_1",), last micro-batch 3:  B3   becomes   B3 of what follows block_1 -> B3 of the rest
 
@@ -79,9 +79,9 @@ def _with_pieces(program: Program, stage: Stage, positions: Sequence[int]) -> St
         if dense.intersection(before):
             parts.append(before)
             before = []
+    parts += [before] if before else []  # It gives what is sent back.
     if len(parts) < 2:
         return stage
-    parts[-1] += before
     if sums_of(function.function.node_def):
         logger.warning("the backward of stage %d adds up over its replicas, and isn't cut into pieces", stage.index)
         return stage
