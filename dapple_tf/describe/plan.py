@@ -67,7 +67,8 @@ class Plan(JsonFile):
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
         schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), your own policy
-            (`schedules.policy.Policy`), or the path of a CSV file with a schedule (`schedules.schedule_csv`).
+            (`schedules.policy.Policy`) or its ``module:name`` if that module is imported, or the path of a CSV file
+            with a schedule (`schedules.schedule_csv`).
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
@@ -171,6 +172,8 @@ class Plan(JsonFile):
         Raises:
             PlanError: as `Plan`.
         """
+        if "devices" in options:
+            raise PlanError("Plan.straight puts stage i on device i; choose devices by Plan.manual(cuts, devices, ...)")
         names = layer_names(cuts)
         devices = [[stage] for stage in range(len(names) + 1)]
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
