@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups, plan_streams
     from dapple_tf.operators.op_costs import OperatorCosts
     from dapple_tf.planning.chunks import chunked
+    from dapple_tf.planning.early_reductions import reduced_early
     from dapple_tf.planning.planner import plan
     from dapple_tf.schedules.policy import Policy
     from dapple_tf.simulation.simulator import Simulation, simulate
@@ -72,6 +73,7 @@ _MODULES = {
         "dapple_tf.measuring.stream_speedups": "StreamProfile measure_speedups plan_streams",
         "dapple_tf.operators.op_costs": "OperatorCosts",
         "dapple_tf.planning.chunks": "chunked",
+        "dapple_tf.planning.early_reductions": "reduced_early",
         "dapple_tf.planning.planner": "plan",
         "dapple_tf.schedules.policy": "Policy",
         "dapple_tf.simulation.simulator": "Simulation simulate",
@@ -134,6 +136,7 @@ __all__ = [
     "plan_streams",
     "profile",
     "profile_operators",
+    "reduced_early",
     "simulate",
     "transform",
     "tune_reverse_first_k",

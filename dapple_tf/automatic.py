@@ -56,9 +56,7 @@ def plan_model(
         global_batch_size: samples in one step.
         profiled: a profile to use instead of measuring.
         options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as for :func:`dapple_tf.profile`, and
-            ``profile_seconds``, its ``budget``: 20 s by default, None to measure layer by layer in any case. With
-            ``overlap=True`` replicated stages are cut into chunks where that is faster; a chunk's gradients are
-            all-reduced while others are computed, and the report assumes no more overlap than that.
+            ``profile_seconds``, its ``budget``: 20 s by default, None to measure layer by layer in any case.
 
     Raises:
         CaptureError: the model can't be captured.
@@ -122,12 +120,11 @@ def measured(
 def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:
     """Returns the request for a plan whose steps keep its promises.
 
-    Chunks let all-reduce overlap with backward tasks. Updates can't be left to the next step if the optimizer needs all
-    gradients before its first update.
+    Updates can't be left to the next step if the optimizer needs all gradients before its first update.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, chunks=request.chunks or request.overlap, carries=not needs_all)
+    return dataclasses.replace(request, carries=not needs_all)
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

@@ -62,8 +62,7 @@ def transform(
             reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
             ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`. ``profile_seconds`` is its ``budget``: 20
             s by default, in which operators of large models are measured instead of layers; more is worth it for runs
-            of hours; None measures layer by layer. With ``overlap=True`` replicated stages are cut into chunks where
-            that is faster; a chunk's gradients are all-reduced while others are computed.
+            of hours; None measures layer by layer.
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.

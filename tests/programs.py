@@ -61,6 +61,7 @@ from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.cut_backward import CutBackward
 from graph_passes.passes.partition import Partition
 from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.schedule import OrderTasks
@@ -411,24 +412,39 @@ def replicated(program: Program, layout: Layout) -> Program:
     return apply(program, Replicate(layout, HOST, owners(program)))
 
 
-def connected(program: Program, layout: Layout) -> Program:
-    """A step whose tasks are connected."""
-    return apply(replicated(program, layout), SplitConcat())
+def connected(program: Program, layout: Layout, backward_cuts: Sequence[str] = ()) -> Program:
+    """A step whose tasks are connected, the last backwards in pieces."""
+    passes = [CutBackward(tuple(backward_cuts))] if backward_cuts else []
+    return apply(replicated(program, layout), *passes, SplitConcat())
 
 
-def ordered(program: Program, layout: Layout, policy: str = "dapple_a", *, accumulated: bool = True) -> Program:
+def ordered(
+    program: Program,
+    layout: Layout,
+    policy: str = "dapple_a",
+    *,
+    accumulated: bool = True,
+    backward_cuts: Sequence[str] = (),
+) -> Program:
     """A step with accumulation and the order of a policy."""
     names = tuple(itertools.chain.from_iterable(layout.devices))
     passes = [Accumulate()] if accumulated else []
-    return apply(connected(program, layout), *passes, OrderTasks(schedule_of(layout, policy), names))
+    step = connected(program, layout, backward_cuts)
+    return apply(step, *passes, OrderTasks(schedule_of(layout, policy), names))
 
 
 def updated(
-    program: Program, layout: Layout, *, bucket_bytes: int = 1 << 20, rate: float = 0.5, accumulated: bool = True
+    program: Program,
+    layout: Layout,
+    *,
+    bucket_bytes: int = 1 << 20,
+    rate: float = 0.5,
+    accumulated: bool = True,
+    backward_cuts: Sequence[str] = (),
 ) -> Program:
     """A complete step with plain SGD."""
     update = Update(sgd_updates(program, rate), owners(program), HOST, bucket_bytes, accumulated=accumulated)
-    program = apply(ordered(program, layout, accumulated=accumulated), update)
+    program = apply(ordered(program, layout, accumulated=accumulated, backward_cuts=backward_cuts), update)
     verify(program, complete=True)
     return program
 

@@ -1,4 +1,4 @@
-"""Pass 7: gradients and state are added up over micro-batches, in place."""
+"""Pass 8: gradients and state are added up over micro-batches, in place."""
 
 from __future__ import annotations
 

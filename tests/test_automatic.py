@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 import keras
@@ -12,7 +11,6 @@ from profiled import mlp
 
 import dapple_tf as dapple
 from dapple_tf.automatic import slice_sizes
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.shared_cores import measure_capacity, shares_cores
 
 
@@ -76,30 +74,6 @@ def test_a_given_plan_with_a_profile_is_predicted() -> None:
         pipelined.train_on_batch(x, y)
     pipelined.train_on_batch(x[:4], y[:4])  # a short batch doesn't count
     assert len(pipelined.prediction.steps) == 1
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_overlap_is_planned_as_chunks_which_keep_it() -> None:
-    layers = [
-        LayerProfile(name, Cost(0.0, 1e-3), Cost(0.0, 2e-3), parameter_bytes=400)
-        for name in ("first", "second", "logits")
-    ]
-    tensors = [Tensor(index, (index + 1,), Cost(0.0, 1e5)) for index in range(2)]
-    given = Profile("mlp", "none", (1, 4), tuple(layers), tuple(tensors))
-    cluster = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), intra_bandwidth=1e5)
-    pipelined = dapple.transform(
-        mlp(), cluster, global_batch_size=8, profile=given, micro_batches=1, schedule="dapple_a", overlap=True
-    )
-    assert set(pipelined.plan.devices) == {(0, 1)}
-    assert pipelined.plan.num_stages > 1
-    assert pipelined.plan.report is not None
-    assert not pipelined.plan.report.overlap
-    whole = dapple.simulate(dapple.Plan.data_parallel(2, 8), given, cluster)
-    assert pipelined.plan.report.latency < whole.latency
-    assert dapple.simulate(pipelined.plan, given, cluster).latency == pipelined.plan.report.latency
-    x, y = data(8)
-    pipelined.train_on_batch(x, y)
 
 
 def test_shared_cores_are_those_of_logical_cpu_devices() -> None:

@@ -233,34 +233,50 @@ def test_tied_weights_are_reduced_over_all_replicas_of_all_their_stages() -> Non
     assert [cost.parameter_bytes for cost in costs.stages] == [140, 207, 140]
 
 
-def overlapped(layers: Sequence[LayerProfile], bucket: int, recompute: str = "none", **values: Any) -> CostModel:
-    plan = Plan.data_parallel(2, 4, bucket_bytes=bucket, recompute=recompute)
-    return CostModel(plan, profile(layers, **values), cluster(2), overlap=True)
+def in_pieces(layers: Sequence[LayerProfile], cuts: str, recompute: str = "none", **values: Any) -> CostModel:
+    plan = Plan.data_parallel(2, 4, recompute=recompute, backward_cuts=[*cuts])
+    return CostModel(plan, profile(layers, **values), cluster(2))
 
 
-def test_buckets_are_ready_as_b_runs_through_the_layers_from_the_last() -> None:
+def test_pieces_are_ready_as_b_runs_through_the_layers_from_the_last() -> None:
     layers = [
         layer("a", backward=1.0, parameter_bytes=30),
         layer("b", backward=2.0, parameter_bytes=50),
         layer("c", backward=4.0, parameter_bytes=60),
         layer("d", backward=1.0, parameter_bytes=40),
     ]
-    assert overlapped(layers, 100).buckets(0) == ((5 / 8, 100), (1.0, 80))
-    assert overlapped(layers, 60).buckets(0) == ((5 / 8, 100), (1.0, 80))
-    assert overlapped(layers, 1).buckets(0) == ((1 / 8, 40), (5 / 8, 60), (7 / 8, 50), (1.0, 30))
-    assert overlapped(layers, 1000).buckets(0) == ((1.0, 180),)
+    assert in_pieces(layers, "b").backward_pieces(0) == ((5 / 8, 100), (1.0, 80))
+    assert in_pieces(layers, "abc").backward_pieces(0) == ((1 / 8, 40), (5 / 8, 60), (7 / 8, 50), (1.0, 30))
+    assert in_pieces(layers, "").backward_pieces(0) == ((1.0, 180),)
 
 
-def test_buckets_wait_for_what_b_recomputes_first() -> None:
+def test_what_completes_no_gradients_is_no_piece() -> None:
+    sizes = [0, 10, 0, 10, 0]
+    layers = [layer(name, backward=1.0, parameter_bytes=size) for name, size in zip("abcde", sizes, strict=True)]
+    assert in_pieces(layers, "abcd").backward_pieces(0) == ((2 / 5, 10), (4 / 5, 10))
+
+
+def test_pieces_wait_for_what_b_recomputes_first() -> None:
     layers = letters(2, forward=1.0, backward=1.0, parameter_bytes=10)
-    assert overlapped(layers, 10, "boundary").buckets(0) == ((3 / 4, 10), (1.0, 10))
+    assert in_pieces(layers, "a", "boundary").backward_pieces(0) == ((3 / 4, 10), (1.0, 10))
 
 
-def test_parameters_that_layers_of_one_stage_share_are_in_the_bucket_of_the_first() -> None:
+def test_parameters_that_layers_of_one_stage_share_are_in_the_piece_of_the_first() -> None:
     layers = letters(3, parameter_bytes=10)
-    costs = overlapped(layers, 1, shared=[SharedParameters((1, 2), 5)])
-    assert costs.buckets(0) == ((pytest.approx(1 / 3), 10), (pytest.approx(2 / 3), 15), (pytest.approx(1.0), 10))
-    assert sum(size for _, size in costs.buckets(0)) == costs.reductions[0].bytes
+    costs = in_pieces(layers, "ab", shared=[SharedParameters((1, 2), 5)])
+    assert costs.backward_pieces(0) == ((pytest.approx(1 / 3), 10), (pytest.approx(2 / 3), 15), (1.0, 10))
+    assert sum(size for _, size in costs.backward_pieces(0)) == costs.reductions[0].bytes
+
+
+def test_a_piece_of_a_split_backward_is_one_of_bw() -> None:
+    layers = letters(4, backward=3.0, backward_weight=Cost(0.0, 1.0), parameter_bytes=8)
+    plan = Plan.manual([*"b"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["c"])
+    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == ((1 / 2, 8), (1.0, 8))
+
+
+def test_a_cut_after_no_layer_is_refused() -> None:
+    with pytest.raises(PlanError, match="backward_cuts has 'z', which isn't a layer of the profile of"):
+        in_pieces(letters(2), "z")
 
 
 def test_an_update_takes_its_layers_time_by_the_devices_speed() -> None:
@@ -297,7 +313,12 @@ def test_a_large_reduction_counts_when_it_needs_more_than_the_tasks() -> None:
     plan = Plan.data_parallel(2, 2)
     assert CostModel(plan, model, cluster(2)).needed_bytes(0, 1) == 200 + 100
     assert CostModel(plan, model, cluster(2)).needed_bytes(0, 5) == 200 + 150
-    assert CostModel(plan, model, cluster(2), overlap=True).needed_bytes(0, 1) == 200 + 100 + 30
+
+
+def test_a_reduction_during_a_backward_needs_memory_beside_it() -> None:
+    model = profile(letters(2, residual_bytes=Cost(0.0, 15.0), parameter_bytes=50))
+    plan = Plan.data_parallel(2, 2, backward_cuts=["a"])
+    assert CostModel(plan, model, cluster(2)).needed_bytes(0, 1) == 200 + 100 + 30
 
 
 def test_stages_of_one_device_share_its_memory() -> None:

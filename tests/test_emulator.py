@@ -120,8 +120,7 @@ def test_large_pipelines(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(40), 5))
 def test_any_plan(seed: int) -> None:
-    plan, model, where, overlap = random_case(seed)
-    measured(plan, model, where, overlap=overlap)
+    measured(*random_case(seed))
 
 
 def test_uneven_slices_go_from_replica_to_replica() -> None:
@@ -137,13 +136,13 @@ def test_skip_connections_and_tied_weights() -> None:
     assert kinds(step)["apply"] == 4
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_buckets_are_reduced_as_the_last_backward_goes_on(overlap: bool) -> None:
-    plan = Plan.manual(NAMES[1:2], [[0, 1], [2, 3]], 3, 6, bucket_bytes=1000)
+@pytest.mark.parametrize("cuts", [(), (NAMES[0], NAMES[2])])
+def test_pieces_are_reduced_as_the_last_backward_goes_on(cuts: Sequence[str]) -> None:
+    plan = Plan.manual(NAMES[1:2], [[0, 1], [2, 3]], 3, 6, backward_cuts=cuts)
     model = profile(4, parameter_bytes=1000, apply_seconds=5e-3)
-    step = measured(plan, model, cluster(2, 2, intra_bandwidth=5e4), overlap=overlap)
-    assert kinds(step)["all_reduce"] == (4 if overlap else 2)
-    if overlap:
+    step = measured(plan, model, cluster(2, 2, intra_bandwidth=5e4))
+    assert kinds(step)["all_reduce"] == (4 if cuts else 2)
+    if cuts:
         first = min(span.start for span in step.spans if span.kind == "all_reduce" and span.stage == 0)
         last = max(span.end for span in step.spans if span.kind == "B" and span.stage == 0)
         assert first < last

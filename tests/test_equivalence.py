@@ -116,6 +116,32 @@ def test_every_structure_trains_as_plain_keras_where_a_step_is_one_function(
     assert_equal_training(ZOO[model], dapple.Cluster.local(1, kind="cpu"), plan, reference(model), monkeypatch)
 
 
+def in_pieces() -> list[Any]:
+    """Cases whose last backwards are cut: (model, replicas, micro-batches, schedule)."""
+    cases = [
+        ("branches", (2, 2), 4, "dapple_a"),
+        ("tied", (3,), 1, "dapple_a"),
+        *(("cnn", (1, 2), 7, "zb_h1"), ("lstm", (3, 1), 4, "gpipe")),
+        *(("multi_output", (2, 3), 1, "zb_h2"), ("transformer", (2, 1), 4, "dapple_b")),
+    ]
+    return [*cases[:3], *map(thorough, cases[3:])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "replicas", "micro_batches", "schedule"), in_pieces())
+def test_backwards_in_pieces_train_as_plain_keras(
+    model: str, replicas: tuple[int, ...], micro_batches: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_float64()
+    cuts = ZOO[model].cuts_for(len(replicas))
+    pieces = [cut for cut in ZOO[model].cuts_for(4) if cut not in cuts]
+    plan = dapple.Plan.manual(
+        cuts, device_lists(replicas), micro_batches, SAMPLES, schedule, backward_cuts=pieces, bucket_bytes=100
+    )
+    cluster = dapple.Cluster.local(sum(replicas), kind="cpu")
+    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch)
+
+
 # The example trains a transformer in float32, and verifies it: test_train_gpt.py.
 @pytest.mark.parametrize("model", sampled((name for name in ZOO if name != "transformer"), 5))
 def test_every_structure_trains_as_plain_keras_in_float32(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

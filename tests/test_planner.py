@@ -321,13 +321,6 @@ def test_smaller_slices_than_were_profiled_may_fit() -> None:
     assert plan(profile, cluster_of(1, memory=10**8), 32, micro_batches=32)
 
 
-def test_overlap_is_part_of_what_is_expected() -> None:
-    chosen = plan(profile_of(parameters=10**7), cluster_of(2, intra_bandwidth=1e9), 8, overlap=True)
-    assert chosen.report is not None
-    assert chosen.report.overlap
-    assert "overlaps with the last backward" in str(chosen)
-
-
 @pytest.mark.parametrize("name", ["micro_batches", "schedule", "recompute"])
 def test_no_choice_at_all_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match=f"{name} is empty"):

@@ -1,4 +1,4 @@
-"""Pass 8: control edges that fix the order of tasks on every device."""
+"""Pass 9: control edges that fix the order of tasks on every device."""
 
 from __future__ import annotations
 

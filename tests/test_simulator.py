@@ -232,45 +232,69 @@ def test_what_a_step_takes_beyond_its_tasks_is_added() -> None:
     assert simulate(Plan.data_parallel(1, 1), model, cluster(1)).latency == 3.25
 
 
-def two_buckets(overlap: bool, **options: Any) -> Simulation:
+def cut_everywhere(plan: Plan, model: Profile) -> Plan:
+    """The plan with backwards cut after every layer."""
+    names = [layer.name for layer in model.layers[:-1] if layer.name not in plan.cuts]
+    return dataclasses.replace(plan, backward_cuts=tuple(names))
+
+
+def two_pieces(cut: bool, **options: Any) -> Simulation:
     """A B of 4 s through two layers, whose gradients take 1 s each to reduce over two devices."""
-    plan = Plan.data_parallel(2, 4, 2, bucket_bytes=8)
+    plan = Plan.data_parallel(2, 4, 2, backward_cuts=NAMES[:1] if cut else ())
     model = profile([(1.0, 2.0), (1.0, 2.0)], parameter_bytes=8, apply_seconds=0.25)
-    return simulate(plan, model, cluster(2, intra_bandwidth=8.0, **options), overlap=overlap)
+    return simulate(plan, model, cluster(2, intra_bandwidth=8.0, **options))
 
 
-def test_overlapped_buckets_are_reduced_while_b_goes_on() -> None:
-    apart, together = two_buckets(overlap=False), two_buckets(overlap=True)
+def test_pieces_are_reduced_while_b_goes_on() -> None:
+    apart, together = two_pieces(cut=False), two_pieces(cut=True)
     assert times(apart, "all_reduce") == [(12.0, 14.0)]
     assert apart.latency == 14.5
     assert times(together, "all_reduce") == [(10.0, 11.0), (12.0, 13.0)]
     assert together.latency == 13.5
 
 
-def test_a_bucket_waits_for_the_one_before() -> None:
-    plan = Plan.data_parallel(2, 2, bucket_bytes=8)
+def test_a_piece_waits_for_the_one_before() -> None:
+    plan = Plan.data_parallel(2, 2, backward_cuts=NAMES[:1])
     model = profile([(1.0, 1.0), (1.0, 1.0)], parameter_bytes=8)
-    step = simulate(plan, model, cluster(2, intra_bandwidth=4.0), overlap=True)
+    step = simulate(plan, model, cluster(2, intra_bandwidth=4.0))
     assert times(step, "all_reduce") == [(3.0, 5.0), (5.0, 7.0)]
 
 
-def test_overlap_does_nothing_where_cores_are_shared() -> None:
-    shared = {"servers": (Server(capacity=1.0),)}
-    assert two_buckets(overlap=True, **shared).latency == pytest.approx(two_buckets(overlap=False, **shared).latency)
+def test_where_cores_are_shared_pieces_end_later_but_in_time_for_their_reductions() -> None:
+    together = two_pieces(cut=True, servers=(Server(capacity=1.0),))
+    assert times(together, "B")[-1] == (pytest.approx(16.0), pytest.approx(24.0))
+    assert times(together, "all_reduce") == [(pytest.approx(20.0), pytest.approx(21.0)), (24.0, 25.0)]
+
+
+def test_each_piece_takes_the_fixed_time_of_a_task() -> None:
+    model = profile([(1.0, 1.0), (1.0, 1.0)], parameter_bytes=8).scaled(1.0, task_seconds=0.5)
+    step = simulate(Plan.data_parallel(2, 2, backward_cuts=NAMES[:1]), model, cluster(2, intra_bandwidth=8.0))
+    # 0.5 + 2 for F, 0.5 + 1 until the first piece ends, 0.5 + 1 for the second.
+    assert times(step, "B") == [(2.5, 5.5)] * 2
+    assert times(step, "all_reduce") == [(4.0, 5.0), (5.5, 6.5)]
+
+
+def test_other_groups_wait_for_pieces_that_are_complete_before() -> None:
+    model = profile([(1.0, 2.0)] * 3, shared=[SharedParameters((0, 2), 8)], parameter_bytes=8)
+    plan = Plan.manual(NAMES[1:2], [[0, 1], [2]], 1, 2, backward_cuts=NAMES[:1])
+    step = simulate(plan, model, cluster(3, intra_bandwidth=8.0))
+    reduced = [(span.reduction, span.bytes) for span in step.spans if span.kind == "all_reduce"]
+    assert reduced == [(0, 8), (1, 8), (0, 8)]  # layer 1's, the weights that stages 0 and 1 share, layer 0's
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_overlap_is_never_slower_when_messages_have_no_latency(seed: int) -> None:
+def test_pieces_are_never_slower_when_messages_have_no_latency(seed: int) -> None:
     draw = random.Random(seed)
     layers = [
         LayerProfile(NAMES[i], Cost(draw.random()), Cost(draw.random()), parameter_bytes=draw.randrange(1, 100))
         for i in range(draw.randrange(1, 6))
     ]
     model = Profile("model", "none", (1, 2), tuple(layers), ())
-    plan = Plan.data_parallel(draw.randrange(2, 5), 16, 2, bucket_bytes=draw.randrange(1, 200))
+    plan = Plan.data_parallel(draw.randrange(2, 5), 16, 2)
     servers = draw.choice([(8,), (1, 1, 6), (2, 6)])
     links = {"intra_bandwidth": draw.uniform(20, 500), "inter_bandwidth": draw.uniform(20, 500)}
-    apart, together = (simulate(plan, model, cluster(*servers, **links), overlap=on) for on in (False, True))
+    plans = (plan, cut_everywhere(plan, model))
+    apart, together = (simulate(each, model, cluster(*servers, **links)) for each in plans)
     assert together.latency <= apart.latency * (1 + 1e-9)
 
 
@@ -330,11 +354,8 @@ def test_gradients_are_reduced_after_the_backward_that_comes_last() -> None:
     backwards = Schedule.parse("0: 0F0 0F1 0B1 0B0\n1: 0F0.r1 0F1.r1 0B1.r1 0B0.r1")
     assert {str(task) for task in last_gradients(backwards).values()} == {"0B0", "0B0.r1"}
     model = profile([(1.0, 2.0)], parameter_bytes=4)
-    for overlap in (False, True):
-        step = simulate(
-            Plan.data_parallel(2, 4, 2), model, cluster(2, intra_bandwidth=4.0), schedule=backwards, overlap=overlap
-        )
-        assert times(step, "all_reduce") == [(6, 7)]
+    step = simulate(Plan.data_parallel(2, 4, 2), model, cluster(2, intra_bandwidth=4.0), schedule=backwards)
+    assert times(step, "all_reduce") == [(6, 7)]
 
 
 def test_weight_gradients_fill_the_wait_for_input_gradients() -> None:
@@ -600,8 +621,8 @@ def test_text() -> None:
     step = simulate(replicated([2, 1], 4, 2), model.scaled(1.0, step_seconds=0.1), cluster(2, 1, **links))
     assert str(step).startswith("step 119.3 ms")
     assert str(step).endswith("apply 0.5 ms, what a step takes once 100 ms")
-    overlapped = str(two_buckets(overlap=True)).splitlines()[-1]
-    assert overlapped == "critical path: F 4000 ms, B 8000 ms, all_reduce 1000 ms, apply 500 ms"
+    in_pieces = str(two_pieces(cut=True)).splitlines()[-1]
+    assert in_pieces == "critical path: F 4000 ms, B 8000 ms, all_reduce 1000 ms, apply 500 ms"
 
 
 def test_the_text_of_a_span() -> None:
@@ -612,7 +633,7 @@ def test_the_text_of_a_span() -> None:
 # --- any plan ---
 
 
-def random_case(seed: int) -> tuple[Plan, Profile, Cluster, bool]:
+def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
     """A plan that fits its cluster: skips, uneven slices and stages, shared cores, tied weights."""
     draw = random.Random(seed)
     count = draw.randrange(2, 9)
@@ -674,7 +695,7 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster, bool]:
         inter_latency=draw.choice([None, 0.05]),
         servers=servers,
     )
-    return plan, model, where, draw.random() < 0.5
+    return cut_everywhere(plan, model) if draw.random() < 0.5 and plan.wait_free else plan, model, where
 
 
 def transfer_seconds(costs: CostModel, sender: Task, receiver: Task, size: float) -> float:
@@ -687,8 +708,7 @@ CASES = range(60)
 
 
 def run_case(seed: int) -> Simulation:
-    plan, model, where, overlap = random_case(seed)
-    return simulate(plan, model, where, overlap=overlap)
+    return simulate(*random_case(seed))
 
 
 @pytest.mark.parametrize("seed", CASES)
@@ -760,19 +780,20 @@ def test_ports_carry_one_message_at_a_time(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", CASES)
 def test_each_span_of_the_critical_path_starts_when_its_cause_is_over(seed: int) -> None:
-    plan, model, where, _ = random_case(seed)
+    plan, model, where = random_case(seed)
     instant = Cluster(where.devices, where.intra_bandwidth, where.inter_bandwidth, real=False, servers=where.servers)
     step = simulate(plan, model, instant)
     path = step.critical_path
     assert path[0].start == 0
     assert path[-1].end == pytest.approx(step.latency - model.step_seconds)
     for before, after in itertools.pairwise(path):
-        assert after.start == pytest.approx(before.end)
+        early = after.kind == "all_reduce" and after.start < before.end  # of a piece of the task before
+        assert early or after.start == pytest.approx(before.end)
 
 
 @pytest.mark.parametrize("seed", CASES)
 def test_memory_starts_and_ends_with_what_is_stored_and_peaks_where_the_cost_model_says(seed: int) -> None:
-    plan, model, where, _ = random_case(seed)
+    plan, model, where = random_case(seed)
     step = simulate(plan, model, where)
     costs = step.costs
     for device, stored in costs.stored_bytes.items():
@@ -812,14 +833,14 @@ def peak_of(costs: CostModel, device: int) -> float:
 @pytest.mark.parametrize("factor", [2**-13, 4.0, 2**13])
 def test_a_slower_world_is_slower_by_as_much(seed: int, factor: float) -> None:
     """Powers of two: what is ready at the same time stays so to the last bit."""
-    plan, model, where, overlap = random_case(seed)
+    plan, model, where = random_case(seed)
     slower = model.scaled(factor, step_seconds=model.step_seconds * factor, task_seconds=model.task_seconds * factor)
     links = {
         name: None if (value := getattr(where, name)) is None else value / factor if "band" in name else value * factor
         for name in ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
     }
     elsewhere = Cluster(where.devices, **links, real=False, servers=where.servers)
-    before, after = run_case(seed), simulate(plan, slower, elsewhere, overlap=overlap)
+    before, after = run_case(seed), simulate(plan, slower, elsewhere)
     assert after.latency == pytest.approx(before.latency * factor)
 
 

@@ -1,4 +1,4 @@
-"""Pass 6: slices travel between the replicas of stages, whatever their numbers."""
+"""Pass 7: slices travel between the replicas of stages, whatever their numbers."""
 
 from __future__ import annotations
 

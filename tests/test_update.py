@@ -1,4 +1,4 @@
-"""Pass 9: gradients are reduced over replicas and the optimizer is applied on each."""
+"""Pass 10: gradients are reduced over replicas and the optimizer is applied on each."""
 
 from __future__ import annotations
 

@@ -53,9 +53,6 @@ _RECOMPUTE = flags.DEFINE_list(
 _REVERSE_FIRST_K = flags.DEFINE_string(
     "reverse_first_k", "0", "k of reverse first-k in plans with chunks, or auto for the best.", flag_values=FLAGS
 )
-_OVERLAP = flags.DEFINE_boolean(
-    "overlap", False, "All-reduce gradients during a stage's last backward.", flag_values=FLAGS
-)
 _ALL_REDUCE = flags.DEFINE_enum(
     "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
 )
@@ -102,7 +99,6 @@ def options() -> dict[str, Any]:
         "schedule": schedule,
         "recompute": _RECOMPUTE.value,
         "reverse_first_k": first if first == "auto" else int(first),
-        "overlap": _OVERLAP.value,
         "all_reduce": _ALL_REDUCE.value,
         "jit_compile": _JIT_COMPILE.value,
     }

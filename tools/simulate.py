@@ -60,8 +60,11 @@ _INTRA_LATENCY = flags.DEFINE_float(
 )
 _INTER_LATENCY = flags.DEFINE_float("inter_latency", None, "The same between servers, in seconds.", flag_values=FLAGS)
 _SPEED = flags.DEFINE_float("speed", 1.0, "Factor by which every device computes faster.", flag_values=FLAGS)
-_OVERLAP = flags.DEFINE_boolean(
-    "overlap", False, "All-reduce gradients during a stage's last backward.", flag_values=FLAGS
+_REDUCE_EARLY = flags.DEFINE_boolean(
+    "reduce_early",
+    False,
+    "Cut last backwards into pieces, so that all-reduces run during them, as far as that gains.",
+    flag_values=FLAGS,
 )
 _ALL_REDUCE = flags.DEFINE_enum(
     "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
@@ -97,11 +100,12 @@ def simulate(plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
     Raises:
         PlanError: the plan doesn't fit the profile, the cluster or a device's memory.
     """
+    if _REDUCE_EARLY.value:
+        plan = dapple.reduced_early(plan, profile, cluster, all_reduce=_ALL_REDUCE.value)
     return dapple.simulate(
         plan,
         profile,
         cluster,
-        overlap=_OVERLAP.value,
         all_reduce=_ALL_REDUCE.value,
         next_forward=_NEXT_FORWARD.value,
     )

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
-from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
+from dapple_tf.describe.plan_values import (
+    PlanError,
+    PlanValueError,
+    device_lists,
+    integer,
+    integers,
+    layer_names,
+    task_times,
+)
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
@@ -54,6 +62,7 @@ class PlanOptions(TypedDict, total=False):
     weight_devices: tuple[tuple[int, ...], ...] | None
     weight_regions: tuple[int, ...] | None
     operator_devices: tuple[tuple[int, ...], ...] | None
+    backward_cuts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,9 @@ class Plan(JsonFile):
             is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
         operator_devices: for each stage the devices on which its single operators are placed by FD-DPS (Mathematics
             2022, 10, 4788), the stage's own first; None runs each replica of a stage as a whole on its device.
+        backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
+            micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
+            while the others are computed.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -112,6 +124,7 @@ class Plan(JsonFile):
     weight_devices: tuple[tuple[int, ...], ...] | None = None
     weight_regions: tuple[int, ...] | None = None
     operator_devices: tuple[tuple[int, ...], ...] | None = None
+    backward_cuts: tuple[str, ...] = ()
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -260,7 +273,9 @@ class Plan(JsonFile):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
-        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name != "report"]
+        # Reports of plans from before there were backward_cuts stay valid.
+        left_out = {"report"} | ({"backward_cuts"} if not self.backward_cuts else set())
+        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out]
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
     def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:
@@ -408,12 +423,15 @@ class Plan(JsonFile):
                     )
 
     def __str__(self) -> str:
-        return "\n".join([self._header(), table(self._rows()), *([] if self.report is None else [str(self.report)])])
+        return "\n".join([self._header(), table(self._rows()), *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        cut = [f"last backwards in pieces, cut after {', '.join(self.backward_cuts)}"] if self.backward_cuts else []
+        return [*cut, *([] if self.report is None else str(self.report).splitlines())]
 
     def _repr_html_(self) -> str:
         """Returns the plan for a notebook: its stages, and its timeline by `unit_timeline`."""
-        remarks = () if self.report is None else str(self.report).splitlines()
-        return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], remarks)
+        return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], self._remarks())
 
     def _header(self) -> str:
         sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
@@ -450,8 +468,9 @@ class Plan(JsonFile):
         try:
             object.__setattr__(self, "schedule", own_policy(self.schedule))
         except ScheduleError as error:
-            raise PlanError(str(error)) from error
+            raise PlanValueError(str(error)) from error
         object.__setattr__(self, "cuts", layer_names(self.cuts))
+        object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
@@ -461,7 +480,7 @@ class Plan(JsonFile):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
         for name in ("jit_compile", "wait_free"):
             if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
+                raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:
             object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
         if self.weight_devices is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dapple_tf.data_files import short
-from dapple_tf.describe.plan_values import PlanError
+from dapple_tf.describe.plan_values import PlanError, PlanValueError
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -40,6 +40,10 @@ def check_stages(plan: Plan) -> None:
             raise PlanError(
                 f"stages {positions[0]} and {positions[1]} are both cut after layer {cut!r}; name each layer once"
             )
+    for cut, count in Counter(plan.backward_cuts).items():
+        if count > 1 or cut in plan.cuts:
+            where = "backward_cuts twice" if count > 1 else "both cuts and backward_cuts"
+            raise PlanError(f"layer {cut!r} is in {where}; a stage ends where it is cut, so name each layer once")
     for stage, devices in enumerate(plan.devices):
         if not devices:
             raise PlanError(f"stage {stage} has no devices; give it at least one")
@@ -76,7 +80,7 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0}
+    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0, "backward_cuts": ()}
     for name, value in without.items():
         if getattr(plan, name) != value:
             raise PlanError(
@@ -132,11 +136,16 @@ def check_options(plan: Plan) -> None:
     try:
         policy = plan.policy
     except ScheduleError as error:
-        raise PlanError(str(error)) from error
+        raise PlanValueError(str(error)) from error
     if plan.recompute not in RECOMPUTE_MODES:
-        raise PlanError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
+        raise PlanValueError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
+    if plan.backward_cuts and not plan.wait_free:
+        raise PlanError(
+            f"backward_cuts are {list(plan.backward_cuts)}, for gradients to be reduced early, but wait_free is False; "
+            f"set it to True, or leave backward_cuts out"
+        )
     for stage, count in enumerate(plan.warm_up or ()):
         if count > plan.micro_batches:
             raise PlanError(

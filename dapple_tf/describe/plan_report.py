@@ -47,7 +47,6 @@ class PlanReport:
         runner_up_text: that plan, in short.
         pivot: the stage with the fewest bubbles, which sets the pace.
         limited_by: the parts of the step's critical path.
-        overlap: whether gradients were assumed to be all-reduced during the stage's last backward task.
         all_reduce: the assumed algorithm.
         stages: see :class:`StageReport`.
         fingerprint: the fingerprint of the plan that this report is about.
@@ -67,7 +66,6 @@ class PlanReport:
     runner_up_text: str
     pivot: str
     limited_by: str
-    overlap: bool
     all_reduce: str
     stages: tuple[StageReport, ...]
     fingerprint: str
@@ -86,10 +84,9 @@ class PlanReport:
         runner_up = "none found"
         if self.runner_up is not None:
             runner_up = f"{self.runner_up_text}: {ms_text(self.runner_up)} ms, {factor(self.runner_up)}"
-        assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
         memory = "" if self.one_device is not None else " with enough memory"
         return (
-            f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}{assumed}\n"
+            f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
             f"data parallelism on all devices: {parallel}{self._gain()}"
@@ -119,6 +116,8 @@ def parse_report(data: object) -> PlanReport:
         ValueError: the data isn't a report.
     """
     decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
+    if isinstance(data, dict) and isinstance(data.get("overlap"), bool):
+        data = {key: value for key, value in data.items() if key != "overlap"}  # an assumption of earlier versions
     try:
         report: PlanReport = decoder.read(PlanReport, data, "report")
     except ValueError as error:

@@ -26,6 +26,7 @@ from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.cut_backward import CutBackward
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
@@ -94,7 +95,9 @@ class StepPasses:
 
     @functools.cached_property
     def uninterrupted(self) -> frozenset[int]:
-        """The stages that run the B of every micro-batch right after its F."""
+        """The stages that run the B of every micro-batch right after its F, as a whole."""
+        if self.plan.backward_cuts:
+            return frozenset()
         apart = set()
         for tasks in self.plan.order_tasks().orders.values():
             for task, following in itertools.pairwise(tasks):
@@ -257,6 +260,11 @@ class StepAsked(NamedTuple):
         host_device = self.passes.cluster.host_device
         return Replicate(self._layout, host_device, self.owners, self.built.prefix, self.first_key)
 
+    def cut_backward(self) -> CutBackward | None:
+        """Returns the pass that cuts the last backwards into pieces."""
+        cuts = self.passes.plan.backward_cuts
+        return CutBackward(cuts) if cuts and self.built.mode is Mode.TRAIN else None
+
     def accumulate(self) -> Accumulate | None:
         """Returns the pass that sums over micro-batches."""
         return Accumulate(self.built.prefix, self._accumulates) if self._updates else None
@@ -320,6 +328,7 @@ PASSES: tuple[Slot, ...] = (
     Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.passes.slices) if asked.training else None),
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),
     Slot(Replicate, step=StepAsked.replicate),
+    Slot(CutBackward, step=StepAsked.cut_backward),
     Slot(SplitConcat, step=lambda asked: SplitConcat()),
     Slot(Accumulate, step=StepAsked.accumulate),
     Slot(OrderTasks, step=StepAsked.order),

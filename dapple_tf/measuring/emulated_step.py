@@ -194,7 +194,7 @@ class EmulatedStep:
             span = self._span(task.phase.value, device, task.stage, task.micro_batch, task.replica)
             seconds, before = self.costs.seconds(task, device), 0.0
             made = None
-            for part in self._parts(task, device):  # the last backward is cut where a bucket is ready
+            for part in self._parts(task, device):  # the last backward may be cut into pieces
                 if made is not None:
                     tensors, after, control = [made.tensor], [made.wait], []
                 wait = Wait(
@@ -212,9 +212,9 @@ class EmulatedStep:
             self.made[task] = made
 
     def _parts(self, task: Task, device: int) -> list[float]:
-        """Returns fractions of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
+        """Returns the fractions of a task's time after which its pieces end."""
         parts = {1.0}
-        if self.last_gradients.get((device, task.stage)) == task and self.server[device] not in self.clock.cores:
+        if self.last_gradients.get((device, task.stage)) == task:
             parts |= {self.reductions.units[unit].part for unit in self.reductions.of_stage[task.stage]}
         return sorted(parts)
 

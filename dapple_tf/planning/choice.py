@@ -24,6 +24,11 @@ class Choice:
     costs: CostModel
 
     @property
+    def reducing(self) -> float:
+        """Seconds of its all-reduces one after the other: the most that running them during backwards can gain."""
+        return sum(self.costs.reduction_seconds(reduction) for reduction in self.costs.reductions)
+
+    @property
     def memory(self) -> float:
         """Bytes that the fullest device needs with the most micro-batches in flight that the schedule allows."""
         return max(self.costs.needed_bytes(stage, count) for stage, count in enumerate(self.costs.warm_up))

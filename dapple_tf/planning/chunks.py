@@ -23,7 +23,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
 
     Args:
         plan: the plan; each chunk inherits its stage's settings, and ``reverse_first_k`` counts the chunks of its
-            first k stages. Its report is dropped.
+            first k stages. Its report and ``backward_cuts`` are dropped.
         profile: its layers' costs.
         chunks: the most parts of a stage; fewer where the layers don't allow more, since each chunk needs parameters.
 
@@ -65,6 +65,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
         weight_devices=None if plan.weight_devices is None else tuple(plan.weight_devices[stage] for stage in origin),
         reverse_first_k=sum(stage < plan.reverse_first_k for stage in origin),
         task_seconds=seconds,
+        backward_cuts=(),
         report=None,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulated_reductions import reduction_pieces
 
 
 class StageTime(NamedTuple):
@@ -103,9 +104,13 @@ def stage_times(costs: CostModel) -> list[StageTime]:
                     for interval, device in zip(slices, devices, strict=True)
                 )
             )
-        reduced = sum(costs.reduction_seconds(item) for item in costs.reductions if stage in item.stages)
-        if costs.overlap:
-            reduced = max(0.1 * reduced, reduced - times[1])
+        reduced = 0.0  # after the last backward
+        for number, item in enumerate(costs.reductions):
+            if stage in item.stages:
+                end = 0.0
+                for share, size in reduction_pieces(costs, number):
+                    end = max(end, share * times[1]) + costs.reduction_seconds(item, size)
+                reduced += end - times[1]
         timed_stages.append(
             StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices))
         )

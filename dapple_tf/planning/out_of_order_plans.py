@@ -137,7 +137,7 @@ def least_seconds(costs: CostModel) -> float:
     for stage, devices in enumerate(plan.devices):
         for replica, device in enumerate(devices):
             tasks = (Task(stage, phase, count - 1, replica) for phase in (Phase.FORWARD, Phase.BACKWARD))
-            seconds = count * sum(map(costs.seconds, tasks)) + costs.apply_seconds(stage, device)
+            seconds = count * sum(map(costs.whole_seconds, tasks)) + costs.apply_seconds(stage, device)
             busy[device] = busy.get(device, 0.0) + seconds
     for (producer, consumer), backward in itertools.product(costs.routes, (False, True)):
         ends = (consumer, producer) if backward else (producer, consumer)
@@ -177,7 +177,7 @@ def _one_group_per_device(plan: Plan) -> bool:
 def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
-        plan = dataclasses.replace(base, task_seconds=None, report=None, **changes)  # type: ignore[arg-type]
+        plan = dataclasses.replace(base, task_seconds=None, backward_cuts=(), report=None, **changes)  # type: ignore[arg-type]
         if isinstance(request.reverse_first_k, int):
             k = min(request.reverse_first_k, plan.num_stages)
             plan = dataclasses.replace(plan, reverse_first_k=k)

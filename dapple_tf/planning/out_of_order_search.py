@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.choice import Choice, simplest
+from dapple_tf.planning.early_reductions import cut_simulations
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
@@ -50,6 +51,8 @@ _HOPEFUL = 1.1
 """Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
+_CUT = 8
+"""Number of best plans whose last backwards are cut."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 _NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
@@ -71,11 +74,11 @@ class OutOfOrderSearch:
         """Starts with nothing.
 
         Args:
-            request: the request; gradients are assumed to be reduced chunk by chunk, not during a backward.
+            request: the request.
             allowed: approximate number of tasks and transfers to simulate.
             step: receives the progress.
         """
-        self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
+        self.request = request
         self.allowed, self.step = allowed, step
         self.work, self.fastest = 0.0, math.inf
         self.estimates: dict[Plan, float] = {}
@@ -100,7 +103,25 @@ class OutOfOrderSearch:
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
+        self._cut_best()
         return self.best()
+
+    def _cut_best(self) -> None:
+        """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
+        whole = [choice for choice in self.ranked() if choice.costs.reductions]
+        for choice in whole[:_CUT]:
+            if choice.latency - choice.reducing < self.fastest:
+                self._cut(choice)
+
+    def _cut(self, choice: Choice) -> Choice:
+        """Returns the choice with its last backwards cut, as far as that gains."""
+        best = choice
+        for simulation in cut_simulations(choice.costs):
+            if simulation.latency < best.latency and simulation.fits:
+                best = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+                self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
+                self.fastest = min(self.fastest, best.latency)
+        return best
 
     def dapple(self) -> Choice | None:
         """Returns the best of DAPPLE's own plans, without chunks; None if no base fits."""
@@ -131,14 +152,13 @@ class OutOfOrderSearch:
     # ---- candidates
 
     def _baseline(self, bases: Sequence[Plan]) -> None:
-        """Simulates DAPPLE's plans without the assumption that reductions overlap with backwards."""
-        known = self.request.reverse_first_k in (0, AUTO)
-        for base in bases[: _BEST if self.overlapped else 1]:
-            choice = self._try(base, base, certainly=True)
-            self.bases += [choice] if choice is not None else []
-            if not known:
+        """Simulates DAPPLE's best plan."""
+        choice = self._try(_bare(bases[0]), bases[0], certainly=True)
+        self.bases += [self._cut(choice)] if choice is not None else []
+        if self.request.reverse_first_k not in (0, AUTO):
+            for base in (bases[0], self.bases[0].plan) if self.bases else ():
                 self.choices[base] = None  # the request asks for k
-                self.fastest = math.inf
+            self.fastest = math.inf
 
     def _probe(self, base: Plan) -> float:
         """Returns the least latency of a few plans that follow from one of DAPPLE's; infinite if none is known."""
@@ -247,6 +267,7 @@ class OutOfOrderSearch:
 
         It isn't when this share of the work is done, or when no order could make it faster than the fastest.
         """
+        plan = _bare(plan)
         if plan in self.choices:
             return self.choices[plan]
         if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
@@ -294,6 +315,11 @@ class OutOfOrderSearch:
                 + max(time.all_reduce for time in times)
             )
         return self.estimates[plan]
+
+
+def _bare(plan: Plan) -> Plan:
+    """Returns the plan before its backwards are cut: cuts follow from the rest."""
+    return dataclasses.replace(plan, backward_cuts=(), report=None)
 
 
 def _splits(plan: Plan) -> bool:

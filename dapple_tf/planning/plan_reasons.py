@@ -93,7 +93,6 @@ def report(
         runner_up_text="" if runner_up is None else shape(runner_up[0]),
         pivot=pace,
         limited_by=_limit(best),
-        overlap=request.overlap,
         all_reduce=request.all_reduce,
         stages=tuple(stages),
         fingerprint=plan.fingerprint,

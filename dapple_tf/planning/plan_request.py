@@ -47,7 +47,6 @@ class PlanRequest:
         micro_batches: numbers of micro-batches.
         schedules: policies that a plan may have; where a stage has no successor the first counts.
         recompute: modes; None recomputes only where memory requires it.
-        overlap: whether gradients are all-reduced during the stage's last backward.
         all_reduce: the algorithm.
         jit_compile: passed on to plans.
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
@@ -66,7 +65,6 @@ class PlanRequest:
     micro_batches: tuple[int, ...]
     schedules: tuple[Policy, ...]
     recompute: tuple[str, ...] | None
-    overlap: bool
     all_reduce: str
     jit_compile: bool
     reverse_first_k: int | str = 0
@@ -85,7 +83,6 @@ class PlanRequest:
         schedule: str | Policy | Sequence[str | Policy] | None = None,
         recompute: str | Sequence[str] | None = None,
         *,
-        overlap: bool = False,
         all_reduce: str = "hierarchical",
         jit_compile: bool = False,
         reverse_first_k: int | str = 0,
@@ -109,7 +106,6 @@ class PlanRequest:
             # Policies that don't hold all micro-batches go first.
             tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
             None if recompute is None else _several(recompute, ()),
-            overlap,
             all_reduce,
             jit_compile,
             reverse_first_k,
@@ -119,8 +115,6 @@ class PlanRequest:
         )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.overlap, bool):
-            raise PlanError(f"overlap is {self.overlap!r}; it must be True or False")
         for move in self.moves:
             if not callable(move):
                 raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")
@@ -193,7 +187,7 @@ class PlanRequest:
 
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, all-reduce as requested."""
-        return CostModel(plan, self.profile, self.cluster, overlap=self.overlap, all_reduce=self.all_reduce)
+        return CostModel(plan, self.profile, self.cluster, all_reduce=self.all_reduce)
 
 
 def _first_k(value: Any) -> int:

@@ -22,6 +22,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice, simplest
+from dapple_tf.planning.early_reductions import competes, cut_simulations
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -62,6 +63,13 @@ _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
 _DERIVING = 0.8
 """Work allowed for deriving them, as a fraction of that for finding the stages."""
+_CUT = 12
+"""Number of best plans whose last backwards are cut."""
+_OTHERS = (
+    *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
+    *("weight_devices", "weight_regions", "operator_devices"),
+)
+"""Fields that the planner's own moves leave alone."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -74,7 +82,6 @@ def plan(
     micro_batches: int | Sequence[int] | None = None,
     schedule: str | Policy | Sequence[str | Policy] | None = None,
     recompute: str | Sequence[str] | None = None,
-    overlap: bool = False,
     all_reduce: str = "hierarchical",
     jit_compile: bool = False,
     reverse_first_k: int | str = 0,
@@ -95,8 +102,6 @@ def plan(
             ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
             chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
         recompute: a mode, or several; None recomputes only where memory requires it.
-        overlap: whether to assume that gradients are all-reduced during the stage's last backward, bucket by bucket.
-            Where chunks are tried (``auto`` or ``reverse_first_k``), only the search for stages assumes it.
         all_reduce: ``hierarchical`` or ``flat``.
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
@@ -120,7 +125,6 @@ def plan(
         micro_batches,
         schedule,
         recompute,
-        overlap=overlap,
         all_reduce=all_reduce,
         jit_compile=jit_compile,
         reverse_first_k=reverse_first_k,
@@ -218,8 +222,10 @@ class _Planner:
         if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
             modes = ("none", "boundary")
         bound = math.inf
-        for mode in modes:
-            search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
+        # Whether all-reduces end during backwards shows in simulations only.
+        hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
+        for mode, overlap in itertools.product(modes, hidden):
+            search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
@@ -228,7 +234,7 @@ class _Planner:
                 self.bar.step(f"{mode}, {count} micro-batches")
                 bound = min([bound, *(entry.latency for entry in fresh)])
                 for item in search.run(count, request.batch, bound=bound):
-                    group = (count, mode, item.in_flight)
+                    group = (count, mode, overlap, item.in_flight)
                     fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
@@ -237,7 +243,7 @@ class _Planner:
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
             candidates += fresh
-            if not search.memory_bound and request.recompute is None:
+            if not overlap and not search.memory_bound and request.recompute is None:
                 break
         return sorted(candidates, key=lambda entry: entry.latency)
 
@@ -321,7 +327,11 @@ class _Planner:
     def _simulate_all(self, plan: Plan) -> None:
         """Simulates a plan under each schedule, where it fits."""
         for schedule in self.request.searched:
-            self._simulate(dataclasses.replace(plan, schedule=schedule))
+            try:
+                other = dataclasses.replace(plan, schedule=schedule)
+            except PlanError:
+                continue  # A move of the user's own has given it options that this policy doesn't take.
+            self._simulate(other)
 
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
@@ -341,8 +351,8 @@ class _Planner:
         if self.fastest == math.inf or 2 * few > plan.micro_batches:
             return False
         size = plan.global_batch_size // plan.micro_batches
-        short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
         try:
+            short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
             simulation = run(self.request.costs(short))
         except PlanError:
             return False
@@ -356,9 +366,12 @@ class _Planner:
 
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
-        if plan.num_stages == 1:
+        plan = dataclasses.replace(plan, backward_cuts=())
+        if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
-        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
+        # Only moves of the user's own change these.
+        others = tuple(getattr(plan, name) for name in _OTHERS)
+        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
         if key in self.choices:
             return self.choices[key]
         costs = self.request.costs(plan)
@@ -368,20 +381,42 @@ class _Planner:
         except PlanError:
             self.work += 20
         else:
-            # Another policy with the same K is the same schedule.
-            alias = (*key[:3], warm_up, plan.recompute)
+            # Another of DAPPLE's policies with the same K is the same schedule.
+            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
             known = self.choices.get(alias)
             if known is not None:
-                choice = dataclasses.replace(known, plan=plan)
+                same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts)
+                choice = dataclasses.replace(known, plan=same)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
                 simulation = run(costs)
                 choice = Choice(plan, simulation.latency, costs)
                 self.work += len(simulation.spans)
+                if plan.num_stages == 1:
+                    choice = self._cut(choice)
                 self.fastest = min(self.fastest, choice.latency)
             self.choices.setdefault(alias, choice)
             self.bar.step(f"{len(self.choices)} plans simulated")
         self.choices[key] = choice
         return choice
+
+    def _cut(self, choice: Choice) -> Choice:
+        """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
+        best = choice
+        for simulation in cut_simulations(choice.costs):
+            self.work += len(simulation.spans)
+            if simulation.latency < best.latency:
+                best = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+        return best
+
+    def _cut_best(self) -> None:
+        """Cuts the last backwards of the best plans."""
+        whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
+        for choice in whole[:_CUT]:
+            if choice.latency - choice.reducing < self.fastest:
+                better = self._cut(choice)
+                self.fastest = min(self.fastest, better.latency)
+                for key in [key for key, known in self.choices.items() if known is choice]:
+                    self.choices[key] = better
 
     def _best(self) -> Choice | None:
         """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
@@ -413,6 +448,7 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
+        self._cut_best()
         return self._best()
 
     def _derives(self) -> bool:
@@ -448,14 +484,13 @@ class _Planner:
 
     def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
         ranked = self._ranked()
-        request = self.request if derived is None else dataclasses.replace(self.request, overlap=False)
         replicas = best.plan.replicas if derived is None else derived.origin.replicas
         runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
         everywhere = (self.cluster.num_devices,)
         single = next((choice for choice in ranked if choice.plan.replicas == (1,)), None)
         parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
         return report(
-            request,
+            self.request,
             run(best.costs),
             runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
             data_parallel=None if parallel is None else parallel.latency,

@@ -280,7 +280,7 @@ class _Run:
         kept = ranges.residual[0][first, stop] + ranges.residual[1][first, stop] * samples
         working = ranges.working[0][first, stop] + ranges.working[1][first, stop] * samples
         running = np.where(stop == self.groups, 1, self.in_flight) * kept + working
-        reducing = size * (links.replicas[step] > 1) + (kept + working if self.search.overlap else 0.0)
+        reducing = size * (links.replicas[step] > 1)
         needed = ranges.stored[first, stop] + np.maximum(running, reducing)
         fits = (needed <= links.memory[step]) & self.allowed[step]
         return forward, backward, reduced, fits

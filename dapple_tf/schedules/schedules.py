@@ -67,8 +67,8 @@ def check(policy: Policy, request: ScheduleRequest) -> None:
     answer = cast(Callable[[ScheduleRequest], object], policy.check)(request)
     if answer is not None:
         raise ScheduleError(
-            f"check of policy {policy} returned {short(answer)}; let it raise a ScheduleError that says what the policy "
-            f"can't do, and return nothing"
+            f"check of policy {policy} returned {short(answer)}; let it raise a ScheduleError that says what can't "
+            f"be done, and return nothing"
         )
     if request.offloaded and not policy.offloads:
         stage = min(request.offloaded)
@@ -213,7 +213,7 @@ def _orders(policy: Policy, request: ScheduleRequest) -> Orders:
 def _check_jobs(policy: Policy, orders: object) -> None:
     """Checks that what a policy returned is jobs of devices, right or wrong."""
     if not isinstance(orders, Mapping):
-        raise ScheduleError(f"policy {policy} returned {short(orders)}; let it return a dict: device -> list of its jobs")
+        raise ScheduleError(f"policy {policy} returned {short(orders)}; let it return a dict: device -> its jobs")
     for device, jobs in orders.items():
         if not isinstance(jobs, list | tuple):
             raise ScheduleError(f"policy {policy} gives device {short(device)} {short(jobs)}; give a list of its jobs")

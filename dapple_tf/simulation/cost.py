@@ -18,7 +18,7 @@ from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
-from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost
+from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
 from dapple_tf.units import gib
 from graph_passes.ir.batching import Interval, intervals, slice_intervals, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
@@ -34,6 +34,9 @@ __all__ = [
     "all_reduce_seconds",
     "stage_cost",
 ]
+
+
+_GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
 
 class Message(NamedTuple):
@@ -66,8 +69,6 @@ class CostModel:
         plan: the plan.
         profile: its layers' costs.
         cluster: the devices and links.
-        overlap: whether gradients are all-reduced as soon as each layer's last backward is over, rather than after the
-            stage's last one.
         all_reduce: one of `ALL_REDUCE`.
         stages: see :class:`StageCost`.
         owner_devices: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's
@@ -85,7 +86,6 @@ class CostModel:
         profile: Profile,
         cluster: Cluster,
         *,
-        overlap: bool = False,
         all_reduce: str = "hierarchical",
     ) -> None:
         if all_reduce not in ALL_REDUCE:
@@ -95,8 +95,11 @@ class CostModel:
             stage_of = profile.stage_of_layers(plan.cuts)
         except ValueError as error:
             raise PlanError(str(error)) from error
+        for cut in plan.backward_cuts:
+            if cut not in profile.index:
+                raise PlanError(f"backward_cuts has {cut!r}, which isn't a layer of the profile of {profile.model!r}")
         self.plan, self.profile, self.cluster = plan, profile, cluster
-        self.overlap, self.all_reduce = overlap, all_reduce
+        self.all_reduce = all_reduce
         self.owner_devices = plan.devices if plan.weight_devices is None else plan.weight_devices
         self.devices = tuple(
             dict.fromkeys(device for group in (*plan.devices, *self.owner_devices) for device in group)
@@ -116,6 +119,7 @@ class CostModel:
         self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
         self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
+        self._cuts: dict[int, tuple[int, tuple[tuple[float, float], ...]]] = {}
         self._messages: dict[tuple[int, int, int, bool], tuple[Message, ...]] = {}
 
     def alone(self, stage: int) -> bool:
@@ -148,6 +152,13 @@ class CostModel:
 
     def seconds(self, task: Task, device: int | None = None) -> float:
         """Returns the undisturbed seconds of a task on its device, or on ``device``."""
+        seconds = self.whole_seconds(task, device)
+        if self.plan.backward_cuts and task.micro_batch == len(self.micro_batches) - 1 and task.phase in _GRADIENTS:
+            seconds += (self._cut(task.stage)[0] - 1) * self.profile.task_seconds
+        return seconds
+
+    def whole_seconds(self, task: Task, device: int | None = None) -> float:
+        """Returns `seconds`, if the task isn't cut into pieces."""
         samples = self.slices(task.stage, task.micro_batch)[task.replica].size
         key = (task.stage, task.phase, samples)
         if key not in self._seconds:
@@ -234,32 +245,62 @@ class CostModel:
         size = reduction.bytes if size is None else size
         return all_reduce_seconds(self.cluster, reduction.devices, size, self.all_reduce)
 
-    def buckets(self, stage: int) -> tuple[tuple[float, float], ...]:
-        """Returns, for overlapped reduction, each bucket's (fraction of the last B's time until it is ready, bytes).
+    def backward_pieces(self, stage: int) -> tuple[tuple[float, float], ...]:
+        """Returns the pieces of the backward that completes a stage's gradients: (fraction of its time, bytes).
 
-        B recomputes what it must, then runs through the layers from last to first; a bucket is full at
-        ``plan.bucket_bytes``. A parameter that several layers of the stage share is ready after the first of them.
+        After this fraction of the task's time a piece is over, and its gradients can be all-reduced. Backwards are cut
+        by the plan's ``backward_cuts``; a piece without parameters joins the next, or gives no gradients if it is the
+        last. The first piece recomputes what backwards must; a parameter that several layers of the stage share is
+        ready after the first of them.
         """
+        return self._cut(stage)[1]
+
+    def _cut(self, stage: int) -> tuple[int, tuple[tuple[float, float], ...]]:
+        """Returns the number of pieces of a stage's last backward, and those that complete gradients."""
+        if stage not in self._cuts:
+            self._cuts[stage] = self._cut_backward(stage)
+        return self._cuts[stage]
+
+    def _cut_backward(self, stage: int) -> tuple[int, tuple[tuple[float, float], ...]]:
         first, stop = self.stages[stage].layers
-        samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[0].size)
-        layers = self.profile.layers[first:stop]
-        sizes = [layer.parameter_bytes for layer in layers]
+        sizes = self.layer_gradients(stage)
+        cuts = {self.profile.index[cut] + 1 for cut in self.plan.backward_cuts} & set(range(first + 1, stop))
+        if not cuts:
+            return 1, ((1.0, sum(sizes)),)
+        times = self.layer_backwards(stage)
+        phase = Phase.WEIGHT_GRAD if self.delays(stage) else Phase.BACKWARD
+        at, size = self.whole_seconds(Task(stage, phase, len(self.micro_batches) - 1)) - sum(times), 0.0
+        ends: list[tuple[float, float]] = []
+        for layer in range(stop - 1, first - 1, -1):
+            at += times[layer - first]
+            size += sizes[layer - first]
+            if layer in cuts and size:
+                ends.append((at, size))
+                at, size = at + self.profile.task_seconds, 0.0
+        pieces = tuple((end / at if at else 1.0, part) for end, part in ends)
+        return len(ends) + 1, (*pieces, (1.0, size)) if size or not ends else pieces
+
+    def layer_gradients(self, stage: int) -> list[float]:
+        """Returns the bytes of the gradients that are complete after the backward of each of a stage's layers."""
+        first, stop = self.stages[stage].layers
+        sizes = [float(layer.parameter_bytes) for layer in self.profile.layers[first:stop]]
         for group in self.profile.shared:
             if first <= group.layers[0] and group.layers[-1] < stop:
                 sizes[group.layers[0] - first] += group.parameter_bytes
-        total = self.profile.task_seconds + self.stages[stage].backward.at(samples)
-        passed = total - sum(layer.backward.at(samples) for layer in layers)
-        total = total or 1.0
-        buckets, pending = [], 0.0
-        for layer, size in zip(reversed(layers), reversed(sizes), strict=True):
-            passed += layer.backward.at(samples)
-            pending += size
-            if pending >= self.plan.bucket_bytes:
-                buckets.append((1.0 if layer is layers[0] else passed / total, pending))
-                pending = 0.0
-        if pending:
-            buckets.append((1.0, pending))
-        return tuple(buckets)
+        return sizes
+
+    def layer_backwards(self, stage: int) -> list[float]:
+        """Returns the seconds of each of a stage's layers in the task that completes the gradients, of replica 0."""
+        samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[0].size)
+        speed = self.cluster.devices[self.owner_devices[stage][0]].speed
+        delayed = self.delays(stage) and self.computes(stage, Phase.INPUT_GRAD)
+        first, stop = self.stages[stage].layers
+        tied = {layer for group in self.profile.shared for layer in group.layers}
+        return [
+            (weight_gradient(layer, index in tied) if delayed else layer.backward).at(samples) / speed
+            for index, layer in enumerate(self.profile.layers)
+            if first <= index < stop
+        ]
 
     def apply_seconds(self, stage: int, device: int) -> float:
         """Returns the seconds of the optimizer's update of a stage on one of its devices."""

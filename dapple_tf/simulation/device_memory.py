@@ -85,7 +85,9 @@ def _need(costs: CostModel, runs: tuple[int, ...], owned: tuple[int, ...]) -> De
     applying = [buffers[stage].apply for stage in owned if stage in buffers]
     sending = sum(own.returned.at(costs.samples(stage)) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
-    alone = sum(reducing) + (each + working if costs.overlap else 0.0)
+    alone = sum(reducing) + (
+        each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
+    )
     alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.simulation.cost import CostModel
-from graph_passes.ir.tasks import Phase, Schedule, Task, reduction_order
+from graph_passes.ir.tasks import Phase, Schedule, Task, piece_order, reduction_order
 
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
@@ -50,7 +50,7 @@ def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
 
 @dataclass
 class Unit:
-    """A reduction, or one bucket of it.
+    """A reduction, or one piece of it.
 
     Attributes:
         number: of the reduction, in :attr:`CostModel.reductions`.
@@ -93,35 +93,42 @@ class Reductions:
             ValueError: ``order`` isn't one of all reductions.
         """
         groups = [reduction.stages for reduction in costs.reductions]
+        left_over = {(stage,) for stage in carried}
+        pieces = [
+            ((1.0, reduction.bytes),) if reduction.stages in left_over else reduction_pieces(costs, number)
+            for number, reduction in enumerate(costs.reductions)
+        ]
+        counts = [len(own) for own in pieces]
         if order is None:
-            order = reduction_order(groups, schedule, costs.owner_devices)
+            sequence = piece_order(groups, schedule, costs.owner_devices, counts)
         elif sorted(order) != list(range(len(groups))):
             raise ValueError(
                 f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "
                 f"{len(groups) - 1}, positions in CostModel.reductions"
             )
-        left_over = {(stage,) for stage in carried}
-        order = sorted(order, key=lambda number: groups[number] not in left_over)
+        else:
+            sequence = [(number, piece) for number in order for piece in range(counts[number])]
+        sequence = sorted(sequence, key=lambda entry: groups[entry[0]] not in left_over)
         members: dict[int, int] = {}
         for _, stage in last_gradients(schedule):
             members[stage] = members.get(stage, 0) + 1
         self.units: list[Unit] = []
         self.of_stage: dict[int, list[int]] = {stage: [] for stage in range(costs.plan.num_stages)}
         previous: dict[int, int] = {}
-        for number in order if members else ():
+        for number, piece in sequence if members else ():
             reduction = costs.reductions[number]
             unready = 0
             if reduction.stages not in left_over:
                 unready = sum(members.get(stage, 0) for stage in reduction.stages)
-            for part, size in buckets(costs, number):
-                position = len(self.units)
-                self.units.append(Unit(number, size, part, unready))
-                for stage in reduction.stages:
-                    self.of_stage[stage].append(position)
-                for before in {previous[device] for device in reduction.devices if device in previous}:
-                    self.units[before].after.append(position)
-                    self.units[position].before += 1
-                previous.update(dict.fromkeys(reduction.devices, position))
+            part, size = pieces[number][piece]
+            position = len(self.units)
+            self.units.append(Unit(number, size, part, unready))
+            for stage in reduction.stages:
+                self.of_stage[stage].append(position)
+            for before in {previous[device] for device in reduction.devices if device in previous}:
+                self.units[before].after.append(position)
+                self.units[position].before += 1
+            previous.update(dict.fromkeys(reduction.devices, position))
         self.unreduced = {stage: len(units) for stage, units in self.of_stage.items()}
 
     def ready(self, position: int) -> bool:
@@ -141,12 +148,9 @@ class Reductions:
                 yield after
 
 
-def buckets(costs: CostModel, number: int) -> tuple[tuple[float, float], ...]:
-    """Returns each bucket of a reduction: (fraction of the last backward's time until it is ready, bytes).
-
-    There are several only with :attr:`CostModel.overlap`, for a stage that has its devices to itself.
-    """
+def reduction_pieces(costs: CostModel, number: int) -> tuple[tuple[float, float], ...]:
+    """Returns each piece of a reduction: (fraction of the last backward's time until it is ready, bytes)."""
     reduction = costs.reductions[number]
-    if costs.overlap and len(reduction.stages) == 1 and costs.alone(reduction.stages[0]):
-        return costs.buckets(reduction.stages[0]) or ((1.0, reduction.bytes),)
+    if len(reduction.stages) == 1:
+        return costs.backward_pieces(reduction.stages[0])
     return ((1.0, reduction.bytes),)

@@ -181,8 +181,8 @@ class SimulatedStep:
         else:
             index = self.add(span)
             self.at(end, self.finished, (device, task, index))  # before its last bucket: messages go first
-            if self.costs.overlap and task in self.ends:
-                self.announce(task, self.now, seconds, index)
+            for unit, part in self.early(task):
+                self.at(self.now + part * seconds, self.ready, (unit, index))
 
     def add(self, span: Span) -> int:
         """Records a span; returns its position."""
@@ -198,8 +198,8 @@ class SimulatedStep:
             if stage in self.carried:
                 continue
             self.complete[device, stage] = index
-            if not self.costs.overlap or self.shared[self.server[device]]:
-                for unit in self.reductions.of_stage[stage]:
+            for unit in self.reductions.of_stage[stage]:
+                if self.reductions.units[unit].part == 1.0:
                     self.ready(unit, index)
             self.updatable(device, stage, index)
         self.start(device)
@@ -209,9 +209,14 @@ class SimulatedStep:
     def begin(self, span: Span, task: Task | None = None) -> None:
         """Starts work that would take the span's time undisturbed."""
         assert span.device is not None
-        server = self.server[span.device]
+        server, seconds = self.server[span.device], span.end - span.start
         self.advance(server)
-        self.running[server].append(_Running(span, task, span.end - span.start))
+        early = [] if task is None else self.early(task)
+        marks = deque(
+            ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
+        )
+        index = self.add(span) if marks else None
+        self.running[server].append(_Running(span, task, seconds, marks, index))
         self.next_of(server)
 
     def advance(self, server: int) -> None:
@@ -229,19 +234,27 @@ class SimulatedStep:
         running = self.running[server]
         if running:
             rate = min(1.0, self.capacity[server] / len(running))
-            left = min(item.left for item in running)
+            left = min(item.next for item in running)
             self.at(self.now + max(0.0, left) / rate, self.shared_event, (server, self.version[server]))
 
     def shared_event(self, server: int, version: int) -> None:
-        """Ends the predicted tasks, unless the prediction is outdated."""
+        """Ends the predicted tasks or pieces, unless the prediction is outdated."""
         if version != self.version[server]:
             return
         self.advance(server)
         running = self.running[server]
-        least = min(item.left for item in running)
-        for item in [item for item in running if item.left <= least + 1e-9 * (item.span.end - item.span.start)]:
+        least = min(item.next for item in running)
+        for item in [item for item in running if item.next <= least + 1e-9 * (item.span.end - item.span.start)]:
+            if item.marks:
+                _, unit = item.marks.popleft()
+                self.at(self.now, self.ready, (unit, item.index))
+                continue
             running.remove(item)
-            index = self.add(item.span._replace(end=self.now))
+            span = item.span._replace(end=self.now)
+            if item.index is None:
+                index = self.add(span)
+            else:
+                index, self.spans[item.index] = item.index, span
             done, data = (self.finished, (item.task,)) if item.task else (self.is_updated, (item.span.stage,))
             self.at(self.now, done, (item.span.device, *data, index))
         self.next_of(server)
@@ -328,11 +341,15 @@ class SimulatedStep:
 
     # ---- reductions and updates
 
-    def announce(self, task: Task, start: float, seconds: float, index: int) -> None:
-        """Schedules when each bucket of the last backward will be ready."""
-        for stage in self.ends[task]:
-            for unit in self.reductions.of_stage[stage] if stage not in self.carried else ():
-                self.at(start + self.reductions.units[unit].part * seconds, self.ready, (unit, index))
+    def early(self, task: Task) -> list[tuple[int, float]]:
+        """Returns the units whose gradients are complete before a task's end, and after which fraction of its time."""
+        return [
+            (unit, part)
+            for stage in self.ends.get(task, ())
+            if stage not in self.carried
+            for unit in self.reductions.of_stage[stage]
+            if (part := self.reductions.units[unit].part) < 1.0
+        ]
 
     def ready(self, unit: int, index: int) -> None:
         """Notes that one member has the gradients of a unit."""
@@ -413,8 +430,23 @@ class SimulatedStep:
 
 @dataclass(eq=False)
 class _Running:
-    """A running task on a server whose devices share their cores: its undisturbed span, and the remaining seconds."""
+    """A running task on a server whose devices share their cores.
+
+    Attributes:
+        span: as if it were undisturbed.
+        task: the task; None for an update.
+        left: the remaining undisturbed seconds.
+        marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
+        index: position of its span; None if that isn't recorded before its end.
+    """
 
     span: Span
     task: Task | None
     left: float
+    marks: deque[tuple[float, int]]
+    index: int | None
+
+    @property
+    def next(self) -> float:
+        """The undisturbed seconds until its next piece ends, or itself."""
+        return self.left - self.marks[0][0] if self.marks else self.left

@@ -21,7 +21,6 @@ def simulate(
     profile: Profile,
     cluster: Cluster,
     *,
-    overlap: bool = False,
     all_reduce: str = "hierarchical",
     schedule: Schedule | None = None,
     reduction_order: Sequence[int] | None = None,
@@ -34,7 +33,8 @@ def simulate(
     cards, each of which sends one message at a time and receives one, first come, first served. Data that stays on a
     device arrives at once.
 
-    A parameter group's gradients are reduced when all replicas of its stages have computed them, whatever tasks remain;
+    A parameter group's gradients are reduced when all replicas of its stages have computed them, whatever tasks remain,
+    those of each piece of its last backward (``plan.backward_cuts``) by themselves;
     with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
     at a time, in the order of a real step (:func:`graph_passes.ir.tasks.reduction_order`). A stage's parameters are
     updated when its gradients are reduced and its device has no ready task. A schedule without backwards
@@ -47,8 +47,6 @@ def simulate(
         plan: the plan.
         profile: its layers' costs.
         cluster: the devices and links; unknown links are free.
-        overlap: all-reduce each bucket as soon as it is ready in the stage's last backward, of stages that don't share
-            their devices.
         all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.simulation.all_reduce.all_reduce_seconds`.
         schedule: run this schedule instead of the plan's.
         reduction_order: the order of reductions, as positions in :attr:`CostModel.reductions`.
@@ -61,7 +59,7 @@ def simulate(
         PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
         ValueError: the schedule deadlocks, or ``reduction_order`` isn't one of all reductions.
     """
-    costs = CostModel(plan, profile, cluster, overlap=overlap, all_reduce=all_reduce)
+    costs = CostModel(plan, profile, cluster, all_reduce=all_reduce)
     return run(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
 
 

@@ -62,7 +62,7 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
 
     forward, backward = total([x.forward for x in layers]), total([x.backward for x in layers])
     tied = {layer for group in profile.shared for layer in group.layers}
-    weights = [_weight_gradient(layer, index in tied) for index, layer in enumerate(layers, start)]
+    weights = [weight_gradient(layer, index in tied) for index, layer in enumerate(layers, start)]
     kept = total([x.residual_bytes for x in layers])
     entering = profile.crossing[start - 1][0] if start else ZERO
     delays = [x.delayed_bytes for x in layers if x.delayed_bytes is not None]
@@ -95,8 +95,13 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
     )
 
 
-def _weight_gradient(layer: LayerProfile, tied: bool) -> Cost:
-    """Returns the part of a layer's B that computes weight gradients."""
+def weight_gradient(layer: LayerProfile, tied: bool) -> Cost:
+    """Returns the part of a layer's B that computes weight gradients.
+
+    Args:
+        layer: the layer.
+        tied: whether other layers share some of its parameters.
+    """
     if layer.backward_weight is not None:
         return layer.backward_weight
     return layer.backward * 0.5 if layer.parameter_bytes or tied else ZERO

@@ -42,8 +42,9 @@ class StepTensors:
         self._named |= {ref: name for name, refs in self.step.metric_feeds.items() for ref in refs}
         self._named |= {ref: f"gradient({name})" for name, ref in self.step.gradients.items()}
         self._shaped = {ref: variables[name].shape for name, ref in self.step.gradients.items()}
-        for task, name in self.step.entry.items():
-            self._note_call(task, name, self._function(task))
+        for task in self.step.entry:
+            for name, function in program.calls_of(task):
+                self._note_call(task, name, function)
             for other in self.step.exit[task]:
                 if NodeKind.of(graph.nodes[other]) is NodeKind.METRICS:
                     self._note_call(task, other, program.stages[task.stage].metrics)
@@ -67,9 +68,6 @@ class StepTensors:
                 float(math.prod(dim or 0 for dim in shape or ()) * size) if known else None,
             )
         return self._known[ref]
-
-    def _function(self, task: Task) -> StageFunction | None:
-        return dict(self.program.stages[task.stage].phases)[task.phase]
 
     def _note_call(self, task: Task, name: str, function: StageFunction | None) -> None:
         if function is None:  # There is nothing to compute.

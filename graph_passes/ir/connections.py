@@ -31,9 +31,9 @@ def verify_connections(program: Program, graph: Graph) -> None:
     """
     step = program.own_step
     shapes = _Shapes(program, graph)
-    for task, name in step.entry.items():
-        function = dict(program.stages[task.stage].phases)[task.phase]
-        if function is None or graph.nodes[name].op not in CALLS:  # There is nothing to compute, or it is inlined.
+    calls = [(task, *call) for task in step.entry for call in program.calls_of(task)]
+    for task, name, function in calls:
+        if graph.nodes[name].op not in CALLS:  # It is inlined.
             continue
         for value, ref in zip(function.inputs, graph.inputs(name), strict=True):
             boundary = shapes.boundary(value)

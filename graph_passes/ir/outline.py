@@ -129,6 +129,11 @@ def call_node(
     return make_node(name, op, inputs, device=device, control=control, attrs={**call, **(attrs or {})})
 
 
+def is_compiled(function: FunctionDef) -> bool:
+    """Returns whether XLA compiles a function."""
+    return _XLA in function.attr and function.attr[_XLA].b
+
+
 def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
     """Returns a function that changes variables, and the part of it that XLA compiles.
 

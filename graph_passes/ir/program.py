@@ -308,6 +308,8 @@ class Stage:
         split: whether Bx and Bw take the place of B.
         fused: F and B in one function, which is called in their place: (variables, batch inputs, boundary inputs,
             gradient of the loss) -> (results of F, results of B). None where there is no such function.
+        pieces: the function that gives the gradients of parameters, as functions that follow each other; empty where it
+            isn't cut, see `CutBackward`.
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
@@ -331,6 +333,7 @@ class Stage:
     weight_grad: StageFunction | None = None
     split: bool = False
     fused: StageFunction | None = None
+    pieces: tuple[StageFunction, ...] = ()
     metrics: StageFunction | None = None
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     residual_bytes: int = 0
@@ -453,6 +456,7 @@ class Step:
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
         values: (task, value) -> the tensor of a task's result.
+        pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables.
@@ -472,6 +476,7 @@ class Step:
     entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[Task, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -562,6 +567,17 @@ class Program:
         if self.step is None:
             raise PassError(f"the program has no step yet; run {Fact.STEP.made_by} before")
         return self.step
+
+    def calls_of(self, task: Task) -> tuple[tuple[str, StageFunction], ...]:
+        """Returns the nodes of the step that run a task, with their functions: several if it is cut into pieces.
+
+        There is none for a task with nothing to do.
+        """
+        step, stage = self.own_step, self.stages[task.stage]
+        if task in step.pieces:
+            return tuple((nodes[0], piece) for nodes, piece in zip(step.pieces[task], stage.pieces, strict=True))
+        function = dict(stage.phases)[task.phase]
+        return () if function is None else ((step.entry[task], function),)
 
     @property
     def facts(self) -> frozenset[Fact]:

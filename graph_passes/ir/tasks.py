@@ -195,19 +195,31 @@ class Schedule:
 def reduction_order(
     groups: Sequence[tuple[int, ...]], schedule: Schedule | None, devices: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Returns the order in which every device all-reduces groups: that in which the schedule completes gradients.
+    """Returns the order in which every device all-reduces groups, see `piece_order`: positions in ``groups``."""
+    return [index for index, _ in piece_order(groups, schedule, devices, [1] * len(groups))]
+
+
+def piece_order(
+    groups: Sequence[tuple[int, ...]],
+    schedule: Schedule | None,
+    devices: Sequence[Sequence[int]],
+    pieces: Sequence[int],
+) -> list[tuple[int, int]]:
+    """Returns the order in which every device all-reduces the pieces of groups: that in which they are complete.
 
     A group's rank is the position of its last gradient in the order of a device; devices that run several of its stages
     decide for each of them. Among groups that are complete at the same position, the one whose first stage is later
-    goes first: backward ends with the first stage.
+    goes first: backward ends with the first stage. All pieces of a group but the last are complete during that task, so
+    before the last ones of other groups that it completes.
 
     Args:
         groups: the stages of each group.
         schedule: the order of tasks; None takes them all as complete at the same place.
         devices: for each stage the numbers of the devices, in the schedule, that compute its parameters' gradients.
+        pieces: number of pieces of each group.
 
     Returns:
-        Positions in ``groups``.
+        (position in ``groups``, number of the piece).
     """
     last: dict[tuple[int, int], int] = {}
     for device, tasks in ({} if schedule is None else schedule.orders).items():
@@ -217,7 +229,9 @@ def reduction_order(
     def complete(stages: tuple[int, ...]) -> int:
         return max((last.get((device, stage), 0) for stage in stages for device in devices[stage]), default=0)
 
-    def rank(index: int) -> tuple[int, ...]:
-        return complete(groups[index]), -groups[index][0], -groups[index][-1]
+    def rank(entry: tuple[int, int]) -> tuple[int, ...]:
+        index, piece = entry
+        first, final = groups[index][0], groups[index][-1]
+        return complete(groups[index]), piece == pieces[index] - 1, -first, -final, piece
 
-    return sorted(range(len(groups)), key=rank)
+    return sorted(((index, piece) for index, count in enumerate(pieces) for piece in range(count)), key=rank)

@@ -27,10 +27,11 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
     """Checks a program.
 
     Every input is bound to an existing output; there is no cycle, control edges included; calls agree with their
-    functions; each node of a step has its op's attributes, and reads the dtypes that these say; stages agree on the dtypes of the tensors that they exchange, and on their shapes as far as known before
-    the step; every device is one of the layout, and only constants and placeholders have none; each micro-batch has exactly one forward and one backward per replica
-    that has samples of it; all members of a group run their collectives in one order; and replicas that add up inside
-    their tasks meet.
+    functions; nodes of a step have the attributes of their op, and read the dtypes that these say; stages agree on the
+    dtypes of the tensors that they exchange, and on their shapes as far as known before the step; every device is one
+    of the layout, and only constants and placeholders have none; each micro-batch has exactly one forward and one
+    backward per replica that has samples of it; all members of a group run their collectives in one order; and replicas
+    that add up inside their tasks meet.
 
     Args:
         program: after any pass.

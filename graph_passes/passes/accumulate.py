@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
 from graph_passes.ir.graph import Builder, copied
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import FunctionDef, call_node
-from graph_passes.ir.program import Fact, Program
+from graph_passes.ir.program import Contribution, Fact, Program, Step
 from graph_passes.ir.storage import accumulate_function, merge_library
 from graph_passes.ir.tasks import Phase, Task
 
@@ -44,7 +45,7 @@ class Accumulate:
         step = program.own_step
         graph = copied(program.graph)
         builder = Builder(graph)
-        exits = dict(step.exit)
+        exits, pieces = dict(step.exit), dict(step.pieces)
         functions: list[FunctionDef] = []
         for stage in program.stages:
             for phase, sources in (
@@ -53,27 +54,39 @@ class Accumulate:
             ):
                 if not sources:
                     continue
-                targets = [source.accumulator for source in sources]
                 named = f"{self.prefix}stage{stage.index}_accumulate_{phase.name.lower()}"
-                by_mode = {mode: accumulate_function(f"{named}_{mode}", targets, mode) for mode in ("first", "next")}
+                by_mode = {mode: _function(f"{named}_{mode}", sources, mode) for mode in ("first", "next")}
                 functions += by_mode.values()
                 for replica in range(len(step.layout.devices[stage.index])):
                     tasks = self._tasks(program, stage.index, phase, replica)
                     for index, task in enumerate(tasks):
-                        function = by_mode["next" if index else "first"]
+                        mode = "next" if index else "first"
                         # Additions run in sequence even where no schedule orders the tasks.
                         after = exits[tasks[index - 1]] if index else ()
-                        inputs = [step.values[task, source.value] for source in sources]
                         device = step.layout.owner_devices[stage.index][replica]
                         attrs = task_attrs(task, NodeKind.ACCUMULATE)
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
-                        node = call_node(
-                            builder.names.fresh(name), function, inputs, device=device, control=after, attrs=attrs
-                        )
-                        builder.append(node)
-                        exits[task] = (*exits[task], node.name)
+                        for number, part in enumerate(_parts(step, task, sources)):
+                            function = by_mode[mode]
+                            if part != sources:
+                                function = _function(f"{named}_piece{number}_{mode}", part, mode)
+                                functions.append(function)
+                            inputs = [step.values[task, source.value] for source in part]
+                            node = call_node(
+                                builder.names.fresh(name), function, inputs, device=device, control=after, attrs=attrs
+                            )
+                            builder.append(node)
+                            exits[task] = (*exits[task], node.name)
+                            if task in pieces and part:
+                                made = pieces[task]
+                                own = next(i for i, nodes in enumerate(made) if nodes[0] == inputs[0].node)
+                                pieces[task] = (*made[:own], (*made[own], node.name), *made[own + 1 :])
         merge_library(graph, functions)
-        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits))
+        nodes = {node.name: node for node in graph.node}
+        for parts_of_task in pieces.values():
+            for before, after_it in itertools.pairwise(parts_of_task):
+                nodes[after_it[0]].input.extend(f"^{name}" for name in before[1:])  # and finds its memory free
+        return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits, pieces=pieces))
 
     def _tasks(self, program: Program, stage: int, phase: Phase, replica: int) -> Sequence[Task]:
         return sorted(
@@ -81,3 +94,18 @@ class Accumulate:
             for task in program.own_step.entry
             if task.stage == stage and task.phase is phase and task.replica == replica
         )
+
+
+def _function(name: str, sources: Sequence[Contribution], mode: str) -> FunctionDef:
+    return accumulate_function(name, [source.accumulator for source in sources], mode)
+
+
+def _parts(step: Step, task: Task, sources: Sequence[Contribution]) -> list[Sequence[Contribution]]:
+    """Returns what is added up at once: all of a task's contributions, or those of each of its pieces."""
+    if task not in step.pieces:
+        return [sources]
+    made = [
+        [source for source in sources if step.values[task, source.value].node == nodes[0]]
+        for nodes in step.pieces[task]
+    ]
+    return [part for part in made if part]

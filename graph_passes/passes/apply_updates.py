@@ -26,7 +26,7 @@ from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import assign, handle, merge_library
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup
+from graph_passes.passes.parameter_group import ParameterGroup, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
 from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
@@ -59,7 +59,7 @@ class Application:
 
     def carried(self) -> Calls:
         """Reduces and updates the groups that the previous step has carried over."""
-        self.reduction.all_reduce(self.nodes.carried, at_head=True)
+        self.reduction.all_reduce(map(whole, self.nodes.carried), at_head=True)
         return self.call_each(NodeKind.CARRIED_APPLY, self.nodes.carried)
 
     def bind_loss_scale(self, applied: Calls) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Program, Step, Variable, VariableKind
-from graph_passes.ir.tasks import reduction_order
+from graph_passes.ir.tasks import piece_order, reduction_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,58 @@ class ParameterGroup:
     def label(self) -> str:
         """Name in nodes and functions."""
         return "stage" + "_".join(map(str, self.stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReductionUnit:
+    """What is reduced together: the gradients and state of a group that are complete at the same time.
+
+    Attributes:
+        group: the group.
+        variables: those of its variables.
+        piece: the piece of the stage's last backward that completes them; None if they wait for all of it.
+    """
+
+    group: ParameterGroup
+    variables: tuple[Variable, ...]
+    piece: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What its nodes and functions are named besides their group."""
+        return "" if self.piece is None else f"_piece{self.piece}"
+
+
+def whole(group: ParameterGroup) -> ReductionUnit:
+    """Returns all of a group as one unit."""
+    return ReductionUnit(group, group.variables)
+
+
+def reduction_units(program: Program, groups: Sequence[ParameterGroup]) -> list[ReductionUnit]:
+    """Returns what is reduced together, in order.
+
+    Args:
+        program: a program with ordered tasks.
+        groups: the groups that are reduced in this step.
+    """
+    units = [_units(program, group) for group in groups]
+    stages, counts = [group.stages for group in groups], [len(own) for own in units]
+    step = program.own_step
+    order = piece_order(stages, step.schedule, _devices_of_stages(step), counts)
+    return [units[index][piece] for index, piece in order]
+
+
+def _units(program: Program, group: ParameterGroup) -> list[ReductionUnit]:
+    """Returns the units of a group, in order: one for each piece of its stage's backward."""
+    pieces = program.stages[group.stages[0]].pieces if len(group.stages) == 1 else ()
+    if not pieces or not any(task.stage == group.stages[0] for task in program.own_step.pieces):
+        return [whole(group)]
+    piece_of = {value.ref: number for number, piece in enumerate(pieces) for value in piece.outputs}
+    parts: dict[int, list[Variable]] = {}
+    for variable in group.variables:
+        # State is complete since the last forward.
+        parts.setdefault(0 if variable.value is None else piece_of.get(variable.value, 0), []).append(variable)
+    return [ReductionUnit(group, tuple(variables), number) for number, variables in sorted(parts.items())]
 
 
 def contributors(program: Program) -> dict[str, dict[int, Variable]]:
@@ -61,8 +113,7 @@ def parameter_groups(
             kept.setdefault(tuple(sorted(stages)), []).append(variable)
     by_stages = {update.stages: update for update in updates}
     keys, owner_devices = list(kept), program.own_step.layout.owner_devices
-    numbers = _device_numbers(program.own_step)
-    devices = [[numbers[device] for device in names if device in numbers] for names in owner_devices]
+    devices = _devices_of_stages(program.own_step)
     return [
         ParameterGroup(
             stages,
@@ -75,7 +126,8 @@ def parameter_groups(
     ]
 
 
-def _device_numbers(step: Step) -> dict[str, int]:
-    """Maps the names of devices that run tasks to their numbers in the schedule."""
+def _devices_of_stages(step: Step) -> list[list[int]]:
+    """Returns for each stage the numbers, in the schedule, of the devices that keep its variables and run tasks."""
     orders = {} if step.schedule is None else step.schedule.orders
-    return {step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
+    numbers = {step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
+    return [[numbers[device] for device in names if device in numbers] for names in step.layout.owner_devices]

@@ -15,7 +15,7 @@ from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import accumulate_function, buckets, bytes_of, flatten, read, unflatten, zeros
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.parameter_group import ParameterGroup
+from graph_passes.passes.parameter_group import ParameterGroup, ReductionUnit
 from graph_passes.passes.row_gradients import RowGradients
 from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes, marks
 
@@ -44,6 +44,8 @@ class Reduction:
         self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
         self._next_key = nodes.options.first_key
+        self._group_keys: dict[tuple[int, ...], int] = {}
+        self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
         self._previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
 
     def accumulate_nothing(self, applied: Calls) -> None:
@@ -69,17 +71,19 @@ class Reduction:
                     self._builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
                     self.nodes.empty[stage, replica] = [node]
 
-    def all_reduce(self, groups: Sequence[ParameterGroup], *, at_head: bool = False) -> None:
-        """Reduces groups in buckets; ``at_head`` those of the previous step, at once."""
-        for group in groups:
-            if len(group.devices) == 1 or not group.variables:
+    def all_reduce(self, units: Iterable[ReductionUnit], *, at_head: bool = False) -> None:
+        """Reduces units in buckets, in this order; ``at_head`` those of the previous step, at once."""
+        for unit in units:
+            group = unit.group
+            if len(group.devices) == 1 or not unit.variables:
                 continue
-            group_key = self._next_key
-            packed = buckets(group.variables, self._options.bucket_bytes)
+            group_key = self._group_keys.setdefault(group.stages, self._next_key)
+            packed = buckets(unit.variables, self._options.bucket_bytes)
+            self._buckets.setdefault(group.stages, []).extend(packed)
             calls = {}
             for device in group.devices:
-                function, inputs = self._pack(group, device, packed)
-                control = [] if at_head else self.nodes.complete(group, device)
+                function, inputs = self._pack(unit, device, packed)
+                control = [] if at_head else self.nodes.complete(group, device, unit.piece)
                 given = [tensor(device) for tensor in inputs]
                 calls[device] = self.nodes.call(NodeKind.PACK, function, given, group, device, control=control)
             for index, bucket in enumerate(packed):
@@ -97,11 +101,11 @@ class Reduction:
                     self.reduced[bucket, device] = node
                 self._next_key += 1
 
-    def _pack(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
+    def _pack(self, unit: ReductionUnit, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
         """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""
-        name = self.nodes.function_name(NodeKind.PACK, group, device)
+        name = self.nodes.function_name(NodeKind.PACK, unit.group, device, unit.label)
         if name not in self._packs:
-            stages = self.nodes.stages_on(group, device)
+            stages = self.nodes.stages_on(unit.group, device)
             builder = Builder(empty_graph())
             inputs: Inputs = {}
             vectors = []
@@ -190,7 +194,7 @@ class Reduction:
             stages = self.nodes.stages_on(group, device)
             return {variable.name: self.own_sum(builder, inputs, variable, stages) for variable in here}
         reduced: dict[str, Ref] = {}
-        for bucket in buckets(group.variables, self._options.bucket_bytes):
+        for bucket in self._buckets.get(group.stages, ()):
             if any(variable in here for variable in bucket):
                 argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
                 inputs[argument] = functools.partial(self._bucket, bucket)

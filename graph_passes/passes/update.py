@@ -12,6 +12,7 @@ from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.apply_updates import Application
+from graph_passes.passes.parameter_group import reduction_units
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.update_nodes import UpdateNodes
 
@@ -77,7 +78,7 @@ class Update:
         reduction.accumulate_nothing(applied)
         nodes.hold_back_reads(applied)
         now = [group for group in nodes.groups if group not in nodes.carried]
-        reduction.all_reduce(now)
+        reduction.all_reduce(reduction_units(program, now))
         applied |= application.call_each(NodeKind.APPLY, now, application.totals())
         ends = [*applied.values(), *application.call_each(NodeKind.COUNTERS, nodes.carried).values()]
         # Carried gradients must have been accumulated, though nothing in this step reads them.

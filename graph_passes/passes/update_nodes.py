@@ -82,28 +82,36 @@ class UpdateNodes:
         """Returns the stages of a group whose variables are on a device."""
         return [stage for stage, _ in self.replicas_on(group.stages, device)]
 
-    def complete(self, group: ParameterGroup, device: str) -> list[str]:
-        """Returns nodes after which a device's accumulators are complete and its variables are no longer read."""
-        replicas = set(self.replicas_on(group.stages, device))
-        names = [
-            name
-            for task, exits in self.step.exit.items()
-            if (task.stage, task.replica) in replicas
-            or (not self.options.wait_free and self.step.layout.device_of(task) == device)
-            for name in exits
-        ]
-        return names + [name for replica in replicas for name in self.empty.get(replica, ())]
+    def complete(self, group: ParameterGroup, device: str, piece: int | None = None) -> list[str]:
+        """Returns nodes after which a device's accumulators are complete and its variables are no longer read.
 
-    def function_name(self, what: NodeKind, group: ParameterGroup, device: str) -> str:
+        Args:
+            group: the group.
+            device: the device.
+            piece: the piece of the last backward that completes the accumulators in question, while others may still be
+                written and variables read; None for all of them.
+        """
+        places = set(self.replicas_on(group.stages, device))
+        names: list[str] = []
+        for task, exits in self.step.exit.items():
+            if not self.options.wait_free and self.step.layout.device_of(task) == device:
+                names += exits
+            elif (task.stage, task.replica) in places:
+                cut = self.step.pieces.get(task)
+                names += exits if cut is None or piece is None else (cut[piece][-1],)
+        return names + [name for place in places for name in self.empty.get(place, ())]
+
+    def function_name(self, what: NodeKind, group: ParameterGroup, device: str, part: str = "") -> str:
         """Returns the name, without the prefix, of a device's function on a group's gradients.
 
         Devices that run different stages of a group have functions of their own.
 
-        Other steps, whose batches have more micro-batches, find gradients in accumulators.
+        Other steps, whose batches have more micro-batches, find gradients in accumulators. ``part`` tells functions on
+        parts of the group apart.
         """
         stages = tuple(self.stages_on(group, device))
         own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
-        return f"{group.label}_{what.text}{own}" + ("" if self.options.accumulated else "_at_once")
+        return f"{group.label}_{what.text}{part}{own}" + ("" if self.options.accumulated else "_at_once")
 
     def call(
         self,

@@ -24,6 +24,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
+from dapple_tf.planning.early_reductions import reduced_early
 from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.tools import command
@@ -46,7 +47,9 @@ _NETWORKS = flags.DEFINE_list(
     "Time of a transfer between two stages, relative to a forward's; 0 for free links. Uneven replicas share it.",
     flag_values=FLAGS,
 )
-_OVERLAP = flags.DEFINE_boolean("overlap", False, "Overlap all-reduce with the last backwards.", flag_values=FLAGS)
+_REDUCE_EARLY = flags.DEFINE_boolean(
+    "reduce_early", False, "All-reduce during last backwards, in pieces, as far as that gains.", flag_values=FLAGS
+)
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps per row; the median counts.", lower_bound=1, flag_values=FLAGS)
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0, flag_values=FLAGS)
 _ATTEMPTS = flags.DEFINE_integer(
@@ -103,7 +106,9 @@ def pipeline(
 def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
     best: Emulation | None = None
     for _ in range(_ATTEMPTS.value):
-        emulation = emulate(plan, profile, cluster, overlap=_OVERLAP.value, steps=_STEPS.value)
+        if _REDUCE_EARLY.value:
+            plan = reduced_early(plan, profile, cluster)
+        emulation = emulate(plan, profile, cluster, steps=_STEPS.value)
         if best is None or abs(emulation.error) < abs(best.error):
             best = emulation
         if abs(best.error) <= _TOLERANCE.value:

@@ -12,6 +12,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import plan_reasons, planner
+from dapple_tf.planning.early_reductions import reduced_early
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
@@ -189,9 +190,9 @@ def best(
             except PlanError:
                 continue  # fewer samples than replicas
             try:
-                run = simulate(plan, profile, cluster, overlap=overlap, all_reduce=all_reduce)
+                run = _run(plan, profile, cluster, overlap, all_reduce)
             except PlanError:
-                unfit.append((_shortage(plan, profile, cluster, overlap)[0], plan))
+                unfit.append((_shortage(plan, profile, cluster)[0], plan))
                 continue
             if fastest is None or run.latency < fastest.seconds * (1 - 1e-9):
                 fastest = Outcome(run)
@@ -201,14 +202,21 @@ def best(
     unlimited = dataclasses.replace(cluster, devices=devices)
     least = min(unfit, key=lambda entry: entry[0])[0]
     nearest = [plan for over, plan in unfit if over <= least + 1]
-    runs = [simulate(plan, profile, unlimited, overlap=overlap, all_reduce=all_reduce) for plan in nearest]
+    runs = [_run(plan, profile, unlimited, overlap, all_reduce) for plan in nearest]
     run = min(runs, key=lambda run: run.latency)
-    return Outcome(run, False, _shortage(run.costs.plan, profile, cluster, overlap)[1])
+    return Outcome(run, False, _shortage(run.costs.plan, profile, cluster)[1])
 
 
-def _shortage(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool) -> tuple[float, str]:
+def _run(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str) -> Simulation:
+    """Simulates a plan, with all-reduces during its last backwards as far as that gains if they may ``overlap``."""
+    if overlap:
+        plan = reduced_early(plan, profile, cluster, all_reduce=all_reduce)
+    return simulate(plan, profile, cluster, all_reduce=all_reduce)
+
+
+def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, str]:
     """Returns how many bytes a plan lacks at its worst stage, also as a text."""
-    costs = CostModel(plan, profile, cluster, overlap=overlap)
+    costs = CostModel(plan, profile, cluster)
     flight = [count if plan.policy.needs_all else 1 for count in plan.warm_up_counts()]
     needs = [costs.needed_bytes(stage, count) for stage, count in enumerate(flight)]
     stage = max(range(plan.num_stages), key=lambda i: needs[i] - (costs.memory_limit(i) or 0))
@@ -243,13 +251,11 @@ def make_plan(
     seconds = []
     for _ in range(3):
         began = time.process_time()
-        plan = planner.plan(
-            profile, cluster, batch, micro_batches=counts, overlap=True, all_reduce=all_reduce, least_gain=0.0
-        )
+        plan = planner.plan(profile, cluster, batch, micro_batches=counts, all_reduce=all_reduce, least_gain=0.0)
         seconds.append(time.process_time() - began)
         if seconds[-1] <= patience:
             break
-    return Outcome(simulate(plan, profile, cluster, overlap=True, all_reduce=all_reduce)), min(seconds)
+    return Outcome(simulate(plan, profile, cluster, all_reduce=all_reduce)), min(seconds)
 
 
 # ---- tables 4 and 6
@@ -437,7 +443,7 @@ def run_table_5() -> list[Line5]:
             ["layer_23"], 2 * line.micro_batches, line.micro_batches, line.schedule, recompute=line.recompute
         )
         try:
-            run = simulate(plan, profile, cluster, overlap=True)
+            run = simulate(plan, profile, cluster)
         except PlanError:
             lines.append(Line5(line, None, None))
             continue

@@ -1,0 +1,164 @@
+"""Where to cut the backward that completes a stage's gradients, so that all-reduces run during the rest of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import Simulation, run
+
+_MOST_PIECES = 8
+"""The most pieces of a backward."""
+_PLACES = 32
+"""The most places within a stage at which cuts are considered."""
+_LEAST_GAIN = 0.002
+"""The least fraction of a stage's time in a step that its cuts must gain."""
+
+
+def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce: str = "hierarchical") -> Plan:
+    """Returns the plan with the ``backward_cuts`` with which its step is the shortest, none if they gain nothing.
+
+        layers     0 1 2 3 4 5 6 7   the last backward of the stage: 7 6 5 | 4 3 2 | 1 0
+        devices    [0, 1]            all-reduces:                          of 5-7    of 2-4   of 0-1
+
+    More pieces make the all-reduce start earlier, and the last one shorter, but each piece and each all-reduce takes a
+    fixed time besides. Whether only the first stages are cut, or all, is chosen by simulation.
+
+    Args:
+        plan: the plan; its own ``backward_cuts`` and report are dropped.
+        profile: its layers' costs.
+        cluster: the devices and links. Stages on servers whose devices share their cores aren't cut: there all-reduces
+            compete with backwards.
+        all_reduce: one of `dapple_tf.simulation.all_reduce.ALL_REDUCE`.
+
+    Raises:
+        PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
+    """
+    bare = dataclasses.replace(plan, backward_cuts=(), report=None)
+    if not plan.wait_free or plan.operator_devices is not None:
+        return bare
+    whole = run(CostModel(bare, profile, cluster, all_reduce=all_reduce))
+    return min([whole, *cut_simulations(whole.costs)], key=lambda simulation: simulation.latency).costs.plan
+
+
+def cut_simulations(costs: CostModel) -> Iterator[Simulation]:
+    """Yields simulations of a plan with its last backwards cut (`early_reductions`), where that fits in memory."""
+    for plan in early_reductions(costs):
+        try:
+            yield run(CostModel(plan, costs.profile, costs.cluster, all_reduce=costs.all_reduce))
+        except PlanError:
+            continue  # reductions during backwards need memory for both
+
+
+def early_reductions(costs: CostModel) -> Iterator[Plan]:
+    """Yields a plan, which has no ``backward_cuts``, with those of its first stages: of 1, 2, 4 ... stages, of all.
+
+    Cuts of later stages may do harm: on a busy link their all-reduces delay what is sent to earlier stages.
+    """
+    cuts: list[str] = []
+    count = 0
+    for stage in range(len(costs.stages)):
+        own = _cuts(costs, stage)
+        cuts += own
+        count += bool(own)
+        if own and count & (count - 1) == 0:
+            yield dataclasses.replace(costs.plan, backward_cuts=tuple(cuts))
+    if count & (count - 1):
+        yield dataclasses.replace(costs.plan, backward_cuts=tuple(cuts))
+
+
+def competes(cluster: Cluster, devices: Sequence[int]) -> bool:
+    """Returns whether all-reduces on these devices compete with their tasks for cores."""
+    servers = {cluster.devices[device].server for device in devices}
+    return any(cluster.capacity(server) < len(cluster.devices_of(server)) for server in servers)
+
+
+def _cuts(costs: CostModel, stage: int) -> list[str]:
+    """Returns the layers after which a stage's last backward is cut, in order."""
+    reduction = next((item for item in costs.reductions if item.stages == (stage,)), None)
+    first, stop = costs.stages[stage].layers
+    if reduction is None or stop - first < 2 or competes(costs.cluster, reduction.devices):
+        return []
+    # From the last layer to the first: backwards and gradients.
+    times, sizes = costs.layer_backwards(stage)[::-1], costs.layer_gradients(stage)[::-1]
+    start = costs.reduction_seconds(reduction, 1e-9)
+    rate = (costs.reduction_seconds(reduction) - start) / reduction.bytes
+    ends = _places(times, sizes)
+    passed = np.concatenate([[0.0], np.cumsum(times)])[[0, *ends]]
+    reduced = np.concatenate([[0.0], np.cumsum(sizes)])[[0, *ends]]
+    pieces = _best(passed, reduced, start, rate, costs.profile.task_seconds)
+    # Places count layers from the stage's end; a cut is named by the layer before it.
+    chosen = [stop - ends[place - 1] for place in pieces if ends[place - 1] < stop - first]
+    whole = sum(times) + start + rate * reduced[-1]
+    gain = whole - _end(passed, reduced, pieces, start, rate, costs.profile.task_seconds)
+    share = len(costs.micro_batches) * sum(times) * 1.5 + start + rate * reduced[-1]
+    return [costs.profile.layers[place - 1].name for place in sorted(chosen)] if gain > _LEAST_GAIN * share else []
+
+
+def _places(times: Sequence[float], sizes: Sequence[float]) -> list[int]:
+    """Returns positions after which a row of layers may be cut: evenly over time and bytes.
+
+    The last is that after which all gradients are complete.
+    """
+    whole_time, whole_size = sum(times) or 1.0, sum(sizes) or 1.0
+    at = np.cumsum(np.array(times) / whole_time + np.array(sizes) / whole_size) / 2
+    useful = [place for place in range(1, len(times)) if sizes[place - 1]]
+    if len(useful) >= _PLACES:
+        marks = np.linspace(0, 1, _PLACES + 1)[1:-1]
+        useful = sorted({min(useful, key=lambda place: abs(at[place - 1] - mark)) for mark in marks})
+    return [*useful, len(times)] if sizes[-1] else useful
+
+
+_Floats = npt.NDArray[np.float64]
+
+
+def _best(passed: _Floats, reduced: _Floats, start: float, rate: float, overhead: float) -> list[int]:
+    """Returns the ends of the pieces with which the last all-reduce ends first; the fewest on a tie.
+
+    Args:
+        passed: seconds of backward until each place, 0 for the first.
+        reduced: bytes of gradients that are complete there.
+        start: seconds of each all-reduce besides its bytes.
+        rate: seconds per byte.
+        overhead: seconds of each piece but the first.
+
+    Returns:
+        Positions in ``passed``, the last place at the end.
+    """
+    places = len(passed)
+    sent = start + rate * (reduced[None, :] - reduced[:, None])  # [from, to]
+    legal = np.triu(np.ones((places, places), bool), 1)
+    finish = np.full(places, np.inf)
+    finish[0] = -np.inf
+    ended: list[_Floats] = [finish]
+    for count in range(_MOST_PIECES):
+        ready = passed + count * overhead
+        ends = np.where(legal, np.maximum(ended[-1][:, None], ready[None, :]) + sent, np.inf)
+        if count:
+            ends[0] = np.inf
+        ended.append(ends.min(axis=0))
+    best = min(range(1, len(ended)), key=lambda count: (round(float(ended[count][-1]), 12), count))
+    pieces = [places - 1]
+    for count in range(best, 1, -1):
+        ready = passed[pieces[0]] + (count - 1) * overhead
+        ends_here = np.maximum(ended[count - 1], ready) + sent[:, pieces[0]]
+        ends_here[pieces[0] :] = np.inf
+        ends_here[0] = np.inf
+        pieces.insert(0, int(np.argmin(ends_here)))
+    return pieces
+
+
+def _end(passed: _Floats, reduced: _Floats, pieces: Sequence[int], start: float, rate: float, overhead: float) -> float:
+    """Returns when the last all-reduce ends, from the start of the backward."""
+    end = 0.0
+    for number, (before, place) in enumerate(itertools.pairwise([0, *pieces])):
+        end = max(end, passed[place] + number * overhead) + start + rate * (reduced[place] - reduced[before])
+    return float(end)

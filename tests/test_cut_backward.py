@@ -1,0 +1,183 @@
+"""Pass 6: the last backward of each replica runs in pieces, whose gradients are reduced during the rest of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from programs import (
+    Writer,
+    apply,
+    connected,
+    devices,
+    embedding,
+    layout,
+    meanings,
+    mlp,
+    replicated,
+    show_changes,
+    staged,
+    stateful_layers,
+    step_of,
+    task,
+    tied_layers,
+    two_layers,
+    updated,
+)
+
+from dapple_tf.tracing.step_nodes import step_nodes
+from dapple_tf.view.step_graph import task_graph
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, control_inputs
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.program import Program, ValueKind
+from graph_passes.ir.text import graph_text, library_text
+from graph_passes.passes.cut_backward import CutBackward
+
+
+def cut(program: Program, *cuts: str, replicas: int = 2, micro_batches: int = 2) -> Program:
+    """A step of one stage whose last backwards are cut."""
+    samples = replicas * micro_batches
+    return apply(replicated(staged(program), layout([replicas], samples, micro_batches)), CutBackward(cuts))
+
+
+def gradients(program: Program, stage: int = 0) -> list[list[str]]:
+    """The gradients that each piece of a stage gives."""
+    return [
+        meanings(value for value in piece.outputs if value.kind is not ValueKind.PARTIAL)
+        for piece in program.stages[stage].pieces
+    ]
+
+
+def test_what_becomes_of_the_last_backwards(golden: Callable[[str, str], None]) -> None:
+    before = replicated(staged(two_layers()), layout([2], 4, 2))
+    after = apply(before, CutBackward(("a",)))
+    known = [function.signature.name for function in before.graph.library.function]
+    changes = show_changes(graph_text(before.graph), graph_text(after.graph))
+    golden("cut_backward.txt", f"{changes}\n{library_text(after, *known)}")
+
+
+def test_only_the_last_backward_of_each_replica_is_cut() -> None:
+    step = step_of(cut(mlp(), "dense_0", "dense_1", micro_batches=3))
+    assert sorted(map(str, step.pieces)) == ["0B2", "0B2.r1"]
+    assert all(len(pieces) == 3 for pieces in step.pieces.values())
+    assert step.entry[task("0B2")] == step.pieces[task("0B2")][0][0]
+    assert step.exit[task("0B2")] == step.pieces[task("0B2")][-1]
+
+
+def test_a_replica_that_has_no_samples_of_the_last_micro_batch_is_cut_in_the_one_before() -> None:
+    before = replicated(staged(mlp()), layout([2], 3, 2, 4))
+    assert {str(each) for each in step_of(apply(before, CutBackward(("dense_0",)))).pieces} == {"0B1", "0B0.r1"}
+
+
+def test_gradients_belong_to_the_piece_of_the_first_layer_that_reads_them() -> None:
+    assert gradients(cut(two_layers(), "a")) == [["gradient(v)"], ["gradient(w)"]]
+    # The same weight in both layers: its gradient is complete with that of the first.
+    assert gradients(cut(tied_layers(), "layer_0")) == []
+
+
+def test_what_one_piece_has_computed_the_next_ones_take() -> None:
+    program = cut(mlp(), "dense_0", "dense_1")
+    names = [
+        {node.name for node in piece.function.node_def if node.op != "Const"} for piece in program.stages[0].pieces
+    ]
+    assert all(own for own in names)
+    assert not names[0] & names[1] and not names[1] & names[2] and not names[0] & names[2]
+    made = {value for piece in program.stages[0].pieces for value in piece.outputs if value.kind is ValueKind.PARTIAL}
+    read = {value for piece in program.stages[0].pieces for value in piece.inputs if value.kind is ValueKind.PARTIAL}
+    assert made == read
+
+
+def test_rows_of_an_embedding_come_last_and_are_gathered_by_themselves() -> None:
+    program = updated(staged(embedding(tied=False)), layout([2], 8, 2), backward_cuts=["a"])
+    assert [own[0].split("(")[0] for own in gradients(program)] == ["gradient", "slice_values"]
+    packs = [node for node in program.graph.node if NodeKind.of(node) is NodeKind.PACK]
+    assert [node.attr["f"].func.name for node in packs] == ["stage0_pack_piece0"] * 2
+
+
+def test_cuts_concern_the_stages_that_they_are_in() -> None:
+    program = staged(mlp(), "dense_1")
+    cut_first = apply(replicated(program, layout([2, 2], 4, 1)), CutBackward(("dense_0",)))
+    assert [len(stage.pieces) for stage in cut_first.stages] == [2, 0]
+
+
+def test_what_is_sent_back_comes_from_the_piece_of_the_layer_that_received_it() -> None:
+    program = apply(replicated(staged(mlp(), "dense_0"), layout([1, 2], 4, 1)), CutBackward(("dense_1",)))
+    first, last = gradients(program, 1)
+    boundary = f"gradient({program.boundaries[0].ref})"
+    assert boundary not in first
+    assert boundary in last
+
+
+def test_a_split_backward_is_cut_in_its_second_part() -> None:
+    program = staged(mlp(), split={0})
+    after = apply(replicated(program, layout([2], 4, 2)), CutBackward(("dense_0",)))
+    assert sorted(map(str, step_of(after).pieces)) == ["0Bw1", "0Bw1.r1"]
+
+
+def test_each_piece_is_reduced_when_it_is_over() -> None:
+    program = updated(staged(mlp()), layout([2], 8, 2), backward_cuts=["dense_0", "dense_1"])
+    view, step = Graph(program.graph), step_of(program)
+    packs = [node for node in view if NodeKind.of(node) is NodeKind.PACK and node.device.endswith("0")]
+    assert len(packs) == 3
+    pieces = step.pieces[task("0B1")]
+    for pack, piece, after in zip(packs, pieces, (*pieces[1:], ()), strict=True):
+        assert piece[-1] in control_inputs(pack)
+        assert not {name for later in after for name in [later]} & set(control_inputs(pack))
+    orders = [
+        [
+            int(name.rpartition("all_reduce")[2])
+            for name in view.topological()
+            if NodeKind.of(view.nodes[name]) is NodeKind.ALL_REDUCE and view.nodes[name].device.endswith(device)
+        ]
+        for device in "01"
+    ]
+    assert orders[0] == orders[1] == sorted(orders[0])
+
+
+def test_pieces_add_their_own_gradients_up() -> None:
+    program = updated(staged(stateful_layers()), layout([2], 8, 2), backward_cuts=["a"])
+    calls = {node.attr["f"].func.name for node in program.graph.node if NodeKind.of(node) is NodeKind.ACCUMULATE}
+    assert calls == {
+        "stage0_accumulate_forward_first",
+        "stage0_accumulate_forward_next",
+        "stage0_accumulate_backward_first",
+        "stage0_accumulate_backward_piece0_next",
+        "stage0_accumulate_backward_piece1_next",
+    }
+
+
+def test_a_backward_that_adds_up_over_replicas_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    writer = Writer()
+    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (2, 2)), writer.variable("v", (2, 2))
+    with writer.layer("a"):
+        h = writer.op("matmul", "MatMul", x, w)
+    with writer.layer("b"):
+        y = writer.op("matmul", "MatMul", h, v)
+    program = staged(writer.program(writer.op("loss", "L2Loss", y)))
+    backward = program.stages[0].own_backward
+    backward.function.node_def.add(name="sum", op="CollectiveReduceV2")
+    with caplog.at_level(logging.WARNING):
+        after = CutBackward(("a",)).run(replicated(program, layout([1], 2, 1)))
+    assert after.stages[0].pieces == ()
+    assert "the backward of stage 0 adds up over its replicas, and isn't cut into pieces" in caplog.text
+
+
+def test_an_unknown_layer_is_refused() -> None:
+    with pytest.raises(PassError, match="'dense_9' names no layer of the model; did you mean"):
+        cut(mlp(), "dense_9")
+
+
+def test_a_step_without_gradients_is_left_as_it_is() -> None:
+    before = connected(staged(two_layers(), training=False), layout([2], 4, 1))
+    assert graph_text(apply(before, CutBackward(("a",))).graph) == graph_text(before.graph)
+
+
+def test_pieces_are_drawn_by_themselves_and_traced_as_their_task() -> None:
+    program = updated(staged(mlp()), layout([2], 8, 2), backward_cuts=["dense_0"])
+    names = [name for stage in devices(2) for name in stage]
+    drawn = [node for node in task_graph(program, names).nodes if node.micro_batch == 1 and node.kind == "B"]
+    assert [node.label for node in drawn] == ["0B1 1/2", "0B1 2/2", "0B1.r1 1/2", "0B1.r1 2/2"]
+    traced = [node for node in step_nodes(program).values() if node.task == task("0B1") and node.kind == "B"]
+    assert len(traced) == 2
