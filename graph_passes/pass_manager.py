@@ -162,18 +162,22 @@ def run_passes(
     known: Sequence[Stage] = ()
     for number, item in enumerate(passes, start=first):
         start = time.perf_counter()
+        ran = f" (after {', '.join(done)})" if done else ""
         try:
-            _check_facts(program, getattr(item, "requires", ()), "requires")
+            _check_facts(program, item, "requires")
             program = item.run(program)
             if not isinstance(program, Program):
-                raise PassError(f"run() returned {program!r:.60}; let it return the new program")
-            _check_facts(program, getattr(item, "ensures", ()), "ensures")
+                what = "None" if program is None else f"an object of type {type(program).__name__}"
+                raise PassError(f"run() returned {what}; let it return the new program, program.replace(graph=graph)")
+            _check_facts(program, item, "ensures")
             if verified:
                 verify(program, complete=complete and item is passes[-1], known=known)
                 known = program.stages
         except PassError as error:
-            ran = f" (after {', '.join(done)})" if done else ""
             raise type(error)(f"pass {item.name}{ran}: {error}") from error
+        except Exception as error:
+            error.add_note(f"in pass {item.name}{ran}")
+            raise
         seconds = time.perf_counter() - start
         logger.debug("pass %02d %s: %.3f s, %d nodes", number, item.name, seconds, len(program.graph.node))
         for instrument in instruments:
@@ -182,13 +186,34 @@ def run_passes(
     return program
 
 
-def _check_facts(program: Program, facts: Iterable[Fact], says: str) -> None:
+def _check_facts(program: Program, item: Pass, says: str) -> None:
     """Checks what a pass ``requires`` or ``ensures``."""
+    facts = getattr(item, says, ())
+    if not isinstance(facts, tuple) or not all(isinstance(fact, Fact) for fact in facts):
+        raise PassError(f"its {says} is {facts!r:.60}; give a tuple of facts, such as (Fact.COMPLETE,)")
     present = program.facts if facts else frozenset()
     for fact in facts:
         if fact not in present:
-            fix = f"run it after {fact.made_by}" if says == "requires" else "what it returns isn't that"
-            raise PassError(f"it {says} {fact.value}; {fix}")
+            lacks = _lack(program, fact)
+            what = f"run it after {fact.made_by}" if says == "requires" else f"what it returns isn't that: {lacks}"
+            raise PassError(f"it {says} {fact.value}; {what}")
+
+
+def _lack(program: Program, fact: Fact) -> str:
+    """Returns what a program lacks of a fact that it hasn't."""
+    step = program.step
+    if fact in (Fact.STAGES, Fact.GRAPHS, Fact.FUNCTIONS):
+        part = "forward" if fact is Fact.FUNCTIONS else "graph"
+        lacking = [stage.index for stage in program.stages if getattr(stage, part) is None]
+        return f"stages[{lacking[0]}].{part} is None" if lacking else "its stages are empty"
+    if step is None:
+        return "its step is None"
+    if fact is Fact.ORDERED:
+        return "step.schedule is None"
+    if fact is Fact.COMPLETE and step.train is None:
+        return "step.train is None"
+    task, value = min(step.pending, key=lambda argument: argument[1].ref == program.roles.loss)
+    return f"step.pending has {len(step.pending)} arguments, among them {value} of task {task}"
 
 
 class Timing:

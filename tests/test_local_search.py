@@ -10,7 +10,8 @@ from hardware import cluster_of, profile_of
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.local_search import neighbours
-from dapple_tf.planning.plan_request import Changes, PlanRequest
+from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
+from dapple_tf.planning.planner import plan as find_plan
 
 
 def request(plan: Plan, layers: int, *servers: int, **options: Any) -> PlanRequest:
@@ -79,7 +80,86 @@ def test_what_moves_may_not_change_is_refused() -> None:
         yield {"global_batch_size": 1, "cut": ()}
 
     plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
-    with pytest.raises(PlanError, match=r"^move smaller changes cut, global_batch_size; a move may change .*devices"):
+    with pytest.raises(
+        PlanError, match=r"^move smaller changes cut, global_batch_size; a move may .*devices"
+    ) as caught:
         [*neighbours(plan, request(plan, 4, 3, moves=[smaller]))]
+    assert "report" not in str(caught.value)
     with pytest.raises(PlanError, match="moves has 'left'; give functions"):
         request(plan, 4, 3, moves=["left"])
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (None, "move mine returned None; let it yield dicts of a plan's fields, such as {'micro_batches': 8}"),
+        ({"micro_batches": 4}, "move mine returned {'micro_batches': 4}; let it yield dicts"),
+        ([None], "move mine yields None; let it yield dicts of a plan's fields"),
+        ([5], "move mine yields 5; let it yield dicts"),
+        ([{"devices": "nonsense"}], "move mine yields {'devices': 'nonsense'}: devices is 'nonsense'; give a list"),
+        ([{"micro_batches": "a"}], "move mine yields {'micro_batches': 'a'}: micro_batches: 'a' isn't a whole number"),
+        ([{"schedule": "nosuch"}], "move mine yields {'schedule': 'nosuch'}: unknown schedule 'nosuch'; use one of"),
+        ([{"recompute": "all"}], "move mine yields {'recompute': 'all'}: unknown recompute 'all'; use one of"),
+        ([{"jit_compile": 1}], "move mine yields {'jit_compile': 1}: jit_compile is 1; it must be True or False"),
+        ([{"cuts": ["nowhere"]}], "move mine cuts after 'nowhere', which is no layer of"),
+    ],
+)
+def test_a_wrong_move_is_named(made: Any, text: str) -> None:
+    def mine(plan: Plan, request: PlanRequest) -> Any:
+        return made
+
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
+    with pytest.raises(PlanError) as caught:
+        [*neighbours(plan, request(plan, 4, 3, moves=[mine]))]
+    assert str(caught.value).startswith(text)
+
+
+def test_what_makes_no_legal_plan_of_this_model_and_cluster_is_skipped_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def mine(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+        yield {"devices": ((), (2,))}
+        yield {"devices": ((0, 1), (3,))}  # There are three devices.
+        yield {"cuts": ("layer_3",)}  # The last layer.
+        yield {"micro_batches": 100}
+        yield {"micro_batches": 4, "warm_up": (3, 1)}
+
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
+    with caplog.at_level("DEBUG", logger="dapple_tf"):
+        *_, last = neighbours(plan, request(plan, 4, 3, moves=[mine]))
+    assert (last.micro_batches, last.warm_up) == (4, (3, 1))
+    assert caplog.messages == ["move mine changed a plan in 5 ways, 1 of them legal"]
+
+
+def test_an_exception_in_a_move_names_the_move() -> None:
+    def mine(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+        yield {"micro_batches": 1 // 0}
+
+    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
+    with pytest.raises(ZeroDivisionError) as caught:
+        [*neighbours(plan, request(plan, 4, 3, moves=[mine]))]
+    assert caught.value.__notes__ == ["in the move mine, of a plan of 2 stages"]
+
+
+@pytest.mark.parametrize("changes", [{"micro_batches": 2}, {"micro_batches": 100}])
+def test_a_move_without_end_ends(changes: Changes) -> None:
+    def endless(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+        while True:
+            yield changes
+
+    find_plan(profile_of(2), cluster_of(2), 8, micro_batches=2, moves=[endless])
+
+
+def test_moves_may_change_what_the_planner_leaves_alone() -> None:
+    """Plans that differed in such a field only counted as simulated already."""
+
+    def more_in_flight(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+        yield {"warm_up": tuple(2 * (plan.num_stages - stage) for stage in range(plan.num_stages))}
+
+    def asked(*moves: Move) -> Plan:
+        profile, cluster = profile_of(4, size=1e6, parameters=10**8), cluster_of(1, 1, inter_bandwidth=1e9)
+        return find_plan(profile, cluster, 16, micro_batches=8, schedule="dapple_a", moves=moves)
+
+    without, own = asked(), asked(more_in_flight)
+    assert without.num_stages == 2 and without.warm_up is None and own.warm_up == (4, 2)
+    assert own.report is not None and without.report is not None and own.report.latency < without.report.latency

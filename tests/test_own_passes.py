@@ -11,7 +11,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from models_for_tests import classifier, samples, transform, values
-from programs import DOUBLE, FLOAT, apply, copied, show_changes, two_layers
+from programs import (
+    DOUBLE,
+    FLOAT,
+    apply,
+    connected,
+    copied,
+    layout,
+    replicated,
+    show_changes,
+    two_layers,
+    two_stages,
+)
 
 import dapple_tf as dapple
 from dapple_tf.execution.step_passes import PASSES, pipeline
@@ -203,14 +214,31 @@ STAGES: tuple[Pass, ...] = (AssignStages(("a",)), BuildForward(), BuildBackward(
 @pytest.mark.parametrize(
     ("item", "text"),
     [
-        (Does(lambda program: None), "pass does: run() returned None; let it return the new program"),
+        (
+            Does(lambda program: None),
+            "pass does: run() returned None; let it return the new program, program.replace(graph=graph)",
+        ),
+        (
+            Does(lambda program: program.graph),
+            "pass does: run() returned an object of type GraphDef; let it return the new program, "
+            "program.replace(graph=graph)",
+        ),
+        (
+            Does(lambda program: program, requires=("COMPLETE",)),  # type: ignore[arg-type]
+            "pass does: its requires is ('COMPLETE',); give a tuple of facts, such as (Fact.COMPLETE,)",
+        ),
+        (
+            Does(lambda program: program, ensures=Fact.COMPLETE),  # type: ignore[arg-type]
+            "pass does: its ensures is <Fact.COMPLETE: 'a complete training step'>; give a tuple of facts, such as "
+            "(Fact.COMPLETE,)",
+        ),
         (
             Does(lambda program: program, requires=(Fact.CONNECTED,)),
             "pass does: it requires a step whose tasks are connected over stages; run it after split_concat",
         ),
         (
             Does(lambda program: program, ensures=(Fact.STAGES,)),
-            "pass does: it ensures stages; what it returns isn't that",
+            "pass does: it ensures stages; what it returns isn't that: its stages are empty",
         ),
     ],
 )
@@ -218,6 +246,42 @@ def test_what_a_pass_is_given_and_gives_is_checked(item: Pass, text: str) -> Non
     with pytest.raises(PassError) as caught:
         run_passes(two_layers(), [item])
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("fact", "lack"),
+    [
+        (Fact.GRAPHS, "its stages are empty"),
+        (Fact.STEP, "its step is None"),
+        (Fact.COMPLETE, "its step is None"),
+    ],
+)
+def test_what_is_missing_of_what_a_pass_ensures_is_said(fact: Fact, lack: str) -> None:
+    with pytest.raises(PassError, match=f"what it returns isn't that: {re.escape(lack)}$"):
+        run_passes(two_layers(), [Does(lambda program: program, ensures=(fact,))])
+
+
+@pytest.mark.parametrize(
+    ("program", "fact", "lack"),
+    [
+        (apply(two_layers(), AssignStages(("a",))), Fact.GRAPHS, "stages[0].graph is None"),
+        (two_stages(), Fact.STEP, "its step is None"),
+        (replicated(two_stages(), layout([1, 1], 2)), Fact.CONNECTED, "step.pending has "),
+        (connected(two_stages(), layout([1, 1], 2)), Fact.ORDERED, "step.schedule is None"),
+        (connected(two_stages(), layout([1, 1], 2)), Fact.COMPLETE, "step.train is None"),
+    ],
+    ids=["graphs", "step", "connected", "ordered", "complete"],
+)
+def test_what_a_program_lacks_is_said(program: Program, fact: Fact, lack: str) -> None:
+    with pytest.raises(PassError) as caught:
+        run_passes(program, [Does(lambda program: program, ensures=(fact,))])
+    assert f"what it returns isn't that: {lack}" in str(caught.value)
+
+
+def test_an_exception_in_a_pass_names_the_pass() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_passes(two_layers(), [Looks(), Does(lambda program: 1 // 0)])
+    assert caught.value.__notes__ == ["in pass does (after looks)"]
 
 
 def test_every_pass_says_what_it_requires_and_ensures_and_each_fact_has_its_maker() -> None:
@@ -259,6 +323,19 @@ def test_something_is_put_behind_a_tensor() -> None:
     reroute(graph, {Ref("a/tanh"): Builder(graph).add("negated", "Neg", [Ref("a/tanh")], **double)})
     assert show_changes(before, graph_text(graph)) == (
         "- b/matmul = MatMul(a/tanh, v)\n+ b/matmul = MatMul(negated, v)\n+ negated = Neg(a/tanh)\n"
+    )
+
+
+def test_a_chain_is_put_behind_a_tensor() -> None:
+    graph = copied(two_layers()).graph
+    before = graph_text(graph)
+    builder, double = Builder(graph), {"T": dtype_attr(2)}
+    negated = builder.add("negated", "Neg", [Ref("a/tanh")], **double)
+    back = builder.add("back", "AddV2", [builder.add("again", "Neg", [negated], **double), Ref("a/tanh")], **double)
+    reroute(graph, {Ref("a/tanh"): back})
+    assert show_changes(before, graph_text(graph)) == (
+        "- b/matmul = MatMul(a/tanh, v)\n+ b/matmul = MatMul(back, v)\n"
+        "+ negated = Neg(a/tanh)\n+ again = Neg(negated)\n+ back = AddV2(again, a/tanh)\n"
     )
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hardware import cluster_of, profile_of
@@ -204,8 +205,12 @@ def make_orders(request: ScheduleRequest, ahead: int) -> Orders:
 def test_an_own_policy_with_a_wrong_order_is_refused_when_the_plan_is_made() -> None:
     with pytest.raises(PlanError, match=r"device 0 runs 0B0 before 0F0; a backward needs its forward first"):
         Plan.data_parallel(1, 8, schedule=Policy("wrong", backwards_first))
-    with pytest.raises(PlanError, match=r"wrong has device 0 run 2F0, of a stage that isn't there"):
+    with pytest.raises(PlanError, match=r"^schedule 'wrong': device 0 runs 0B0"):
+        Plan.data_parallel(1, 8, schedule=Policy("wrong", backwards_first))
+    with pytest.raises(PlanError, match=r"wrong has device 0 run 2F0, but stages are 0 to 0"):
         Plan.data_parallel(1, 8, schedule=Policy("wrong", of_another))
+    with pytest.raises(PlanError, match=r"wrong has device 0 run 2F0, but stage 2 is on \[3\]; give each stage"):
+        plan_of(Policy("wrong", of_another))
     with pytest.raises(PlanError, match=r"device 0 has 3 micro-batches in flight after 0F2, but stage 0 holds 2"):
         plan_of(Policy("greedy", too_many), warm_up=[2, 2, 2])
     with pytest.raises(PlanError, match="a built-in schedule is called gpipe too; give yours another name"):
@@ -213,6 +218,65 @@ def test_an_own_policy_with_a_wrong_order_is_refused_when_the_plan_is_made() -> 
     for name in ("", "a:b", "a/b", 3):
         with pytest.raises(ScheduleError, match="give a text without a colon and slashes"):
             Policy(name, too_many)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (None, "policy wrong returned None; let it return a dict: device -> its jobs"),
+        ([Job(0, F, 0)], r"policy wrong returned \[Job"),
+        ({0: Job}, "policy wrong gives device 0 <class .*; give a list of its jobs"),
+        ({0: iter(())}, "policy wrong gives device 0 <.*; give a list of its jobs"),
+        ({0: [(0, F, 0)]}, r"policy wrong has \(0, .* among the jobs of device 0; give each as Job\(stage"),
+        ({0: [Job(0, "F", 0)]}, r"policy wrong has Job\(.* among the jobs of device 0"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_an_own_policy_returns_is_checked(made: Any, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        Plan.data_parallel(1, 8, schedule=Policy("wrong", lambda request: made))
+
+
+def test_an_own_policy_that_fails_is_named() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        plan_of(Policy("failing", lambda request: 1 // 0))  # type: ignore[arg-type, return-value]
+    assert caught.value.__notes__ == ["in the schedule failing, of 4 micro-batches on ((0,), (1, 2), (3,))"]
+
+
+def test_checks_raise_and_dont_answer() -> None:
+    for answer in (False, "too many stages"):
+        own = dataclasses.replace(RUN_AHEAD, check=lambda request, answer=answer: answer)
+        with pytest.raises(PlanError, match=f"check of policy run_ahead returned {answer!r}; let it raise a Schedule"):
+            plan_of(own)
+
+
+def test_policies_are_made_of_functions() -> None:
+    with pytest.raises(ScheduleError, match="order of policy mine is None; give a function of a request"):
+        Policy("mine", None)  # type: ignore[arg-type]
+    for name in ("check", "in_flight", "waits"):
+        with pytest.raises(ScheduleError, match=f"{name} of policy mine is 3; give a function of a request"):
+            Policy("mine", run_ahead, **{name: 3})  # type: ignore[arg-type]
+    for make in (lambda: plan_of(run_ahead), lambda: find_plan(PROFILE, cluster_of(2), 8, schedule=run_ahead)):  # type: ignore[arg-type]
+        with pytest.raises(
+            PlanError, match=r"the schedule is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run_ahead\)"
+        ):
+            make()
+
+
+def test_an_own_policys_module_and_name_stand_for_it_where_the_module_is_imported() -> None:
+    named = f"{__name__}:RUN_AHEAD"
+    assert plan_of(named) == plan_of(RUN_AHEAD) and plan_of(named).schedule is RUN_AHEAD
+    cluster = cluster_of(1, 1, inter_bandwidth=1e10)
+    assert find_plan(PROFILE, cluster, 8, micro_batches=4, schedule=named).schedule == RUN_AHEAD
+    for make in (plan_of, lambda schedule: find_plan(PROFILE, cluster, 8, schedule=schedule)):
+        with pytest.raises(PlanError, match="'nowhere:MINE' is of a module that isn't imported; import its module, or"):
+            make("nowhere:MINE")
+        with pytest.raises(PlanError, match="isn't a Policy of that module; import its module, or give the policy"):
+            make(f"{__name__}:PROFILE")
+
+
+def test_a_straight_plan_refuses_devices() -> None:
+    with pytest.raises(PlanError, match=r"stage i on device i; choose devices by Plan.manual\(cuts, devices, ...\)"):
+        Plan.straight(CUTS, 8, 4, devices=[[0], [1], [2]])  # type: ignore[call-arg]
 
 
 def test_the_planner_takes_own_policies() -> None:
@@ -283,13 +347,26 @@ def test_only_a_policy_of_a_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
             Plan.from_json(text)
 
 
-def test_a_policy_without_a_name_in_a_module_is_found_among_those_that_are_given() -> None:
+def test_a_policy_without_a_name_in_a_module_is_found_among_those_that_are_given(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     mine = Policy("mine", lambda request: run_ahead(request))
-    text = plan_of(mine).to_json()
+    with caplog.at_level("WARNING"):
+        text = plan_of(mine).to_json()
+    assert caplog.messages == [
+        "no name of a module is bound to the schedule mine, so that reading the plan takes the policy: "
+        "Plan.load(path, schedules=[...])"
+    ]
     assert json.loads(text)["schedule"] == "mine"
     assert Plan.from_json(text, schedules=[RUN_AHEAD, mine]).schedule is mine
-    with pytest.raises(PlanError, match="unknown schedule 'mine'; use one of gpipe"):
+    with pytest.raises(
+        PlanError, match=r"unknown schedule 'mine'; use one of gpipe, .*, or give your own policy of that"
+    ):
         Plan.from_json(text)
+    with pytest.raises(PlanError, match=r"schedules is Policy.*; give a list of policies, such as schedules="):
+        Plan.from_json(text, schedules=mine)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"schedules has <function .*; give policies"):
+        Plan.from_json(text, schedules=[run_ahead])  # type: ignore[list-item]
 
 
 # ---- from a CSV file

@@ -33,7 +33,7 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.graph import Builder, Graph, GraphDef, NodeDef, Ref
+from graph_passes.ir.graph import AttrValue, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr
 from graph_passes.ir.program import Layout, Program, Stage, StageFunction, Value
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import _verify_collectives, verify
@@ -215,8 +215,44 @@ def test_every_call_is_on_a_device_of_the_plan(device: str) -> None:
     """Any CPU was taken for legal, so that on a cluster of CPU devices nothing was checked."""
     program = step_program()
     call_of(program).device = device
-    assert refused(program) == (
-        f"call 'stage0/replica0/forward0' is on {device!r}, which is none of the plan's devices"
+    assert refused(program) == "call 'stage0/replica0/forward0' " + (
+        f"is on {device!r}, which is none of the plan's devices"
+        if device
+        else "has no device; give it that of a node that it reads or that reads it"
+    )
+
+
+def with_node(op: str, *, device: str | None = None, **attrs: AttrValue) -> Program:
+    """A step with one more node, which reads a forward's first result."""
+    program = step_program()
+    own = call_of(program)
+    where = own.device if device is None else device
+    Builder(program.graph).add("added", op, [Ref(own.name)], device=where, **attrs)
+    return program
+
+
+def test_every_node_of_a_step_has_a_device_of_the_plan() -> None:
+    double = dtype_attr(DOUBLE)
+    verify(with_node("Identity", T=double), complete=True)
+    assert refused(with_node("Identity", device="", T=double)) == (
+        "Identity node 'added' has no device; give it that of a node that it reads or that reads it"
+    )
+    assert refused(with_node("Identity", device="/device:GPU:0", T=double)) == (
+        "Identity node 'added' is on '/device:GPU:0', which is none of the plan's devices"
+    )
+
+
+def test_nodes_of_a_step_read_what_their_attributes_say() -> None:
+    assert refused(with_node("Identity", T=dtype_attr(FLOAT))) == (
+        "node 'added' (Identity) is for float32 as input 0, but 'stage0/replica0/forward0' is float64; cast it, or "
+        "change the node's attributes"
+    )
+    assert refused(with_node("Identity")) == ("node 'added' (Identity) has no attribute T, which its op needs; give it")
+    assert refused(with_node("Cast")) == (
+        "node 'added' (Cast) has no attribute SrcT and DstT, which its op needs; give it"
+    )
+    assert refused(with_node("AddV2", T=dtype_attr(DOUBLE))) == (
+        "node 'added' (AddV2) reads 1 tensors, but its op and attributes want 2"
     )
 
 
@@ -314,8 +350,9 @@ def test_collectives_have_as_many_members_as_their_group() -> None:
     for each in readers:
         inputs = [text for text in each.input if text not in (last.name, f"^{last.name}")]
         del each.input[:]
+        if each.op in ("PartitionedCall", "StatefulPartitionedCall"):
+            each.op, inputs = "NoOp", [text for text in inputs if text.startswith("^")]
         each.input.extend(inputs)
-        each.op = "NoOp" if each.op in ("PartitionedCall", "StatefulPartitionedCall") else each.op
     program.graph.node.remove(last)
     assert refused(program) == f"all-reduce {instance} has a group of 2 but 1 members"
 
@@ -406,4 +443,7 @@ def test_what_connects_tasks_is_for_the_dtype_that_it_is_given() -> None:
         for place, text in enumerate(each.input):
             if text == concat.name:
                 each.input[place] = concat.input[0]
-    assert refused(program) == f"ConcatV2 {concat.name!r} is for float32, but {concat.input[0]} is float64"
+    assert refused(program) == (
+        f"node {concat.name!r} (ConcatV2) is for float32 as input 0, but {concat.input[0]!r} is float64; cast it, or "
+        f"change the node's attributes"
+    )

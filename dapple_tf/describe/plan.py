@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
-from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
+from dapple_tf.describe.plan_values import (
+    PlanError,
+    PlanValueError,
+    device_lists,
+    integer,
+    integers,
+    layer_names,
+    task_times,
+)
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
@@ -68,7 +76,8 @@ class Plan(JsonFile):
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
         schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), your own policy
-            (`schedules.policy.Policy`), or the path of a CSV file with a schedule (`schedules.schedule_csv`).
+            (`schedules.policy.Policy`) or its ``module:name`` if that module is imported, or the path of a CSV file
+            with a schedule (`schedules.schedule_csv`).
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
@@ -176,6 +185,8 @@ class Plan(JsonFile):
         Raises:
             PlanError: as `Plan`.
         """
+        if "devices" in options:
+            raise PlanError("Plan.straight puts stage i on device i; choose devices by Plan.manual(cuts, devices, ...)")
         names = layer_names(cuts)
         devices = [[stage] for stage in range(len(names) + 1)]
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
@@ -457,7 +468,7 @@ class Plan(JsonFile):
         try:
             object.__setattr__(self, "schedule", own_policy(self.schedule))
         except ScheduleError as error:
-            raise PlanError(str(error)) from error
+            raise PlanValueError(str(error)) from error
         object.__setattr__(self, "cuts", layer_names(self.cuts))
         object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
         object.__setattr__(self, "devices", device_lists(self.devices))
@@ -469,7 +480,7 @@ class Plan(JsonFile):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
         for name in ("jit_compile", "wait_free"):
             if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
+                raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:
             object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
         if self.weight_devices is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dapple_tf.data_files import short
-from dapple_tf.describe.plan_values import PlanError
+from dapple_tf.describe.plan_values import PlanError, PlanValueError
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -136,9 +136,9 @@ def check_options(plan: Plan) -> None:
     try:
         policy = plan.policy
     except ScheduleError as error:
-        raise PlanError(str(error)) from error
+        raise PlanValueError(str(error)) from error
     if plan.recompute not in RECOMPUTE_MODES:
-        raise PlanError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
+        raise PlanValueError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
     if plan.backward_cuts and not plan.wait_free:

@@ -16,10 +16,14 @@ class PlanError(ValueError):
     """A plan contradicts itself or its cluster."""
 
 
+class PlanValueError(PlanError):
+    """A field of a plan has a value that no plan has: of another type, or a name that doesn't exist."""
+
+
 def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
     """Returns a list-like value as a tuple; a string or a mapping isn't list-like."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise PlanError(f"{what} is {short(values)}; give a list, such as {example}")
+        raise PlanValueError(f"{what} is {short(values)}; give a list, such as {example}")
     return tuple(values)
 
 
@@ -27,13 +31,13 @@ def layer_names(cuts: object, what: str = "cuts") -> tuple[str, ...]:
     """Returns cuts as a tuple of names; ``what`` names them in errors.
 
     Raises:
-        PlanError: they aren't a list of names.
+        PlanValueError: they aren't a list of names.
     """
     names = _entries(what, cuts, "['block_3']")
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name:
             ends = f"last layer of stage {number}" if what == "cuts" else "layer before a cut"
-            raise PlanError(f"{what}: entry {number} is {short(name)}; it must be the name of the {ends}")
+            raise PlanValueError(f"{what}: entry {number} is {short(name)}; it must be the name of the {ends}")
     return names
 
 
@@ -41,7 +45,7 @@ def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...
     """Returns a list of lists of device numbers as tuples; ``what`` names them in errors.
 
     Raises:
-        PlanError: ``devices`` isn't such a list.
+        PlanValueError: ``devices`` isn't such a list.
     """
     stages = _entries(what, devices, "[[0, 1], [2]] with a list for each stage")
     return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
@@ -51,14 +55,14 @@ def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
     """Returns the times of F, Bx and Bw of each stage as tuples.
 
     Raises:
-        PlanError: a stage hasn't three numbers of at least 0.
+        PlanValueError: a stage hasn't three numbers of at least 0.
     """
     triples = []
     for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
         entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
         numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
         if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
-            raise PlanError(
+            raise PlanValueError(
                 f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
             )
         triples.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
@@ -69,7 +73,7 @@ def integers(what: str, values: object) -> tuple[int, ...]:
     """Returns a list of whole numbers as a tuple; ``what`` names them in errors.
 
     Raises:
-        PlanError: ``values`` isn't such a list.
+        PlanValueError: ``values`` isn't such a list.
     """
     return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
 
@@ -78,11 +82,11 @@ def integer(what: str, value: Any) -> int:
     """Returns a whole number of Python's or NumPy's as an int; ``what`` names it in errors.
 
     Raises:
-        PlanError: the value isn't a whole number, or is beyond 64 bits.
+        PlanValueError: the value isn't a whole number, or is beyond 64 bits.
     """
     try:
         if not isinstance(value, bool) and abs(number := operator.index(value)) < LARGEST:
             return number
     except TypeError:
         pass
-    raise PlanError(f"{what}: {short(value)} isn't a whole number")
+    raise PlanValueError(f"{what}: {short(value)} isn't a whole number")

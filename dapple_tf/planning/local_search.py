@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 
+from dapple_tf.data_files import short
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_values import PlanValueError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
 
+logger = logging.getLogger(__name__)
+
 _GROUPS = 4
 """Number of groups of like devices whose unused devices are tried."""
+_MOST_CHANGES = 1000
+"""The most changes of one plan that are taken from a move: it may yield them without end."""
+_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "report"})
+"""Fields that moves don't change: the user's, and those that the planner fills in when it has simulated a plan."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
@@ -23,21 +32,85 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
         request: the profile, the cluster, and what may be chosen from.
 
     Raises:
-        PlanError: a move changes what isn't a plan's, or the global batch.
+        PlanError: a move yields something else than changes of a plan's fields, or a value that no plan has there.
     """
-    fields = {field.name for field in dataclasses.fields(plan) if field.init} - {"global_batch_size"}
-    for move in (*MOVES, *request.moves):
-        for changes in move(plan, request):
-            if not changes.keys() <= fields:
-                raise PlanError(
-                    f"move {move.__name__} changes {', '.join(sorted(changes.keys() - fields))}; a move may change "
-                    f"{', '.join(sorted(fields))}"
-                )
+    for move in MOVES:
+        yield from _legal(plan, move(plan, request))
+    for move in request.moves:
+        yield from _by_own_move(plan, request, move)
+
+
+def _legal(plan: Plan, moves: Iterable[Changes]) -> Iterator[Plan]:
+    for changes in moves:
+        try:
+            neighbour = dataclasses.replace(plan, **{"backward_cuts": (), **changes})
+        except PlanValueError:
+            raise
+        except PlanError:
+            continue  # Moves needn't know all that makes a plan legal.
+        yield neighbour
+
+
+def _by_own_move(plan: Plan, request: PlanRequest, move: Move) -> Iterator[Plan]:
+    """Yields the legal plans of a move of the user's, which may be wrong in any way."""
+    name = getattr(move, "__name__", type(move).__name__)
+    tried = legal = 0
+    try:
+        made = _called(move, name, plan, request)
+        for changes in itertools.islice(made, _MOST_CHANGES):
+            _check_changes(name, plan, request, changes)
+            tried += 1
             try:
-                neighbour = dataclasses.replace(plan, **{"backward_cuts": (), **changes})
-            except PlanError:
-                continue  # Moves needn't know all that makes a plan legal.
-            yield neighbour
+                made_legal = [other for other in _legal(plan, [changes]) if _fits(other, request)]
+            except PlanValueError as error:
+                raise PlanError(f"move {name} yields {short(changes)}: {error}") from error
+            legal += len(made_legal)
+            yield from made_legal
+    except PlanError:
+        raise
+    except Exception as error:
+        error.add_note(f"in the move {name}, of a plan of {plan.num_stages} stages")
+        raise
+    finally:
+        logger.debug("move %s changed a plan in %d ways, %d of them legal", name, tried, legal)
+
+
+def _fits(plan: Plan, request: PlanRequest) -> bool:
+    """Returns whether a plan is one of this model on this cluster: its cuts are in order, and its devices exist."""
+    places = [request.profile.index[cut] for cut in plan.cuts]
+    used = (plan.devices, plan.weight_devices or (), plan.operator_devices or ())
+    highest = max(device for groups in used for group in groups for device in group)
+    return (
+        highest < request.cluster.num_devices
+        and places == sorted(places)
+        and places[-1:] != [len(request.profile.layers) - 1]
+    )
+
+
+def _called(move: Move, name: str, plan: Plan, request: PlanRequest) -> Iterable[Changes]:
+    made: object = move(plan, request)
+    if isinstance(made, Mapping | str) or not isinstance(made, Iterable):
+        raise PlanError(f"move {name} returned {short(made)}; {_YIELD}")
+    return made
+
+
+_YIELD = "let it yield dicts of a plan's fields, such as {'micro_batches': 8}"
+
+
+def _check_changes(name: str, plan: Plan, request: PlanRequest, changes: object) -> None:
+    """Checks that what an own move yields is fields of a plan, and layers of the model."""
+    if not isinstance(changes, Mapping):
+        raise PlanError(f"move {name} yields {short(changes)}; {_YIELD}")
+    fields = {field.name for field in dataclasses.fields(plan)} - _NOT_BY_MOVES
+    if not changes.keys() <= fields:
+        raise PlanError(
+            f"move {name} changes {', '.join(sorted(map(str, changes.keys() - fields)))}; a move may change "
+            f"{', '.join(sorted(fields))}"
+        )
+    cuts = changes.get("cuts", ())
+    unknown = [cut for cut in cuts if cut not in request.profile.index] if isinstance(cuts, list | tuple) else []
+    if unknown:
+        raise PlanError(f"move {name} cuts after {short(unknown[0])}, which is no layer of {request.profile.model}")
 
 
 def move_cuts(plan: Plan, request: PlanRequest) -> Iterator[Changes]:

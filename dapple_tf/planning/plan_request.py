@@ -13,6 +13,7 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
+from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import ALL_REDUCE, CostModel
@@ -207,12 +208,13 @@ def _policies(given: Iterable[Any]) -> tuple[Policy, ...]:
     """
     policies = []
     for value in given:
-        if not isinstance(value, Policy) and value not in POLICIES:
+        named = isinstance(value, str) and ":" in value
+        if not isinstance(value, Policy) and not named and not callable(value) and value not in POLICIES:
             raise PlanError(
                 f"unknown schedule {value!r}; use one of {', '.join(POLICIES)}, or 'auto' alone for all of them"
             )
         try:
-            policies.append(policy_of(value))
+            policies.append(policy_of(own_policy(value) if named else value))
         except ScheduleError as error:
             raise PlanError(str(error)) from error
     return tuple(policies)

@@ -65,6 +65,11 @@ _DERIVING = 0.8
 """Work allowed for deriving them, as a fraction of that for finding the stages."""
 _CUT = 12
 """Number of best plans whose last backwards are cut."""
+_OTHERS = (
+    *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
+    *("weight_devices", "weight_regions", "operator_devices"),
+)
+"""Fields that the planner's own moves leave alone."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -322,7 +327,11 @@ class _Planner:
     def _simulate_all(self, plan: Plan) -> None:
         """Simulates a plan under each schedule, where it fits."""
         for schedule in self.request.searched:
-            self._simulate(dataclasses.replace(plan, schedule=schedule))
+            try:
+                other = dataclasses.replace(plan, schedule=schedule)
+            except PlanError:
+                continue  # A move of the user's own has given it options that this policy doesn't take.
+            self._simulate(other)
 
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
@@ -342,8 +351,8 @@ class _Planner:
         if self.fastest == math.inf or 2 * few > plan.micro_batches:
             return False
         size = plan.global_batch_size // plan.micro_batches
-        short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
         try:
+            short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
             simulation = run(self.request.costs(short))
         except PlanError:
             return False
@@ -358,9 +367,11 @@ class _Planner:
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
         plan = dataclasses.replace(plan, backward_cuts=())
-        if plan.num_stages == 1:
+        if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
-        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
+        # Only moves of the user's own change these.
+        others = tuple(getattr(plan, name) for name in _OTHERS)
+        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
         if key in self.choices:
             return self.choices[key]
         costs = self.request.costs(plan)
@@ -370,8 +381,8 @@ class _Planner:
         except PlanError:
             self.work += 20
         else:
-            # Another policy with the same K is the same schedule.
-            alias = (*key[:3], warm_up, plan.recompute)
+            # Another of DAPPLE's policies with the same K is the same schedule.
+            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
             known = self.choices.get(alias)
             if known is not None:
                 same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts)

@@ -47,4 +47,7 @@ def policy_of(schedule: object) -> Policy:
         return schedule
     if isinstance(schedule, str) and schedule in _BY_NAME:
         return _BY_NAME[schedule]
+    if callable(schedule):
+        name = getattr(schedule, "__name__", "name")
+        raise ScheduleError(f"the schedule is the function {name}; wrap it: dapple.Policy({name!r}, {name})")
     raise ScheduleError(f"unknown schedule {short(schedule)}; use one of {', '.join(_BY_NAME)}")

@@ -119,7 +119,8 @@ class Policy:
             and for one that is found by its name in the module that defines ``order``.
 
     Raises:
-        ScheduleError: the name isn't a text, or could be a path or a module's attribute.
+        ScheduleError: the name isn't a text, or could be a path or a module's attribute; or what must be a function
+            isn't one.
     """
 
     name: str
@@ -142,6 +143,11 @@ class Policy:
             raise ScheduleError(
                 f"the policy's name is {self.name!r}; give a text without a colon and slashes, such as 'run_ahead'"
             )
+        functions = {"order": self.order, "check": self.check, "waits": self.waits}
+        functions |= {} if self.in_flight is None else {"in_flight": self.in_flight}
+        for what, function in functions.items():
+            if not callable(function):
+                raise ScheduleError(f"{what} of policy {self.name} is {function!r}; give a function of a request")
 
     def __eq__(self, other: object) -> bool:
         return self._parts == other._parts if isinstance(other, Policy) else NotImplemented

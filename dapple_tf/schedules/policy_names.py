@@ -12,6 +12,7 @@ has already imported it; otherwise the caller passes the policy itself. A CSV fi
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import types
@@ -24,17 +25,28 @@ from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_csv import SUFFIX, csv_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 
+logger = logging.getLogger(__name__)
+
+_HOW_TO_GIVE = "Plan.load(path, schedules=[...])"
+
 
 def own_policy(schedule: object) -> object:
-    """Returns a plan's ``schedule`` with a CSV file's path read, and a built-in policy's name for that policy.
+    """Returns the policy that a plan's ``schedule`` names: by a CSV file's path, or as ``module:name``.
+
+    A built-in policy becomes its name, and all else stays as it is.
 
     Raises:
-        ScheduleError: the CSV file isn't a schedule, or can't be read.
+        ScheduleError: the CSV file isn't a schedule, or can't be read; or no imported module has such a policy.
     """
     if isinstance(schedule, Policy) and schedule in BUILT_IN:
         return schedule.name
     if isinstance(schedule, os.PathLike) or (isinstance(schedule, str) and schedule.endswith(SUFFIX)):
         return csv_policy(schedule)
+    if isinstance(schedule, str) and ":" in schedule:
+        policy, what = _of_module(schedule)
+        if policy is None:
+            raise ScheduleError(f"the schedule {short(schedule)} {what}; import its module, or give the policy itself")
+        return policy
     return schedule
 
 
@@ -43,9 +55,19 @@ def reference(policy: Policy, folder: Path | None = None) -> str:
 
     Args:
         policy: the policy. If no name of a module is bound to it, its own name is used, by which `find_policy` finds
-            it among ``given``.
+            it among ``given``; a warning says so.
         folder: the plan's: the path of a CSV file in it, or below it, is relative to it.
     """
+    text = _reference(policy, folder)
+    if text == policy.name and policy not in BUILT_IN:
+        logger.warning(
+            "no name of a module is bound to the schedule %s, so that reading the plan takes the policy: %s",
+            policy, _HOW_TO_GIVE,
+        )  # fmt: skip
+    return text
+
+
+def _reference(policy: Policy, folder: Path | None) -> str:
     if policy in BUILT_IN:
         return policy.name
     if policy.source is not None:
@@ -70,26 +92,43 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
         folder: the plan's, which paths of CSV files are relative to.
 
     Raises:
-        ScheduleError: no policy is found, or it is a CSV file that isn't a schedule or can't be read.
+        ScheduleError: no policy is found, or it is a CSV file that isn't a schedule or can't be read; or what is given
+            isn't policies.
     """
+    if isinstance(given, Policy) or not isinstance(given, Iterable):
+        raise ScheduleError(f"schedules is {short(given)}; give a list of policies, such as schedules=[RUN_AHEAD]")
+    given = tuple(given)
+    for policy in given:
+        if not isinstance(policy, Policy):
+            raise ScheduleError(f"schedules has {short(policy)}; give policies: dapple.Policy(name, function)")
     if not isinstance(text, str) or any(text == policy.name for policy in BUILT_IN):
         return text
     for policy in given:
-        if text in (policy.name, policy.source, reference(policy, folder.absolute())):
+        if text in (policy.name, policy.source, _reference(policy, folder.absolute())):
             return policy
     if text.endswith(SUFFIX):
         return csv_policy(folder / text)
-    module, colon, name = text.partition(":")
-    if not colon:
-        return text
+    if ":" not in text:
+        names = ", ".join(policy.name for policy in BUILT_IN)
+        raise ScheduleError(
+            f"unknown schedule {short(text)}; use one of {names}, or give your own policy of that name: {_HOW_TO_GIVE}"
+        )
+    own, what = _of_module(text)
+    if own is None:
+        raise ScheduleError(
+            f"the schedule {short(text)} {what}, and reading a plan imports nothing; import the module that has it "
+            f"first, or give the policy: {_HOW_TO_GIVE}"
+        )
+    return own
+
+
+def _of_module(text: str) -> tuple[Policy | None, str]:
+    """Returns the policy that ``module:name`` means, or None and why it isn't there."""
+    module, _, name = text.partition(":")
     value = _names(module).get(name)
     if isinstance(value, Policy):
-        return value
-    what = "isn't a Policy of that module" if module in sys.modules else "is of a module that isn't imported"
-    raise ScheduleError(
-        f"the schedule {short(text)} {what}, and reading a plan imports nothing; import the module that has it first, "
-        f"or give the policy: Plan.load(path, schedules=[...])"
-    )
+        return value, ""
+    return None, "isn't a Policy of that module" if module in sys.modules else "is of a module that isn't imported"
 
 
 def _names(module: str) -> dict[str, object]:

@@ -12,10 +12,11 @@ replicas of a stage have one order. All functions are pure. `schedule_check.vali
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Unpack
+from typing import Unpack, cast
 
+from dapple_tf.data_files import short
 from dapple_tf.schedules.out_of_order import reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN, policy_of
 from dapple_tf.schedules.policy import Policy
@@ -63,7 +64,12 @@ def check(policy: Policy, request: ScheduleRequest) -> None:
         raise ScheduleError(
             f"weight_regions are given for {policy}, which has no regions; leave them out, or use joint"
         )
-    policy.check(request)
+    answer = cast(Callable[[ScheduleRequest], object], policy.check)(request)
+    if answer is not None:
+        raise ScheduleError(
+            f"check of policy {policy} returned {short(answer)}; let it raise a ScheduleError that says what can't "
+            f"be done, and return nothing"
+        )
     if request.offloaded and not policy.offloads:
         stage = min(request.offloaded)
         raise ScheduleError(
@@ -188,12 +194,35 @@ def _schedule(policy: Policy, request: ScheduleRequest, active: Active | None) -
 @functools.lru_cache(maxsize=64)
 def _orders(policy: Policy, request: ScheduleRequest) -> Orders:
     """Runs the policy. Callers must not change the result: a plan asks for it more than once."""
-    orders = policy.order(request)
+    try:
+        orders = policy.order(request)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        error.add_note(f"in the schedule {policy}, of {request.micro_batches} micro-batches on {request.devices}")
+        raise
+    if policy not in BUILT_IN:
+        _check_jobs(policy, orders)
     if request.reverse_first_k:
         orders = reverse_first_k(orders, request.reverse_first_k, request.micro_batches)
     if policy not in BUILT_IN:
         _check_own(policy, request, orders)
     return orders
+
+
+def _check_jobs(policy: Policy, orders: object) -> None:
+    """Checks that what a policy returned is jobs of devices, right or wrong."""
+    if not isinstance(orders, Mapping):
+        raise ScheduleError(f"policy {policy} returned {short(orders)}; let it return a dict: device -> its jobs")
+    for device, jobs in orders.items():
+        if not isinstance(jobs, list | tuple):
+            raise ScheduleError(f"policy {policy} gives device {short(device)} {short(jobs)}; give a list of its jobs")
+        for job in jobs:
+            if not isinstance(job, Job) or not isinstance(job.phase, Phase):
+                raise ScheduleError(
+                    f"policy {policy} has {short(job)} among the jobs of device {short(device)}; give each as "
+                    f"Job(stage, Phase.FORWARD, micro_batch)"
+                )
 
 
 def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None:
@@ -208,14 +237,22 @@ def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None
     for device, jobs in orders.items():
         for job in jobs:
             allowed = request.weight_devices if job.phase is Phase.WEIGHT_GRAD else request.devices
-            if not 0 <= job.stage < request.stages or device not in allowed[job.stage]:
+            what = f"{policy} has device {device} run {job.stage}{job.phase.value}{job.micro_batch}"
+            if not 0 <= job.stage < request.stages:
+                raise ScheduleError(f"{what}, but stages are 0 to {request.stages - 1}")
+            if device not in allowed[job.stage]:
+                field = "weight_devices" if job.phase is Phase.WEIGHT_GRAD else "devices"
                 raise ScheduleError(
-                    f"{policy} has device {device} run {job.stage}{job.phase.value}{job.micro_batch}, of a stage that "
-                    f"isn't there; give each stage's devices (ScheduleRequest.devices) its tasks"
+                    f"{what}, but stage {job.stage} is on {list(allowed[job.stage])}; give each stage's devices "
+                    f"(ScheduleRequest.{field}) its jobs"
                 )
     schedule = _expand(policy.name, request, orders, None, policy.waits(request, None))
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    validate(schedule, request.devices, request.micro_batches, holds=limits, weight_devices=request.weight_devices)
+    try:
+        validate(schedule, request.devices, request.micro_batches, holds=limits, weight_devices=request.weight_devices)
+    except ScheduleError as error:
+        text = str(error)
+        raise ScheduleError(text if repr(policy.name) in text else f"schedule {policy.name!r}: {text}") from error
 
 
 def _forwards(request: ScheduleRequest) -> Orders:

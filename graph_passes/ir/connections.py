@@ -1,12 +1,12 @@
-"""Checks dtypes and shapes of tensors between stages, through the splits and joins between tasks."""
+"""Checks shapes of tensors between stages, through the splits and joins between tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import Graph, NodeDef, Ref, dtype_name
+from graph_passes.ir.graph import Graph, NodeDef, Ref
 from graph_passes.ir.program import Boundary, Program, Value, ValueKind
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
@@ -19,21 +19,18 @@ CONNECTING = frozenset({"AddN", "ConcatV2", "Identity", "Mul", "SplitV"})
 """Ops whose result has the dtype of their first input."""
 
 
-def verify_connections(program: Program, graph: Graph, dtypes: Mapping[str, Sequence[int]]) -> None:
+def verify_connections(program: Program, graph: Graph) -> None:
     """Checks that each task reads its slice of other stages' tensors, as far as shapes are known before the step.
 
     Args:
         program: a program with a step.
         graph: its top level.
-        dtypes: node -> the dtypes of its outputs.
 
     Raises:
         PassError: names the node or task, and both sides of the disagreement.
     """
     step = program.own_step
     shapes = _Shapes(program, graph)
-    for node in graph:
-        _verify_dtypes(graph, node, dtypes)
     calls = [(task, *call) for task in step.entry for call in program.calls_of(task)]
     for task, name, function in calls:
         if graph.nodes[name].op not in CALLS:  # It is inlined.
@@ -151,19 +148,6 @@ def _constant(graph: Graph, ref: Ref) -> _Integers:
     """Returns the integers of a constant; None for computed ones."""
     node = graph.nodes[ref.node]
     return tuple(constant_value(node).ravel().tolist()) if node.op == "Const" else None
-
-
-def _verify_dtypes(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that a node that connects tasks reads tensors of the dtype of its results."""
-    if node.op not in CONNECTING:
-        return
-    inputs = graph.inputs(node.name)
-    tensors = {"SplitV": inputs[:1], "ConcatV2": inputs[:-1]}.get(node.op, inputs)
-    (result, *_) = dtypes[node.name]
-    for ref in tensors:
-        given = dtypes[ref.node][ref.output]
-        if given != result:
-            raise PassError(f"{node.op} {node.name!r} is for {dtype_name(result)}, but {ref} is {dtype_name(given)}")
 
 
 def _agree(one: Shape, other: Shape) -> bool:

@@ -374,17 +374,34 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
 def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
     """Inserts nodes after tensors, in place: readers of a tensor read the given one instead.
 
-    The nodes that the new tensors come from keep reading the old ones; control edges don't change.
+    The nodes that a new tensor is computed by, one or a chain, keep reading the old one; control edges don't change.
+
+    Args:
+        graph: the graph that changes.
+        tensors: old tensor -> new one.
     """
-    between = {ref.node for ref in tensors.values()}
+    inputs = {node.name: data_inputs(node) for node in graph.node}
+    made_by = {old: _between(inputs, old, new) for old, new in tensors.items()}
+    ends = {ref.node for ref in tensors.values()}
     for node in graph.node:
-        if node.name not in between:
-            node.input[:] = [text if text.startswith("^") else str(_now(tensors, text)) for text in node.input]
+        if node.name not in ends and not tensors.keys().isdisjoint(inputs[node.name]):
+            for index, text in enumerate(node.input):
+                if not text.startswith("^"):
+                    ref = Ref.parse(text)
+                    if ref in tensors and node.name not in made_by[ref]:
+                        node.input[index] = str(tensors[ref])
 
 
-def _now(tensors: Mapping[Ref, Ref], text: str) -> Ref:
-    ref = Ref.parse(text)
-    return tensors.get(ref, ref)
+def _between(inputs: Mapping[str, Sequence[Ref]], old: Ref, new: Ref) -> set[str]:
+    """Returns the nodes that compute a tensor from another one, and all that they read besides it."""
+    passed: set[str] = set()
+    pending = [new.node]
+    while pending:
+        name = pending.pop()
+        if name not in passed:
+            passed.add(name)
+            pending += [ref.node for ref in inputs.get(name, ()) if ref != old]
+    return passed
 
 
 def dtype_name(dtype: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -75,13 +75,43 @@ def _count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
 
 def output_dtypes(node: NodeDef) -> list[int]:
     """Returns the dtype (a ``DT_*`` number) of each output of a node."""
+    return _dtypes(op_def(node.op).output_arg, node)
+
+
+def _dtypes(args: Iterable[op_def_pb2.OpDef.ArgDef], node: NodeDef) -> list[int]:
     dtypes: list[int] = []
-    for arg in op_def(node.op).output_arg:
+    for arg in args:
         if arg.type_list_attr:
             dtypes += _attr(node, arg.type_list_attr).list.type
         else:
             dtypes += [_attr(node, arg.type_attr).type if arg.type_attr else arg.type] * _count(arg, node)
     return dtypes
+
+
+@functools.cache
+def _wanted_attrs(op: str) -> tuple[str, ...]:
+    """Returns the attributes of a primitive op that have no default."""
+    return tuple(attr.name for attr in op_def(op).attr if not attr.HasField("default_value"))
+
+
+def missing_attrs(node: NodeDef) -> list[str]:
+    """Returns the attributes that a node must have, and hasn't."""
+    return [name for name in _wanted_attrs(node.op) if name not in node.attr]
+
+
+@functools.cache
+def _fixed_inputs(op: str) -> tuple[int, ...] | None:
+    """Returns the dtypes of a primitive op's inputs; None if its nodes' attributes decide them."""
+    args = op_def(op).input_arg
+    if any(arg.type_attr or arg.number_attr or arg.type_list_attr for arg in args):
+        return None
+    return tuple(arg.type for arg in args)
+
+
+def input_dtypes(node: NodeDef) -> Sequence[int]:
+    """Returns the dtype (a ``DT_*`` number) that a node wants of each tensor that it reads."""
+    fixed = _fixed_inputs(node.op)
+    return _dtypes(op_def(node.op).input_arg, node) if fixed is None else fixed
 
 
 def function_body_name(node: NodeDef, index: int) -> str:

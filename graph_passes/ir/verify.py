@@ -15,8 +15,10 @@ from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
 from graph_passes.ir.replica_sums import SUM_OP, sums_of
 from graph_passes.ir.tasks import Task
-from graph_passes.ir.tensorflow_bridge import output_dtypes
+from graph_passes.ir.tensorflow_bridge import input_dtypes, missing_attrs, output_dtypes
 
+_ANYWHERE = frozenset({"Const", "Placeholder"})
+"""Ops whose nodes may be without a device in a step: their readers' devices have their values."""
 # What one function of a stage gives to another.
 _HANDED_ON = frozenset({ValueKind.RESIDUAL, ValueKind.PARTIAL})
 
@@ -25,10 +27,11 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
     """Checks a program.
 
     Every input is bound to an existing output; there is no cycle, control edges included; calls agree with their
-    functions; stages agree on the dtypes of the tensors that they exchange, and on their shapes as far as known before
-    the step; every device is one of the layout; each micro-batch has exactly one forward and one backward per replica
-    that has samples of it; all members of a group run their collectives in one order; and replicas that add up inside
-    their tasks meet.
+    functions; nodes of a step have the attributes of their op, and read the dtypes that these say; stages agree on the
+    dtypes of the tensors that they exchange, and on their shapes as far as known before the step; every device is one
+    of the layout, and only constants and placeholders have none; each micro-batch has exactly one forward and one
+    backward per replica that has samples of it; all members of a group run their collectives in one order; and replicas
+    that add up inside their tasks meet.
 
     Args:
         program: after any pass.
@@ -49,13 +52,15 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
         _verify_inputs(graph, node, dtypes)
         if node.op in CALLS:
             _verify_call(graph, node, library, dtypes)
+        elif program.step is not None:
+            _verify_dtypes(graph, node, dtypes)
     graph.topological()
     for stage in program.stages:
         if not any(stage is other for other in known):
             _verify_stage(stage)
     if program.step is not None:
         _verify_step(program, graph, complete=complete)
-        verify_connections(program, graph, dtypes)
+        verify_connections(program, graph)
 
 
 def _verify_inputs(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
@@ -88,6 +93,25 @@ def _verify_call(
         )
     if [arg.type for arg in signature.output_arg] != list(node.attr["Tout"].list.type):
         raise PassError(f"call {node.name!r} and function {name!r} disagree about the results' types")
+
+
+def _verify_dtypes(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
+    """Checks that a node has its op's attributes, and reads tensors of the dtypes that it is for."""
+    if missing := missing_attrs(node):
+        names = " and ".join(missing)
+        raise PassError(f"node {node.name!r} ({node.op}) has no attribute {names}, which its op needs; give it")
+    refs, wanted = graph.inputs(node.name), input_dtypes(node)
+    if len(refs) != len(wanted):
+        raise PassError(
+            f"node {node.name!r} ({node.op}) reads {len(refs)} tensors, but its op and attributes want {len(wanted)}"
+        )
+    for index, (ref, dtype) in enumerate(zip(refs, wanted, strict=True)):
+        given = dtypes[ref.node][ref.output]
+        if given != dtype:
+            raise PassError(
+                f"node {node.name!r} ({node.op}) is for {dtype_name(dtype)} as input {index}, but {str(ref)!r} is "
+                f"{dtype_name(given)}; cast it, or change the node's attributes"
+            )
 
 
 def _verify_stage(stage: Stage) -> None:
@@ -135,8 +159,13 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     legal |= step.placed_on
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
     for node in graph:
-        if node.op in CALLS and node.device not in legal:
-            raise PassError(f"call {node.name!r} is on {node.device!r}, which is none of the plan's devices")
+        if node.device in legal or (not node.device and node.op in _ANYWHERE):
+            continue
+        what = "call" if node.op in CALLS else f"{node.op} node"
+        fix = f"is on {node.device!r}, which is none of the plan's devices"
+        if not node.device:
+            fix = "has no device; give it that of a node that it reads or that reads it"
+        raise PassError(f"{what} {node.name!r} {fix}")
     wanted = {
         Task(stage, phase, micro_batch, replica)
         for stage, devices in enumerate(layout.devices)
