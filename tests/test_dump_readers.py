@@ -76,6 +76,7 @@ def test_tensorflow_imports_every_graph(dumped: pathlib.Path) -> None:
     assert any(node.op in ("While", "StatelessWhile") for node in by_name["train/00_capture"].node)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tensorboards_graph_plugin_shows_each_pass(dumped: pathlib.Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard isn't installed (make venv)")

@@ -86,11 +86,12 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def in_float64() -> list[Any]:
     """One case of each model, from the middle of the sweep: of several micro-batches, and with all other options.
 
-    The transformer takes as long as all others.
+    The transformer and the LSTM take as long as all others.
     """
     cases = sweep()[13:] + sweep()[:13]
-    quick = one_of_each([case for case in cases if case.model != "transformer"], lambda case: case.model)
-    return [*quick, *(thorough(case) for case in cases if case.model == "transformer")]
+    slow = ("transformer", "lstm")
+    quick = one_of_each([case for case in cases if case.model not in slow], lambda case: case.model)
+    return [*quick, *(thorough(case) for case in cases if case.model in slow)]
 
 
 @pytest.mark.slow

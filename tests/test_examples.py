@@ -31,7 +31,7 @@ EXAMPLES = {
 }
 """Example -> flags, and what it prints."""
 
-QUICK = {"own_schedule", "plan_for_other_hardware"}
+QUICK = {"own_schedule"}
 """Those that train nothing."""
 ON_WORKERS = {"lora_on_workers"}
 TESTED_ELSEWHERE = {"train_on_cluster"}

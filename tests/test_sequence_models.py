@@ -77,6 +77,7 @@ def test_sizes_are_those_of_the_dapple_authors_profiles() -> None:
     assert 4 * (layers["gnmt:16"] + 2 * 4096) == sum(halves)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_full_model_is_as_large_as_said() -> None:
     """Built without values; a formula and a build agree for small ones in the tests of each model."""
