@@ -162,7 +162,8 @@ def test_a_contradictory_plan_is_refused_with_a_fix_and_from_json_also_with_its_
     assert str(caught.value) == message
     with pytest.raises(PlanError) as caught:
         Plan.from_json(json.dumps({"format": "dapple_tf.plan/1"} | VALID | change), source="plan.json")
-    assert str(caught.value) == f"plan.json: {message}"
+    own = ", or give your own policy of that name: Plan.load(path, schedules=[...])" if "schedule '" in message else ""
+    assert str(caught.value) == f"plan.json: {message}{own}"
 
 
 # ---- single operators
@@ -275,7 +276,8 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "task_seconds": null,
   "weight_devices": null,
   "weight_regions": null,
-  "operator_devices": null
+  "operator_devices": null,
+  "backward_cuts": []
 }
 """
     )
