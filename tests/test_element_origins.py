@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs import INT32, PARAMETER
+from programs import FLOAT, INT32, PARAMETER
 
 from graph_passes.analysis.element_origins import ElementOrigins, Origin, Parts
-from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr
 from graph_passes.ir.program import Program, Roles, Slice, Stage, Value, Variable
+from graph_passes.passes.row_sets import Rows, row_sets
 
 LENGTH = 4
 Made = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
@@ -33,10 +34,15 @@ def traced(made: Made) -> tuple[Program, GraphDef, Ref]:
     return Program(graph, Roles((Ref("ids"),), (variable,), scalars)), graph, Ref(indices.op.name)
 
 
-def parts_of(made: Made) -> Parts:
+def origins_and_parts(made: Made) -> tuple[ElementOrigins, Parts]:
     program, graph, ref = traced(made)
     arguments = {Value(Ref(name)): Ref(name) for name in ("ids", "fixed", "samples", "number", "weight")}
-    return ElementOrigins(program, Stage(0, (), graph=graph, arguments=arguments), graph, [ref]).of(ref)
+    origins = ElementOrigins(program, Stage(0, (), graph=graph, arguments=arguments), graph, [ref])
+    return origins, origins.of(ref)
+
+
+def parts_of(made: Made) -> Parts:
+    return origins_and_parts(made)[1]
 
 
 def origins_of(made: Made) -> list[Origin]:
@@ -46,11 +52,15 @@ def origins_of(made: Made) -> list[Origin]:
 def values_of(made: Made, ids: np.ndarray, *more: Ref) -> list[np.ndarray]:
     """What a slice computes: the indices, and other tensors."""
     _, graph, ref = traced(made)
+    return computed(graph, ids, ref, *more)
+
+
+def computed(graph: GraphDef, ids: np.ndarray, *wanted: Ref) -> list[np.ndarray]:
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="")
         feeds = {"ids:0": ids, "fixed:0": np.array([2, 0, 2]), "samples:0": len(ids)}
         with tf.compat.v1.Session(graph=scope) as session:
-            values: list[np.ndarray] = session.run([f"{each.node}:{each.output}" for each in (ref, *more)], feeds)
+            values: list[np.ndarray] = session.run([f"{each.node}:{each.output}" for each in wanted], feeds)
     return values
 
 
@@ -80,6 +90,8 @@ SAMPLES: dict[str, Made] = {
     "transposed": lambda ids, fixed, samples: flat(tf.transpose(ids)),
     "ids and places": lambda ids, fixed, samples: ids * 4 + tf.range(4),
     "broadcast constants": lambda ids, fixed, samples: tf.broadcast_to(tf.range(3), [samples, 3]),
+    "a variable broadcast": lambda ids, fixed, samples: tf.broadcast_to(fixed, [samples, 3]),
+    "random numbers of samples": lambda ids, fixed, samples: tf.random.uniform([samples], maxval=9, dtype=tf.int32),
     "a broadcast variable": lambda ids, fixed, samples: tf.tile(fixed[None], [tf.shape(ids)[0], 1]),
     "a token before all": lambda ids, fixed, samples: tf.concat([tf.fill([samples, 1], 5), ids], 1),
     "two lookups": lambda ids, fixed, samples: tf.concat([flat(ids), ids[:, 0]], 0),
@@ -109,6 +121,11 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
     "ids by place": (lambda ids, fixed, samples: ids + tf.range(samples)[:, None], Origin.PLACES),
     "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
     "running sums of the batch": (lambda ids, fixed, samples: tf.cumsum(ids, axis=0), Origin.PLACES),
+    "random numbers": (lambda ids, fixed, samples: tf.random.uniform([4], maxval=9, dtype=tf.int32), Origin.DRAWN),
+    "some samples beside constants": (
+        lambda ids, fixed, samples: flat(tf.concat([tf.constant([[1], [2]]), ids[:2]], 1)),
+        Origin.COUPLED,
+    ),
     "the size": (lambda ids, fixed, samples: tf.stack([samples, samples // 2]), Origin.SIZE),
 }
 
@@ -174,6 +191,47 @@ def test_parts_of_a_concatenation_are_told_apart_through_maps_and_shapes() -> No
     ids = np.arange(12).reshape(3, 4)
     indices, *parts = values_of(made, ids, *(part.tensor for part in parts_of(made)))
     assert [part.size for part in parts] == [8, 12, 4] and indices.size == 24
+
+
+def test_parts_of_indices_in_a_constant_map_are_told_apart() -> None:
+    def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        return tf.gather(fixed, tf.concat([tf.range(3), flat(ids) % 3], 0))
+
+    assert origins_of(made) == [Origin.CONSTANT, Origin.SAMPLES]
+
+
+def test_different_elements_are_computed_from_those_that_they_come_from() -> None:
+    origins, (part,) = origins_and_parts(
+        lambda ids, fixed, samples: (lambda rows: tf.where(rows < 0, rows + 9, rows))(tf.unique(flat(ids))[0])
+    )
+    image = origins.image(part, np.arange(-9, 9))
+    assert image is not None
+    np.testing.assert_array_equal(image, np.arange(-9, 9) % 9)
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+def test_rows_of_different_indices_become_all_rows(from_end: bool) -> None:
+    """Of the indices that count from the end too, if there may be such ones."""
+
+    def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        different = tf.unique(flat(ids))[0]
+        return tf.where(different < 0, different + 9, different) if from_end else different
+
+    program, graph, ref = traced(made)
+    builder = Builder(graph)
+    values = builder.add("values", "Cast", [ref], SrcT=dtype_attr(INT32), DstT=dtype_attr(FLOAT))
+    column = builder.add("column", "Reshape", [values, builder.const([-1, 1], INT32)], T=dtype_attr(FLOAT))
+    arguments = {Value(Ref(name)): Ref(name) for name in ("ids", "fixed", "samples", "number", "weight")}
+    table = Variable("table", FLOAT, (9, 1), PARAMETER)
+    rows = Rows(column, ref)
+    sets = row_sets(program, Stage(0, (), graph=graph, arguments=arguments), graph, {table: rows})[table]
+    assert sets.own is None and sets.shared is not None and not sets.undecided
+    ids = np.array([[1, 3, 3, 8], [2, 3, 1, 5]])
+    ids[0, 1:3] -= 9 * from_end  # it is looked up by both of its numbers
+    before, after = (computed(graph, ids, *each) for each in (rows, sets.shared))
+    dense = [np.bincount(indices, each[:, 0], 9) for each, indices in (before, after)]
+    np.testing.assert_array_equal(*dense)
+    assert after[1].tolist() == [*range(9)] * (1 + from_end)
 
 
 # ---- random computations

@@ -39,6 +39,18 @@ def test_times_decide_what_is_ready() -> None:
     assert timeline.makespan == 15 and timeline.spans[0] == (0, 7)
 
 
+def test_keys_are_told_when_inputs_arrived() -> None:
+    asked = request(straight(2), task_seconds=[[0.25, 1, 1], [0.125, 0.5, 1]])
+    told: dict[str, float] = {}
+
+    def key(job: Job, ready: float) -> tuple[float, ...]:
+        told[texts([job])] = ready
+        return (0.0,)
+
+    run(asked, free_queues(asked), key)
+    assert told == {"0F0": 0, "1F0": 0.25, "1Bx0": 0.375, "1Bw0": 0.875, "0Bx0": 0.875, "0Bw0": 1.875}
+
+
 def test_sums_of_equal_times_are_one_moment_in_spite_of_rounding() -> None:
     """Bx of three tenths ends when three F of a tenth do; a difference by rounding must not start a Bw before it."""
     orders = [

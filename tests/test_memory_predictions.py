@@ -17,6 +17,7 @@ from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, LayerProfile, P
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_buffers import stage_buffers
 from dapple_tf.tools.evaluation import check_memory
+from graph_passes.ir.tasks import Phase
 
 OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0
 """Bytes of a slice: what a layer hands on, keeps for itself, keeps for Bw, and makes in Bx."""
@@ -93,6 +94,18 @@ def test_weight_gradients_that_wait_keep_what_they_read() -> None:
     by_device = peaks(model, ["l0"], [[0], [0]], reverse_first_k=2)
     # In Bw1, beside the update of stage 0: what it reads (its own, what Bx1 made, what F0 made), and both gradients.
     assert by_device == {0: LATE + PARTIAL + OUT + 2 * GRADIENTS + APPLY}
+
+
+def test_a_weight_gradient_without_another_is_the_whole_backward() -> None:
+    model = profile(2)
+    costs = CostModel(dapple.Plan.straight(["l0"], 2, 2, "zb_h1"), model, dapple.Cluster.local(2, kind="cpu"))
+    first, last = stage_buffers(model, 0, 1), stage_buffers(model, 1, 2)
+    assert first is not None and last is not None
+    needs = [
+        [costs.working_bytes(stage, 1, phase) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)] for stage in (0, 1)
+    ]
+    assert needs == [[0, first.working(1) + OUT], [last.most(1, Phase.INPUT_GRAD), GRADIENTS]]
+    assert needs[0][1] > GRADIENTS
 
 
 def test_buckets_are_there_from_packing_to_the_update() -> None:

@@ -83,6 +83,18 @@ def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
     assert step_of(program).placed_on == {ZERO, ONE}
 
 
+def test_operators_of_outputs_and_metrics_take_their_turns() -> None:
+    builder = Builder(empty_graph())
+    x = builder.add("x", "Placeholder", device=ZERO, dtype=dtype_attr(FLOAT))
+    for name in "abcd":
+        builder.add(name, "Neg", [x], device=ZERO, T=dtype_attr(FLOAT))
+    program = of_graph(builder.graph, Ref("a"))
+    step = dataclasses.replace(step_of(program), outputs=((Ref("b"),),), metric_results={"accuracy": (Ref("c"),)})
+    program = placed(program.replace(step=step), dict.fromkeys("abcd", ZERO), "dabc")
+    waits = {name: control_inputs(node(program, name)) for name in "abcd"}
+    assert waits == {"a": [], "b": ["a"], "c": ["b"], "d": []}  # nobody needs d
+
+
 def test_without_a_chain_operators_start_when_they_can() -> None:
     program = flat()
     where, order = all_on(ONE, program)

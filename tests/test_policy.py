@@ -110,6 +110,18 @@ def test_flags_say_what_orders_do() -> None:
                 make_schedule(policy, devices, 4, holds=[2] * len(devices))
 
 
+def test_a_plan_has_the_times_by_which_its_policy_orders_tasks() -> None:
+    for policy in BUILT_IN:
+        if policy.two_streams or policy.planning.by_seconds:
+            continue
+        devices = straight(3)
+        if policy.planning.placements == (Placement.VEE,):
+            devices = devices + devices[::-1]
+        even, odd = [[1, 1, 1]] * len(devices), [[1, 4, 1]] * (len(devices) - 1) + [[9, 9, 9]]
+        orders = {str(make_schedule(policy, devices, 4, task_seconds=seconds)) for seconds in (even, odd)}
+        assert len(orders) == 1, policy.name
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_simulators_check_has_a_pipeline_for_every_policy(policy: str) -> None:
     plan, profile, cluster = pipeline(4, 5, policy, [2, 1], 0.1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from slice_programs import program_of, scalar
 
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.ir.graph import Ref
-from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.spreads import Coupling, Spread
 
 
@@ -34,18 +34,7 @@ LOSS = frozenset({"result", "part"})
 
 def interpreted(function: Callable[[Any, Any], Any], loss_nodes: frozenset[str] = frozenset()) -> SampleDependence:
     """Interprets a function of 5 features of each sample and a variable of 5; the result is called ``result``."""
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, [None, 5], name="x")
-        w = tf.compat.v1.placeholder(tf.float32, [5], name="w")
-        scalars = [
-            tf.compat.v1.placeholder(dtype, [], name=name)
-            for name, dtype in Slice.__annotations__.items()
-            for dtype in [tf.float64 if name == "weight" else tf.int32]
-        ]
-        tf.identity(function(x, w), name="result")
-    variable = Variable("w", tf.float32.as_datatype_enum, (5,), VariableKind.PARAMETER, Ref("w"))
-    roles = Roles((Ref("x"),), (variable,), Slice(*(Ref(scalar.op.name) for scalar in scalars)))
-    dependence = sample_dependence(Program(graph.as_graph_def(), roles), loss_nodes)
+    dependence = sample_dependence(program_of(function), loss_nodes)
     assert dependence is not None
     return dependence
 
@@ -72,6 +61,71 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
     "a mask's number": (lambda x, w: tf.reduce_sum(tf.cast(x > 0, tf.float32)), Spread(varies=True, degree=1)),
     "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False)),
+    "every sample from the first": (lambda x, w: x[::1], Spread(0, varies=True)),
+    "features of each": (lambda x, w: tf.slice(x, [0, 1], [-1, 2]), Spread(0, varies=True)),
+    "the first of two batches": (
+        lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]],
+        Spread(0, varies=True),
+    ),
+    "a variable for each sample": (lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1]), Spread(0, known=False)),
+    "how often a value is there": (
+        lambda x, w: tf.unique_with_counts(x[:, 0]).count,
+        Spread(0, varies=True, partial=True),
+    ),
+    "a number of chosen samples": (
+        lambda x, w: tf.size(tf.boolean_mask(x[:, 0], x[:, 0] > 0)),
+        Spread(varies=True, degree=1),
+    ),
+    "bits of the number of samples": (lambda x, w: tf.bitwise.invert(tf.shape(x)[0]), Spread(degree=None)),
+    "sums in a table": (
+        lambda x, w: tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0], tf.int32), 7),
+        Spread(varies=True, degree=1),
+    ),
+    "the last place of a value": (
+        lambda x, w: tf.reduce_max(tf.unique(x[:, 0]).idx),
+        Spread(varies=True, linear=False),
+    ),
+    "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), Spread(0, varies=True)),
+    "the slice's weight": (lambda x, w: scalar("weight"), Spread(degree=1, known=False)),
+}
+
+
+def shifted(x: Any, w: Any) -> Any:
+    """In each round values go from one variable of a loop to the next: it takes ten to reach the last."""
+    first = (0, x, *[tf.ones_like(x)] * 10)
+    return tf.while_loop(lambda i, *v: i < 12, lambda i, *v: (i + 1, v[0], *v[:-1]), first)[-1]
+
+
+def of_seven(x: Any) -> Any:
+    """Takes only seven samples."""
+    return tf.ensure_shape(tf.ensure_shape(x, [7, 5]) * 2, [None, 5])
+
+
+def summed_over_replicas(x: Any) -> Any:
+    """A sum over the slices of a micro-batch."""
+    return tf.raw_ops.CollectiveReduceV2(
+        input=tf.reduce_sum(x), group_size=2, group_key=1, instance_key=1, ordering_token=[], merge_op="Add",
+        final_op="Id",
+    )  # fmt: skip
+
+
+COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
+    "samples": (lambda x, w: x * w, set()),
+    "every sample from the first": (lambda x, w: x[::1], set()),
+    "features of each": (lambda x, w: tf.slice(x, [0, 1], [-1, 2]), set()),
+    "the first of two batches": (lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]], set()),
+    "every sample, of whose number only Python knows": (lambda x, w: behind_python(x, w)[::1], set()),
+    "every second sample": (lambda x, w: x[::2], {Coupling.PLACE}),
+    "all samples but one": (lambda x, w: tf.slice(x, [1, 0], [-1, -1]), {Coupling.PLACE}),
+    "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), {Coupling.TOGETHER}),
+    "a mean for each sample": (lambda x, w: tf.fill([tf.shape(x)[0]], tf.reduce_mean(x * w)), {Coupling.TOGETHER}),
+    "of a micro-batch": (lambda x, w: tf.sqrt(tf.sqrt(summed_over_replicas(x))), {Coupling.MICRO_BATCH}),
+    "a long way in a loop": (shifted, {Coupling.UNKNOWN}),
+    "a branch of seven samples": (lambda x, w: tf.cond(w[0] > 0, lambda: of_seven(x), lambda: x), {Coupling.UNKNOWN}),
+    "a loop of seven samples": (
+        lambda x, w: tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, of_seven(v)), (0, x))[1],
+        {Coupling.UNKNOWN},
+    ),
 }
 
 
@@ -79,6 +133,12 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
 def test_spreads_follow_from_data_flow(case: str) -> None:
     function, expected = SPREADS[case]
     assert interpreted(function).spreads[Ref("result")] == expected
+
+
+@pytest.mark.parametrize("case", COUPLED)
+def test_what_couples_samples_is_told(case: str) -> None:
+    function, expected = COUPLED[case]
+    assert {coupling for _, coupling in interpreted(function).couplings} == expected
 
 
 def test_a_loss_reads_statistics_of_inputs_of_the_whole_batch() -> None:

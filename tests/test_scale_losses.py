@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
+from slice_programs import program_of
 
 from dapple_tf.execution.notes import NoteKind
+from graph_passes.analysis.chosen_rows import with_counted_rows
+from graph_passes.analysis.sample_dependence import sample_dependence
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.program import Program, Variable, VariableKind
+from graph_passes.ir.spreads import Coupling
+from graph_passes.passes.scale_losses import scale_losses
 
 layers = keras.layers
 
@@ -181,3 +189,57 @@ def test_a_loss_that_slices_cannot_add_up_is_told(loss: str) -> None:
     whole = pipeline(model_of(function), ["first"], (1, 1), 1, 7)
     whole.train_on_batch(x, y)
     assert whole.notes == ()
+
+
+# ---- programs without Keras
+
+
+def counted_rows(function: Callable[[Any, Any], Any]) -> tuple[Program, Program | None]:
+    """A program with a mean ``part``, and the one that `with_counted_rows` makes of it."""
+    program = program_of(function)
+    dependence = sample_dependence(program, {"part", "result"})
+    assert dependence is not None
+    return program, with_counted_rows(program, dependence, {"part", "result"})
+
+
+def result_of(program: Program, x: np.ndarray) -> np.ndarray:
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(program.graph, name="")
+        with tf.compat.v1.Session(graph=graph) as session:
+            value: np.ndarray = session.run("result:0", {"x:0": x, "w:0": np.arange(5.0)})
+    return value
+
+
+def test_a_mean_over_chosen_rows_becomes_a_sum_over_their_number() -> None:
+    def mean(x: Any, w: Any) -> Any:
+        return tf.reduce_mean(tf.square(tf.boolean_mask(x * w, x[:, 0] > 0)), name="part")
+
+    program, counted = counted_rows(mean)
+    assert counted is not None
+    x = np.random.default_rng(0).normal(size=(7, 5))
+    np.testing.assert_allclose(result_of(counted, x), result_of(program, x), rtol=1e-5)
+    nodes = {node.name: node.op for node in counted.graph.node}
+    assert nodes["part"] == "RealDiv" and "Mean" not in nodes.values()
+
+
+def test_a_mean_over_all_samples_stays() -> None:
+    assert counted_rows(lambda x, w: tf.reduce_mean(tf.square(x * w), name="part"))[1] is None
+
+
+@pytest.mark.parametrize(
+    ("update", "couplings"),
+    [
+        (lambda seen, x: seen + 1, []),
+        (lambda seen, x: seen + tf.shape(x)[0], [Coupling.STATE]),
+        (lambda seen, x: seen + tf.cast(tf.reduce_sum(x), tf.int32), [Coupling.STATE]),
+    ],
+    ids=["steps", "samples", "values"],
+)
+def test_whole_numbers_of_state_must_become_the_same_in_all_slices(
+    update: Callable[[Any, Any], Any], couplings: list[Coupling]
+) -> None:
+    program = program_of(lambda x, w: update(tf.compat.v1.placeholder(tf.int32, [], name="seen"), x))
+    seen = Variable("seen", tf.int32.as_datatype_enum, (), VariableKind.STATE, Ref("seen"), Ref("result"))
+    roles = dataclasses.replace(program.roles, variables=(*program.roles.variables, seen))
+    told = scale_losses(program.replace(roles=roles)).couplings
+    assert [coupling for _, coupling in told if coupling is Coupling.STATE] == couplings

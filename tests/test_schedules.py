@@ -246,6 +246,21 @@ def test_what_cannot_be_scheduled_is_refused_with_a_fix(arguments: dict[str, obj
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("policy", "devices", "options", "message"),
+    [
+        ("dapple_a", [[0], [1], [0]], {}, "wants all stages of a device next to each other"),
+        ("modulo", [[0], [1]], {"weight_devices": [[0], [2]]}, "modulo runs Bw on a stage's own devices"),
+        ("interleaved", [[0], [1]], {"reverse_first_k": 1}, "interleaved doesn't split backwards"),
+    ],
+)
+def test_what_cannot_be_scheduled_has_no_warm_up(
+    policy: str, devices: list[list[int]], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        resolve_warm_up(policy, len(devices), 4, devices=devices, **options)
+
+
 def test_warm_up_of_no_stages_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stages is 0; it must be at least 1"):
         resolve_warm_up("dapple_a", 0, 4)

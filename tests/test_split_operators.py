@@ -110,11 +110,14 @@ def test_constants_are_cut_beforehand_and_shapes_are_constants() -> None:
         a = tf.raw_ops.Mul(x=x(), y=tf.constant(np.arange(4.0, dtype=np.float32), name="c"), name="a")
         tf.raw_ops.Reshape(tensor=a, shape=tf.shape(x((2, 12), "y"), name="s"), name="b")
 
-    split_graph = split(traced(build), {"a": ("channel", 2), "b": ("batch", 2)})
+    graph = traced(build)
+    for node in graph.node:
+        node.attr["_dapple_layer"].s = node.name.encode()
+    split_graph = split(graph, {"a": ("channel", 2), "b": ("batch", 2)})
     lines = show(split_graph.graph)
     assert "a/part1 = Mul(x/split_0_1_2:1, [2.0,3.0])" in lines
     assert "b/part1 = Reshape(a/split_0_0_2:1, [1,12])" in lines
-    assert "c/split_0_0_2/part1" in Graph(split_graph.graph).nodes
+    assert Graph(split_graph.graph).nodes["c/split_0_0_2/part1"].attr["_dapple_layer"].s == b"c"
 
 
 def test_nodes_wait_for_parts_and_keep_device_and_roles() -> None:

@@ -33,6 +33,7 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval
+from graph_passes.ir.connections import connected_shape
 from graph_passes.ir.graph import AttrValue, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr
 from graph_passes.ir.program import Layout, Program, Stage, StageFunction, Value
 from graph_passes.ir.tensorflow_bridge import empty_graph
@@ -432,6 +433,29 @@ def test_a_concat_joins_tensors_that_differ_along_its_axis_only() -> None:
     concat = next(each for each in program.graph.node if each.op == "ConcatV2")
     concat.input[-1] = str(Builder(program.graph).const(1, types_pb2.DT_INT32))
     assert "joins shapes [3, 3] and [2, 3] along axis 1" in refused(program)
+
+
+def test_shapes_of_what_connects_tasks_are_known_as_far_as_its_inputs() -> None:
+    builder = Builder(empty_graph())
+    numbers = {"T": dtype_attr(FLOAT)}
+    x, y = (builder.add(name, "Placeholder", dtype=dtype_attr(FLOAT)) for name in "xy")
+    place = builder.add("axis", "Placeholder", dtype=dtype_attr(types_pb2.DT_INT32))
+    total = builder.add("total", "AddN", [x, y], N=2, **numbers)
+    first, _ = builder.split("first", x, FLOAT, [1, 2], 0)
+    last = builder.split("last", x, FLOAT, [1, 2], 0)[1]
+    Graph(builder.graph).nodes[last.node].input[2] = str(place)
+    graph = Graph(builder.graph)
+
+    def shape(ref: Ref, known: dict[Ref, tuple[int | None, ...]]) -> tuple[int | None, ...] | None:
+        return connected_shape(graph, ref, known.get)
+
+    assert shape(total, {x: (3, 2)}) == shape(total, {y: (3, 2)}) == (3, 2)
+    assert shape(total, {}) is None
+    with pytest.raises(PassError, match=r"AddN 'total' adds shapes \[3, 2\] and \[2, 3\]"):
+        shape(total, {x: (3, 2), y: (2, 3)})
+    assert shape(first, {x: (3, 2)}) == (1, 2)
+    assert shape(first, {}) is None
+    assert shape(last, {x: (3, 2)}) is None
 
 
 def test_what_connects_tasks_is_for_the_dtype_that_it_is_given() -> None:

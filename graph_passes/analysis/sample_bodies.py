@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS
 from graph_passes.analysis.sample_interpreter import Body, Interpreter, Rule
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import NodeDef, function_names
 from graph_passes.ir.spreads import Coupling, Spread, all_shared
@@ -51,7 +52,10 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
     """Returns the spreads of a loop's variables that hold in every round."""
     refs = interpreter.graph.inputs(node.name)
     spreads = _used(interpreter, node)
-    given = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
+    try:
+        given = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
+    except PassError:  # The body takes other numbers of samples only.
+        given = [None, None]
     if given[0] is None or given[1] is None:
         _unknown(interpreter, node)
         return None
