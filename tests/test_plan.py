@@ -162,7 +162,7 @@ def test_a_contradictory_plan_is_refused_with_a_fix_and_from_json_also_with_its_
     assert str(caught.value) == message
     with pytest.raises(PlanError) as caught:
         Plan.from_json(json.dumps({"format": "dapple_tf.plan/1"} | VALID | change), source="plan.json")
-    assert str(caught.value) == f"plan.json: {message}"
+    assert str(caught.value).startswith(f"plan.json: {message}")
 
 
 # ---- single operators
