@@ -58,11 +58,11 @@ def transform(
         faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
         passes: your own passes, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
             verified, timed and dumped like the others (docs/extending.md).
-        planning: the choices of the search, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
-            reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
-            ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`. ``profile_seconds`` is its ``budget``: 20
-            s by default, in which operators of large models are measured instead of layers; more is worth it for runs
-            of hours; None measures layer by layer.
+        planning: the choices of the search, as for :func:`dapple_tf.plan`, but with all policies by default
+            (``schedule="auto"``); ``reverse_first_k="auto"`` also lets updates run during the next step's forward. And
+            example data (``x``, ``y``, ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`.
+            ``profile_seconds`` is its ``budget``: 20 s by default, in which operators of large models are measured
+            instead of layers; more is worth it for runs of hours; None measures layer by layer.
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.

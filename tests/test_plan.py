@@ -330,3 +330,16 @@ def test_a_plan_prints_a_table() -> None:
         "stage  up to layer  devices  replicas  slice sizes  warm-up K\n"
         "0      (last)       0 1      2         4+4          1"
     )
+
+
+def test_cuts_of_backwards_are_within_stages_and_for_early_reductions() -> None:
+    with pytest.raises(PlanError, match="layer 'a' is in both cuts and backward_cuts"):
+        Plan.manual(["a"], [[0], [1]], 1, 2, backward_cuts=["a"])
+    with pytest.raises(PlanError, match="layer 'b' is in backward_cuts twice"):
+        Plan.data_parallel(2, 2, backward_cuts=["b", "b"])
+    with pytest.raises(PlanError, match="but wait_free is False; set it to True"):
+        Plan.data_parallel(2, 2, backward_cuts=["b"], wait_free=False)
+    with pytest.raises(PlanError, match="backward_cuts: entry 0 is 3; it must be the name of the layer before a cut"):
+        Plan.data_parallel(2, 2, backward_cuts=[3])  # type: ignore[list-item]
+    with pytest.raises(PlanError, match="operators can't be placed one by one with backward_cuts="):
+        Plan.by_operators(2, 2, backward_cuts=["b"])

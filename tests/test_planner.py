@@ -348,3 +348,14 @@ def test_every_figure_is_of_one_simulator_and_small_gains_arent_worth_more_devic
 def test_a_least_gain_that_is_no_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"least_gain is 3; give the part of a step's time"):
         plan(profile_of(), cluster_of(2), 16, least_gain=3)
+
+
+def test_a_report_of_an_earlier_version_is_read_without_its_assumption() -> None:
+    """Reports said whether overlap of all-reduces had been assumed; plans themselves say it now."""
+    chosen = plan(profile_of(), cluster_of(2), 8)
+    data = json.loads(chosen.to_json())
+    data["report"]["overlap"] = True
+    del data["backward_cuts"]
+    again = Plan.from_json(json.dumps(data))
+    assert again == chosen
+    assert again.report == chosen.report

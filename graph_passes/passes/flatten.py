@@ -340,6 +340,7 @@ class _Flattening:
                 if stays(task)
             },
             values={key: ref for key, ref in values.items() if ref.node in self.nodes},
+            pieces={task: nodes for task, nodes in step.pieces.items() if stays(task) and not options.keep_tasks},
             reads={place: tuple(self._reads(names)) for place, names in step.reads.items()},
             metric_results={name: kept(refs) for name, refs in step.metric_results.items()},
             loss=None if step.loss is None else self._resolved(step.loss),

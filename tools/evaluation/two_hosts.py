@@ -12,6 +12,7 @@ other processes leave the machine alone (or else the four least disturbed ones):
 * compute: each host trains on its half of the batch by itself; no network.
 * all_reduce: only as many bytes as the model has gradients, in the same buckets; no computation.
 * conventional: the whole model as one stage; gradients are reduced after the backward pass.
+* pieces: the whole model as one stage, whose backward is cut where the chunks of the next variants end (backward_cuts).
 * conventional_chunked: the model in chunks, with wait_free=False; shows what chunks cost by themselves.
 * wait_free: the model in chunks, each reduced as soon as its gradients are there.
 * first_<k>: the same with the weight gradients of the first k chunks put off (reverse_first_k; Out-Of-Order BackProp,
@@ -201,6 +202,7 @@ class Client:
         bucket = self.task["bucket_bytes"]
         yield "conventional", dapple.Plan.data_parallel(2, self.batch, wait_free=False, bucket_bytes=bucket)
         cuts = self.example.cuts
+        yield "pieces", dapple.Plan.data_parallel(2, self.batch, backward_cuts=tuple(cuts), bucket_bytes=bucket)
         chunks = [[0, 1]] * (len(cuts) + 1)
 
         def chunked(wait_free: bool, k: int = 0, carried: int = 0) -> dapple.Plan:
