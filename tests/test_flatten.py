@@ -259,7 +259,9 @@ def test_calls_that_nothing_orders_stay_unordered() -> None:
     (value,) = written.call("one", ["v"])
     (other,) = written.call("two", ["v"])
     written.call("three", ["w"], {"u": 1.0}, after=["one", "two"])
-    flat = apply(written.program(["three"], written.builder.add_n("sum", [value, other], FLOAT)), Flatten())
+    flat = apply(
+        written.program(["three"], written.builder.add_n("sum", [value, other], FLOAT, device=HOST)), Flatten()
+    )
     before = paths(flat.graph)
     assert not [each for name in ("one", "two") for each in before[f"{name}/read/v"] if "handle" not in each]
     assert before["three/assign/u"] <= {"three/handle/u", "three/constant"}
