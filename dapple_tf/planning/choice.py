@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from dapple_tf.describe.plan import Plan
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulation import Simulation
+
+_LEAST_TAIL = 0.004
+"""The least part of a step after its last task for which backwards are cut."""
 
 
 @dataclass(frozen=True)
@@ -17,16 +21,24 @@ class Choice:
         plan: the plan.
         latency: simulated seconds of its step.
         costs: the costs it was simulated with.
+        tail: seconds of its step after its last task: the most that earlier all-reduces can gain.
     """
 
     plan: Plan
     latency: float
     costs: CostModel
+    tail: float = 0.0
 
-    @property
-    def reducing(self) -> float:
-        """Seconds of its all-reduces one after the other: the most that running them during backwards can gain."""
-        return sum(self.costs.reduction_seconds(reduction) for reduction in self.costs.reductions)
+    @classmethod
+    def of(cls, simulation: Simulation) -> Choice:
+        """Returns the choice of a simulated plan."""
+        computed = max((span.end for span in simulation.spans if span.micro_batch is not None), default=0.0)
+        costs = simulation.costs
+        return cls(costs.plan, simulation.latency, costs, simulation.latency - computed)
+
+    def gains_from_cuts(self, fastest: float) -> bool:
+        """Returns whether cutting its last backwards may make it faster than the fastest, by enough to matter."""
+        return self.latency - self.tail < fastest and self.tail > _LEAST_TAIL * self.latency
 
     @property
     def memory(self) -> float:

@@ -110,7 +110,7 @@ class OutOfOrderSearch:
         """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
         whole = [choice for choice in self.ranked() if choice.costs.reductions]
         for choice in whole[:_CUT]:
-            if choice.latency - choice.reducing < self.fastest:
+            if choice.gains_from_cuts(self.fastest):
                 self._cut(choice)
 
     def _cut(self, choice: Choice) -> Choice:
@@ -118,7 +118,7 @@ class OutOfOrderSearch:
         best = choice
         for simulation in cut_simulations(choice.costs):
             if simulation.latency < best.latency and simulation.fits:
-                best = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+                best = Choice.of(simulation)
                 self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
                 self.fastest = min(self.fastest, best.latency)
         return best
@@ -285,7 +285,7 @@ class OutOfOrderSearch:
                 self.work += len(simulation.spans)
                 # Adding up memory takes long.
                 if simulation.latency > _NEAR * self.fastest or simulation.fits:
-                    choice = Choice(plan, simulation.latency, costs)
+                    choice = Choice.of(simulation)
                     if plan.policy in self.request.schedules:
                         self.fastest = min(self.fastest, choice.latency)
         self.choices[plan] = choice

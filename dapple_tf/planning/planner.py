@@ -389,7 +389,7 @@ class _Planner:
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
                 simulation = run(costs)
-                choice = Choice(plan, simulation.latency, costs)
+                choice = Choice.of(simulation)
                 self.work += len(simulation.spans)
                 if plan.num_stages == 1:
                     choice = self._cut(choice)
@@ -405,14 +405,14 @@ class _Planner:
         for simulation in cut_simulations(choice.costs):
             self.work += len(simulation.spans)
             if simulation.latency < best.latency:
-                best = Choice(simulation.costs.plan, simulation.latency, simulation.costs)
+                best = Choice.of(simulation)
         return best
 
     def _cut_best(self) -> None:
         """Cuts the last backwards of the best plans."""
         whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
         for choice in whole[:_CUT]:
-            if choice.latency - choice.reducing < self.fastest:
+            if choice.gains_from_cuts(self.fastest):
                 better = self._cut(choice)
                 self.fastest = min(self.fastest, better.latency)
                 for key in [key for key, known in self.choices.items() if known is choice]:

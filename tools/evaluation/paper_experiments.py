@@ -251,7 +251,9 @@ def make_plan(
     seconds = []
     for _ in range(3):
         began = time.process_time()
-        plan = planner.plan(profile, cluster, batch, micro_batches=counts, all_reduce=all_reduce, least_gain=0.0)
+        plan = planner.plan(
+            profile, cluster, batch, micro_batches=counts, schedule="auto", all_reduce=all_reduce, least_gain=0.0
+        )
         seconds.append(time.process_time() - began)
         if seconds[-1] <= patience:
             break
