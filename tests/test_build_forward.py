@@ -29,6 +29,7 @@ from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, dtype_attr
 from graph_passes.ir.program import Program, Stage
+from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.text import stages_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_forward import BuildForward, extract
@@ -64,6 +65,7 @@ def test_the_flat_graph_is_kept_for_those_who_speak_of_its_tensors() -> None:
     before = apply(two_layers(), AssignStages(("a",)))
     after = apply(before, BuildForward())
     assert after.flat == before.graph == after.graph
+    assert before.flat_graph == after.replace(graph=empty_graph()).flat_graph == before.graph
     assert (after.roles, after.boundaries) == (before.roles, before.boundaries)
 
 

@@ -14,7 +14,9 @@ from models_for_tests import with_layer
 
 import dapple_tf as dapple
 from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.graph import function_names
 from graph_passes.ir.tensorflow_bridge import XLA
+from graph_passes.passes.call_gradients import differentiable_calls
 
 layers = keras.layers
 rng = np.random.default_rng(0)
@@ -181,3 +183,16 @@ def test_a_grouped_convolution_is_profiled() -> None:
     """The profiler ended with TensorFlow's own NotFoundError: no SymbolicGradient on this device."""
     profile = dapple.profile(grouped(), 4, repeats=1, cache=False, progress=False)
     assert all(layer.backward.per_sample >= 0 for layer in profile.layers)
+
+
+def test_the_gradient_of_a_loop_inside_a_function_brings_its_functions() -> None:
+    @tf.function(autograph=False)
+    def rounds(x: Any) -> Any:
+        return tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, tf.sin(v)), (0, x))[1]
+
+    with tf.Graph().as_default() as graph:
+        rounds(tf.compat.v1.placeholder(tf.float32, [3]))
+    library = differentiable_calls(graph.as_graph_def()).library
+    known = {function.signature.name for function in library.function}
+    assert any(name.endswith("_gradient") for name in known)
+    assert {name for each in library.function for node in each.node_def for name in function_names(node)} <= known
