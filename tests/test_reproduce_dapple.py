@@ -171,7 +171,7 @@ def vgg() -> RowResult:
 
 
 def test_vgg_19_on_the_slow_network(vgg: RowResult) -> None:
-    assert vgg.ours.plan.replicas == (15, 1)
+    assert vgg.ours.plan.replicas == (15, 15, 1)
     assert vgg.advantage >= 1 - paper_claims.TIE
     assert vgg.overlap is not None and vgg.no_overlap is not None
     assert vgg.ours.seconds < vgg.overlap.seconds < vgg.no_overlap.seconds
@@ -280,7 +280,7 @@ def test_command_leaves_tables_and_plots_and_the_same_files_again(tmp_path: path
     assert "0 of which fail" in done.stdout
     assert "[1/3" in done.stderr
     document = (tmp_path / "first" / "dapple.md").read_text()
-    assert "| vgg-19 | C | 2048 | 15:1 at 21, M=4 |" in document
+    assert "| vgg-19 | C | 2048 | 15:15:1 at 11,21, M=4 |" in document
     assert "![" in document
     records = json.loads((tmp_path / "first" / "results.json").read_text())
     assert [row["model"] for row in records["table4_plans"]] == ["vgg-19"]
