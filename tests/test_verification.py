@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from equivalence import use_float64
 from models_for_tests import Pair, classifier, layers, plan, samples, transform, values, variables
 
 import dapple_tf as dapple
@@ -174,6 +175,17 @@ def test_outputs_losses_and_shared_names() -> None:
 
 
 # ---- several steps
+
+
+@pytest.mark.slow
+def test_the_mean_loss_of_a_float64_model_is_not_rounded_to_float32() -> None:
+    use_float64()
+    result = transform(classifier()).verify(X.astype("float64"), Y)
+    assert result.tolerance == 1e-8
+    assert result.steps is not None
+    own, plain = result.steps.logs["loss"]
+    assert own == pytest.approx(plain, rel=1e-12)
+    assert result.equal
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ class RunningMetrics:
         if tracker is None or mode in self._table.logs:
             return
         if not _is_plain_mean(tracker):
-            tracker.update_state(loss, sample_weight=samples)
+            # Keras would make a float32 of a Python float.
+            tracker.update_state(tf.constant(loss, tracker.dtype), sample_weight=samples)
             return
         # As `update_state`, without a dozen operations of Keras' that take longer than a small model's layers.
         weight = np.float32(samples)
