@@ -274,6 +274,16 @@ def test_a_piece_of_a_split_backward_is_one_of_bw() -> None:
     assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == ((1 / 2, 8), (1.0, 8))
 
 
+def test_pieces_end_within_a_bw_that_takes_less_than_its_layers_say() -> None:
+    layers = letters(4, backward=1.0, backward_weight=Cost(0.0, 3.0), parameter_bytes=8)
+    plan = Plan.manual([*"a"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["b", "c"])
+    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == (
+        (pytest.approx(1 / 3), 8),
+        (pytest.approx(2 / 3), 8),
+        (1.0, 8),
+    )
+
+
 def test_a_cut_after_no_layer_is_refused() -> None:
     with pytest.raises(PlanError, match="backward_cuts has 'z', which isn't a layer of the profile of"):
         in_pieces(letters(2), "z")

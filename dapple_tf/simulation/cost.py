@@ -269,7 +269,9 @@ class CostModel:
             return 1, ((1.0, sum(sizes)),)
         times = self.layer_backwards(stage)
         phase = Phase.WEIGHT_GRAD if self.delays(stage) else Phase.BACKWARD
-        at, size = self.whole_seconds(Task(stage, phase, len(self.micro_batches) - 1)) - sum(times), 0.0
+        whole = self.whole_seconds(Task(stage, phase, len(self.micro_batches) - 1))
+        # What is not of a layer comes first. A profile may say that layers' weight gradients take longer than all of B.
+        at, size = max(0.0, whole - sum(times)), 0.0
         ends: list[tuple[float, float]] = []
         for layer in range(stop - 1, first - 1, -1):
             at += times[layer - first]
