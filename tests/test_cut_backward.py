@@ -33,6 +33,7 @@ from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, ValueKind
 from graph_passes.ir.text import graph_text, library_text
+from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.cut_backward import CutBackward
 
 
@@ -167,6 +168,8 @@ def test_a_backward_that_adds_up_over_replicas_stays_whole(caplog: pytest.LogCap
 def test_an_unknown_layer_is_refused() -> None:
     with pytest.raises(PassError, match="'dense_9' names no layer of the model; did you mean"):
         cut(mlp(), "dense_9")
+    with pytest.raises(PassError, match="'dense_9' names no layer"):  # before there is a step
+        apply(mlp(), AssignStages((), ("dense_9",)))
 
 
 def test_a_step_without_gradients_is_left_as_it_is() -> None:

@@ -309,22 +309,27 @@ class Profile(JsonFile):
         sums = zip(*(itertools.accumulate(column) for column in zip(*changes, strict=True)), strict=True)
         return tuple((Cost(float(a), float(b)), Cost(float(c), float(d))) for a, b, c, d in sums)
 
+    def position_after(self, cut: str) -> int:
+        """Returns the number of layers up to a cut.
+
+        Raises:
+            ProfileError: it names no layer.
+        """
+        if cut not in self.index:
+            raise ProfileError(
+                f"the plan cuts after {cut!r}, which isn't a layer of the profile of {self.model!r}; its layers "
+                f"are {_listed([layer.name for layer in self.layers])}; layers without computation of their own in "
+                f"inference (dropout, say) are part of the next one: cut before them"
+            )
+        return self.index[cut] + 1
+
     def stage_of_layers(self, cuts: Sequence[str]) -> tuple[int, ...]:
         """Returns the stage of each layer under these cuts.
 
         Raises:
             ProfileError: a cut names no layer, or cuts aren't in order.
         """
-        bounds = [0]
-        for cut in cuts:
-            if cut not in self.index:
-                raise ProfileError(
-                    f"the plan cuts after {cut!r}, which isn't a layer of the profile of {self.model!r}; its layers "
-                    f"are {_listed([layer.name for layer in self.layers])}; layers without computation of their own in "
-                    f"inference (dropout, say) are part of the next one: cut before them"
-                )
-            bounds.append(self.index[cut] + 1)
-        bounds.append(len(self.layers))
+        bounds = [0, *map(self.position_after, cuts), len(self.layers)]
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
             if stop <= start:
                 raise ProfileError(

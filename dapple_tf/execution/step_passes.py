@@ -323,7 +323,7 @@ class Slot(NamedTuple):
 
 
 PASSES: tuple[Slot, ...] = (
-    Slot(AssignStages, stage=lambda asked: AssignStages(asked.passes.plan.cuts)),
+    Slot(AssignStages, stage=lambda asked: AssignStages(asked.passes.plan.cuts, asked.passes.plan.backward_cuts)),
     Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
     Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.passes.slices) if asked.training else None),
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),

@@ -93,11 +93,10 @@ class CostModel:
         plan.validate_on(cluster)
         try:
             stage_of = profile.stage_of_layers(plan.cuts)
+            for cut in plan.backward_cuts:
+                profile.position_after(cut)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        for cut in plan.backward_cuts:
-            if cut not in profile.index:
-                raise PlanError(f"backward_cuts has {cut!r}, which isn't a layer of the profile of {profile.model!r}")
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.all_reduce = all_reduce
         self.owner_devices = plan.devices if plan.weight_devices is None else plan.weight_devices

@@ -45,6 +45,7 @@ class AssignStages:
     Attributes:
         cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
             layer that is called several times, a name and the number of the call (``shared#0``).
+        within: names of layers, likewise, at which a later pass cuts within stages: they are looked up now, early.
 
     Source: DAPPLE (PPoPP'21), section 5.2.1: "we first construct the forward graph of each stage in sequence and record
     the boundary tensors".
@@ -54,6 +55,7 @@ class AssignStages:
     requires: ClassVar[tuple[Fact, ...]] = ()
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
     cuts: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
 
     def run(self, program: Program) -> Program:
         """Flat program -> flat program with ``node_stage``, ``boundaries`` and ``stages``.
@@ -62,6 +64,8 @@ class AssignStages:
             PassError: unknown or ambiguous cut, a stage without layers, or a tensor at a cut that can't be sent.
         """
         calls = [find_call(name, program.roles.calls) for name in self.cuts]
+        for name in self.within:
+            find_call(name, program.roles.calls)
         positions = self._positions(calls, program.roles)
         roles = program.roles
         graph_def = copied(program.graph)

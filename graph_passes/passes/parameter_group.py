@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Program, Step, Variable, VariableKind
+from graph_passes.ir.program import Program, Step, ValueKind, Variable, VariableKind
 from graph_passes.ir.tasks import piece_order, reduction_order
 
 
@@ -78,7 +78,12 @@ def _units(program: Program, group: ParameterGroup) -> list[ReductionUnit]:
     pieces = program.stages[group.stages[0]].pieces if len(group.stages) == 1 else ()
     if not pieces or not any(task.stage == group.stages[0] for task in program.own_step.pieces):
         return [whole(group)]
-    piece_of = {value.ref: number for number, piece in enumerate(pieces) for value in piece.outputs}
+    piece_of = {
+        value.ref: number
+        for number, piece in enumerate(pieces)
+        for value in piece.outputs
+        if value.kind is ValueKind.GRADIENT
+    }
     parts: dict[int, list[Variable]] = {}
     for variable in group.variables:
         # State is complete since the last forward.
