@@ -240,9 +240,9 @@ class Decoder:
         Raises:
             ValueError: ``error``.
         """
-        given = data.get("format")
-        if given != wanted:
-            raise self.error(f"{source}: 'format' is {short(given)}; this version reads {wanted!r}")
+        file_format = data.get("format")
+        if file_format != wanted:
+            raise self.error(f"{source}: 'format' is {short(file_format)}; this version reads {wanted!r}")
 
     def _wrong(self, value: Any, where: str, wanted: str) -> Exception:
         return self.error(f"{where} is {short(value)}; it must be {wanted}")

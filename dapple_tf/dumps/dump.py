@@ -221,8 +221,10 @@ class _Writer:
             kind = kind._replace(apart=True)  # A single function would show nothing.
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
-        made = self.passes.step_passes(source.built, kind, schedule, source.owners)
-        complete = run_passes(source.built.program, made, first=number(made[0]), instruments=[graphs], complete=True)
+        passes = self.passes.step_passes(source.built, kind, schedule, source.owners)
+        complete = run_passes(
+            source.built.program, passes, first=number(passes[0]), instruments=[graphs], complete=True
+        )
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
         title += f", {kind.samples} samples ({place.name})"
         shape = " : ".join(map(str, self.passes.plan.replicas))

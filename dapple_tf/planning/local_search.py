@@ -56,8 +56,8 @@ def _by_own_move(plan: Plan, request: PlanRequest, move: Move) -> Iterator[Plan]
     name = getattr(move, "__name__", type(move).__name__)
     tried = legal = 0
     try:
-        made = _called(move, name, plan, request)
-        for changes in itertools.islice(made, _MOST_CHANGES):
+        yielded = _called(move, name, plan, request)
+        for changes in itertools.islice(yielded, _MOST_CHANGES):
             _check_changes(name, plan, request, changes)
             tried += 1
             try:

@@ -156,8 +156,7 @@ class OutOfOrderSearch:
         choice = self._try(_bare(bases[0]), bases[0], certainly=True)
         self.bases += [self._cut(choice)] if choice is not None else []
         if self.request.reverse_first_k not in (0, AUTO):
-            for base in (bases[0], self.bases[0].plan) if self.bases else ():
-                self.choices[base] = None  # the request asks for k
+            self.choices = dict.fromkeys(self.choices)  # the request asks for k
             self.fastest = math.inf
 
     def _probe(self, base: Plan) -> float:

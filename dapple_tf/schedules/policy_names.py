@@ -97,13 +97,13 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
     """
     if isinstance(given, Policy) or not isinstance(given, Iterable):
         raise ScheduleError(f"schedules is {short(given)}; give a list of policies, such as schedules=[RUN_AHEAD]")
-    given = tuple(given)
-    for policy in given:
+    policies = tuple(given)
+    for policy in policies:
         if not isinstance(policy, Policy):
             raise ScheduleError(f"schedules has {short(policy)}; give policies: dapple.Policy(name, function)")
     if not isinstance(text, str) or any(text == policy.name for policy in BUILT_IN):
         return text
-    for policy in given:
+    for policy in policies:
         if text in (policy.name, policy.source, _reference(policy, folder.absolute())):
             return policy
     if text.endswith(SUFFIX):

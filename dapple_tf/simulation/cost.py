@@ -121,14 +121,6 @@ class CostModel:
         self._cuts: dict[int, tuple[int, tuple[tuple[float, float], ...]]] = {}
         self._messages: dict[tuple[int, int, int, bool], tuple[Message, ...]] = {}
 
-    def alone(self, stage: int) -> bool:
-        """Returns whether a stage shares no device with another stage, and keeps its variables there."""
-        return self.owner_devices[stage] == self.plan.devices[stage] and all(
-            not set(self.plan.devices[stage]) & set(devices)
-            for other, devices in enumerate(self.plan.devices)
-            if other != stage
-        )
-
     # ---- time
 
     def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:

@@ -155,8 +155,8 @@ class _Drawing:
         )
 
     def _node(self, anchor: _Anchor, column: int, count: int) -> TaskNode:
-        made = anchor.nodes[1:] or anchor.nodes  # of an all-reduce the reduced tensors, not what is packed for it
-        outputs = tuple(text for name in made for text in self.tensors.outputs(name))
+        makers = anchor.nodes[1:] or anchor.nodes  # of an all-reduce the reduced tensors, not what is packed for it
+        outputs = tuple(text for name in makers for text in self.tensors.outputs(name))
         kind, label = anchor.kind, anchor.label
         where = (anchor.device, anchor.stage, anchor.micro_batch, anchor.replica)
         return TaskNode(anchor.nodes[0], label, kind, *where, column, anchor.layers, outputs, count)

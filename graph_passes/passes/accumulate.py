@@ -66,10 +66,10 @@ class Accumulate:
                         device = step.layout.owner_devices[stage.index][replica]
                         attrs = task_attrs(task, NodeKind.ACCUMULATE)
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
-                        for number, part in enumerate(_parts(step, task, sources)):
+                        for piece, part in _parts(step, task, sources):
                             function = by_mode[mode]
-                            if part != sources:
-                                function = _function(f"{named}_piece{number}_{mode}", part, mode)
+                            if piece is not None:
+                                function = _function(f"{named}_piece{piece}_{mode}", part, mode)
                                 functions.append(function)
                             inputs = [step.values[task, source.value] for source in part]
                             node = call_node(
@@ -77,10 +77,9 @@ class Accumulate:
                             )
                             builder.append(node)
                             exits[task] = (*exits[task], node.name)
-                            if task in pieces and part:
-                                made = pieces[task]
-                                own = next(i for i, nodes in enumerate(made) if nodes[0] == inputs[0].node)
-                                pieces[task] = (*made[:own], (*made[own], node.name), *made[own + 1 :])
+                            if piece is not None:
+                                calls = pieces[task]
+                                pieces[task] = (*calls[:piece], (*calls[piece], node.name), *calls[piece + 1 :])
         merge_library(graph, functions)
         nodes = {node.name: node for node in graph.node}
         for parts_of_task in pieces.values():
@@ -100,12 +99,13 @@ def _function(name: str, sources: Sequence[Contribution], mode: str) -> Function
     return accumulate_function(name, [source.accumulator for source in sources], mode)
 
 
-def _parts(step: Step, task: Task, sources: Sequence[Contribution]) -> list[Sequence[Contribution]]:
-    """Returns what is added up at once: all of a task's contributions, or those of each of its pieces."""
+def _parts(step: Step, task: Task, sources: Sequence[Contribution]) -> list[tuple[int | None, Sequence[Contribution]]]:
+    """Returns what is added up at once: all of a task's contributions, or (number of a piece, its contributions)."""
     if task not in step.pieces:
-        return [sources]
-    made = [
-        [source for source in sources if step.values[task, source.value].node == nodes[0]]
-        for nodes in step.pieces[task]
+        return [(None, sources)]
+    makers = {source: step.values[task, source.value].node for source in sources}
+    parts = [
+        (number, [source for source, maker in makers.items() if maker == nodes[0]])
+        for number, nodes in enumerate(step.pieces[task])
     ]
-    return [part for part in made if part]
+    return [(number, part) for number, part in parts if part]
