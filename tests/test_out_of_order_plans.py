@@ -136,10 +136,11 @@ def test_few_micro_batches_on_equal_stages_gain_much() -> None:
     assert f"{factor:.3g}x as fast as {before.schedule} on {shape(before)}" in last
 
 
-@pytest.mark.parametrize("parameters", [10**5, 5 * 10**5])
+@pytest.mark.parametrize("parameters", [5 * 10**5, 6 * 10**5])
 def test_a_given_k_is_kept_where_a_plan_in_pieces_would_be_faster(parameters: int) -> None:
     """A plan of DAPPLE's without k was returned, since its backward in pieces counted as another plan."""
-    profile, cluster = profile_of(parameters=parameters, size=1e7), cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
+    profile = dataclasses.replace(profile_of(parameters=parameters, size=1e7), task_seconds=3e-3)
+    cluster = cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
     assert plan(profile, cluster, 16, micro_batches=1).backward_cuts
     assert plan(profile, cluster, 16, micro_batches=1, reverse_first_k=2).reverse_first_k > 0
 
