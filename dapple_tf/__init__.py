@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dapple_tf.operators.op_costs import OperatorCosts
     from dapple_tf.planning.chunks import chunked
     from dapple_tf.planning.early_reductions import reduced_early
+    from dapple_tf.planning.fastest_reductions import fastest_reductions
     from dapple_tf.planning.planner import plan
     from dapple_tf.schedules.policy import Policy
     from dapple_tf.simulation.simulator import Simulation, simulate
@@ -74,6 +75,7 @@ _MODULES = {
         "dapple_tf.operators.op_costs": "OperatorCosts",
         "dapple_tf.planning.chunks": "chunked",
         "dapple_tf.planning.early_reductions": "reduced_early",
+        "dapple_tf.planning.fastest_reductions": "fastest_reductions",
         "dapple_tf.planning.planner": "plan",
         "dapple_tf.schedules.policy": "Policy",
         "dapple_tf.simulation.simulator": "Simulation simulate",
@@ -128,6 +130,7 @@ __all__ = [
     "chunked",
     "deferred_init",
     "emulate",
+    "fastest_reductions",
     "latest_checkpoint",
     "load_checkpoint",
     "measure_links",

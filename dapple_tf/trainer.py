@@ -100,8 +100,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self.prediction: Prediction | None = None
         simulation: Simulation | None = None
         if profile is not None:
-            all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
-            simulation = simulate(plan, profile, cluster, all_reduce=all_reduce)
+            simulation = simulate(plan, profile, cluster)
             self.prediction = Prediction(simulation.latency, simulation=simulation)
         self._monitor = StepMonitor(simulation)
         self._on_non_finite_loss = on_non_finite_loss

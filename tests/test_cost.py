@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hardware import cluster_of as cluster
 
-from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.cluster import Cluster, Device, Link, ReductionLinks, Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.simulation.cost import CostModel, Message, all_reduce_seconds, gib, stage_cost
+from dapple_tf.simulation.all_reduce import all_reduce_time
+from dapple_tf.simulation.cost import CostModel, Message, gib, stage_cost
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Task
 
@@ -36,6 +38,11 @@ def letters(count: int, **values: Any) -> list[LayerProfile]:
 # --- all-reduce ---
 
 
+def all_reduce_seconds(cluster: Cluster, devices: Sequence[int], size: float, algorithm: str = "flat") -> float:
+    members = Counter(cluster.devices[device].server for device in devices)
+    return all_reduce_time(cluster, members, algorithm).seconds(size)
+
+
 @pytest.mark.parametrize("members", [2, 3, 4, 8])
 def test_ring_inside_a_server(members: int) -> None:
     seconds = all_reduce_seconds(cluster(members, intra_bandwidth=100.0, intra_latency=0.5), range(members), 400.0)
@@ -50,8 +57,9 @@ def test_one_member_or_no_bytes_take_no_time() -> None:
 
 def test_hierarchical_adds_the_ring_inside_to_the_ring_between_servers() -> None:
     two = cluster(4, 4, intra_bandwidth=100.0, intra_latency=0.25, inter_bandwidth=10.0, inter_latency=1.0)
-    inside, between = 1.5 * 2 + 6 * 0.25, 1.0 * 20 + 2 * 1.0
-    assert all_reduce_seconds(two, range(8), 200.0) == pytest.approx(inside + between)
+    # Each device gets three quarters of the bytes at once, and sends as many back.
+    inside, between = 1.5 * 2 + 2 * 0.25, 1.0 * 20 + 2 * 1.0
+    assert all_reduce_seconds(two, range(8), 200.0, "hierarchical") == pytest.approx(inside + between)
 
 
 def test_flat_is_one_ring_over_the_network_cards() -> None:
@@ -65,8 +73,29 @@ def test_the_slowest_server_decides() -> None:
     three = cluster(
         3, 2, 1, intra_bandwidth=100.0, inter_bandwidth=10.0, intra_latency=0.0, inter_latency=1.0, servers=servers
     )
-    inside, between = 1.0 * 60, 2 * 2 / 3 * 60 / 5 + 4 * 3.0
-    assert all_reduce_seconds(three, range(6), 60.0) == pytest.approx(inside + between)
+    # One device of each server takes part between servers, because one has only one: all others send it everything.
+    inside, between = max(2 * 1 * 60 / 1.0, 2 * 2 * 60 / 100), 2 * 2 / 3 * 60 / 5 + 4 * 3.0
+    assert all_reduce_seconds(three, range(6), 60.0, "hierarchical") == pytest.approx(inside + between)
+
+
+def test_buckets_are_reduced_one_after_the_other_inside_servers_while_others_are_between_them() -> None:
+    two = cluster(2, 2, intra_bandwidth=100.0, intra_latency=0.25, inter_bandwidth=10.0, inter_latency=1.0)
+    ring = all_reduce_time(two, {0: 2, 1: 2}, "flat")
+    assert ring.seconds(200.0, 50.0) == pytest.approx(4 * ring.seconds(50.0))
+    inside, between = 2 * 0.25 + 50 / 100, 2 * 1.0 + 50 / 10
+    by_server = all_reduce_time(two, {0: 2, 1: 2}, "hierarchical")
+    assert by_server.seconds(200.0, 50.0) == pytest.approx(inside + 4 * between)
+    assert by_server.seconds(50.0, 50.0) == pytest.approx(inside + between)
+
+
+def test_what_was_measured_of_all_reduces_counts_before_links() -> None:
+    links = ReductionLinks(Link(20.0, 0.5), Link(200.0, 0.1), Link(40.0, 0.3), Link(400.0, 0.2))
+    measured = cluster(2, 2, intra_bandwidth=1.0, inter_bandwidth=1.0, reductions=links)
+    assert all_reduce_seconds(measured, range(4), 200.0) == pytest.approx(6 * 0.5 + 1.5 * 200 / 20)
+    assert all_reduce_seconds(measured, [0, 1], 200.0) == pytest.approx(2 * 0.1 + 200 / 200)
+    assert all_reduce_seconds(measured, [0, 2], 200.0) == pytest.approx(2 * 0.3 + 200 / 40)
+    by_server = 2 * 0.2 + 200 / 400 + 2 * 0.3 + 200 / 40
+    assert all_reduce_seconds(measured, range(4), 200.0, "hierarchical") == pytest.approx(by_server)
 
 
 def test_a_measured_reduction_rate_bounds_the_links() -> None:
@@ -417,8 +446,6 @@ def test_recomputing_makes_room() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     model = profile(letters(2))
-    with pytest.raises(ValueError, match="all_reduce='tree' is unknown; use one of hierarchical, flat"):
-        CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2), all_reduce="tree")
     with pytest.raises(PlanError, match=r"the plan cuts after 'z', which isn't a layer"):
         CostModel(Plan.straight([*"z"], 2, 1), model, cluster(2))
     with pytest.raises(PlanError, match="cuts leave stage 1 without a layer"):

@@ -134,4 +134,4 @@ def test_what_a_plan_promises_is_what_is_simulated(seed: int) -> None:
     plan = planned(profile, cluster, 32, all_reduce=all_reduce, **options)
     assert plan.report is not None
     for own in (plan, Plan.from_json(plan.to_json())):
-        assert simulate(own, profile, cluster, all_reduce=all_reduce).latency == plan.report.latency
+        assert simulate(own, profile, cluster).latency == plan.report.latency

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
 from hardware import cluster_of
 
 from dapple_tf.planning.placement import Placements, Step, allocate, links_of
-from dapple_tf.simulation.cost import all_reduce_seconds
+from dapple_tf.simulation.all_reduce import all_reduce_time
 
 
 # Figure 5 of the paper: three servers of 8 (here), two of them partly used, and 6 devices wanted.
@@ -96,13 +98,13 @@ def test_a_path_gives_each_device_once(sizes: tuple[int, ...]) -> None:
 def test_links_are_those_of_the_devices() -> None:
     cluster = cluster_of(2, 2, intra_bandwidth=1e9, inter_bandwidth=1e8, intra_latency=1e-6, inter_latency=1e-5)
     placements = Placements(cluster)
-    links = links_of(placements, "hierarchical")
+    links = links_of(placements, ["hierarchical"], 1e6)
     for index, step in enumerate(placements.steps):
         if step.source == 0:
             devices = placements.devices([step])[0]
-            expected = all_reduce_seconds(cluster, devices, 1e6)
-            line = links.reduce_start[index] + links.reduce_rate[index] * 1e6
-            assert line == pytest.approx(expected)
+            members = Counter(cluster.devices[device].server for device in devices)
+            expected = all_reduce_time(cluster, members, "hierarchical").seconds(1e6)
+            assert links.all_reduce(np.array(index), np.array(1e6), math.inf) == pytest.approx(expected)
             assert links.replicas[index] == len(devices)
             for following, other in enumerate(placements.steps):
                 if other.source != step.target:
@@ -123,7 +125,7 @@ def test_links_are_those_of_the_devices() -> None:
 
 def test_a_state_knows_the_step_that_takes_the_rest() -> None:
     placements = Placements(cluster_of(2, 3))
-    links = links_of(placements, "flat")
+    links = links_of(placements, ["flat"], 1e6)
     for state, used in enumerate(placements.states):
         rest = links.rest[state]
         if sum(used) == 5:

@@ -116,7 +116,7 @@ def test_choices_can_be_given() -> None:
         ({"global_batch_size": 4, "micro_batches": 8}, "4 samples can't be cut into 8 micro-batches; use 1 to 4"),
         ({"global_batch_size": 4, "schedule": "gipe"}, "unknown schedule 'gipe'; use one of gpipe, dapple_a"),
         ({"global_batch_size": 4, "recompute": "all"}, "unknown recompute 'all'; use one of none, boundary"),
-        ({"global_batch_size": 4, "all_reduce": "tree"}, "unknown all_reduce 'tree'; use one of hierarchical, flat"),
+        ({"global_batch_size": 4, "all_reduce": "tree"}, "unknown all_reduce 'tree'; use one of flat, hierarchical"),
     ],
 )
 def test_a_wrong_request_is_refused(arguments: dict[str, Any], text: str) -> None:

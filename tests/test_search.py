@@ -30,7 +30,7 @@ def profile_of(times: list[float], *, size: float = 1e5, parameters: int = 10**6
 def search_on(profile: Profile, cluster: Cluster, **options: object) -> tuple[Search, Placements]:
     placements = Placements(cluster)
     ends = coarsened(profile, 64)
-    return Search(profile, placements, links_of(placements, "hierarchical"), ends, **options), placements
+    return Search(profile, placements, links_of(placements, ["hierarchical"], 1e6), ends, **options), placements
 
 
 def plan_of(profile: Profile, placements: Placements, candidate, micro_batches: int, batch: int) -> Plan:

@@ -219,7 +219,7 @@ def test_a_stage_of_one_device_updates_at_once() -> None:
 
 def test_tied_weights_are_reduced_once_both_stages_are_done() -> None:
     model = profile([(1.0, 2.0)] * 3, shared=[SharedParameters((0, 2), 30)], apply_seconds=1.0)
-    step = simulate(straight(3, 2), model, cluster(1, 1, 1, inter_bandwidth=10.0), all_reduce="flat")
+    step = simulate(straight(3, 2), model, cluster(1, 1, 1, inter_bandwidth=10.0))
     assert [span.stage for span in step.spans if span.kind == "all_reduce"] == [0]
     end_of_first = times(step, "B", stage=0)[-1][1]
     assert times(step, "all_reduce") == [(end_of_first, end_of_first + 3.0)]

@@ -52,6 +52,14 @@ _CAPACITY = flags.DEFINE_boolean(
     flag_values=FLAGS,
 )
 
+_REDUCTIONS = {
+    "ring": "ring through all devices",
+    "inside": "ring within a server",
+    "between": "ring between servers",
+    "exchange": "scatter and gather in servers",
+}
+"""What is measured of all-reduces."""
+
 Pairs = Mapping[tuple[int, int], Link]
 
 
@@ -71,17 +79,16 @@ def topology(cluster: Cluster) -> str:
 def links(cluster: Cluster, between: Pairs) -> str:
     """Returns the measurements as a text."""
     rows = [[f"{one} - {other}", *_speed(link)] for (one, other), link in between.items()]
-    for what, bandwidth, latency in (
-        ("within a server", cluster.intra_bandwidth, cluster.intra_latency),
-        ("all-reduce", cluster.reduce_bandwidth, cluster.reduce_latency),
-    ):
-        if bandwidth is not None and latency is not None:
-            rows.append([what, *_speed(Link(bandwidth, latency))])
+    if cluster.intra_bandwidth is not None and cluster.intra_latency is not None:
+        rows.append(["within a server", *_speed(Link(cluster.intra_bandwidth, cluster.intra_latency))])
+    rows += [[_REDUCTIONS[name], *_speed(link)] for name, link in cluster.reductions.links.items()]
     told = (
         table([["link", "MB/s", "Mbit/s", "latency ms"], *rows], left=1) + "\n"
         if rows
         else "One device has no links.\n"
     )
+    if cluster.reductions.error is not None:
+        told += f"all-reduces differ from these lines by at most {cluster.reductions.error:.1%}\n"
     capacities = [cluster.capacity(server) for server in range(cluster.num_servers)]
     if _CAPACITY.value and cluster.num_devices > cluster.num_servers:
         told += (

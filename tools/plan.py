@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES
 from dapple_tf.schedules.schedules import POLICIES
-from dapple_tf.simulation.cost import ALL_REDUCE
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
 
@@ -54,7 +53,11 @@ _REVERSE_FIRST_K = flags.DEFINE_string(
     "reverse_first_k", "0", "k of reverse first-k in plans with chunks, or auto for the best.", flag_values=FLAGS
 )
 _ALL_REDUCE = flags.DEFINE_enum(
-    "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
+    "all_reduce",
+    None,
+    ALL_REDUCE,
+    "All-reduces over several servers; by default the faster one for each stage.",
+    flag_values=FLAGS,
 )
 _JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile the plan's stages with XLA.", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)

@@ -28,9 +28,9 @@ from typing import NoReturn
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan import ALL_REDUCE
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.schedules import POLICIES
-from dapple_tf.simulation.cost import ALL_REDUCE
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
@@ -67,7 +67,7 @@ _REDUCE_EARLY = flags.DEFINE_boolean(
     flag_values=FLAGS,
 )
 _ALL_REDUCE = flags.DEFINE_enum(
-    "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
+    "all_reduce", None, ALL_REDUCE, "All-reduces over several servers; by default the plan's.", flag_values=FLAGS
 )
 _NEXT_FORWARD = flags.DEFINE_boolean(
     "next_forward",
@@ -100,15 +100,11 @@ def simulate(plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
     Raises:
         PlanError: the plan doesn't fit the profile, the cluster or a device's memory.
     """
+    if _ALL_REDUCE.value:
+        plan = changed(plan, all_reduce=_ALL_REDUCE.value)
     if _REDUCE_EARLY.value:
-        plan = dapple.reduced_early(plan, profile, cluster, all_reduce=_ALL_REDUCE.value)
-    return dapple.simulate(
-        plan,
-        profile,
-        cluster,
-        all_reduce=_ALL_REDUCE.value,
-        next_forward=_NEXT_FORWARD.value,
-    )
+        plan = dapple.reduced_early(plan, profile, cluster)
+    return dapple.simulate(plan, profile, cluster, next_forward=_NEXT_FORWARD.value)
 
 
 def comparison(simulations: dict[str, dapple.Simulation | str]) -> str:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import dapple_tf as dapple
-from dapple_tf.describe.devices import LINKS
+from dapple_tf.describe.devices import LINKS, ReductionLinks
 
 
 def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
@@ -29,6 +29,7 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
         dropped |= {"weight_devices": None, "weight_regions": None}
     if different.keys() & {"cuts", "devices"}:
         dropped |= {"task_seconds": None, "reverse_first_k": 0, "carried_updates": 0}
+        dropped |= {} if isinstance(plan.all_reduce, str) else {"all_reduce": "flat"}
     return dataclasses.replace(plan, **{**dropped, **different})
 
 
@@ -68,7 +69,7 @@ class Hardware:
             return cluster
         changes: dict[str, Any] = dict(links)
         if links:
-            changes |= {"reduce_bandwidth": None, "reduce_latency": None}
+            changes |= {"reduce_bandwidth": None, "reduce_latency": None, "reductions": ReductionLinks()}
             changes["servers"] = tuple(
                 dataclasses.replace(server, **dict.fromkeys(links)) for server in cluster.servers
             )

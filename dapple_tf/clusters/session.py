@@ -19,8 +19,9 @@ _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities; the lower number is the higher priority. Every GPU with priorities has these two."""
 
 
-_KEYS = 20_000
-"""Minimum number of keys of collective operations for a graph: one for each parameter group and bucket."""
+_KEYS = 100_000
+"""Minimum number of keys of collective operations for a graph: one for each parameter group, each bucket, and each
+part of a bucket in a hierarchical all-reduce."""
 _next_key = 1
 _keys_lock = threading.Lock()
 

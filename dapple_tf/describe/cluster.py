@@ -5,18 +5,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dapple_tf.data_files import JsonFile, clip
 from dapple_tf.describe.cluster_description import parse, to_text
-from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, Server, check_addresses, check_link
+from dapple_tf.describe.devices import (
+    LINKS,
+    REDUCTION,
+    Device,
+    Link,
+    ReductionLinks,
+    Server,
+    check_addresses,
+    check_link,
+)
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
 from dapple_tf.units import link_text
 
-__all__ = ["Cluster", "ClusterError", "Device", "Link", "Server", "check_addresses"]
+__all__ = ["Cluster", "ClusterError", "Device", "Link", "ReductionLinks", "Server", "check_addresses"]
 
 _KINDS = ("auto", "cpu", "gpu")
 
@@ -33,9 +42,10 @@ class Cluster(JsonFile):
         inter_latency: the same between servers.
         real: whether the devices exist; False for a description.
         servers: the servers' own properties; empty if all are alike.
-        reduce_bandwidth: measured bytes/s of all-reduce over the slowest link of its ring; None for the link's own.
-        reduce_latency: measured seconds of one step of the ring; None for the link's own.
+        reduce_bandwidth: the most bytes/s of an all-reduce over any link of its ring; None for the link's own.
+        reduce_latency: the least seconds of one step of the ring; None for the link's own.
         addresses: "host:port" of the worker on each server (`dapple_tf.worker`); empty for the devices of this process.
+        reductions: all-reduces as they were measured, which count before links and the two values above.
         sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
 
     Raises:
@@ -55,6 +65,7 @@ class Cluster(JsonFile):
     reduce_latency: float | None = None
     addresses: tuple[str, ...] = ()
     sub_streams: int = 0
+    reductions: ReductionLinks = field(default_factory=ReductionLinks)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -83,6 +94,9 @@ class Cluster(JsonFile):
                 raise ClusterError(f"device {index} has speed {device.speed}; it must be above 0 and finite")
         for name in (*LINKS, *REDUCTION):
             check_link(name, getattr(self, name))
+        for name, link in self.reductions.links.items():
+            check_link(f"bandwidth of reductions' {name}", link.bandwidth)
+            check_link(f"latency of reductions' {name}", link.latency)
         if self.servers and len(self.servers) != self.num_servers:
             raise ClusterError(f"{len(self.servers)} servers are described, but the devices are in {self.num_servers}")
         for number, own in enumerate(self.servers):

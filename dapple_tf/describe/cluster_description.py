@@ -8,13 +8,14 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.data_files import Decoder, parse_object, short
-from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Server
+from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, ReductionLinks, Server
 from dapple_tf.errors import ClusterError
 
 if TYPE_CHECKING:
     from dapple_tf.describe.cluster import Cluster
 
 FORMAT = "dapple_tf.cluster/1"
+_MEASURED = ("ring", "inside", "between", "exchange")
 MOST_DEVICES = 100_000
 """Most devices of a cluster; more is a mistake."""
 
@@ -28,7 +29,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
         ClusterError: not JSON, or an unknown, missing or wrong key.
     """
     data = parse_object(text, source, ClusterError)
-    _DECODER.check_keys(data, ("format", "servers"), (*LINKS, *REDUCTION), source)
+    _DECODER.check_keys(data, ("format", "servers"), (*LINKS, *REDUCTION, "reductions"), source)
     _DECODER.check_format(data, FORMAT, source)
     entries = data["servers"]
     if not isinstance(entries, list) or not entries:
@@ -46,7 +47,8 @@ def parse(text: str, source: str) -> dict[str, Any]:
             devices.append(Device(name, number, memory, speed))
     numbers = _numbers(data, [*LINKS, *REDUCTION], source)
     servers = tuple(own) if any(server != Server() for server in own) else ()
-    return {"devices": tuple(devices), "servers": servers, **numbers}
+    measured = _reductions(data.get("reductions", {}), f"{source}: reductions")
+    return {"devices": tuple(devices), "servers": servers, "reductions": measured, **numbers}
 
 
 def to_text(cluster: Cluster) -> str:
@@ -64,6 +66,9 @@ def to_text(cluster: Cluster) -> str:
         lines.append("    " + json.dumps(entry))
     kept = [*LINKS, *(name for name in REDUCTION if getattr(cluster, name) is not None)]
     links = [f"  {json.dumps(name)}: {json.dumps(getattr(cluster, name))}" for name in kept]
+    if cluster.reductions != ReductionLinks():
+        measured = {name: link._asdict() for name, link in cluster.reductions.links.items()}
+        links.append(f'  "reductions": {json.dumps(measured | {"error": cluster.reductions.error})}')
     servers = '  "servers": [\n' + ",\n".join(lines) + "\n  ]"
     return "{\n" + ",\n".join([f'  "format": {json.dumps(FORMAT)}', servers, *links]) + "\n}\n"
 
@@ -80,6 +85,26 @@ def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict
         if value is not None and not _is_number(value):
             raise ClusterError(f"{source}: {name!r} is {short(value)}; it must be a number or null")
     return {name: data.get(name) for name in names}
+
+
+def _reductions(data: object, source: str) -> ReductionLinks:
+    """Returns measured all-reduces."""
+    if not isinstance(data, dict):
+        raise ClusterError(f"{source} is {short(data)}; it must be an object with {', '.join(_MEASURED)}")
+    _DECODER.check_keys(data, (), (*_MEASURED, "error"), source)
+    links = {}
+    for name, entry in data.items():
+        if name == "error":
+            continue
+        if not isinstance(entry, dict):
+            raise ClusterError(f"{source}: {name!r} is {short(entry)}; it must have a bandwidth and a latency")
+        _DECODER.check_keys(entry, Link._fields, (), f"{source}: {name}")
+        numbers = _numbers(entry, Link._fields, f"{source}: {name}")
+        bandwidth, latency = (numbers[field] for field in Link._fields)
+        if bandwidth is None or latency is None:
+            raise ClusterError(f"{source}: {name!r} is {short(entry)}; bandwidth and latency must be numbers")
+        links[name] = Link(bandwidth, latency)
+    return ReductionLinks(**links, error=_numbers(data, ["error"], source)["error"])
 
 
 def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], Sequence[float]]:

@@ -61,6 +61,31 @@ class Link(NamedTuple):
         return self.latency + size / self.bandwidth
 
 
+@dataclass(frozen=True)
+class ReductionLinks:
+    """What all-reduces were measured to do: links over which a ring would take the measured time; None for unknown.
+
+    Attributes:
+        ring: of one ring through the devices of several servers.
+        inside: of a ring inside a server.
+        between: of a ring through one device of each server.
+        exchange: of the reduce-scatter and all-gather inside servers around it, in a hierarchical all-reduce.
+        error: the largest relative difference of a measured time from these; None if nothing was measured.
+    """
+
+    ring: Link | None = None
+    inside: Link | None = None
+    between: Link | None = None
+    exchange: Link | None = None
+    error: float | None = None
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """Name -> link, of those that are known."""
+        named = {"ring": self.ring, "inside": self.inside, "between": self.between, "exchange": self.exchange}
+        return {name: link for name, link in named.items() if link is not None}
+
+
 def check_addresses(addresses: Sequence[str]) -> None:
     """Checks the addresses of servers.
 

@@ -17,8 +17,10 @@ from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_tex
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_values import (
+    ALL_REDUCE,
     PlanError,
     PlanValueError,
+    algorithms,
     device_lists,
     integer,
     integers,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
+__all__ = ["ALL_REDUCE", "RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 
 _FORMAT = "dapple_tf.plan/1"
 FD_DPS = "fd_dps"
@@ -63,6 +65,8 @@ class PlanOptions(TypedDict, total=False):
     weight_regions: tuple[int, ...] | None
     operator_devices: tuple[tuple[int, ...], ...] | None
     backward_cuts: tuple[str, ...]
+    all_reduce: str | tuple[str, ...]
+    reduction_order: str
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,12 @@ class Plan(JsonFile):
         backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
             micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
             while the others are computed.
+        all_reduce: how gradients are all-reduced over several servers, one of `ALL_REDUCE` for all stages or one for
+            each; parameters that several stages read go by the first of these. ``flat`` is one ring through all
+            devices; ``hierarchical`` adds up inside each server first.
+        reduction_order: the order in which carried updates are all-reduced: ``completion``, that in which their
+            gradients were complete, or ``first_layers``, that in which the next step's forwards wait for them
+            (BytePS's priorities; section 5.1 of the same paper). All others are reduced in the order of completion.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -125,6 +135,8 @@ class Plan(JsonFile):
     weight_regions: tuple[int, ...] | None = None
     operator_devices: tuple[tuple[int, ...], ...] | None = None
     backward_cuts: tuple[str, ...] = ()
+    all_reduce: str | tuple[str, ...] = "flat"
+    reduction_order: str = "completion"
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -273,9 +285,13 @@ class Plan(JsonFile):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
-        # Reports of plans from before there were backward_cuts stay valid.
-        left_out = {"report"} | ({"backward_cuts"} if not self.backward_cuts else set())
-        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out]
+        # Reports of plans from before there were these fields stay valid.
+        later = {"backward_cuts", "all_reduce", "reduction_order"}
+        decided = [
+            getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "report" and (entry.name not in later or getattr(self, entry.name) != entry.default)
+        ]
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
     def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:
@@ -333,6 +349,10 @@ class Plan(JsonFile):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         return count > 1 or self.carried_updates > 0
+
+    def all_reduce_of(self, stages: Sequence[int]) -> str:
+        """Returns the all-reduce of the parameters that these stages read."""
+        return self.all_reduce if isinstance(self.all_reduce, str) else self.all_reduce[min(stages)]
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
@@ -427,6 +447,9 @@ class Plan(JsonFile):
 
     def _remarks(self) -> list[str]:
         cut = [f"last backwards in pieces, cut after {', '.join(self.backward_cuts)}"] if self.backward_cuts else []
+        if self.all_reduce != "flat":
+            algorithms = [self.all_reduce] if isinstance(self.all_reduce, str) else self.all_reduce
+            cut.append(f"all-reduce {', '.join(algorithms)}")
         return [*cut, *([] if self.report is None else str(self.report).splitlines())]
 
     def _repr_html_(self) -> str:
@@ -471,6 +494,7 @@ class Plan(JsonFile):
             raise PlanValueError(str(error)) from error
         object.__setattr__(self, "cuts", layer_names(self.cuts))
         object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
+        object.__setattr__(self, "all_reduce", algorithms(self.all_reduce))
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))

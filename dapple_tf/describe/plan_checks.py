@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dapple_tf.data_files import short
-from dapple_tf.describe.plan_values import PlanError, PlanValueError
+from dapple_tf.describe.plan_values import REDUCTION_ORDERS, PlanError, PlanValueError
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -50,6 +50,10 @@ def check_stages(plan: Plan) -> None:
         _check_devices(f"stage {stage}", devices)
     if plan.task_seconds is not None and len(plan.task_seconds) != stages:
         raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {stages} stages; give one for each")
+    if not isinstance(plan.all_reduce, str) and len(plan.all_reduce) != stages:
+        raise PlanError(
+            f"all_reduce has {len(plan.all_reduce)} entries for {stages} stages; give one for each, or one for all"
+        )
     if not 0 <= plan.reverse_first_k <= stages:
         raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
     if plan.carried_updates < 0:
@@ -139,6 +143,10 @@ def check_options(plan: Plan) -> None:
         raise PlanValueError(str(error)) from error
     if plan.recompute not in RECOMPUTE_MODES:
         raise PlanValueError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
+    if plan.reduction_order not in REDUCTION_ORDERS:
+        raise PlanValueError(
+            f"unknown reduction_order {short(plan.reduction_order)}; use one of {', '.join(REDUCTION_ORDERS)}"
+        )
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
     if plan.backward_cuts and not plan.wait_free:

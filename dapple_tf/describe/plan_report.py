@@ -47,7 +47,6 @@ class PlanReport:
         runner_up_text: that plan, in short.
         pivot: the stage with the fewest bubbles, which sets the pace.
         limited_by: the parts of the step's critical path.
-        all_reduce: the assumed algorithm.
         stages: see :class:`StageReport`.
         fingerprint: the fingerprint of the plan that this report is about.
         out_of_order: what the plan adds to DAPPLE's: its policy, chunks and k; empty if nothing.
@@ -66,7 +65,6 @@ class PlanReport:
     runner_up_text: str
     pivot: str
     limited_by: str
-    all_reduce: str
     stages: tuple[StageReport, ...]
     fingerprint: str
     out_of_order: str = ""
@@ -116,8 +114,9 @@ def parse_report(data: object) -> PlanReport:
         ValueError: the data isn't a report.
     """
     decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
-    if isinstance(data, dict) and isinstance(data.get("overlap"), bool):
-        data = {key: value for key, value in data.items() if key != "overlap"}  # an assumption of earlier versions
+    if isinstance(data, dict):  # Earlier versions assumed these.
+        assumed = [key for key, kind in (("overlap", bool), ("all_reduce", str)) if isinstance(data.get(key), kind)]
+        data = {key: value for key, value in data.items() if key not in assumed}
     try:
         report: PlanReport = decoder.read(PlanReport, data, "report")
     except ValueError as error:

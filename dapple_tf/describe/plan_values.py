@@ -11,6 +11,11 @@ import numpy as np
 from dapple_tf.data_files import short
 from dapple_tf.describe.plan_report import LARGEST
 
+ALL_REDUCE = ("flat", "hierarchical")
+"""All-reduces over several servers: one ring through all devices, or inside each server first."""
+REDUCTION_ORDERS = ("completion", "first_layers")
+"""Orders of the all-reduces of carried updates: that of their gradients, or that of the layers."""
+
 
 class PlanError(ValueError):
     """A plan contradicts itself or its cluster."""
@@ -49,6 +54,20 @@ def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...
     """
     stages = _entries(what, devices, "[[0, 1], [2]] with a list for each stage")
     return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
+
+
+def algorithms(all_reduce: object) -> str | tuple[str, ...]:
+    """Returns the algorithm of all stages' all-reduces, or one for each stage, as names.
+
+    Raises:
+        PlanValueError: one doesn't exist.
+    """
+    single = isinstance(all_reduce, str)
+    names = (all_reduce,) if single else _entries("all_reduce", all_reduce, "'flat', or a list with one for each stage")
+    for name in names:
+        if name not in ALL_REDUCE:
+            raise PlanValueError(f"unknown all_reduce {short(name)}; use one of {', '.join(ALL_REDUCE)}")
+    return names[0] if single else names
 
 
 def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:

@@ -319,8 +319,7 @@ def timelines(plan: Plan, profile: Profile | None, cluster: Cluster, schedule: S
     """
     step_timelines = [planned(plan, profile, cluster, schedule=schedule)]
     if profile is not None:
-        all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
-        step_timelines.append(simulate(plan, profile, cluster, all_reduce=all_reduce, schedule=schedule).drawn())
+        step_timelines.append(simulate(plan, profile, cluster, schedule=schedule).drawn())
     return step_timelines
 
 

@@ -253,6 +253,8 @@ class StepBuilder:
         if kind.carries and built.flush is None:
             update = next(item for item in passes if isinstance(item, Update))
             graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
+            if (by_server := self.passes.reduce_by_server()) is not None:
+                by_server.rewrite(graph)
             self._add(graph, f"{built.prefix}flush")
             built.flush = f"{built.prefix}flush/{node}"
         built.nodes[name] = step_nodes(program)

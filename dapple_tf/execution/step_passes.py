@@ -32,6 +32,7 @@ from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
 from graph_passes.passes.partition import Partition
 from graph_passes.passes.place_operators import PlaceOperators
+from graph_passes.passes.reduce_by_server import ReduceByServer
 from graph_passes.passes.replicate import Replicate, sum_keys
 from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.share_values import ShareValues
@@ -120,7 +121,8 @@ class StepPasses:
             return ()
         keys = [update.stages for update in updates]
         order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
-        return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
+        carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
+        return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
 
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
         """Returns the order of tasks for a batch; ``holdings`` are what devices keep."""
@@ -175,6 +177,14 @@ class StepPasses:
         asked = StepAsked(self, built, kind, schedule, owners, first_key)
         made = [item for slot in PASSES if slot.step is not None and (item := slot.step(asked)) is not None]
         return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
+
+    def reduce_by_server(self) -> ReduceByServer | None:
+        """Returns the pass that makes all-reduces hierarchical; None if the plan has none over several servers."""
+        plan, cluster = self.plan, self.cluster
+        stages = frozenset(stage for stage in range(plan.num_stages) if plan.all_reduce_of([stage]) == "hierarchical")
+        if not stages or cluster.num_servers == 1:
+            return None
+        return ReduceByServer(stages, {device.name: device.server for device in cluster.devices})
 
     def joins(self, built: Build, samples: int) -> bool:
         """Whether training steps of this many samples are one function: on one device, with nothing to accumulate.
@@ -294,6 +304,10 @@ class StepAsked(NamedTuple):
             accumulated=self._accumulates,
         )
 
+    def reduce_by_server(self) -> ReduceByServer | None:
+        """Returns the pass for hierarchical all-reduces."""
+        return self.passes.reduce_by_server() if self._updates else None
+
     def join(self) -> Join | None:
         """Returns the pass that makes one function of the whole step."""
         function = f"{self.built.prefix}joined_of{self.kind.samples}"
@@ -333,6 +347,7 @@ PASSES: tuple[Slot, ...] = (
     Slot(Accumulate, step=StepAsked.accumulate),
     Slot(OrderTasks, step=StepAsked.order),
     Slot(Update, step=StepAsked.update),
+    Slot(ReduceByServer, step=StepAsked.reduce_by_server),
     Slot(Join, step=StepAsked.join, ends=True),
     Slot(Flatten),
     Slot(FoldShapes),

@@ -99,7 +99,6 @@ def emulate(
     profile: Profile,
     cluster: Cluster,
     *,
-    all_reduce: str = "hierarchical",
     schedule: Schedule | None = None,
     reduction_order: Sequence[int] | None = None,
     next_forward: bool = False,
@@ -112,7 +111,6 @@ def emulate(
         plan: the plan; it may use at most `MAX_DEVICES` devices.
         profile: costs of the model's layers.
         cluster: devices and links; unknown links are free.
-        all_reduce: likewise.
         schedule: likewise.
         reduction_order: likewise.
         next_forward: likewise.
@@ -139,7 +137,7 @@ def emulate(
             f"the plan uses {len(devices)} devices, of which at most {MAX_DEVICES} can be emulated; simulate it "
             f"instead, or emulate a plan with fewer stages or replicas"
         )
-    costs = CostModel(plan, profile, cluster, all_reduce=all_reduce)
+    costs = CostModel(plan, profile, cluster)
     schedule = costs.schedule if schedule is None else schedule
     simulated = simulate_costs(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
     if scale is None:

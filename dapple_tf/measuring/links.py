@@ -6,20 +6,26 @@ device and copied to another; an all-reduce; a chain of matrix products on one d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import types_pb2
 
 from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.session import collective_keys
-from dapple_tf.describe.cluster import Cluster, ClusterError, Link, Server
+from dapple_tf.describe.cluster import Cluster, ClusterError, Link, ReductionLinks, Server
+from graph_passes.ir.collectives import all_reduce
+from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, STAGE_ATTR, Builder, Ref
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.passes.reduce_by_server import ReduceByServer
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +35,8 @@ _MOST_BANDWIDTH = 1e15
 # One core multiplies matrices of this size in some milliseconds.
 _MATRIX = 384
 _CHAIN = 8
+_SIZES = 4
+"""Number of sizes at which all-reduces are measured."""
 
 
 def measure_links(
@@ -56,7 +64,8 @@ def measure_links(
 
     Returns:
         A copy with intra and inter bandwidth and latency (those of the slowest measured pair; None if there is
-        no such pair), those of all-reduce, and each server's capacity.
+        no such pair), all-reduces with how well lines fit their times (`Cluster.reductions`), and each server's
+        capacity.
 
     Raises:
         ClusterError: a description without devices, or sizes out of order.
@@ -77,7 +86,9 @@ def measure_links(
                 changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in links)
                 changes[f"{kind}_latency"] = max(link.latency for link in links)
         if cluster.num_devices > 1:
-            changes["reduce_bandwidth"], changes["reduce_latency"] = _reduction(cluster, sizes, repeats)
+            steps = np.geomspace(sizes[0], sizes[1], num=_SIZES)
+            changes["reductions"] = _reductions(cluster, [round(size) for size in steps], repeats)
+            changes |= {"reduce_bandwidth": None, "reduce_latency": None}
         if capacity:
             own = [
                 dataclasses.replace(one, capacity=_capacity(cluster, cluster.devices_of(server), repeats))
@@ -225,42 +236,135 @@ def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     return Link(bandwidth, max(seconds[0] - few / bandwidth, _LEAST_LATENCY))
 
 
-def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[float, float]:
-    """Returns bandwidth and latency of a ring over all devices: 2 (n - 1) steps, each with an n-th of the bytes."""
-    names = cluster.device_names
-    count = len(names)
+def _reductions(cluster: Cluster, sizes: Sequence[int], repeats: int) -> ReductionLinks:
+    """Measures each all-reduce that the cluster's devices can make, over all of them, at sizes in floats."""
+    by_server = [cluster.devices_of(server) for server in range(cluster.num_servers)]
+    largest = max(by_server, key=len)
+    firsts = [devices[0] for devices in by_server]
+    lines: dict[str, _Line] = {}
+    if len(largest) > 1:
+        lines["inside"] = _line(sizes, _all_reduces(cluster, largest, sizes, repeats))
+    if len(firsts) > 1:
+        lines["between"] = _line(sizes, _all_reduces(cluster, firsts, sizes, repeats))
+    several = cluster.num_devices > len(firsts) > 1
+    if several:
+        everyone = range(cluster.num_devices)
+        lines["ring"] = _line(sizes, _all_reduces(cluster, everyone, sizes, repeats))
+        whole = _line(sizes, _all_reduces(cluster, everyone, sizes, repeats, by_server=True))
+    links = {
+        name: _of_ring(lines[name], count)
+        for name, count in (("inside", len(largest)), ("between", len(firsts)), ("ring", cluster.num_devices))
+        if name in lines
+    }
+    errors = [line.error for line in lines.values()]
+    if several:
+        # What a hierarchical all-reduce takes beyond the one between servers.
+        between, parts = lines["between"], min(map(len, by_server))
+        start, rate = whole.start - between.start, whole.rate - between.rate
+        bandwidth = 2 * (len(largest) - 1) / parts / rate if rate > 0 else _MOST_BANDWIDTH
+        links["exchange"] = Link(min(bandwidth, _MOST_BANDWIDTH), max(start / 2, _LEAST_LATENCY))
+        errors.append(whole.error)
+    return ReductionLinks(**links, error=max(errors))
+
+
+def _of_ring(line: _Line, members: int) -> Link:
+    """Returns the link over which a ring takes this time: 2 (n - 1) steps, each with an n-th of the bytes."""
+    steps = 2 * (members - 1)
+    bandwidth = steps / members / line.rate if line.rate > 0 else _MOST_BANDWIDTH
+    return Link(min(bandwidth, _MOST_BANDWIDTH), max(line.start / steps, _LEAST_LATENCY))
+
+
+class _Line(NamedTuple):
+    """A line through measured times: seconds for nothing and per byte, and the largest relative difference from it."""
+
+    start: float
+    rate: float
+    error: float
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> _Line:
+    """Fits a line to the times of several sizes in floats, so that relative differences are the least."""
+    bytes_ = np.array([4.0 * size for size in sizes])
+    times = np.maximum(seconds, _LEAST_LATENCY)
+    weights = 1 / times
+    (start, rate), *_ = np.linalg.lstsq(np.stack([weights, bytes_ * weights], axis=1), np.ones(len(sizes)), rcond=None)
+    if start < 0:
+        start, rate = 0.0, float((bytes_ * weights).sum() / ((bytes_ * weights) ** 2).sum())
+    elif rate < 0:
+        start, rate = float(weights.sum() / (weights**2).sum()), 0.0
+    error = float(np.max(np.abs((start + rate * bytes_) / times - 1)))
+    return _Line(float(start), float(rate), error)
+
+
+def _all_reduces(
+    cluster: Cluster, devices: Sequence[int], sizes: Sequence[int], repeats: int, *, by_server: bool = False
+) -> list[float]:
+    """Returns the seconds of an all-reduce over devices, for each size in floats."""
     seconds = []
     for size in sizes:
-        key = collective_keys()
-        with tf.Graph().as_default() as graph:
-            made = []
-            for name in names:
-                with tf.device(name):
-                    made.append(tf.random.uniform([size]))
-            before = _clock(made, _host(names[0]))
-            reduced = []
-            for name, vector in zip(names, made, strict=True):
-                with tf.device(name), tf.control_dependencies([before]):
-                    reduced.append(
-                        tf.raw_ops.CollectiveReduceV2(
-                            input=tf.identity(vector),
-                            group_size=count,
-                            group_key=key,
-                            instance_key=key,
-                            ordering_token=[],
-                            merge_op="Add",
-                            final_op="Id",
-                            # A timeout would start a thread that sleeps until it is over.
-                            timeout_seconds=0.0,
-                        )
-                    )
-            after = _clock(reduced, _host(names[0]))
-            with open_session(cluster, graph) as session:
-                seconds.append(_timed(session, [before, after], {}, repeats, lambda times: times[1] - times[0]))
-    steps = 2 * (count - 1)
-    # seconds = steps * latency + steps / count * bytes / bandwidth
-    bandwidth, latency = _line_of(sizes, seconds)
-    return bandwidth * steps / count, max(latency / steps, _LEAST_LATENCY)
+        with all_reduces(cluster, devices, [size], by_server=by_server) as run:
+            seconds.append(statistics.median([run() for _ in range(repeats + 2)][2:]))
+    return seconds
+
+
+@contextlib.contextmanager
+def all_reduces(
+    cluster: Cluster, devices: Sequence[int], sizes: Sequence[int], *, by_server: bool = False
+) -> Iterator[Callable[[], float]]:
+    """Makes all-reduces as steps have them, one after the other; yields what runs them and returns their seconds.
+
+    Without the time that a message takes to the other devices, which begin, and back, when they have ended.
+
+    Args:
+        cluster: real devices, with a connection (`dapple_tf.clusters.connection.connected`).
+        devices: the members.
+        sizes: floats of each all-reduce.
+        by_server: whether they are hierarchical (`graph_passes.passes.reduce_by_server`).
+    """
+    names = [cluster.device_names[device] for device in devices]
+    with tf.Graph().as_default() as parts:
+        made = [(name, [_on(name, tf.random.uniform, [size]) for size in sizes]) for name in names]
+        before = _clock([vector for _, vectors in made for vector in vectors], _host(names[0]))
+        with tf.control_dependencies([before]):
+            started = {name: [_on(name, tf.identity, vector) for vector in vectors] for name, vectors in made}
+            nothing = [_on(name, tf.identity, vectors[-1][:1]) for name, vectors in made]
+        alone = _clock(nothing, _host(names[0]))
+    graph = parts.as_graph_def()
+    builder, first_key = Builder(graph), collective_keys()
+    ends: dict[str, Ref] = {}
+    for number, size in enumerate(sizes):
+        for name in names:
+            ends[name] = all_reduce(
+                builder,
+                f"reduction{number}/{names.index(name)}",
+                Ref(started[name][number].op.name),
+                types_pb2.DT_FLOAT,
+                (len(names), first_key, first_key + 1 + number),
+                device=name,
+                control=[ends[name].node] if name in ends else [],
+                **{PHASE_ATTR: NodeKind.ALL_REDUCE.text, STAGE_ATTR: 0, BYTES_ATTR: 4 * size},
+            )
+    if by_server:
+        ReduceByServer(frozenset([0]), {device.name: device.server for device in cluster.devices}).rewrite(graph)
+    with tf.Graph().as_default() as whole:
+        tf.graph_util.import_graph_def(graph, name="")
+        after = _clock([whole.get_tensor_by_name(f"{end.node}:0") for end in ends.values()], _host(names[0]))
+        beginning, unreduced = (whole.get_tensor_by_name(tensor.name) for tensor in (before, alone))
+        with open_session(cluster, whole) as session:
+
+            def run() -> float:
+                began, ended = session.run([beginning, unreduced], {})
+                messages = ended - began
+                began, ended = session.run([beginning, after], {})
+                return max(0.0, float(ended - began - messages))
+
+            yield run
+
+
+def _on(device: str, operation: Callable[..., tf.Tensor], argument: Any) -> tf.Tensor:
+    """Returns the result of an operation on a device."""
+    with tf.device(device):
+        return operation(argument)
 
 
 def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:

@@ -23,7 +23,7 @@ _LEAST_GAIN = 0.002
 """The least fraction of a stage's time in a step that its cuts must gain."""
 
 
-def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce: str = "hierarchical") -> Plan:
+def reduced_early(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     """Returns the plan with the ``backward_cuts`` with which its step is the shortest, none if they gain nothing.
 
         layers     0 1 2 3 4 5 6 7   the last backward of the stage: 7 6 5 | 4 3 2 | 1 0
@@ -37,7 +37,6 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce:
         profile: its layers' costs.
         cluster: the devices and links. Stages on servers whose devices share their cores aren't cut: there all-reduces
             compete with backwards.
-        all_reduce: one of `dapple_tf.simulation.all_reduce.ALL_REDUCE`.
 
     Raises:
         PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
@@ -45,7 +44,7 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce:
     bare = dataclasses.replace(plan, backward_cuts=(), report=None)
     if not plan.wait_free or plan.operator_devices is not None:
         return bare
-    whole = run(CostModel(bare, profile, cluster, all_reduce=all_reduce))
+    whole = run(CostModel(bare, profile, cluster))
     return min([whole, *cut_simulations(whole.costs)], key=lambda simulation: simulation.latency).costs.plan
 
 
@@ -53,7 +52,7 @@ def cut_simulations(costs: CostModel) -> Iterator[Simulation]:
     """Yields simulations of a plan with its last backwards cut (`early_reductions`), where that fits in memory."""
     for plan in early_reductions(costs):
         try:
-            yield run(CostModel(plan, costs.profile, costs.cluster, all_reduce=costs.all_reduce))
+            yield run(CostModel(plan, costs.profile, costs.cluster))
         except PlanError:
             continue  # reductions during backwards need memory for both
 
@@ -89,17 +88,17 @@ def _cuts(costs: CostModel, stage: int) -> list[str]:
         return []
     # From the last layer to the first: backwards and gradients.
     times, sizes = costs.layer_backwards(stage)[::-1], costs.layer_gradients(stage)[::-1]
-    start = costs.reduction_seconds(reduction, 1e-9)
-    rate = (costs.reduction_seconds(reduction) - start) / reduction.bytes
     ends = _places(times, sizes)
     passed = np.concatenate([[0.0], np.cumsum(times)])[[0, *ends]]
     reduced = np.concatenate([[0.0], np.cumsum(sizes)])[[0, *ends]]
-    pieces = _best(passed, reduced, start, rate, costs.profile.task_seconds)
+    sent = np.array(
+        [[costs.reduction_seconds(reduction, end - begin) for end in reduced] for begin in reduced]
+    )  # [from, to]
+    pieces = _best(passed, sent, costs.profile.task_seconds)
     # Places count layers from the stage's end; a cut is named by the layer before it.
     chosen = [stop - ends[place - 1] for place in pieces if ends[place - 1] < stop - first]
-    whole = sum(times) + start + rate * reduced[-1]
-    gain = whole - _end(passed, reduced, pieces, start, rate, costs.profile.task_seconds)
-    share = len(costs.micro_batches) * sum(times) * 1.5 + start + rate * reduced[-1]
+    gain = sum(times) + sent[0, -1] - _end(passed, sent, pieces, costs.profile.task_seconds)
+    share = len(costs.micro_batches) * sum(times) * 1.5 + sent[0, -1]
     return [costs.profile.layers[place - 1].name for place in sorted(chosen)] if gain > _LEAST_GAIN * share else []
 
 
@@ -120,21 +119,18 @@ def _places(times: Sequence[float], sizes: Sequence[float]) -> list[int]:
 _Floats = npt.NDArray[np.float64]
 
 
-def _best(passed: _Floats, reduced: _Floats, start: float, rate: float, overhead: float) -> list[int]:
+def _best(passed: _Floats, sent: _Floats, overhead: float) -> list[int]:
     """Returns the ends of the pieces with which the last all-reduce ends first; the fewest on a tie.
 
     Args:
         passed: seconds of backward until each place, 0 for the first.
-        reduced: bytes of gradients that are complete there.
-        start: seconds of each all-reduce besides its bytes.
-        rate: seconds per byte.
+        sent: from one place to another, the seconds of the all-reduce of the gradients between them.
         overhead: seconds of each piece but the first.
 
     Returns:
         Positions in ``passed``, the last place at the end.
     """
     places = len(passed)
-    sent = start + rate * (reduced[None, :] - reduced[:, None])  # [from, to]
     legal = np.triu(np.ones((places, places), bool), 1)
     finish = np.full(places, np.inf)
     finish[0] = -np.inf
@@ -156,9 +152,9 @@ def _best(passed: _Floats, reduced: _Floats, start: float, rate: float, overhead
     return pieces
 
 
-def _end(passed: _Floats, reduced: _Floats, pieces: Sequence[int], start: float, rate: float, overhead: float) -> float:
+def _end(passed: _Floats, sent: _Floats, pieces: Sequence[int], overhead: float) -> float:
     """Returns when the last all-reduce ends, from the start of the backward."""
     end = 0.0
     for number, (before, place) in enumerate(itertools.pairwise([0, *pieces])):
-        end = max(end, passed[place] + number * overhead) + start + rate * (reduced[place] - reduced[before])
+        end = max(end, passed[place] + number * overhead) + sent[before, place]
     return float(end)

@@ -20,7 +20,7 @@ _GROUPS = 4
 """Number of groups of like devices whose unused devices are tried."""
 _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
-_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "report"})
+_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "report"})
 """Fields that moves don't change: the user's, and those that the planner fills in when it has simulated a plan."""
 
 
@@ -43,7 +43,7 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
 def _legal(plan: Plan, moves: Iterable[Changes]) -> Iterator[Plan]:
     for changes in moves:
         try:
-            neighbour = dataclasses.replace(plan, **{"backward_cuts": (), **changes})
+            neighbour = dataclasses.replace(plan, **{"backward_cuts": (), "all_reduce": "flat", **changes})
         except PlanValueError:
             raise
         except PlanError:

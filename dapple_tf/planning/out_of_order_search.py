@@ -234,7 +234,8 @@ class OutOfOrderSearch:
         """
 
         def throughput(k: int, carried: int) -> float:
-            trial = dataclasses.replace(plan, reverse_first_k=k, carried_updates=carried)
+            order = "first_layers" if carried else "completion"
+            trial = dataclasses.replace(plan, reverse_first_k=k, carried_updates=carried, reduction_order=order)
             choice = self._try(trial, origin, share=1 + _FOR_K)
             return 0.0 if choice is None or not choice.latency else plan.global_batch_size / choice.latency
 
@@ -288,7 +289,7 @@ class OutOfOrderSearch:
                     if plan.policy in self.request.schedules:
                         self.fastest = min(self.fastest, choice.latency)
         self.choices[plan] = choice
-        self.origin[plan] = origin
+        self.origin |= dict.fromkeys([plan] if choice is None else [plan, choice.plan], origin)
         self.step(f"{len(self.choices)} out-of-order plans simulated")
         return choice
 
@@ -317,8 +318,8 @@ class OutOfOrderSearch:
 
 
 def _bare(plan: Plan) -> Plan:
-    """Returns the plan before its backwards are cut: cuts follow from the rest."""
-    return dataclasses.replace(plan, backward_cuts=(), report=None)
+    """Returns the plan without what follows from the rest: cuts of backwards, and the all-reduce of each stage."""
+    return dataclasses.replace(plan, backward_cuts=(), all_reduce="flat", report=None)
 
 
 def _splits(plan: Plan) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.simulation.cost import all_reduce_line
+from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time
 
 POLICIES = ("fresh_first", "append_first", "scatter_first")
 """Names of the placement policies."""
@@ -236,8 +236,8 @@ class Links:
         replicas: number of devices.
         speed: that of the slowest.
         memory: that of the smallest, in bytes; infinite where unknown.
-        reduce_start: seconds of an all-reduce of nothing over them.
-        reduce_rate: seconds per byte of an all-reduce.
+        inner: fixed seconds and seconds per byte of an all-reduce over them inside servers, see `AllReduceTime`.
+        outer: the same for the rest of it.
         rest: for each state the step that takes all remaining devices; -1 for the full cluster.
         column: position of a step among those that leave its source.
         row: position of a step among those that lead to its target.
@@ -253,8 +253,8 @@ class Links:
     replicas: Ints
     speed: Floats
     memory: Floats
-    reduce_start: Floats
-    reduce_rate: Floats
+    inner: tuple[Floats, Floats]
+    outer: tuple[Floats, Floats]
     rest: Ints
     column: Ints
     row: Ints
@@ -268,9 +268,15 @@ class Links:
         state = self.source[step]
         return np.asarray(self.base[state] + self.row[before] * self.width[state] + self.column[step])
 
+    def all_reduce(self, step: Ints, size: Floats, bucket_bytes: float) -> Floats:
+        """Returns the seconds to all-reduce ``size`` bytes over the devices of steps; see `AllReduceTime.seconds`."""
+        buckets = np.maximum(1, np.ceil(size / bucket_bytes))
+        inner, outer = (start[step] + rate[step] * size / buckets for start, rate in (self.inner, self.outer))
+        return np.asarray((inner + outer + (buckets - 1) * np.maximum(inner, outer)) * (size > 0))
 
-def links_of(placements: Placements, all_reduce: str) -> Links:
-    """Computes `Links`.
+
+def links_of(placements: Placements, all_reduce: Sequence[str], size: float) -> Links:
+    """Computes `Links`, with that of these all-reduces which is the fastest for ``size`` bytes.
 
     Each byte of a micro-batch goes from its sender to its receiver. The part that finds its receiver in the same server
     is at most the overlap of the two stages' shares of that server; the rest passes the servers' network cards.
@@ -288,17 +294,18 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
     given = np.array([step.counts for step in steps])
     replicas = given.sum(axis=1)
     has = given > 0
-    lines = {}
-    reduce_lines = []
+    times_by_kind: dict[object, AllReduceTime] = {}
+    times_of = []
     for counts in (step.counts for step in steps):
         members: Counter[int] = Counter()
         for group, count in enumerate(counts):
             if count:
                 members[placements.servers[group]] += count
         key = tuple(sorted((placements.kinds[group], count) for group, count in enumerate(counts) if count))
-        if key not in lines:
-            lines[key] = all_reduce_line(cluster, members, all_reduce)
-        reduce_lines.append(lines[key])
+        if key not in times_by_kind:
+            times = (all_reduce_time(cluster, members, algorithm) for algorithm in all_reduce)
+            times_by_kind[key] = min(times, key=lambda time: time.seconds(size))
+        times_of.append(times_by_kind[key])
     states = len(placements.states)
     source, target = np.array([step.source for step in steps]), np.array([step.target for step in steps])
     rest = np.full(states, -1)
@@ -346,8 +353,8 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
         replicas=replicas,
         speed=np.where(has, speeds, np.inf).min(axis=1),
         memory=np.where(has, memories, np.inf).min(axis=1),
-        reduce_start=np.array([start for start, _ in reduce_lines]),
-        reduce_rate=np.array([rate for _, rate in reduce_lines]),
+        inner=(np.array([time.inner[0] for time in times_of]), np.array([time.inner[1] for time in times_of])),
+        outer=(np.array([time.outer[0] for time in times_of]), np.array([time.outer[1] for time in times_of])),
         rest=rest,
         column=column,
         row=row,

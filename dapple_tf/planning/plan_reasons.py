@@ -93,7 +93,6 @@ def report(
         runner_up_text="" if runner_up is None else shape(runner_up[0]),
         pivot=pace,
         limited_by=_limit(best),
-        all_reduce=request.all_reduce,
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
         out_of_order="" if derived is None else out_of_order_plans.name(plan),

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import RECOMPUTE_MODES, Plan, PlanError
+from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
+from dapple_tf.planning.fastest_reductions import with_fastest_reductions
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
-from dapple_tf.simulation.cost import ALL_REDUCE, CostModel
+from dapple_tf.simulation.cost import CostModel
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 """The policies that are tried by default."""
@@ -47,7 +48,7 @@ class PlanRequest:
         micro_batches: numbers of micro-batches.
         schedules: policies that a plan may have; where a stage has no successor the first counts.
         recompute: modes; None recomputes only where memory requires it.
-        all_reduce: the algorithm.
+        all_reduce: the algorithms of all-reduce, of which each stage takes the fastest.
         jit_compile: passed on to plans.
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
         chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
@@ -65,7 +66,7 @@ class PlanRequest:
     micro_batches: tuple[int, ...]
     schedules: tuple[Policy, ...]
     recompute: tuple[str, ...] | None
-    all_reduce: str
+    all_reduce: tuple[str, ...]
     jit_compile: bool
     reverse_first_k: int | str = 0
     chunks: bool = False
@@ -83,7 +84,7 @@ class PlanRequest:
         schedule: str | Policy | Sequence[str | Policy] | None = None,
         recompute: str | Sequence[str] | None = None,
         *,
-        all_reduce: str = "hierarchical",
+        all_reduce: str | Sequence[str] | None = None,
         jit_compile: bool = False,
         reverse_first_k: int | str = 0,
         least_gain: float = LEAST_GAIN,
@@ -106,7 +107,7 @@ class PlanRequest:
             # Policies that don't hold all micro-batches go first.
             tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
             None if recompute is None else _several(recompute, ()),
-            all_reduce,
+            _several(all_reduce, ALL_REDUCE),
             jit_compile,
             reverse_first_k,
             automatic or reverse_first_k != 0,
@@ -135,12 +136,15 @@ class PlanRequest:
                 )
         for name, given, known in (
             ("recompute", self.recompute or (), RECOMPUTE_MODES),
-            ("all_reduce", (self.all_reduce,), ALL_REDUCE),
+            ("all_reduce", self.all_reduce, ALL_REDUCE),
         ):
             for value in given:
                 if value not in known:
                     raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
-        choices = {"micro_batches": self.micro_batches, "schedule": self.schedules, "recompute": self.recompute}
+        choices = {
+            **{"micro_batches": self.micro_batches, "schedule": self.schedules},
+            **{"recompute": self.recompute, "all_reduce": self.all_reduce},
+        }
         for name, choice in choices.items():
             if choice is not None and not choice:
                 raise PlanError(f"{name} is empty; give at least one to choose from, or None for the usual ones")
@@ -186,8 +190,8 @@ class PlanRequest:
         )
 
     def costs(self, plan: Plan) -> CostModel:
-        """Returns what a plan costs, all-reduce as requested."""
-        return CostModel(plan, self.profile, self.cluster, all_reduce=self.all_reduce)
+        """Returns what a plan costs, with the fastest of the requested all-reduces."""
+        return with_fastest_reductions(CostModel(plan, self.profile, self.cluster), self.all_reduce)
 
 
 def _first_k(value: Any) -> int:

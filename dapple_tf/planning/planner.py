@@ -82,7 +82,7 @@ def plan(
     micro_batches: int | Sequence[int] | None = None,
     schedule: str | Policy | Sequence[str | Policy] | None = None,
     recompute: str | Sequence[str] | None = None,
-    all_reduce: str = "hierarchical",
+    all_reduce: str | Sequence[str] | None = None,
     jit_compile: bool = False,
     reverse_first_k: int | str = 0,
     least_gain: float = LEAST_GAIN,
@@ -102,7 +102,7 @@ def plan(
             ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
             chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
         recompute: a mode, or several; None recomputes only where memory requires it.
-        all_reduce: ``hierarchical`` or ``flat``.
+        all_reduce: ``flat`` or ``hierarchical``, or several; each stage takes the fastest of them. None tries both.
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
             first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
@@ -215,7 +215,7 @@ class _Planner:
         """Returns plans that the formula rates highly, with their L."""
         request = self.request
         placements = Placements(self.cluster)
-        links = links_of(placements, request.all_reduce)
+        links = links_of(placements, request.all_reduce, request.profile.parameter_bytes)
         ends = coarsened(self.profile, _GROUPS)
         candidates: list[_Found] = []
         modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
@@ -385,7 +385,9 @@ class _Planner:
             alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
             known = self.choices.get(alias)
             if known is not None:
-                same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts)
+                same = dataclasses.replace(
+                    plan, backward_cuts=known.plan.backward_cuts, all_reduce=known.plan.all_reduce
+                )
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
                 simulation = run(costs)

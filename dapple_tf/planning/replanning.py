@@ -66,6 +66,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             cuts.append(plan.cuts[stage - 1])
         kept.append(replicas)
 
+    all_reduce = plan.all_reduce if isinstance(plan.all_reduce, str) else "flat"
     placed = None if plan.operator_devices is None else tuple(kept)
 
     def made(schedule: str | Policy, reverse_first_k: int) -> Plan:
@@ -80,6 +81,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             wait_free=plan.wait_free,
             reverse_first_k=reverse_first_k,
             bucket_bytes=plan.bucket_bytes,
+            all_reduce=all_reduce,
             operator_devices=placed,
         )
 

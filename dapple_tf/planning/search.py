@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.placement import Links, Placements
 from dapple_tf.simulation.cost import MIN_CUT_SHARE
@@ -273,7 +274,7 @@ class _Run:
         forward = (start + ranges.forward[0][first, stop] + ranges.forward[1][first, stop] * timed) / speed
         backward = (start + ranges.backward[0][first, stop] + ranges.backward[1][first, stop] * timed) / speed
         size = ranges.parameters[first, stop]
-        reduced = (links.reduce_start[step] + links.reduce_rate[step] * size) * (size > 0)
+        reduced = links.all_reduce(step, size, Plan.bucket_bytes)
         if self.search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         reduced = reduced + ranges.apply[first, stop] / speed

@@ -2,55 +2,99 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from dapple_tf.describe.cluster import Cluster, Link
-
-ALL_REDUCE = ("hierarchical", "flat")
-"""All-reduce algorithms over several servers: inside each server first, or one ring through all devices."""
-
-
-def all_reduce_seconds(cluster: Cluster, devices: Sequence[int], size: float, algorithm: str = "hierarchical") -> float:
-    """Returns the seconds to all-reduce ``size`` bytes over ``devices``; see :func:`all_reduce_line`."""
-    if size <= 0:
-        return 0.0
-    start, rate = all_reduce_line(cluster, Counter(cluster.devices[device].server for device in devices), algorithm)
-    return start + rate * size
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.devices import Link
 
 
-def all_reduce_line(cluster: Cluster, members: Mapping[int, int], algorithm: str) -> tuple[float, float]:
-    """Returns the seconds of an all-reduce: (fixed, per byte).
+class AllReduceTime(NamedTuple):
+    """The time of an all-reduce: its fixed seconds and those per byte, inside servers and between all members.
 
-    A ring of n members moves 2 (n - 1) / n of the bytes over each of its links, in 2 (n - 1) steps. ``hierarchical``
-    reduces inside each server first, then over the servers' network cards, then spreads the result; ``flat`` is one
-    ring through all devices. A network card carries one ring at a time, in both directions at once.
+    Attributes:
+        inner: inside servers before and after the rest; zeros for a ring through all devices.
+        outer: the rest.
+    """
+
+    inner: tuple[float, float]
+    outer: tuple[float, float]
+
+    @property
+    def start(self) -> float:
+        """Seconds for no bytes."""
+        return self.inner[0] + self.outer[0]
+
+    @property
+    def rate(self) -> float:
+        """Seconds per byte of one bucket."""
+        return self.inner[1] + self.outer[1]
+
+    def seconds(self, size: float, bucket_bytes: float = math.inf) -> float:
+        """Returns the seconds for ``size`` bytes in equal buckets, one after the other.
+
+        A bucket's part inside servers runs while another one is between them.
+        """
+        if size <= 0:
+            return 0.0
+        buckets = math.ceil(size / bucket_bytes) if size > bucket_bytes else 1
+        inner, outer = (start + rate * size / buckets for start, rate in self)
+        return inner + outer + (buckets - 1) * max(inner, outer)
+
+
+def all_reduce_time(cluster: Cluster, members: Mapping[int, int], algorithm: str) -> AllReduceTime:
+    """Returns the time of an all-reduce.
+
+    A ring of n members moves 2 (n - 1) / n of the bytes over each of its links, in 2 (n - 1) steps. ``flat`` is one
+    ring through all devices. ``hierarchical`` is `graph_passes.passes.reduce_by_server`: where a server has k members,
+    and no server has fewer than h, h of them get k - 1 parts each, an h-th of the bytes, and send as many back; between
+    servers there are h rings, each for an h-th. A network card carries all rings together, in both directions at once.
 
     Args:
-        cluster: the cluster.
+        cluster: the cluster. What `dapple_tf.measuring.links` measured of all-reduces counts before the links.
         members: server -> number of its devices that take part.
-        algorithm: one of `ALL_REDUCE`.
+        algorithm: one of `dapple_tf.describe.plan.ALL_REDUCE`.
     """
     count = sum(members.values())
     if count < 2:
+        return AllReduceTime((0.0, 0.0), (0.0, 0.0))
+    links, measured = cluster.server_links, cluster.reductions
+    if len(members) == 1:
+        own = links[next(iter(members))][0]
+        return AllReduceTime((0.0, 0.0), _ring(count, measured.inside or _reducing(cluster, own)))
+    cards = [links[server][1] for server in members]
+    slowest = _reducing(cluster, Link(min(card.bandwidth for card in cards), max(card.latency for card in cards)))
+    alone = max(members.values()) == 1
+    if alone or algorithm == "flat":
+        return AllReduceTime((0.0, 0.0), _ring(count, (measured.between if alone else measured.ring) or slowest))
+    parts = min(members.values())
+    inner = [
+        _exchange(number, parts, measured.exchange or _reducing(cluster, links[server][0]))
+        for server, number in members.items()
+    ]
+    return AllReduceTime(
+        (max(start for start, _ in inner), max(rate for _, rate in inner)),
+        _ring(len(members), measured.between or slowest),
+    )
+
+
+def _ring(members: int, link: Link) -> tuple[float, float]:
+    return 2 * (members - 1) * link.latency, 2 * (members - 1) / members / link.bandwidth
+
+
+def _exchange(members: int, parts: int, link: Link) -> tuple[float, float]:
+    """Returns the time of a reduce-scatter and an all-gather inside a server, each of which sends all at once."""
+    if members == 1:
         return 0.0, 0.0
-    links = cluster.server_links
-    inner = [_ring(cluster, number, links[server][0]) for server, number in members.items() if number > 1]
-    outer = (0.0, 0.0)
-    if len(members) > 1:
-        cards = [links[server][1] for server in members]
-        slowest = Link(min(card.bandwidth for card in cards), max(card.latency for card in cards))
-        outer = _ring(cluster, count if algorithm == "flat" else len(members), slowest)
-    if inner and (len(members) == 1 or algorithm == "hierarchical"):
-        start, rate = (max(parts) for parts in zip(*inner, strict=True))
-        return outer[0] + start, outer[1] + rate
-    return outer
+    return 2 * link.latency, 2 * (members - 1) / parts / link.bandwidth
 
 
-def _ring(cluster: Cluster, members: int, link: Link) -> tuple[float, float]:
+def _reducing(cluster: Cluster, link: Link) -> Link:
+    """Returns a link as all-reduce uses it."""
     bandwidth, latency = link
     if cluster.reduce_bandwidth is not None:
         bandwidth = min(bandwidth, cluster.reduce_bandwidth)
     if cluster.reduce_latency is not None:
         latency = max(latency, cluster.reduce_latency)
-    return 2 * (members - 1) * latency, 2 * (members - 1) / members / bandwidth
+    return Link(bandwidth, latency)

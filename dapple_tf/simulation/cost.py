@@ -5,8 +5,11 @@ The planner, the simulator and the emulator ask this one model, so that they can
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +19,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ZERO, Cost, Profile
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
-from dapple_tf.simulation.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
+from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
 from dapple_tf.units import gib
@@ -24,14 +27,11 @@ from graph_passes.ir.batching import Interval, intervals, slice_intervals, split
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 __all__ = [
-    "ALL_REDUCE",
     "MIN_CUT_SHARE",
     "CostModel",
     "Message",
     "Reduction",
     "StageCost",
-    "all_reduce_line",
-    "all_reduce_seconds",
     "stage_cost",
 ]
 
@@ -69,7 +69,6 @@ class CostModel:
         plan: the plan.
         profile: its layers' costs.
         cluster: the devices and links.
-        all_reduce: one of `ALL_REDUCE`.
         stages: see :class:`StageCost`.
         owner_devices: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's
             stages, unless it has `Plan.weight_devices`.
@@ -80,16 +79,7 @@ class CostModel:
         PlanError: the plan needs devices that the cluster lacks, or cuts after layers that the profile lacks.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        profile: Profile,
-        cluster: Cluster,
-        *,
-        all_reduce: str = "hierarchical",
-    ) -> None:
-        if all_reduce not in ALL_REDUCE:
-            raise ValueError(f"all_reduce={all_reduce!r} is unknown; use one of {', '.join(ALL_REDUCE)}")
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         plan.validate_on(cluster)
         try:
             stage_of = profile.stage_of_layers(plan.cuts)
@@ -98,7 +88,6 @@ class CostModel:
         except ValueError as error:
             raise PlanError(str(error)) from error
         self.plan, self.profile, self.cluster = plan, profile, cluster
-        self.all_reduce = all_reduce
         self.owner_devices = plan.devices if plan.weight_devices is None else plan.weight_devices
         self.devices = tuple(
             dict.fromkeys(device for group in (*plan.devices, *self.owner_devices) for device in group)
@@ -116,6 +105,7 @@ class CostModel:
             stage_cost(profile, start, stop, plan.recompute) for start, stop in itertools.pairwise(bounds)
         )
         self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
+        self._reductions: dict[tuple[tuple[int, ...], str], AllReduceTime] = {}
         self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._cuts: dict[int, tuple[int, tuple[tuple[float, float], ...]]] = {}
@@ -231,10 +221,27 @@ class CostModel:
                     reductions.append(Reduction(stages, devices, group.parameter_bytes))
         return tuple(reductions)
 
-    def reduction_seconds(self, reduction: Reduction, size: float | None = None) -> float:
-        """Returns the seconds of an all-reduce of all, or ``size``, of its bytes."""
+    def reduction_seconds(self, reduction: Reduction, size: float | None = None, algorithm: str | None = None) -> float:
+        """Returns the seconds of an all-reduce of all, or ``size``, of its bytes, in buckets.
+
+        Args:
+            reduction: what is reduced.
+            size: bytes; None for all.
+            algorithm: one of `ALL_REDUCE`; None for the plan's.
+        """
         size = reduction.bytes if size is None else size
-        return all_reduce_seconds(self.cluster, reduction.devices, size, self.all_reduce)
+        algorithm = self.plan.all_reduce_of(reduction.stages) if algorithm is None else algorithm
+        key = (reduction.devices, algorithm)
+        if key not in self._reductions:
+            members = Counter(self.cluster.devices[device].server for device in reduction.devices)
+            self._reductions[key] = all_reduce_time(self.cluster, members, algorithm)
+        return self._reductions[key].seconds(size, self.plan.bucket_bytes)
+
+    def reducing(self, all_reduce: str | tuple[str, ...]) -> CostModel:
+        """Returns the costs of the same plan with another all-reduce."""
+        other = copy.copy(self)
+        other.plan = dataclasses.replace(self.plan, all_reduce=all_reduce)
+        return other
 
     def backward_pieces(self, stage: int) -> tuple[tuple[float, float], ...]:
         """Returns the pieces of the backward that completes a stage's gradients: (fraction of its time, bytes).

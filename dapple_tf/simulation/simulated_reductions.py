@@ -36,6 +36,8 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
 def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
     """Returns the stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
 
+    They are in the order of their reduction, ``plan.reduction_order``.
+
     A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
     """
     count = costs.plan.carried_updates
@@ -45,7 +47,8 @@ def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
     order = reduction_order(groups, schedule, costs.owner_devices)
     sharing = {stage for stages in shared for stage in stages}
     last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
-    return tuple(stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing)
+    stages = [stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing]
+    return tuple(sorted(stages) if costs.plan.reduction_order == "first_layers" else stages)
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Reductions:
             ValueError: ``order`` isn't one of all reductions.
         """
         groups = [reduction.stages for reduction in costs.reductions]
-        left_over = {(stage,) for stage in carried}
+        left_over: dict[tuple[int, ...], int] = {(stage,): place for place, stage in enumerate(carried)}
         pieces = [
             ((1.0, reduction.bytes),) if reduction.stages in left_over else reduction_pieces(costs, number)
             for number, reduction in enumerate(costs.reductions)
@@ -108,7 +111,7 @@ class Reductions:
             )
         else:
             sequence = [(number, piece) for number in order for piece in range(counts[number])]
-        sequence = sorted(sequence, key=lambda entry: groups[entry[0]] not in left_over)
+        sequence = sorted(sequence, key=lambda entry: left_over.get(groups[entry[0]], len(left_over)))
         members: dict[int, int] = {}
         for _, stage in last_gradients(schedule):
             members[stage] = members.get(stage, 0) + 1

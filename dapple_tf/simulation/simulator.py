@@ -21,7 +21,6 @@ def simulate(
     profile: Profile,
     cluster: Cluster,
     *,
-    all_reduce: str = "hierarchical",
     schedule: Schedule | None = None,
     reduction_order: Sequence[int] | None = None,
     next_forward: bool = False,
@@ -47,7 +46,6 @@ def simulate(
         plan: the plan.
         profile: its layers' costs.
         cluster: the devices and links; unknown links are free.
-        all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.simulation.all_reduce.all_reduce_seconds`.
         schedule: run this schedule instead of the plan's.
         reduction_order: the order of reductions, as positions in :attr:`CostModel.reductions`.
         next_forward: simulate from the first backwards to the end of the next step's first forwards, each of which
@@ -59,7 +57,7 @@ def simulate(
         PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
         ValueError: the schedule deadlocks, or ``reduction_order`` isn't one of all reductions.
     """
-    costs = CostModel(plan, profile, cluster, all_reduce=all_reduce)
+    costs = CostModel(plan, profile, cluster)
     return run(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from graph_passes.ir.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
+    REDUCTION_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     NodeDef,
@@ -17,6 +18,7 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, Step
+from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
 
@@ -39,7 +41,8 @@ class StepNode(NamedTuple):
         task: its task; None if it comes once in a step.
         inputs: tensors that it reads.
         after: names of the nodes that it waits for without reading them.
-        reduction: for an all-reduce, a number shared by its members on all devices.
+        reduction: for a part of an all-reduce, a number shared by all of them on all devices.
+        meeting: for a collective operation, a number shared by its members, none of which ends before all have begun.
         operator: whether it is a single operator of a task or update that was taken apart.
     """
 
@@ -51,6 +54,7 @@ class StepNode(NamedTuple):
     inputs: tuple[Ref, ...]
     after: tuple[str, ...]
     reduction: int | None = None
+    meeting: int | None = None
     operator: bool = False
 
     @property
@@ -88,12 +92,15 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
             told = node.attr.get(REPLICA_ATTR)
             replica = _replica(step, stage, node.device) if told is None else int(told.i)
         inputs = tuple(ref for ref in data_inputs(node) if ref.node not in constants)
-        reduction = None
-        if kind == ALL_REDUCE:
-            instance = data_inputs(node)[3].node  # of CollectiveReduceV2
-            reduction = int(constants[instance].int_val[0])
+        reduction = meeting = None
+        if kind == ALL_REDUCE and node.op == SUM_OP:
+            meeting = reduction = int(constants[data_inputs(node)[3].node].int_val[0])
+        if REDUCTION_ATTR in node.attr:
+            reduction = int(node.attr[REDUCTION_ATTR].i)
         after = tuple(control_inputs(node))
-        nodes[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
+        nodes[node.name] = StepNode(
+            kind, node.device, stage, replica, task, inputs, after, reduction, meeting, operator
+        )
     return nodes
 
 

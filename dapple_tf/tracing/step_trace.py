@@ -304,6 +304,7 @@ class _Reading:
         known = set(devices)
         calls: dict[Task, list[str]] = {}
         operators: dict[_Work, list[Interval]] = {}
+        reductions: dict[int, dict[int, list[str]]] = {}
         for name in self.runs:
             node, device = self.nodes[name], self._index(name)
             if device not in known or not node.kind:
@@ -316,11 +317,8 @@ class _Reading:
             if node.task is not None and (node.kind in TASKS or node.kind == METRICS):
                 calls.setdefault(node.task, []).append(name)
             elif node.kind == ALL_REDUCE:
-                assert node.reduction is not None
-                last = max(self._time(self.runs[other].start) for other in self._members[node.reduction])
-                size = sum(self.runs[name].outputs.values())
-                start = min(end, max(start, last))
-                yield Span(ALL_REDUCE, start, end, device, node.stage or 0, None, node.replica, bytes=size)
+                assert node.reduction is not None and device is not None
+                reductions.setdefault(node.reduction, {}).setdefault(device, []).append(name)
             elif node.kind in (ACCUMULATE, PACK, APPLY):
                 kind = ACCUMULATE if node.kind == PACK else node.kind
                 micro_batch = None if node.task is None else node.task.micro_batch
@@ -333,7 +331,21 @@ class _Reading:
         for work, intervals in operators.items():
             for start, end in _joined(intervals):
                 yield Span(work.kind, start, end, work.device, work.stage, work.micro_batch, work.replica)
+        for by_device in reductions.values():
+            yield from self._all_reduce(by_device)
         yield from self._sends(known)
+
+    def _all_reduce(self, by_device: Mapping[int, Sequence[str]]) -> Iterator[Span]:
+        """Yields an all-reduce on each device, from the moment when all take part."""
+        runs = {device: [self.runs[name] for name in names] for device, names in by_device.items()}
+        last = max(min(self._time(run.start) for run in own) for own in runs.values())
+        for device, own in runs.items():
+            node = self.nodes[by_device[device][0]]
+            final = max(own, key=lambda run: run.end)
+            end = self._time(final.end)
+            size = sum(final.outputs.values())
+            start = min(end, last)
+            yield Span(ALL_REDUCE, start, end, device, node.stage or 0, None, node.replica, bytes=size)
 
     def _add_operator(self, operators: dict[_Work, list[Interval]], name: str, device: int) -> None:
         """Records when a single operator ran, together with others of the same work."""
@@ -347,10 +359,10 @@ class _Reading:
 
     @functools.cached_property
     def _members(self) -> Mapping[int, Sequence[str]]:
-        """Number of a reduction -> its nodes on all devices."""
+        """Number of a collective operation -> its nodes on all devices."""
         members: dict[int, list[str]] = {}
         for name in self.runs:
-            number = self.nodes[name].reduction
+            number = self.nodes[name].meeting
             if number is not None:
                 members.setdefault(number, []).append(name)
         return members

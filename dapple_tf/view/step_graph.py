@@ -41,6 +41,8 @@ class _Anchor(NamedTuple):
 _ON_HOST = frozenset({NodeKind.SLICES, NodeKind.NORMALIZERS, NodeKind.TRAIN})
 _OF_LAYERS = frozenset({"accumulate", "all_reduce", "apply", "read"})
 _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "read": "read"}
+_ENDS = {NodeKind.REDUCE_SCATTER: "ReduceScatter", NodeKind.ALL_GATHER: "AllGather"}
+"""Labels of the ends of a hierarchical all-reduce, inside servers."""
 
 
 def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
@@ -61,6 +63,12 @@ def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
         state = "has no step yet" if program.step is None else f"waits for {len(program.step.pending)} tensors"
         raise ValueError(f"the program {state}: draw it after its last pass")
     return _Drawing(program, program.step, device_names).result()
+
+
+def _belongs_to_input(node: NodeDef) -> bool:
+    """Whether a node of an all-reduce is shown as one with what it reads: packed gradients, or a sum of parts."""
+    kind = NodeKind.of(node)
+    return kind is NodeKind.ALL_REDUCE or (kind is NodeKind.REDUCE_SCATTER and node.op == "SplitV")
 
 
 class _Drawing:
@@ -128,7 +136,7 @@ class _Drawing:
                 continue
             if name in fed:
                 self._add(_Anchor([name], fed[name], "other", None, None, None, None, ()))
-            elif kind is NodeKind.ALL_REDUCE and (packed := self.graph.inputs(name)[0].node) in self.anchor_of:
+            elif _belongs_to_input(node) and (packed := self.graph.inputs(name)[0].node) in self.anchor_of:
                 self.anchors[self.anchor_of[packed]].nodes.append(name)
                 self.anchor_of[name] = self.anchor_of[packed]
             elif kind is not None and kind.drawn:
@@ -139,7 +147,7 @@ class _Drawing:
         group = tuple(node.attr[GROUP_ATTR].list.i) if GROUP_ATTR in node.attr else ()
         stage = node.attr[STAGE_ATTR].i if STAGE_ATTR in node.attr else None
         stages = group or (() if stage is None else (stage,))
-        label = _LABELS.get(kind, kind if kind != "other" else purpose.text.replace("_", " "))
+        label = _ENDS.get(purpose) or _LABELS.get(kind, kind if kind != "other" else purpose.text.replace("_", " "))
         if kind in ("all_reduce", "apply", "read"):
             label += f" {'+'.join(map(str, stages))}"
         layers = [layer for own in stages for layer in self.layers[own]] if kind in _OF_LAYERS else []

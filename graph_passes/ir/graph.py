@@ -35,12 +35,21 @@ CALL_ATTR = "_dapple_call"
 """The inlined call that a node at the top level comes from."""
 BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
+REDUCTION_ATTR = "_dapple_reduction"
+"""The number of the all-reduce that a node is a part of."""
 
 
 def copied(graph: GraphDef) -> GraphDef:
     """Returns a copy of a graph, to be changed."""
     copy = GraphDef()
     copy.CopyFrom(graph)
+    return copy
+
+
+def copied_node(node: NodeDef) -> NodeDef:
+    """Returns a copy of a node, to be changed."""
+    copy = NodeDef()
+    copy.CopyFrom(node)
     return copy
 
 

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from tensorflow.core.framework import types_pb2
-
-from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Graph, Ref, dtype_attr
+from graph_passes.ir.collectives import all_reduce
+from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Graph, Ref
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
@@ -127,22 +126,14 @@ class Reduction:
         device: str,
         after: list[str],
     ) -> Ref:
-        sizes = (len(group.devices), group_key, instance)
-        numbers = [self._builder.const(value, types_pb2.DT_INT32) for value in sizes]
-        return self._builder.add(
+        return all_reduce(
+            self._builder,
             f"{group.label}/replica{group.devices.index(device)}/all_reduce{instance}",
-            "CollectiveReduceV2",
-            [vector, *numbers],
-            control=after,
+            vector,
+            bucket[0].dtype,
+            (len(group.devices), group_key, instance),
             device=device,
-            T=dtype_attr(bucket[0].dtype),
-            merge_op="Add",
-            final_op="Id",
-            communication_hint="auto",
-            # No timeout: TensorFlow would start a thread for each, which sleeps until it is over in any case.
-            timeout_seconds=0.0,
-            Nordering_token=0,
-            max_subdivs_per_device=-1,
+            control=after,
             **marks(NodeKind.ALL_REDUCE, group),
             **{BYTES_ATTR: bytes_of(bucket)},
         )

@@ -13,6 +13,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import plan_reasons, planner
 from dapple_tf.planning.early_reductions import reduced_early
+from dapple_tf.planning.fastest_reductions import fastest_reductions
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
@@ -172,7 +173,7 @@ def best(
     counts: Sequence[int],
     *,
     overlap: bool = True,
-    all_reduce: str = "hierarchical",
+    all_reduce: str | None = None,
     schedules: Sequence[str] = POLICIES,
     recompute: Sequence[str] = ("none", "boundary"),
 ) -> Outcome | None:
@@ -207,11 +208,18 @@ def best(
     return Outcome(run, False, _shortage(run.costs.plan, profile, cluster)[1])
 
 
-def _run(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str) -> Simulation:
-    """Simulates a plan, with all-reduces during its last backwards as far as that gains if they may ``overlap``."""
+def _run(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
+    """Simulates a plan with this all-reduce, or the fastest for each stage.
+
+    If they may ``overlap``, all-reduces run during the last backwards as far as that gains.
+    """
+    if all_reduce is None:
+        plan = fastest_reductions(plan, profile, cluster)
+    else:
+        plan = dataclasses.replace(plan, all_reduce=all_reduce)
     if overlap:
-        plan = reduced_early(plan, profile, cluster, all_reduce=all_reduce)
-    return simulate(plan, profile, cluster, all_reduce=all_reduce)
+        plan = reduced_early(plan, profile, cluster)
+    return simulate(plan, profile, cluster)
 
 
 def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, str]:
@@ -227,10 +235,15 @@ def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, st
 
 
 def data_parallel(
-    profile: Profile, cluster: Cluster, batch: int, counts: Sequence[int], **options: bool | str
+    profile: Profile,
+    cluster: Cluster,
+    batch: int,
+    counts: Sequence[int],
+    *,
+    overlap: bool = True,
+    all_reduce: str | None = None,
 ) -> Outcome | None:
     """Returns data parallelism on all devices; None if it doesn't fit."""
-    overlap, all_reduce = bool(options.get("overlap", True)), str(options.get("all_reduce", "hierarchical"))
     everywhere = [Partition((), (cluster.num_devices,))]
     outcome = best(
         everywhere, profile, cluster, batch, counts, overlap=overlap, all_reduce=all_reduce, recompute=("none",)
@@ -244,7 +257,7 @@ def make_plan(
     batch: int,
     counts: Sequence[int],
     *,
-    all_reduce: str = "hierarchical",
+    all_reduce: str | None = None,
     patience: float = 1.0,
 ) -> tuple[Outcome, float]:
     """Returns our plan, and the processor seconds of finding it; the least of three if above ``patience``."""
@@ -257,7 +270,7 @@ def make_plan(
         seconds.append(time.process_time() - began)
         if seconds[-1] <= patience:
             break
-    return Outcome(simulate(plan, profile, cluster, all_reduce=all_reduce)), min(seconds)
+    return Outcome(simulate(plan, profile, cluster)), min(seconds)
 
 
 # ---- tables 4 and 6
@@ -325,12 +338,10 @@ def run_small_batch(model: str, config: str) -> Hybrid:
     row = next(row for row in TABLE_4 if row.model == model and row.config == config)
     profile = MODELS[model].profile()
     sizes = tuple(sorted({1, *profile.batch_sizes}))
-    return _hybrid(
-        "GBS 128", dataclasses.replace(row, batch=128), dataclasses.replace(profile, batch_sizes=sizes), "hierarchical"
-    )
+    return _hybrid("GBS 128", dataclasses.replace(row, batch=128), dataclasses.replace(profile, batch_sizes=sizes))
 
 
-def _hybrid(variant: str, row: PaperRow, profile: Profile, all_reduce: str) -> Hybrid:
+def _hybrid(variant: str, row: PaperRow, profile: Profile, all_reduce: str | None = None) -> Hybrid:
     cluster = CONFIGS[row.config]
     counts = micro_batch_counts(profile, row.batch)
     ours, _ = make_plan(profile, cluster, row.batch, counts, all_reduce=all_reduce, patience=1e9)

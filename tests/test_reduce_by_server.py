@@ -1,0 +1,219 @@
+"""Pass 11: hierarchical all-reduce."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from programs import (
+    HOST,
+    Machine,
+    Writer,
+    apply,
+    interpret,
+    layout,
+    mlp,
+    node,
+    ordered,
+    owners,
+    sgd_updates,
+    show_changes,
+    staged,
+    step_of,
+    tied_layers,
+    two_layers,
+    updated,
+)
+
+from dapple_tf.tracing.step_nodes import step_nodes
+from dapple_tf.view.step_graph import task_graph
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, Ref, control_inputs, data_inputs
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.program import Program
+from graph_passes.ir.text import graph_text
+from graph_passes.ir.verify import verify
+from graph_passes.passes.reduce_by_server import ReduceByServer, part_count
+from graph_passes.passes.update import Update, flush
+
+EVERY_STAGE = frozenset(range(10))
+
+
+def on_servers(*counts: int) -> dict[str, int]:
+    """Devices, in the order of stages and replicas, on servers of this many."""
+    servers = [server for server, count in enumerate(counts) for _ in range(count)]
+    return {HOST[:-1] + str(device): server for device, server in enumerate(servers)}
+
+
+def by_server(program: Program, counts: Sequence[int], stages: frozenset[int] = EVERY_STAGE) -> Program:
+    """A complete step whose all-reduces are hierarchical on servers with this many devices."""
+    after = apply(program, ReduceByServer(stages, on_servers(*counts)))
+    verify(after, complete=True)
+    return after
+
+
+def collectives(program: Program) -> dict[str, list[tuple[int, int, int]]]:
+    """Device -> (group size, group key, instance key) of its collectives in the order in which it starts them."""
+    graph = Graph(program.graph)
+    by_device: dict[str, list[tuple[int, int, int]]] = {}
+    for name in graph.topological():
+        each = graph.nodes[name]
+        if each.op == "CollectiveReduceV2":
+            size, group, instance = (int(value) for value in interpret(program.graph, data_inputs(each)[1:4], {}))
+            by_device.setdefault(each.device[-1], []).append((size, group, instance))
+    return by_device
+
+
+def kinds(program: Program) -> dict[NodeKind | None, int]:
+    """Number of nodes of each kind."""
+    found: dict[NodeKind | None, int] = {}
+    for each in program.graph.node:
+        found[NodeKind.of(each)] = found.get(NodeKind.of(each), 0) + 1
+    return found
+
+
+# ---- structure
+
+
+def test_what_becomes_of_an_all_reduce(golden: Callable[[str, str], None]) -> None:
+    before = updated(staged(two_layers()), layout([4], 4))
+    after = by_server(before, [2, 2])
+    golden("reduce_by_server.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
+
+
+def test_devices_with_the_same_part_reduce_it_between_servers() -> None:
+    # The all-reduce of the whole vector was number 1 of group 1.
+    after = by_server(updated(staged(two_layers()), layout([4], 4)), [2, 2])
+    assert collectives(after) == {"0": [(2, 2, 3)], "2": [(2, 2, 3)], "1": [(2, 4, 5)], "3": [(2, 4, 5)]}
+
+
+@pytest.mark.parametrize(
+    ("servers", "parts"),
+    [([2, 2], 2), ([3, 2], 2), ([3, 1], 1), ([1, 1, 2], 1), ([4], 0), ([1, 1, 1, 1], 0), ([3, 3, 4], 3)],
+)
+def test_there_are_as_many_parts_as_the_smallest_server_has_members(servers: list[int], parts: int) -> None:
+    members = [[None] * count for count in servers]
+    assert part_count(members) == parts
+    before = updated(staged(two_layers()), layout([sum(servers)], sum(servers)))
+    after = by_server(before, servers)
+    if not parts:  # one ring does as well
+        assert graph_text(after.graph) == graph_text(before.graph)
+        return
+    sizes = {size for of_device in collectives(after).values() for size, _, _ in of_device}
+    assert sizes == {len(servers)}
+    assert sum(map(len, collectives(after).values())) == parts * len(servers)
+
+
+def test_only_the_groups_that_are_asked_for_change() -> None:
+    before = updated(staged(mlp(), "dense_0"), layout([2, 2], 4))
+    after = apply(before, ReduceByServer(frozenset([1]), {**on_servers(1, 2, 1)}))
+    assert graph_text(after.graph) == graph_text(before.graph)  # each stage has one device on each server
+    tied = updated(staged(tied_layers(2), "layer_0"), layout([2, 2], 4))
+    assert graph_text(by_server(tied, [2, 2], frozenset([1])).graph) == graph_text(tied.graph)
+    assert sorted(map(len, collectives(by_server(tied, [2, 2], frozenset([0]))).values())) == [1, 1, 1, 1]
+
+
+def test_devices_start_all_their_collectives_one_after_the_other() -> None:
+    """Some are parts of hierarchical ones, some whole, on the same devices."""
+    writer = Writer()
+    h = writer.input("x", (None, 2))
+    for name in ("a", "b", "c"):
+        with writer.layer(name):
+            w = writer.variable(f"w_{name}", (2, 2))
+            h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", h, w))
+    program = staged(writer.program(writer.op("loss", "L2Loss", h)), "a", "b")
+    step = ordered(program, layout([4, 4, 4], 4))
+    update = Update(sgd_updates(program), owners(program), HOST, 1)
+    complete = apply(step, update)
+    servers = {device: number // 2 % 2 for number, device in enumerate(on_servers(12))}
+    after = apply(complete, ReduceByServer(frozenset([0, 2]), servers))
+    verify(after, complete=True)
+    graph = Graph(after.graph)
+    for device in servers:
+        own = [
+            name
+            for name in graph.topological()
+            if graph.nodes[name].op == "CollectiveReduceV2" and graph.nodes[name].device == device
+        ]
+        for before, following in itertools.pairwise(own):
+            assert before in control_inputs(graph.nodes[following])
+
+
+def test_a_vector_shorter_than_its_parts_is_reduced_whole() -> None:
+    writer = Writer()
+    with writer.layer("a"):
+        y = writer.op("product", "Mul", writer.input("x", (None, 1)), writer.variable("w", (1,)))
+    program = updated(staged(writer.program(writer.op("loss", "L2Loss", y))), layout([4], 4))
+    after = by_server(program, [2, 2])
+    assert sum(map(len, collectives(after).values())) == 2
+    assert kinds(after)[NodeKind.ALL_GATHER] == 4
+
+
+def test_who_reads_a_reduced_vector_reads_the_same_name() -> None:
+    after = by_server(updated(staged(two_layers()), layout([4], 4)), [2, 2])
+    for replica in range(4):
+        vector = node(after, f"stage0/replica{replica}/all_reduce1")
+        assert (vector.op, vector.device[-1]) == ("ConcatV2", str(replica))
+        assert Ref(vector.name) in data_inputs(node(after, f"stage0/replica{replica}/apply"))
+
+
+def test_constants_of_what_was_replaced_are_gone() -> None:
+    before = updated(staged(two_layers()), layout([4], 4))
+    after = by_server(before, [2, 2])
+    read = {ref.node for each in after.graph.node for ref in data_inputs(each)}
+    unread = {each.name for each in after.graph.node if each.op == "Const"} - read
+    assert not unread - {each.name for each in before.graph.node}
+
+
+def test_a_device_without_a_server_is_an_error() -> None:
+    with pytest.raises(PassError, match=r"all-reduce 1 is on '.*CPU:3', which is on no server"):
+        apply(updated(staged(two_layers()), layout([4], 4)), ReduceByServer(EVERY_STAGE, on_servers(3)))
+
+
+def test_traces_and_drawings_know_its_parts() -> None:
+    after = by_server(updated(staged(two_layers()), layout([4], 4)), [2, 2])
+    parts = [each for each in step_nodes(after).values() if each.kind == "all_reduce"]
+    assert {each.reduction for each in parts} == {1}
+    assert sorted(each.meeting for each in parts if each.meeting is not None) == [3, 3, 5, 5]
+    drawing = task_graph(after, list(on_servers(4)))
+    labels = [each.label for each in drawing.nodes]
+    assert labels.count("AllGather 0") == 4 and labels.count("ReduceScatter 0") == 4
+
+
+def test_what_is_carried_over_is_reduced_alike() -> None:
+    program = staged(two_layers(), "a")
+    update = Update(sgd_updates(program), owners(program), HOST, 1 << 20, want_gradients=False, carried=((0,),))
+    step = ordered(program, layout([4, 1], 8, 2))
+    graph, _ = flush(update, step)
+    ReduceByServer(EVERY_STAGE, on_servers(2, 3)).rewrite(graph)
+    reduced = [each for each in graph.node if each.op == "CollectiveReduceV2"]
+    assert len(reduced) == 4 and all("between_servers" in each.name for each in reduced)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("servers", [[2, 2], [3, 2], [1, 3], [2, 2, 2], [4, 1, 2]])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_each_device_gets_the_sum_of_all(servers: list[int], bucket_bytes: int) -> None:
+    count = sum(servers)
+    program = updated(staged(two_layers()), layout([count], count), bucket_bytes=bucket_bytes)
+    after = by_server(program, servers)
+    rng = np.random.default_rng(count)
+    feeds = {ref: rng.normal(size=(count, 2)) for ref in step_of(after).feeds.values()}
+    values = {name: rng.normal(size=variable.shape) for name, variable in program.variables.items()}
+    gradients = []
+    for complete in (program, after):
+        with Machine(complete.graph, count) as machine:
+            for device in on_servers(*servers):
+                for name, value in values.items():
+                    machine.load(device, [complete.variables[name]], [value])
+            names = [each.name for each in complete.graph.node if each.name.endswith(tuple("0123456789"))]
+            vectors = [name for name in names if "/all_reduce" in name and name.count("/") == 2]
+            gradients.append(dict(zip(vectors, machine.run([Ref(name) for name in vectors], feeds), strict=True)))
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, vector in gradients[0].items():
+        np.testing.assert_allclose(gradients[1][name], vector, rtol=0, atol=1e-13)
+        assert np.abs(vector).max() > 0
