@@ -35,6 +35,8 @@ _MOST_BANDWIDTH = 1e15
 # One core multiplies matrices of this size in some milliseconds.
 _MATRIX = 384
 _CHAIN = 8
+_MESSAGES = 9
+"""Number of times that the message which starts an all-reduce, and that which ends it, are measured."""
 _SIZES = 4
 """Number of sizes at which all-reduces are measured."""
 
@@ -351,12 +353,11 @@ def all_reduces(
         after = _clock([whole.get_tensor_by_name(f"{end.node}:0") for end in ends.values()], _host(names[0]))
         beginning, unreduced = (whole.get_tensor_by_name(tensor.name) for tensor in (before, alone))
         with open_session(cluster, whole) as session:
+            messages = _timed(session, [beginning, unreduced], {}, _MESSAGES, lambda times: times[1] - times[0])
 
             def run() -> float:
-                began, ended = session.run([beginning, unreduced], {})
-                messages = ended - began
                 began, ended = session.run([beginning, after], {})
-                return max(0.0, float(ended - began - messages))
+                return max(_LEAST_LATENCY, float(ended - began - messages))
 
             yield run
 
