@@ -54,10 +54,11 @@ def a_plan() -> str:
         task_seconds=((1.0, 2.0, 3.0), (0.5, 1, 1)),
         weight_devices=((0, 1), (3,)),
         backward_cuts=("block_1",),
+        all_reduce=("flat", "hierarchical"),
     )
     stages = (StageReport(3, 0.5, 0.1, 3, 1e9, None), StageReport(2, 0.5, 0.2, 2, 2e9, 2**34))
     report = PlanReport(
-        *(1.0, 1.1, 2.5, None, "too large", 1.2, "3:1", "stage 0", "compute", "ring", stages),
+        *(1.0, 1.1, 2.5, None, "too large", 1.2, "3:1", "stage 0", "compute", stages),
         fingerprint=plan.fingerprint,
         out_of_order="fast_forward, k = 1",
         dapple=1.5,

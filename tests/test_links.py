@@ -9,8 +9,8 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.clusters.session import session_config
-from dapple_tf.describe.cluster import ClusterError, Device, Link, Server
-from dapple_tf.measuring.links import _line_of, _network_cards, _pairs, measure_links
+from dapple_tf.describe.cluster import ClusterError, Device, Link, ReductionLinks, Server
+from dapple_tf.measuring.links import _line, _line_of, _network_cards, _pairs, all_reduces, measure_links
 
 
 @pytest.mark.slow
@@ -18,9 +18,12 @@ def test_links_of_logical_devices() -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
     measured = measure_links(cluster, repeats=3)
     assert measured.devices == cluster.devices and measured.real
-    for name in ("intra_bandwidth", "intra_latency", "reduce_bandwidth", "reduce_latency"):
+    for name in ("intra_bandwidth", "intra_latency"):
         value = getattr(measured, name)
         assert value is not None and 0 < value < math.inf, name
+    assert list(measured.reductions.links) == ["inside"]
+    assert all(0 < value < math.inf for value in measured.reductions.links["inside"])
+    assert measured.reductions.error is not None
     assert measured.inter_bandwidth is None and measured.inter_latency is None
     assert measured.link(0, 2).seconds(1e6) > 0
     assert 1 <= measured.capacity(0) <= 3
@@ -29,7 +32,7 @@ def test_links_of_logical_devices() -> None:
 
 def test_one_device_has_no_links() -> None:
     measured = measure_links(dapple.Cluster.local(1, kind="cpu"), repeats=1)
-    assert measured.intra_bandwidth is None and measured.reduce_bandwidth is None
+    assert measured.intra_bandwidth is None and measured.reductions == ReductionLinks()
     assert measured.capacity(0) == 1
 
 
@@ -67,6 +70,38 @@ def test_a_line_through_two_sizes() -> None:
     assert latency == pytest.approx(1e-6)
     bandwidth, latency = _line_of((250, 1250), (2e-6, 1e-6))
     assert math.isfinite(bandwidth) and latency > 0
+
+
+def test_a_line_through_several_sizes_is_as_far_from_small_ones_as_from_large_ones() -> None:
+    sizes = [250, 2500, 25_000]  # 1,000, 10,000 and 100,000 bytes
+    start, rate, error = _line(sizes, [1e-3 + 4 * size * 1e-8 for size in sizes])
+    assert (start, rate) == (pytest.approx(1e-3), pytest.approx(1e-8))
+    assert error == pytest.approx(0, abs=1e-9)
+    # A start below nothing, or a rate: the other one alone.
+    start, rate, _ = _line([250, 2500], [1e-6, 1e-4])
+    assert start == 0 and rate > 0
+    start, rate, error = _line([250, 2500], [2e-3, 1e-3])
+    assert rate == 0 and 1e-3 < start < 2e-3 and error > 0.1
+
+
+def pairs_of_devices(count: int) -> dapple.Cluster:
+    """Local devices, as if two each were in a server."""
+    cluster = dapple.Cluster.local(count, kind="cpu")
+    devices = (dataclasses.replace(device, server=number // 2) for number, device in enumerate(cluster.devices))
+    return dataclasses.replace(cluster, devices=tuple(devices))
+
+
+@pytest.mark.parametrize("by_server", [False, True])
+def test_all_reduces_can_be_timed_as_steps_make_them(by_server: bool) -> None:
+    with all_reduces(pairs_of_devices(4), range(4), [64, 3], by_server=by_server) as run:
+        assert all(0 < run() < 60 for _ in range(3))
+
+
+def test_all_reduces_of_several_servers_are_measured_flat_and_hierarchical() -> None:
+    measured = measure_links(pairs_of_devices(3), repeats=1, capacity=False)
+    assert set(measured.reductions.links) == {"ring", "inside", "between", "exchange"}
+    again = dapple.Cluster.from_json(measured.to_json())
+    assert again.reductions == measured.reductions
 
 
 def test_what_cannot_be_measured() -> None:

@@ -10,6 +10,7 @@ import pytest
 from profiled import mlp
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.example_batch import ExampleBatch
 
@@ -56,3 +57,27 @@ def test_k_is_the_one_that_is_fastest_beside_k_0(monkeypatch: pytest.MonkeyPatch
     tuned = dapple.tune_reverse_first_k(mlp(), CLUSTER, PLAN)
     assert tuned.reverse_first_k == 2
     assert asked == [[0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize(("megabytes", "tried"), [(500, [1, 2]), (40, [1]), (10, [])])
+def test_only_ks_that_fit_in_memory_are_tried(
+    monkeypatch: pytest.MonkeyPatch, megabytes: int, tried: list[int]
+) -> None:
+    """Algorithm 2, lines 1 and 2."""
+    layers = [
+        LayerProfile(
+            name, Cost(1.0), Cost(2.0), None, Cost(0.0, 1e6), delayed_bytes=Cost(0.0, 9e6), parameter_bytes=10**6
+        )
+        for name in ("first", "second", "third")
+    ]
+    profile = Profile("model", "none", (1,), tuple(layers), (Tensor(0, (1,), Cost(1.0)), Tensor(1, (2,), Cost(1.0))))
+    asked = []
+
+    def measured(model: Any, cluster: Any, plans: Any, example: Any, **_: Any) -> tuple[float, ...]:
+        asked.append(plans[1].reverse_first_k)
+        return (1.0, 0.5)
+
+    monkeypatch.setattr(measured_steps, "measure_steps", measured)
+    local = dapple.Cluster.local(2, memory_bytes=megabytes * 10**6, kind="cpu")
+    dapple.tune_reverse_first_k(mlp(), local, PLAN, profile=profile)
+    assert asked == tried

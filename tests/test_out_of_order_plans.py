@@ -21,6 +21,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
+    largest_reverse_first_k,
     least_seconds,
     more_stages,
     name,
@@ -42,6 +43,36 @@ FOUR = cluster_of(1, 1, 1, 1, inter_bandwidth=1e10)
 
 def request_of(profile: Profile, cluster: Cluster, batch: int = 8) -> PlanRequest:
     return PlanRequest.of(profile, cluster, batch, micro_batches=4, schedule="auto")
+
+
+def delaying(keeps: float) -> Profile:
+    """Six layers that keep as many bytes per sample from Bx to Bw."""
+    profile = hardware.profile_of(6, parameters=10**6, residual=1e6)
+    layers = (dataclasses.replace(layer, delayed_bytes=Cost(0.0, keeps)) for layer in profile.layers)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple_a"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_memory_bounds_k_as_algorithm_2_has_it(schedule: str, micro_batches: int) -> None:
+    """The largest k whose simulated step fits; all do where memory isn't known."""
+    profile = delaying(4e6)
+    chunks = Plan.manual([f"layer_{index}" for index in range(5)], [[0, 1]] * 6, micro_batches, 12, schedule)
+    assert largest_reverse_first_k(chunks, profile, cluster_of(1, 1)) == 6
+
+    def fits(k: int, cluster: Cluster) -> bool:
+        try:
+            return simulate(dataclasses.replace(chunks, reverse_first_k=k), profile, cluster).fits
+        except PlanError:
+            return False
+
+    bounds = set()
+    for limit in range(20, 160, 10):
+        cluster = cluster_of(1, 1, memory=limit * 10**6)
+        largest = max((k for k in range(7) if fits(k, cluster)), default=0)
+        assert largest_reverse_first_k(chunks, profile, cluster) == largest
+        bounds.add(largest)
+    assert len(bounds) >= 3
 
 
 # ---- candidates

@@ -126,7 +126,7 @@ class Plan(JsonFile):
     recompute: str = "none"
     jit_compile: bool = False
     warm_up: tuple[int, ...] | None = None
-    bucket_bytes: int = 4 * 2**20
+    bucket_bytes: int = 32 * 2**20
     reverse_first_k: int = 0
     wait_free: bool = True
     carried_updates: int = 0

@@ -39,6 +39,9 @@ _MESSAGES = 9
 """Number of times that the message which starts an all-reduce, and that which ends it, are measured."""
 _SIZES = 4
 """Number of sizes at which all-reduces are measured."""
+_RANGE = 64
+"""The largest of these sizes over the smallest. Buckets of gradients are large; messages of a few KiB take less than
+their line says."""
 
 
 def measure_links(
@@ -58,7 +61,7 @@ def measure_links(
     Args:
         cluster: real devices.
         small: bytes of the small message, which gives the latency.
-        large: bytes of the large message.
+        large: bytes of the large message, and of the largest all-reduce.
         repeats: number of measurements of each time; the median counts.
         capacity: whether to measure each server's `capacity`, too, which keeps all of its cores busy for a moment.
         between: result of `measure_between_servers`, which gives each server its own network card; None tries
@@ -88,7 +91,8 @@ def measure_links(
                 changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in links)
                 changes[f"{kind}_latency"] = max(link.latency for link in links)
         if cluster.num_devices > 1:
-            steps = np.geomspace(sizes[0], sizes[1], num=_SIZES)
+            least = max(1, sizes[1] // _RANGE)
+            steps = np.geomspace(least, max(sizes[1], least + 1), num=_SIZES)
             changes["reductions"] = _reductions(cluster, [round(size) for size in steps], repeats)
             changes |= {"reduce_bandwidth": None, "reduce_latency": None}
         if capacity:
@@ -329,7 +333,7 @@ def all_reduces(
         before = _clock([vector for _, vectors in made for vector in vectors], _host(names[0]))
         with tf.control_dependencies([before]):
             started = {name: [_on(name, tf.identity, vector) for vector in vectors] for name, vectors in made}
-            nothing = [_on(name, tf.identity, vectors[-1][:1]) for name, vectors in made]
+            nothing = [_on(name, lambda vector: vector[:1], vectors[-1]) for name, vectors in made]
         alone = _clock(nothing, _host(names[0]))
     graph = parts.as_graph_def()
     builder, first_key = Builder(graph), collective_keys()

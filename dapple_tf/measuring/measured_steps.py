@@ -12,8 +12,11 @@ import keras
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.steps_apart import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.profiler import profile as measured_profile
+from dapple_tf.planning.out_of_order_plans import largest_reverse_first_k
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 
@@ -71,10 +74,12 @@ def tune_reverse_first_k(
     y: Any = None,
     sample_weight: Any = None,
     rounds: int = _ROUNDS,
+    profile: Profile | None = None,
 ) -> Plan:
     """Finds k for reverse first-k by training: the paper's concave search over measured throughput.
 
-    Each k takes turns with k = 0, and is rated by its speedup.
+    Each k takes turns with k = 0, and is rated by its speedup. Where the devices' memory is known, only what fits is
+    tried (algorithm 2, lines 1 and 2).
 
     Args:
         model: the model, built and compiled; it keeps its values.
@@ -84,6 +89,7 @@ def tune_reverse_first_k(
         y: example labels.
         sample_weight: example weights.
         rounds: number of measured steps for each k.
+        profile: the layers' costs, for the bound by memory; None measures them if the devices' memory is known.
 
     Returns:
         The plan with the best ``reverse_first_k``.
@@ -94,6 +100,12 @@ def tune_reverse_first_k(
     Source: Out-Of-Order BackProp (EuroSys'22), section 5.1.
     """
     example = ExampleBatch.of(model, x, y, sample_weight)
+    layers = plan.num_stages
+    if any(device.memory_bytes is not None for device in cluster.devices):
+        if profile is None:
+            size = max(1, plan.global_batch_size // plan.micro_batches // max(plan.replicas))
+            profile = measured_profile(model, size, cluster=cluster, x=x, y=y, sample_weight=sample_weight)
+        layers = min(layers, largest_reverse_first_k(plan, profile, cluster) + 1)
     unreversed = dataclasses.replace(plan, reverse_first_k=0)
 
     def throughput(k: int) -> float:
@@ -106,4 +118,4 @@ def tune_reverse_first_k(
         logger.info("reverse_first_k=%d: %.4g ms, %.4g ms without", k, after * 1e3, before * 1e3)
         return before / after
 
-    return dataclasses.replace(plan, reverse_first_k=best_reverse_first_k(plan.num_stages, throughput))
+    return dataclasses.replace(plan, reverse_first_k=best_reverse_first_k(layers, throughput))

@@ -16,12 +16,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_device, by_time
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import run
 from graph_passes.ir.tasks import Phase, Task
 
 _MOST_PER_DEVICE = 4
@@ -42,6 +45,39 @@ def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
         return float(f"{number / longest:.{_DIGITS}g}")
 
     return dataclasses.replace(plan, task_seconds=tuple((rounded(f), rounded(x), rounded(w)) for f, x, w in seconds))
+
+
+def largest_reverse_first_k(plan: Plan, profile: Profile, cluster: Cluster) -> int:
+    """Returns the largest k of reverse first-k that memory allows, 0 also where not even that fits.
+
+    Algorithm 2 of Out-Of-Order BackProp (EuroSys'22), lines 1 and 2, bounds k by f(j) < MXM, where f(j) is the memory
+    when only the weight gradients of layers 1 to j are left to compute: M_fwd - sum over i > j of M(dO_i) + sum over
+    i <= j of M(dW_i). Here f is the simulated step's most memory, which has these terms, residuals that wait for Bw
+    (`CostModel.delayed_bytes`) and gradients, along with all others on each device.
+
+    Args:
+        plan: the plan, whose own k doesn't matter.
+        profile: its layers' costs.
+        cluster: the devices, whose known memory is the limit.
+
+    Raises:
+        PlanError: the plan doesn't fit the profile or the cluster.
+    """
+    if all(device.memory_bytes is None for device in cluster.devices):
+        return plan.num_stages
+
+    def fits(k: int) -> bool:
+        try:
+            return run(CostModel(dataclasses.replace(plan, reverse_first_k=k, report=None), profile, cluster)).fits
+        except PlanError:
+            return False  # not even one micro-batch
+
+    # More delayed weight gradients keep more: the largest k that fits, by bisection.
+    low, high = 0, plan.num_stages
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:

@@ -15,6 +15,7 @@ from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
     has_chunks,
+    largest_reverse_first_k,
     least_seconds,
     more_stages,
     same_stages,
@@ -244,7 +245,8 @@ class OutOfOrderSearch:
 
         k = plan.reverse_first_k
         if self.request.reverse_first_k == AUTO:
-            k = best_reverse_first_k(plan.num_stages, best_throughput)
+            most = largest_reverse_first_k(plan, self.request.profile, self.request.cluster)
+            k = best_reverse_first_k(min(plan.num_stages, most + 1), best_throughput)
         if carries:
             best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
 
