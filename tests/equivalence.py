@@ -135,6 +135,7 @@ class Reference:
         """Trains a model of the zoo."""
         keras.utils.set_random_seed(3)
         model = specimen.build()
+        model.run_eagerly = True  # Three steps of two sizes take less than to trace them.
         rng = np.random.default_rng(1)
         batches = [specimen.batch(rng, size) for size in (samples, samples, samples // 2 - 1)]
         x, y, weights = batches[0]
