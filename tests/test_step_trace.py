@@ -143,7 +143,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 QUICK = {"3:1", "zb_h1", "carried", "streams"}
 
 
-# Replicas, split backwards, several stages on a device with updates carried over, and two streams have all kinds of spans.
+# Replicas, split backwards, several stages on a device with updates carried over, two streams: all kinds of spans.
 @pytest.mark.parametrize("shape", [name if name in QUICK else thorough(name) for name in SHAPES])
 def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: Any, shape: str) -> None:
     pipelined = pipeline(**SHAPES[shape])
