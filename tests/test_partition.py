@@ -14,7 +14,6 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import (
-    DOUBLE,
     GRADIENT,
     INT32,
     RESIDUAL,
@@ -142,15 +141,15 @@ def beside(control: bool, of: str, reader: str, *, late: str = "") -> Program:
         graph = stage.own_graph
         if reader not in {each.name for each in graph.node}:
             continue
-        nodes = list(copied(program).stages[stage.index].own_graph.node)
+        nodes, dtype = list(copied(program).stages[stage.index].own_graph.node), dtype_of(Graph(graph), Ref(of))
         del graph.node[:]
         for each in nodes:
             if each.name == reader:
-                graph.node.append(make_node("beside", "Neg", [Ref(of)], attrs={"T": dtype_attr(DOUBLE)}))
+                graph.node.append(make_node("beside", "Neg", [Ref(of)], attrs={"T": dtype_attr(dtype)}))
                 each.input.extend(["^beside"] * control)
             if each.name == late:
                 inputs = [Ref(each.input[0]), Ref("beside")]
-                graph.node.append(make_node("sum", "AddV2", inputs, attrs={"T": dtype_attr(DOUBLE)}))
+                graph.node.append(make_node("sum", "AddV2", inputs, attrs={"T": dtype_attr(dtype)}))
                 each.input[0] = "sum"
             graph.node.append(each)
     return program
@@ -162,7 +161,7 @@ def beside(control: bool, of: str, reader: str, *, late: str = "") -> Program:
         # Forward, of which the backward reads the other node; backward; metrics.
         ("b/matmul", "loss", "gradients/b/matmul_grad/MatMul"),
         ("loss", "gradients/b/matmul_grad/MatMul", ""),
-        ("loss", "sum", ""),
+        ("a/counted", "sum", ""),
         # Bx, of which Bw reads the other node; Bw; an argument that nothing else reads.
         ("gradients/loss_grad/mul", "gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1"),
         ("gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1", ""),
