@@ -549,6 +549,7 @@ def test_what_is_assigned_between_batches_is_assigned_again(workers: LocalWorker
     expected = undisturbed(workers, lambda pipelined: clip(pipelined, fault=False), plan=plan)
     assert_same(undisturbed(workers, lambda pipelined: clip(pipelined, fault=True), plan=plan), expected)
     plain = build()
+    plain.run_eagerly = True
     for step in range(4):
         plain.train_on_batch(*batch(step))
         plain.get_layer("second").kernel.assign(keras.ops.clip(plain.get_layer("second").kernel, -0.05, 0.05))
