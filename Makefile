@@ -91,7 +91,7 @@ lint: $(STAMP) ## check style, formatting and types
 	rm -rf build/types && mkdir -p build/types/dapple_tf
 	ln -s $(CURDIR)/graph_passes build/types/
 	ln -s $(filter-out %/models %/tools,$(wildcard $(CURDIR)/dapple_tf/*)) $(CURDIR)/models $(CURDIR)/tools build/types/dapple_tf/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file=$(CURDIR)/pyproject.toml
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file=$(CURDIR)/pyproject.toml --cache-dir=$(CURDIR)/.mypy_cache
 
 bless: $(STAMP) ## rewrite the golden files of the tests; read the difference before you commit it
 	$(BIN)/python -m pytest tests --bless

@@ -31,13 +31,17 @@ def device_lists(replicas: Sequence[int]) -> list[list[int]]:
 
 
 def pair(build: Callable[[], keras.Model], seed: int = 3) -> tuple[keras.Model, keras.Model]:
-    """Two models with the same initial values and random seeds."""
+    """Two models with the same initial values and random seeds.
+
+    The second is for plain Keras, which runs it operator by operator: in a few steps that takes less than to trace it.
+    """
     models = []
     for _ in range(2):
         keras.utils.set_random_seed(seed)
         models.append(build())
     for own, other in zip(models[0].variables, models[1].variables, strict=True):
         other.assign(own)
+    models[1].run_eagerly = True
     return models[0], models[1]
 
 
@@ -131,6 +135,7 @@ class Reference:
         """Trains a model of the zoo."""
         keras.utils.set_random_seed(3)
         model = specimen.build()
+        model.run_eagerly = True  # Three steps of two sizes take less than to trace them.
         rng = np.random.default_rng(1)
         batches = [specimen.batch(rng, size) for size in (samples, samples, samples // 2 - 1)]
         x, y, weights = batches[0]

@@ -123,6 +123,7 @@ class Pair:
 
     def __init__(self, build: Callable[[], keras.Model], own_plan: dapple.Plan | None = None, **options: Any) -> None:
         self.plain, self.model = build(), build()
+        self.plain.run_eagerly = True  # A few batches take less than to trace it.
         self._initial = values(self.plain)
         self.pipelined = transform(self.model, own_plan, **options)
         self.reset()

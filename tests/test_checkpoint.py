@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from typing import Any
 
@@ -91,8 +92,11 @@ def test_training_goes_on_while_a_snapshot_is_written(
 ) -> None:
     write = checkpoint_module._write
 
+    trained = threading.Event()
+
     def slowly(*arguments: Any) -> None:
-        time.sleep(1)
+        assert trained.wait(60)
+        time.sleep(0.1)
         write(*arguments)
 
     expected = values(pipelined.sync())
@@ -100,7 +104,8 @@ def test_training_goes_on_while_a_snapshot_is_written(
     path = pipelined.save_checkpoint(tmp_path, wait=False)
     for _ in range(3):
         pipelined.train_on_batch(X, Y)
-    assert not path.exists(), "the steps were to be faster"
+    assert not path.exists()
+    trained.set()
     pipelined.wait_for_checkpoint()
     plain = adam()
     dapple.load_checkpoint(path, plain)

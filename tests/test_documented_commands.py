@@ -357,4 +357,5 @@ def test_parts_of_programs_name_what_there_is_and_call_it_with_what_it_takes(
     known |= {"pipelined": Checked(dapple.PipelinedModel, "pipelined"), "print": lambda *_: None}
     with dapple.deferred_init():  # models of any size
         for number, text in enumerate(PARTS[document]):
+            text = text.replace("bert.bert_24(", "bert.bert_24(depth=1, ")  # The slowest to build.
             exec(compile(text, f"{document}, example {number}", "exec"), known)

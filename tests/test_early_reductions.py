@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from selection import thorough
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError
@@ -116,20 +117,21 @@ def fits(plan: Plan, profile: Profile, cluster: Cluster) -> bool:
         return False
 
 
-@pytest.mark.parametrize("seed", range(12))
+# `make test` runs one of each kind of schedule, and a search for k.
+@pytest.mark.parametrize("seed", [*range(5), *map(thorough, range(5, 12))])
 def test_what_a_plan_promises_is_what_is_simulated(seed: int) -> None:
     """There is one model of a step: the report's latency is the simulation's, whatever was asked for."""
     draw = random.Random(seed)
-    profile = profile_of(draw, draw.randrange(3, 9))
-    cluster = cluster_of(draw, *draw.choice([(2,), (2, 2), (1, 1, 1), (4, 2)]))
+    sizes, layers = ([(2,), (1, 1), (2, 1)], 3 + seed % 2) if seed < 5 else ([(2, 2), (1, 1, 1), (4, 2)], 8)
+    profile = profile_of(draw, draw.randrange(3, layers + 1))
+    cluster = cluster_of(draw, *draw.choice(sizes))
+    schedules = [None, "auto", "dapple_b", ["gpipe", "zb_h2"], "auto"]
     options: dict[str, Any] = {
-        "schedule": draw.choice([None, "auto", "dapple_b", ["gpipe", "zb_h2"]]),
+        "schedule": schedules[seed % len(schedules)],
         "micro_batches": draw.choice([None, 4, [1, 8]]),
         "recompute": draw.choice([None, "boundary"]),
-        "reverse_first_k": 0,
+        "reverse_first_k": "auto" if seed % len(schedules) == 4 else 0,
     }
-    if options["schedule"] == "auto":
-        options["reverse_first_k"] = draw.choice([0, "auto"])
     all_reduce = draw.choice(["hierarchical", "flat"])
     plan = planned(profile, cluster, 32, all_reduce=all_reduce, **options)
     assert plan.report is not None

@@ -239,6 +239,7 @@ def trained(plan: dapple.Plan | None, cluster: dapple.Cluster) -> tuple[list[flo
     """Losses of three steps, and the variables after them; None is plain Keras."""
     keras.utils.set_random_seed(3)
     model = sensitive()
+    model.run_eagerly = plan is None
     trainer = model if plan is None else dapple.transform(model, cluster, plan)
     rng = np.random.default_rng(0)
     losses = []

@@ -289,6 +289,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.thorough  # Workers do the same with their servers: test_worker.py.
 @linux_only
 @pytest.mark.slow
 def test_tensorflow_server() -> None:

@@ -99,6 +99,7 @@ def logs_of(model: Any, x: Any, y: Any, weights: Any) -> list[Any]:
 def assert_same_logs(build: Any, cuts: list[str], devices: list[list[int]], micro_batches: int, *data: Any) -> Any:
     """Logs of a pipelined model and a plain one; returns the models."""
     own, plain = pair(build)
+    plain.run_eagerly = False  # Operator by operator Keras weighs the losses of outputs with other numbers of samples.
     pipelined = pipeline(own, cuts, [len(replicas) for replicas in devices], micro_batches, 5)
     for ours, theirs in zip(logs_of(pipelined, *data), logs_of(plain, *data), strict=True):
         assert ours.keys() == theirs.keys()

@@ -103,7 +103,7 @@ def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
         model = model_with(lambda: "sgd")
         model.get_layer("embedding").trainable = False
         x = keras.layers.Dense(4, activation="tanh", name="more")(model.get_layer("flat").output)
-        model = keras.Model(model.inputs, keras.layers.Dense(2, name="end")(x))
+        model = keras.Model(model.inputs[0], keras.layers.Dense(2, name="end")(x))
         model.compile(optimizers.SGD(0.1, loss_scale_factor=64.0, global_clipnorm=0.05), "mse")
         return model
 

@@ -111,6 +111,12 @@ def test_a_sub_stream_runs_weight_gradients_as_they_become_ready() -> None:
     assert schedule.split == {0, 1, 2}
 
 
+def test_of_weight_gradients_that_are_ready_at_once_the_first_stages_is_computed_first() -> None:
+    """1Bx1 and 0Bx0 end at the same time; the next step's forward needs stage 0 first."""
+    schedule = make_schedule("fast_forward", [[0], [1]], 3, weight_devices=[[2], [2]])
+    assert str(schedule).splitlines()[2] == "2: 1Bw0 0Bw0 1Bw1 0Bw1 1Bw2 0Bw2"
+
+
 def test_a_sub_stream_makes_forwards_wait_for_room() -> None:
     schedule = make_schedule("dapple_a", [[0], [1]], 4, weight_devices=[[0], [2]])
     assert str(schedule) == (

@@ -267,6 +267,7 @@ def test_logs_of_the_learning_rate(schedule: bool) -> None:
     model, plain = (keras.models.clone_model(build()) for _ in range(2))
     for own in (model, plain):
         own.compile(keras.optimizers.SGD(rate), "mse")
+    plain.run_eagerly = True
     plain.set_weights(model.get_weights())
     pipelined = pipeline(model, ["first"], (1, 1), 2, 8)
     halve = keras.callbacks.LearningRateScheduler(lambda epoch, now: now / 2)

@@ -39,7 +39,7 @@ from programs import (
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr, make_node
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Phase
@@ -125,6 +125,62 @@ def test_the_split_is_by_data_flow_and_not_by_names() -> None:
     forward, backward = functions(stage)
     assert {"gradients/matmul", "gradients/tanh", "loss"} == {each.name for each in forward.function.node_def}
     assert not {"gradients/matmul", "gradients/tanh"} & {each.name for each in backward.function.node_def}
+
+
+def beside(control: bool, of: str, reader: str, *, late: str = "") -> Program:
+    """`stateful_layers` in two stages, with a node that nothing in a function needs but ``late``: minus ``of``.
+
+    Args:
+        control: whether it must run before ``reader``.
+        of: a tensor of the stage of ``reader``.
+        reader: a node.
+        late: a node that reads the sum of its first input and that.
+    """
+    program = copied(apply(stateful_layers(), AssignStages(("a",)), BuildForward(), BuildBackward()))
+    for stage in program.stages:
+        graph = stage.own_graph
+        if reader not in {each.name for each in graph.node}:
+            continue
+        nodes, dtype = list(copied(program).stages[stage.index].own_graph.node), dtype_of(Graph(graph), Ref(of))
+        del graph.node[:]
+        for each in nodes:
+            if each.name == reader:
+                graph.node.append(make_node("beside", "Neg", [Ref(of)], attrs={"T": dtype_attr(dtype)}))
+                each.input.extend(["^beside"] * control)
+            if each.name == late:
+                inputs = [Ref(each.input[0]), Ref("beside")]
+                graph.node.append(make_node("sum", "AddV2", inputs, attrs={"T": dtype_attr(dtype)}))
+                each.input[0] = "sum"
+            graph.node.append(each)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("of", "reader", "late"),
+    [
+        # Forward, of which the backward reads the other node; backward; metrics.
+        ("b/matmul", "loss", "gradients/b/matmul_grad/MatMul"),
+        ("loss", "gradients/b/matmul_grad/MatMul", ""),
+        ("a/counted", "sum", ""),
+        # Bx, of which Bw reads the other node; Bw; an argument that nothing else reads.
+        ("gradients/loss_grad/mul", "gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1"),
+        ("gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1", ""),
+        ("v", "b/matmul", ""),
+        ("w", "gradients/a/matmul_grad/MatMul_1", ""),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_what_only_has_to_run_before_is_in_no_function(of: str, reader: str, late: str, split: bool) -> None:
+    """It has its order from the step; results and arguments are those without it."""
+    plain, ordered = (
+        [
+            function and (meanings(function.inputs), meanings(function.outputs), len(function.function.node_def))
+            for stage in apply(beside(control, of, reader, late=late), Partition(split=(0, 1) if split else ())).stages
+            for function in (stage.forward, stage.backward, stage.input_grad, stage.weight_grad, stage.metrics)
+        ]
+        for control in (False, True)
+    )
+    assert ordered == plain
 
 
 def test_a_function_takes_only_the_arguments_that_it_needs() -> None:

@@ -275,7 +275,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(profiles())
 def test_any_profile_comes_back_from_its_json(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile

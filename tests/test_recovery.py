@@ -6,8 +6,8 @@ import gc
 import itertools
 import os
 import signal
-import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from workers import PATIENCE, children, mend, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
+from dapple_tf.execution import recovery
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -512,18 +513,22 @@ def test_closing_frees_workers_also_when_one_is_lost(workers: LocalWorkers, acti
 
 
 @pytest.mark.thorough
-def test_ctrl_c_while_waiting(workers: LocalWorkers) -> None:
+def test_ctrl_c_while_waiting(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has the values of its last sync, not those of a part of the batches since."""
+
+    def pause(seconds: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(seconds)
+
     pipelined = transform(workers)
     train(pipelined, range(1))
     expected = values(pipelined.sync())
     train(pipelined, range(1, 3))
     workers.kill(1)
-    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    # Between two attempts to reach the worker, whenever that is.
+    monkeypatch.setattr(recovery, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=pause))
     with pytest.raises(KeyboardInterrupt):
         train(pipelined, range(3, 4))
-    timer.join()
     assert_same(ended(pipelined), expected)
 
 
@@ -544,6 +549,7 @@ def test_what_is_assigned_between_batches_is_assigned_again(workers: LocalWorker
     expected = undisturbed(workers, lambda pipelined: clip(pipelined, fault=False), plan=plan)
     assert_same(undisturbed(workers, lambda pipelined: clip(pipelined, fault=True), plan=plan), expected)
     plain = build()
+    plain.run_eagerly = True
     for step in range(4):
         plain.train_on_batch(*batch(step))
         plain.get_layer("second").kernel.assign(keras.ops.clip(plain.get_layer("second").kernel, -0.05, 0.05))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from schedule_runs import in_micro_batch_order, there_and_back
+from selection import thorough
 
 from dapple_tf.schedules import schedule_check, schedules
 from dapple_tf.schedules.one_forward_one_backward import one_forward_one_backward
@@ -345,10 +346,11 @@ def random_options(policy: str, devices: Sequence[Sequence[int]], draw: random.R
     return options
 
 
+@pytest.mark.parametrize("draws", [range(20), thorough(range(20, 60))], ids=["some", "others"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_makes_legal_schedules_within_its_limits(policy: str) -> None:
-    draw = random.Random(policy)
-    for _ in range(60):
+def test_every_policy_makes_legal_schedules_within_its_limits(policy: str, draws: range) -> None:
+    for number in draws:
+        draw = random.Random(f"{policy} {number}")
         devices = random_devices(policy, draw)
         micro_batches = draw.randint(1, 9)
         options = random_options(policy, devices, draw)

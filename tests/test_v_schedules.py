@@ -10,6 +10,8 @@ from schedule_runs import execute, straight, vee
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
+from dapple_tf.planning.out_of_order_plans import stages_per_device
+from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from dapple_tf.simulation.cost import CostModel
@@ -180,6 +182,17 @@ def test_a_device_holds_slices_of_any_of_its_stages() -> None:
     assert max(activations(costs.schedule)) == 4 and max(costs.warm_up) > 2
     assert simulate(vee_plan("v_min"), PROFILE, fits).fits
     assert CostModel(vee_plan("v_min"), PROFILE, four()).holds is None
+
+
+def test_they_are_tried_only_where_memory_limits_micro_batches() -> None:
+    def tried(memory: int | None) -> set[str]:
+        request = PlanRequest.of(PROFILE, four(memory), 12, micro_batches=12, schedule="auto")
+        cuts = [layer.name for layer in PROFILE.layers[1:7:2]]
+        base = Plan.manual(cuts, [[0], [1], [2], [3]], 12, 12)
+        return {policy.name for policy, _ in stages_per_device(base, request)}
+
+    assert tried(5_600_000) - tried(None) == {"v_min", "v_half", "dualpipe_v"}
+    assert tried(None) < tried(5_600_000)
 
 
 @pytest.mark.parametrize(
