@@ -1,4 +1,4 @@
-"""Pass 15: operators get devices, constants copies, and devices an order."""
+"""Pass 16: operators get devices, constants copies, and devices an order."""
 
 from __future__ import annotations
 
