@@ -289,15 +289,20 @@ class _Line(NamedTuple):
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> _Line:
-    """Fits a line to the times of several sizes in floats, so that relative differences are the least."""
+    """Fits a line to the times of several sizes in floats.
+
+    Squares are weighted by 1 / time: long times count more, as they do in a step, but short ones still say where the
+    line starts.
+    """
     bytes_ = np.array([4.0 * size for size in sizes])
     times = np.maximum(seconds, _LEAST_LATENCY)
-    weights = 1 / times
-    (start, rate), *_ = np.linalg.lstsq(np.stack([weights, bytes_ * weights], axis=1), np.ones(len(sizes)), rcond=None)
+    weights = 1 / np.sqrt(times)
+    columns = np.stack([weights, bytes_ * weights], axis=1)
+    (start, rate), *_ = np.linalg.lstsq(columns, times * weights, rcond=None)
     if start < 0:
-        start, rate = 0.0, float((bytes_ * weights).sum() / ((bytes_ * weights) ** 2).sum())
+        start, rate = 0.0, bytes_.sum() / (bytes_**2 / times).sum()
     elif rate < 0:
-        start, rate = float(weights.sum() / (weights**2).sum()), 0.0
+        start, rate = len(sizes) / (1 / times).sum(), 0.0
     error = float(np.max(np.abs((start + rate * bytes_) / times - 1)))
     return _Line(float(start), float(rate), error)
 
