@@ -23,6 +23,7 @@ from dapple_tf.describe.plan_values import (
     integer,
     integers,
     layer_names,
+    replica_shares,
     task_times,
 )
 from dapple_tf.describe.unit_timeline import unit_timeline
@@ -33,7 +34,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 from dapple_tf.text_table import table
 from dapple_tf.units import gib
 from dapple_tf.view.notebook import Table, notebook_html
-from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.batching import Interval, slice_intervals, split_evenly
 from graph_passes.ir.tasks import Schedule
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class PlanOptions(TypedDict, total=False):
     weight_regions: tuple[int, ...] | None
     operator_devices: tuple[tuple[int, ...], ...] | None
     backward_cuts: tuple[str, ...]
+    shares: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ class Plan(JsonFile):
         backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
             micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
             while the others are computed.
+        shares: for each stage the share of each replica in every micro-batch, in whole numbers: with ``((2, 1),)``
+            replica 0 gets twice as many samples as replica 1, however large the batch is
+            (`graph_passes.ir.batching.split_by_shares`). None for equal shares; shares are reduced to lowest terms.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -125,6 +130,7 @@ class Plan(JsonFile):
     weight_regions: tuple[int, ...] | None = None
     operator_devices: tuple[tuple[int, ...], ...] | None = None
     backward_cuts: tuple[str, ...] = ()
+    shares: tuple[tuple[int, ...], ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -208,7 +214,7 @@ class Plan(JsonFile):
             PlanError: the plan has an option that needs replicas.
         """
         own = tuple(devices[:1] for devices in self.devices)
-        return replace(self, devices=own, operator_devices=self.devices, report=None)
+        return replace(self, devices=own, operator_devices=self.devices, shares=None, report=None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], schedules: Iterable[Policy] = ()) -> Plan:
@@ -273,8 +279,8 @@ class Plan(JsonFile):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
-        # Reports of plans from before there were backward_cuts stay valid.
-        left_out = {"report"} | ({"backward_cuts"} if not self.backward_cuts else set())
+        # Reports of plans from before there were backward_cuts or shares stay valid.
+        left_out = {"report"} | {name for name in ("backward_cuts", "shares") if not getattr(self, name)}
         decided = [getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out]
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
@@ -343,6 +349,11 @@ class Plan(JsonFile):
     def replicas(self) -> tuple[int, ...]:
         """Number of replicas of each stage."""
         return tuple(map(len, self.devices))
+
+    def slices(self, stage: int, micro_batch: Interval) -> tuple[Interval, ...]:
+        """Returns the samples of each replica of a stage in a micro-batch."""
+        shares = None if self.shares is None else self.shares[stage]
+        return slice_intervals(micro_batch, len(self.devices[stage]), shares)
 
     def warm_up_counts(self) -> tuple[int, ...]:
         """Returns K of each stage (`schedules.in_flight_limits`) without a memory limit."""
@@ -451,7 +462,9 @@ class Plan(JsonFile):
         rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
         for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
             layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
-            slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
+            slices = " | ".join(
+                _runs(tuple(part.size for part in self.slices(stage, Interval(0, size)))) for size in sizes
+            )
             row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 reported = report.stages[stage]
@@ -489,6 +502,8 @@ class Plan(JsonFile):
             object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
         if self.operator_devices is not None:
             object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
+        if self.shares is not None:
+            object.__setattr__(self, "shares", replica_shares(self.shares))
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
