@@ -297,6 +297,11 @@ class Cluster(JsonFile):
             groups.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
         return tuple(map(tuple, groups.values()))
 
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether all devices have the same speed and memory."""
+        return len({(device.speed, device.memory_bytes) for device in self.devices}) == 1
+
     def capacity(self, server: int) -> float:
         """Returns a server's compute when all of its devices are busy, in devices."""
         own = self.servers[server].capacity if self.servers else None

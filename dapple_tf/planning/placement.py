@@ -227,6 +227,21 @@ def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """Devices of one speed and memory.
+
+    Attributes:
+        memory: bytes of each; infinite where unknown.
+        used: whether each of `Placements.steps` has such devices.
+        share: the samples of such a device, as a multiple of the mean over a step's devices.
+    """
+
+    memory: float
+    used: npt.NDArray[np.bool_]
+    share: Floats
+
+
+@dataclasses.dataclass(frozen=True)
 class Links:
     """Speeds and links of the devices of each of `Placements.steps`, as arrays.
 
@@ -234,8 +249,8 @@ class Links:
         source: state before each step.
         target: state after it.
         replicas: number of devices.
-        speed: that of the slowest.
-        memory: that of the smallest, in bytes; infinite where unknown.
+        speed: the mean: slices are in proportion to speeds.
+        kinds: see :class:`DeviceKind`.
         reduce_start: seconds of an all-reduce of nothing over them.
         reduce_rate: seconds per byte of an all-reduce.
         rest: for each state the step that takes all remaining devices; -1 for the full cluster.
@@ -252,7 +267,7 @@ class Links:
     target: Ints
     replicas: Ints
     speed: Floats
-    memory: Floats
+    kinds: tuple[DeviceKind, ...]
     reduce_start: Floats
     reduce_rate: Floats
     rest: Ints
@@ -288,6 +303,10 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
     given = np.array([step.counts for step in steps])
     replicas = given.sum(axis=1)
     has = given > 0
+    slowest = np.where(has, speeds, np.inf).min(axis=1)
+    # The mean of equal numbers is this number, to the last bit.
+    speed = np.where(slowest == np.where(has, speeds, 0).max(axis=1), slowest, given @ np.array(speeds) / replicas)
+    described = list(zip(speeds, memories, strict=True))
     lines = {}
     reduce_lines = []
     for counts in (step.counts for step in steps):
@@ -344,8 +363,11 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
         source=source,
         target=target,
         replicas=replicas,
-        speed=np.where(has, speeds, np.inf).min(axis=1),
-        memory=np.where(has, memories, np.inf).min(axis=1),
+        speed=speed,
+        kinds=tuple(
+            DeviceKind(memory, has[:, [other == (own, memory) for other in described]].any(axis=1), own / speed)
+            for own, memory in dict.fromkeys(described)
+        ),
         reduce_start=np.array([start for start, _ in reduce_lines]),
         reduce_rate=np.array([rate for _, rate in reduce_lines]),
         rest=rest,

@@ -93,6 +93,19 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
     )
 
 
+def device_need(costs: CostModel, device: int, samples: Mapping[int, int]) -> DeviceNeed:
+    """Returns what a device of a plan needs if its slices have other sizes.
+
+    Args:
+        costs: the plan's costs.
+        device: the device.
+        samples: stage -> samples of its largest slice, for each of the device's stages.
+    """
+    runs = _stages_on((device,), [[d for d in devices if d == device] for devices in costs.plan.devices])
+    owned = _stages_on((device,), [[d for d in devices if d == device] for devices in costs.owner_devices])
+    return _need(costs, _Work(runs[device], owned[device], tuple(samples.items())))
+
+
 def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
     """Maps each device of a stage to the samples of its largest slice; without shares, to those of the stage's."""
     largest: dict[int, int] = {}
