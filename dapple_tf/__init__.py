@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
     from dapple_tf.frontend.initialization import deferred_init
+    from dapple_tf.measuring.device_speeds import measure_speeds
     from dapple_tf.measuring.emulated_waits import EmulationError
     from dapple_tf.measuring.emulator import Emulation, emulate
     from dapple_tf.measuring.links import measure_links
@@ -64,6 +65,7 @@ _MODULES = {
         "dapple_tf.errors": "CaptureError DappleError DataError NonFiniteLossError StepError "
         "VerificationError WorkerLostError",
         "dapple_tf.frontend.initialization": "deferred_init",
+        "dapple_tf.measuring.device_speeds": "measure_speeds",
         "dapple_tf.measuring.emulated_waits": "EmulationError",
         "dapple_tf.measuring.emulator": "Emulation emulate",
         "dapple_tf.measuring.links": "measure_links",
@@ -132,6 +134,7 @@ __all__ = [
     "load_checkpoint",
     "measure_links",
     "measure_speedups",
+    "measure_speeds",
     "plan",
     "plan_streams",
     "profile",

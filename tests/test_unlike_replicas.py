@@ -75,7 +75,7 @@ def test_slices_are_as_large_as_their_shares_say() -> None:
     passes = StepPasses(plan, dapple.Cluster.local(4, kind="cpu"))
     slices = [[part.size for part in passes.layout(10).slices(stage, 0)] for stage in (0, 1)]
     assert slices == [[3, 2], [1, 4]]
-    assert [part.size for part in passes.layout(4).slices(1, 0)] == [0, 2]
+    assert [part.size for part in passes.layout(4).slices(1, 0)] == [1, 3]
     assert passes.slice_samples(Mode.TRAIN, 10) == (None, None)
 
 

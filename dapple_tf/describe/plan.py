@@ -31,7 +31,7 @@ from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
-from dapple_tf.text_table import table
+from dapple_tf.text_table import ranges, table
 from dapple_tf.units import gib
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals, split_evenly
@@ -465,7 +465,7 @@ class Plan(JsonFile):
             slices = " | ".join(
                 _runs(tuple(part.size for part in self.slices(stage, Interval(0, size)))) for size in sizes
             )
-            row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
+            row = [str(stage), layer, ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 reported = report.stages[stage]
                 memory = gib(reported.memory_bytes)
@@ -504,18 +504,6 @@ class Plan(JsonFile):
             object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
         if self.shares is not None:
             object.__setattr__(self, "shares", replica_shares(self.shares))
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Abbreviates numbers: ``0-7 9``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    texts = (f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts)
-    return " ".join(texts)
 
 
 def _runs(sizes: tuple[int, ...]) -> str:
