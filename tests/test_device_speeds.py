@@ -16,6 +16,7 @@ from dapple_tf import automatic
 from dapple_tf.describe.hardware import clean, cpu_kind
 from dapple_tf.measuring import device_speeds
 from dapple_tf.measuring.device_speeds import measure_speeds
+from dapple_tf.tools.hosts import LocalWorkers
 
 GPU = "/job:worker/replica:0/task:{}/device:GPU:{}"
 
@@ -34,6 +35,12 @@ def unlike(count: int = 3) -> dapple.Cluster:
     local = dapple.Cluster.local(count, kind="cpu")
     last = dataclasses.replace(local.devices[-1], kind="other")
     return dataclasses.replace(local, devices=(*local.devices[:-1], last))
+
+
+@pytest.fixture
+def cluster(workers: LocalWorkers) -> dapple.Cluster:
+    """Two workers."""
+    return dapple.Cluster.of_servers(workers.addresses[:2])
 
 
 def mlp() -> keras.Model:
