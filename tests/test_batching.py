@@ -141,9 +141,7 @@ def test_only_the_proportion_of_shares_counts(samples: int, own: tuple[int, ...]
 
 @deterministic
 @given(samples=sizes, own=shares)
-def test_more_samples_make_no_slice_smaller_and_each_is_near_its_proportion(
-    samples: int, own: tuple[int, ...]
-) -> None:
+def test_more_samples_make_no_slice_smaller_and_each_is_near_its_proportion(samples: int, own: tuple[int, ...]) -> None:
     split, more = split_by_shares(samples, own), split_by_shares(samples + 1, own)
     assert sum(split) == samples
     assert sorted(b - a for a, b in zip(split, more, strict=True)) == [0] * (len(own) - 1) + [1]

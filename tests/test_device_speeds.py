@@ -61,7 +61,9 @@ def with_times(monkeypatch: pytest.MonkeyPatch, *times: Sequence[float]) -> None
 
 
 def test_classes_are_of_one_kind_and_about_the_same_memory() -> None:
-    cluster = gpus((0, "H200", 139), (0, "A100", 40), (1, "A100", 79), (1, "H200", 138), (2, "A100", 80), (3, "H200", 139))
+    cluster = gpus(
+        (0, "H200", 139), (0, "A100", 40), (1, "A100", 79), (1, "H200", 138), (2, "A100", 80), (3, "H200", 139)
+    )
     assert cluster.device_classes == ((0, 3, 5), (1,), (2, 4))
     assert dapple.Cluster.local(3, kind="cpu").device_classes == ((0, 1, 2),)
     assert gpus((0, "", None), (1, "", 80)).device_classes == ((0, 1),)

@@ -331,9 +331,7 @@ def test_a_slow_replica_is_told_with_the_speed_that_was_seen_and_the_gain_of_a_n
     assert watch.check(slower_replica(tasks, 1, 2.0)) == []
     assert watch.suspects and watch.suspected_devices == {1}
     seen, advice = watch.check(slower_replica(tasks, 1, 2.0))
-    assert seen == (
-        "device 1 computes at speed 0.5, where 1 was expected: its tasks take 2 times as long as predicted"
-    )
+    assert seen == ("device 1 computes at speed 0.5, where 1 was expected: its tasks take 2 times as long as predicted")
     # 48 samples of 13.5 ms: 24 at half the speed, or in proportion at 1.5 together.
     assert advice == (
         "at the speeds that were seen, this plan takes 648 ms; a new plan takes 432 ms, 33% less (data parallel on 2, "

@@ -95,7 +95,9 @@ def test_tasks_take_the_time_of_their_slices_at_the_speed_of_their_device() -> N
 
 def test_two_kinds_of_devices_take_the_work_over_their_speed() -> None:
     cluster = cluster_of(2, 2, speeds=(1.0, 1.0, 0.5, 0.5), intra_bandwidth=1e12, inter_bandwidth=1e12)
-    step = simulate(with_shares(Plan.data_parallel(4, 48), profile_of(8, parameters=0), cluster), profile_of(8), cluster)
+    step = simulate(
+        with_shares(Plan.data_parallel(4, 48), profile_of(8, parameters=0), cluster), profile_of(8), cluster
+    )
     assert step.latency == pytest.approx(48 * 8 * 3e-3 / 3.0, rel=1e-3)
     assert simulate(Plan.data_parallel(4, 48), profile_of(8), cluster).latency > 1.49 * step.latency
 
@@ -131,11 +133,7 @@ def test_no_other_split_ends_earlier(seed: int) -> None:
     def last(sizes: tuple[int, ...]) -> float:
         return max(start + each * size for size, (start, each) in zip(sizes, lines, strict=True))
 
-    legal = [
-        sizes
-        for sizes in itertools.product(*(range(1, limit + 1) for limit in most))
-        if sum(sizes) == samples
-    ]
+    legal = [sizes for sizes in itertools.product(*(range(1, limit + 1) for limit in most)) if sum(sizes) == samples]
     split = best_split(samples, [lambda n, own=own: own[0] + own[1] * n for own in lines], most)  # type: ignore[misc]
     assert (split is None) == (not legal)
     if split is not None:

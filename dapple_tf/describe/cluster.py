@@ -385,7 +385,9 @@ class Cluster(JsonFile):
 def _is_like(first: Device, second: Device) -> bool:
     sizes = [device.memory_bytes for device in (first, second) if device.memory_bytes is not None]
     same = len(sizes) < 2 or max(sizes) <= min(sizes) * _LIKE_MEMORY
-    kinds = {(_kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)}
+    kinds = {
+        (_kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)
+    }
     return same and len(kinds) == 1
 
 

@@ -140,9 +140,7 @@ def _groups(cluster: Cluster, each_server: bool) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _with_speeds(
-    cluster: Cluster, groups: Sequence[Sequence[int]], speeds: Sequence[tuple[float, float]]
-) -> Cluster:
+def _with_speeds(cluster: Cluster, groups: Sequence[Sequence[int]], speeds: Sequence[tuple[float, float]]) -> Cluster:
     devices = list(cluster.devices)
     for group, (speed, spread) in zip(groups, speeds, strict=True):
         for device in group:

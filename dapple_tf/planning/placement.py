@@ -365,7 +365,9 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
         replicas=replicas,
         speed=speed,
         kinds=tuple(
-            DeviceKind(memory, has[:, [other == (own, memory) for other in described]].any(axis=1), own / speed)
+            DeviceKind(
+                memory, np.asarray(has[:, [other == (own, memory) for other in described]].any(axis=1)), own / speed
+            )
             for own, memory in dict.fromkeys(described)
         ),
         reduce_start=np.array([start for start, _ in reduce_lines]),

@@ -405,9 +405,7 @@ class CostModel:
         count, shared = len(self.micro_batches), self.plan.policy.shares_room
         most = count * len(self.stages) if shared else count
         return tuple(
-            min(
-                (need.fitting(limit, count, shared=shared) for need, limit in needs if limit is not None), default=most
-            )
+            min((need.fitting(limit, count, shared=shared) for need, limit in needs if limit is not None), default=most)
             for needs in self._needs
         )
 

@@ -52,7 +52,10 @@ def split_by_shares(samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     total = sum(shares)
     # Nobody gets less than the whole part of the exact proportion.
     sizes = [samples * share // total for share in shares]
-    queue = [(fractions.Fraction(size + 1, share), part) for part, (size, share) in enumerate(zip(sizes, shares, strict=True))]
+    queue = [
+        (fractions.Fraction(size + 1, share), part)
+        for part, (size, share) in enumerate(zip(sizes, shares, strict=True))
+    ]
     heapq.heapify(queue)
     for _ in range(samples - sum(sizes)):
         _, part = queue[0]

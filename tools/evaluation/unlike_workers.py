@@ -5,7 +5,8 @@
 Each worker runs on a core of its own; busy loops share the second one's. Speeds are measured (`dapple.measure_speeds`),
 the model is profiled on the first worker, and shares follow from both, as in the planner. Then steps of both plans take
 turns, so that both see the same changes of the machine's speed; what counts is the median over rounds of the ratio of
-their times within a round. Predictions are those of the simulator, with measured links.
+their times within a round, of rounds during which other processes leave the machine alone (or else the least disturbed
+ones). Predictions are those of the simulator, with measured links.
 
 Before that, a data-parallel step on 2 + 2 devices of speeds 1 and 0.5 is emulated (`dapple.emulate`), and compared with
 its work divided by the speed of all devices together.
@@ -19,12 +20,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.clusters.connection import connected
@@ -35,6 +36,7 @@ from dapple_tf.planning.shares import with_shares
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.quiet import quietest, with_noise
 from dapple_tf.tools.evaluation.ratios import quartiles, ratios
 from dapple_tf.tools.hosts import HostsError, LocalWorkers, end, launch
 from graph_passes.ir.batching import Interval
@@ -46,7 +48,13 @@ _BATCH = flags.DEFINE_integer("batch", 96, "Global batch size.", lower_bound=4, 
 _BUSY = flags.DEFINE_integer(
     "busy", 1, "Busy loops that share the second worker's core.", lower_bound=0, flag_values=FLAGS
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds of turns.", lower_bound=1, flag_values=FLAGS)
+_QUIET = flags.DEFINE_integer("quiet", 10, "Undisturbed rounds to measure.", lower_bound=1, flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 40, "Maximum rounds, while waiting for a quiet machine.", lower_bound=1, flag_values=FLAGS
+)
+_TRIES = flags.DEFINE_integer(
+    "tries", 5, "Maximum measurements of speeds, while waiting for a quiet machine.", lower_bound=1, flag_values=FLAGS
+)
 _CORES = flags.DEFINE_list(
     "cores", None, "The cores of the two workers; by default the first two of this process.", flag_values=FLAGS
 )
@@ -54,9 +62,13 @@ _JSON = flags.DEFINE_string(
     "json", None, "JSON file to write the numbers and the machine's facts to.", flag_values=FLAGS
 )
 
-_MODELS = {"resnet": resnet, "vgg": vgg}
+_MODELS: Mapping[str, Callable[[], keras.Model]] = {"resnet": resnet, "vgg": vgg}
 _BUSY_LOOP = "while True: pass"
 _WARM_UP = 3
+_NOISE = 0.1
+"""Cores that other processes may use while the machine counts as quiet."""
+_FEWEST = 5
+"""Minimum number of rounds that count."""
 
 Row = dict[str, Any]
 
@@ -118,12 +130,15 @@ class Training:
         command.say("profiling")
         self.profile = dapple.profile(model, sizes, cluster=cluster, cache=False, budget=30.0)
         command.say("measuring speeds and links")
-        cluster = dapple.measure_speeds(cluster, model, samples=sizes[1], each_server=True)
+        cluster, noise = quietest(
+            lambda: dapple.measure_speeds(cluster, model, samples=sizes[1], each_server=True), _NOISE, _TRIES.value
+        )
+        command.say(f"others used {noise:.2f} cores meanwhile; {cluster}")
         self.cluster = dapple.measure_links(cluster, capacity=False)
 
     def _model(self) -> keras.Model:
         keras.utils.set_random_seed(1)
-        model: keras.Model = _MODELS[_MODEL.value]()
+        model = _MODELS[_MODEL.value]()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), loss)
         return model
@@ -137,16 +152,26 @@ class Training:
         """Trains by all plans in turns; returns a row for each."""
         plans = self.plans()
         trainers = {name: dapple.transform(self._model(), self.cluster, plan) for name, plan in plans.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in plans}
         losses: dict[str, list[float]] = {name: [] for name in plans}
-        for number in range(-_WARM_UP, _ROUNDS.value):
-            for name in list(plans)[:: 1 if number % 2 == 0 else -1]:
-                trainer = trainers[name]
-                losses[name].append(float(trainer.train_on_batch(self.x, self.y)))
-                if number >= 0:
-                    seconds[name].append(float(trainer.last_step_seconds))
-            if number >= 0:
-                command.say(f"round {number + 1} of {_ROUNDS.value}")
+        rounds: list[tuple[dict[str, float], float]] = []
+
+        def one_round() -> dict[str, float]:
+            times = {}
+            for name in list(plans)[:: 1 if len(rounds) % 2 == 0 else -1]:
+                losses[name].append(float(trainers[name].train_on_batch(self.x, self.y)))
+                times[name] = float(trainers[name].last_step_seconds)
+            return times
+
+        for _ in range(_WARM_UP):
+            one_round()
+        for number in range(_ROUNDS.value):
+            rounds.append(with_noise(one_round))
+            quiet = sum(noise <= _NOISE for _, noise in rounds)
+            command.say(f"round {number + 1}: others used {rounds[-1][1]:.2f} cores; {quiet} of {_QUIET.value} quiet")
+            if quiet >= _QUIET.value:
+                break
+        counted = sorted(rounds, key=lambda entry: entry[1])[: max(_FEWEST, quiet)]
+        seconds = {name: [times[name] for times, _ in counted] for name in plans}
         apart = max(abs(a - b) / abs(a) for a, b in zip(*losses.values(), strict=True))
         rows = []
         for name, plan in plans.items():
@@ -161,6 +186,8 @@ class Training:
                     "speed_spread": self.cluster.devices[1].speed_spread,
                     "losses_apart": apart,
                     "busy_loops": _BUSY.value,
+                    "rounds": len(counted),
+                    "noise_cores": max(noise for _, noise in counted),
                 }
             )
         for trainer in trainers.values():
@@ -171,8 +198,8 @@ class Training:
 def _cores() -> list[int]:
     own = sorted(os.sched_getaffinity(0))
     cores = own[:2] if _CORES.value is None else [int(core) for core in _CORES.value if core.isdigit()]
-    if len(cores) != 2 or not set(cores) <= set(own):
-        raise app.UsageError(f"--cores needs two of {','.join(map(str, own))}: a core for each worker")
+    good = len(cores) == 2 and set(cores) <= set(own)
+    command.check(good, f"--cores needs two of {','.join(map(str, own))}: a core for each worker")
     return cores
 
 
@@ -208,18 +235,16 @@ def shown(rows: Sequence[Row]) -> str:
     if trained is not None:
         text += (
             f"\nspeed of the second worker: {trained['speed']:.3f} (+- {trained['speed_spread']:.3f}), beside "
-            f"{trained['busy_loops']} busy loops; losses agree to {trained['losses_apart']:.1e}"
+            f"{trained['busy_loops']} busy loops; losses agree to {trained['losses_apart']:.1e}; "
+            f"{trained['rounds']} rounds, others used at most {trained['noise_cores']:.2f} cores"
         )
     return text + "\n"
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Emulates, measures, and shows the results."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     check_output(_JSON.value)
-    if shutil.which("taskset") is None:
-        raise app.UsageError("`taskset` isn't installed; it comes with util-linux")
+    command.check(shutil.which("taskset") is not None, "`taskset` isn't installed; it comes with util-linux")
     _cores()
     rows = emulated()
     sys.stdout.write(shown(rows) + "\n")
@@ -233,4 +258,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.main(main, FLAGS)
+    command.start(main, FLAGS)
