@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,11 +52,23 @@ _QUIET = flags.DEFINE_integer("quiet", 10, "Undisturbed rounds to measure.", low
 _ROUNDS = flags.DEFINE_integer(
     "rounds", 40, "Maximum rounds, while waiting for a quiet machine.", lower_bound=1, flag_values=FLAGS
 )
+_NOISE = flags.DEFINE_float(
+    "noise", 0.1, "Cores that other processes may use in an undisturbed round.", lower_bound=0, flag_values=FLAGS
+)
 _TRIES = flags.DEFINE_integer(
     "tries", 5, "Maximum measurements of speeds, while waiting for a quiet machine.", lower_bound=1, flag_values=FLAGS
 )
 _CORES = flags.DEFINE_list(
     "cores", None, "The cores of the two workers; by default the first two of this process.", flag_values=FLAGS
+)
+_NICE = flags.DEFINE_integer(
+    "nice",
+    0,
+    "Niceness of this program's session and of those of workers and busy loops (/proc/<pid>/autogroup), below 0 on a "
+    "machine that does other things; needs root, and a session of its own (setsid).",
+    -20,
+    19,
+    flag_values=FLAGS,
 )
 _JSON = flags.DEFINE_string(
     "json", None, "JSON file to write the numbers and the machine's facts to.", flag_values=FLAGS
@@ -65,8 +77,6 @@ _JSON = flags.DEFINE_string(
 _MODELS: Mapping[str, Callable[[], keras.Model]] = {"resnet": resnet, "vgg": vgg}
 _BUSY_LOOP = "while True: pass"
 _WARM_UP = 3
-_NOISE = 0.1
-"""Cores that other processes may use while the machine counts as quiet."""
 _FEWEST = 5
 """Minimum number of rounds that count."""
 
@@ -107,11 +117,11 @@ def _slices(plan: dapple.Plan) -> str:
 
 
 @contextlib.contextmanager
-def busy(core: int, count: int) -> Iterator[None]:
-    """Keeps a core busy with loops."""
+def busy(core: int, count: int) -> Iterator[list[int]]:
+    """Keeps a core busy with loops; yields their processes."""
     loops = [launch(["taskset", "-c", str(core), sys.executable, "-c", _BUSY_LOOP]) for _ in range(count)]
     try:
-        yield
+        yield [loop.pid for loop in loops]
     finally:
         for loop in loops:
             end(loop)
@@ -131,7 +141,7 @@ class Training:
         self.profile = dapple.profile(model, sizes, cluster=cluster, cache=False, budget=30.0)
         command.say("measuring speeds and links")
         cluster, noise = quietest(
-            lambda: dapple.measure_speeds(cluster, model, samples=sizes[1], each_server=True), _NOISE, _TRIES.value
+            lambda: dapple.measure_speeds(cluster, model, samples=sizes[1], each_server=True), _NOISE.value, _TRIES.value
         )
         command.say(f"others used {noise:.2f} cores meanwhile; {cluster}")
         self.cluster = dapple.measure_links(cluster, capacity=False)
@@ -166,7 +176,7 @@ class Training:
             one_round()
         for number in range(_ROUNDS.value):
             rounds.append(with_noise(one_round))
-            quiet = sum(noise <= _NOISE for _, noise in rounds)
+            quiet = sum(noise <= _NOISE.value for _, noise in rounds)
             command.say(f"round {number + 1}: others used {rounds[-1][1]:.2f} cores; {quiet} of {_QUIET.value} quiet")
             if quiet >= _QUIET.value:
                 break
@@ -203,11 +213,19 @@ def _cores() -> list[int]:
     return cores
 
 
+def _set_niceness(processes: Sequence[int]) -> None:
+    for process in processes if _NICE.value else ():
+        pathlib.Path(f"/proc/{process}/autogroup").write_text(str(_NICE.value))
+
+
 def real() -> list[Row]:
     """Starts the workers, and measures on them."""
     cores = _cores()
-    with LocalWorkers(2, cores=cores, echo=lambda number, line: None) as workers, busy(cores[1], _BUSY.value):
-        time.sleep(0.1)
+    with (
+        LocalWorkers(2, cores=cores, echo=lambda number, line: None) as workers,
+        busy(cores[1], _BUSY.value) as loops,
+    ):
+        _set_niceness([*loops, *(worker.pid for worker in workers.processes)])
         cluster = dapple.Cluster.of_servers(workers.addresses)
         with connected(cluster):
             return Training(cluster).measure()
@@ -246,6 +264,7 @@ def main() -> None:
     check_output(_JSON.value)
     command.check(shutil.which("taskset") is not None, "`taskset` isn't installed; it comes with util-linux")
     _cores()
+    _set_niceness([os.getpid()])
     rows = emulated()
     sys.stdout.write(shown(rows) + "\n")
     try:
