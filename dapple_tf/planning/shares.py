@@ -7,10 +7,12 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan_values import replica_shares
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.device_memory import device_need
+from graph_passes.ir.batching import split_by_shares
 
 _STEPS = 64
 """Number of parts of a device's slices in which they are lowered where memory is short."""
@@ -31,17 +33,13 @@ def with_shares(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     Raises:
         PlanError: the plan doesn't suit the profile or the cluster.
     """
-    plan = dataclasses.replace(plan, shares=None) if plan.shares is not None else plan
-    if cluster.alike or plan.operator_devices is not None or max(plan.replicas) == 1:
-        return plan
-    costs = CostModel(plan, profile, cluster)
     shares = None
-    for in_flight in dict.fromkeys((plan.warm_up_counts(), (1,) * plan.num_stages)):
-        shares = shares or _Split(costs, in_flight).shares()
-    try:
-        return plan if shares is None else dataclasses.replace(plan, shares=shares)
-    except PlanError:  # A policy of the user's own may refuse it.
-        return plan
+    if not cluster.alike and plan.operator_devices is None and max(plan.replicas) > 1:
+        costs = CostModel(plan, profile, cluster)
+        for in_flight in dict.fromkeys((plan.warm_up_counts(), (1,) * plan.num_stages)):
+            shares = shares or _Split(costs, in_flight).shares()
+    shares = None if shares is None else replica_shares(shares)
+    return plan if shares == plan.shares else dataclasses.replace(plan, shares=shares)
 
 
 def best_split(
@@ -107,9 +105,8 @@ class _Split:
 
     def _lowered(self, splits: Sequence[tuple[int, ...]]) -> bool:
         """Lowers the limits of devices whose memory is short; returns whether there were any."""
-        costs, short = self.costs, False
-        plan = dataclasses.replace(costs.plan, shares=tuple(splits))
-        sizes = [[part.size for part in plan.slices(stage, costs.micro_batches[0])] for stage in range(plan.num_stages)]
+        costs, plan, short = self.costs, self.costs.plan, False
+        sizes = [split_by_shares(costs.micro_batches[0].size, split) for split in splits]
         places: dict[int, list[tuple[int, int]]] = {}
         for stage, (devices, owners) in enumerate(zip(plan.devices, costs.owner_devices, strict=True)):
             for replica, pair in enumerate(zip(devices, owners, strict=True)):
