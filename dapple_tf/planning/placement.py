@@ -334,7 +334,7 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
     for index, step in enumerate(steps):
         outgoing[step.source].append(index)
         incoming[step.target].append(index)
-    share = given / replicas[:, None]
+    share = given * (np.array(speeds) / speed[:, None]) / replicas[:, None]  # of a micro-batch's samples
     # Like servers change places; parts of servers don't, so that places stay on their real servers.
     arrived = np.array([share[index][list(step.order)] for index, step in enumerate(steps)]) @ real
     share = share @ real
