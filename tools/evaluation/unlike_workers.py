@@ -142,11 +142,13 @@ class Training:
         command.say("profiling")
         self.profile = dapple.profile(model, sizes, cluster=cluster, cache=False, budget=30.0)
         command.say("measuring speeds and links")
-        cluster, noise = quietest(
-            lambda: dapple.measure_speeds(cluster, model, samples=sizes[1], each_server=True), _NOISE.value, _TRIES.value
-        )
-        command.say(f"others used {noise:.2f} cores meanwhile; {cluster}")
-        self.cluster = dapple.measure_links(cluster, capacity=False)
+
+        def speeds() -> dapple.Cluster:
+            return dapple.measure_speeds(cluster, model, samples=sizes[1], each_server=True)
+
+        with_speeds, noise = quietest(speeds, _NOISE.value, _TRIES.value)
+        command.say(f"others used {noise:.2f} cores meanwhile; {with_speeds}")
+        self.cluster = dapple.measure_links(with_speeds, capacity=False)
 
     def _model(self) -> keras.Model:
         keras.utils.set_random_seed(1)
