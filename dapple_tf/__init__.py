@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dapple_tf.planning.chunks import chunked
     from dapple_tf.planning.early_reductions import reduced_early
     from dapple_tf.planning.planner import plan
+    from dapple_tf.planning.shares import with_shares
     from dapple_tf.schedules.policy import Policy
     from dapple_tf.simulation.simulator import Simulation, simulate
     from dapple_tf.tracing.monitoring import PipelineMonitor
@@ -77,6 +78,7 @@ _MODULES = {
         "dapple_tf.planning.chunks": "chunked",
         "dapple_tf.planning.early_reductions": "reduced_early",
         "dapple_tf.planning.planner": "plan",
+        "dapple_tf.planning.shares": "with_shares",
         "dapple_tf.schedules.policy": "Policy",
         "dapple_tf.simulation.simulator": "Simulation simulate",
         "dapple_tf.tracing.monitoring": "PipelineMonitor",
@@ -143,6 +145,7 @@ __all__ = [
     "simulate",
     "transform",
     "tune_reverse_first_k",
+    "with_shares",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ from equivalence import assert_same_training, assert_same_variables, pair, pipel
 from keras import layers
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode
 
@@ -132,3 +134,19 @@ def test_synchronized_norms_see_the_whole_micro_batch() -> None:
         plain.train_on_batch(x, y)
     pipelined.sync()
     assert_same_variables(pipelined.model, plain, EXACT)
+
+
+def test_the_planner_cuts_slices_by_speed_and_the_step_is_that_of_plain_keras() -> None:
+    use_float64()
+    model, plain = pair(dense)
+    layers_of = [LayerProfile(name, Cost(0.0, 1e-3), Cost(0.0, 2e-3)) for name in ("first", "second", "last")]
+    tensors = tuple(Tensor(index, (index + 1,), Cost(0.0, 1e6)) for index in range(2))
+    profile = dapple.Profile(model.name, "by hand", (1,), tuple(layers_of), tensors)
+    local = dapple.Cluster.local(3, kind="cpu")
+    devices = [dataclasses.replace(own, speed=speed) for own, speed in zip(local.devices, (1.0, 0.5, 0.5), strict=True)]
+    cluster = dataclasses.replace(local, devices=tuple(devices), intra_bandwidth=1e9, intra_latency=0.0)
+    pipelined = dapple.transform(model, cluster, global_batch_size=16, profile=profile, micro_batches=1)
+    assert pipelined.plan.shares == ((2, 1, 1),)
+    assert pipelined.prediction is not None
+    assert pipelined.prediction.predicted == dapple.simulate(pipelined.plan, profile, cluster).latency
+    assert_same_training(pipelined, plain, [batch("dense", 16, 0), batch("dense", 5, 1)], tolerance=EXACT)

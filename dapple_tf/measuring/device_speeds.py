@@ -161,8 +161,8 @@ def _in_turns(seconds: Sequence[Callable[[], float]], rounds: int | None, bar: P
     times: list[list[float]] = [[] for _ in seconds]
     for number in range(count):
         bar.step(f"round {number + 1} of {count}")
-        for own, kept in zip(seconds, times, strict=True):
-            kept.append(own())
+        for own, turns in zip(seconds, times, strict=True):
+            turns.append(own())
     return times
 
 

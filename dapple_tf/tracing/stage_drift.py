@@ -30,8 +30,9 @@ class StageDrift:
     since anything may slow down a single step. A stage is warned of again only after it
     has been near its prediction.
 
-    If the replicas of a stage aren't off alike, it is their devices that are faster or slower than expected: each of
-    these is warned of with the speed that was seen, and with the gain of a plan for these speeds.
+    If some replicas of a stage are off and others aren't, or the other way, it is their devices that are faster or
+    slower than expected: each of these is warned of with the speed that was seen, and with the gain of a plan for these
+    speeds.
 
     Attributes:
         predicted: stage -> predicted seconds.
@@ -103,6 +104,8 @@ class StageDrift:
             }
             if not own or max(own.values()) <= (1 + TOLERANCE) * min(own.values()):
                 continue
+            if min(own.values()) > 1 + TOLERANCE or max(own.values()) < 1 - TOLERANCE:
+                continue  # The prediction is wrong for all of them: that isn't a matter of one device.
             expected = self.predicted[stage]
             off = {device: ratio for device, ratio in own.items() if _is_off(ratio * expected, expected)}
             if off:
