@@ -144,6 +144,20 @@ def test_numbers_out_of_range(arguments: dict[str, Any], told: str) -> None:
         measure_speeds(unlike(), **arguments)
 
 
+def test_the_only_device_is_the_reference() -> None:
+    alone = dapple.Cluster.local(1, kind="cpu")
+    assert measure_speeds(alone) == alone
+    with pytest.raises(dapple.ClusterError, match="reference is 1; it must be a whole number, 0 to 0"):
+        measure_speeds(alone, reference=1)
+
+
+def test_sizes_of_memory_that_vary_a_little_are_alike() -> None:
+    assert gpus((0, "A100", 40), (0, "A100", 41)).alike
+    assert not gpus((0, "A100", 40), (0, "A100", 80)).alike
+    assert not gpus((0, "A100", 40), (0, "A100", None)).alike
+    assert gpus((0, "A100", None), (1, "A100", None)).alike
+
+
 def test_descriptions_have_no_speed_to_measure() -> None:
     with pytest.raises(dapple.ClusterError, match="a description without real devices: give its devices their speeds"):
         measure_speeds(dataclasses.replace(unlike(), real=False))

@@ -325,8 +325,10 @@ class Cluster(JsonFile):
 
     @functools.cached_property
     def alike(self) -> bool:
-        """Whether all devices have the same speed and memory."""
-        return len({(device.speed, device.memory_bytes) for device in self.devices}) == 1
+        """Whether all devices have the same speed, and the same memory within `_LIKE_MEMORY`."""
+        sizes = [device.memory_bytes or 0 for device in self.devices]  # 0 for unknown
+        speeds = {device.speed for device in self.devices}
+        return len(speeds) == 1 and max(sizes) <= min(sizes) * _LIKE_MEMORY
 
     def capacity(self, server: int) -> float:
         """Returns a server's compute when all of its devices are busy, in devices."""

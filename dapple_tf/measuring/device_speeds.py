@@ -93,8 +93,9 @@ def measure_speeds(
         ("reference", reference, 0, cluster.num_devices - 1),
         ("rounds", _LEAST_ROUNDS if rounds is None else rounds, 1, None),
     ):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least or (most or number) < number:
-            limits = f"{least} to {most}" if most is not None else f"at least {least}"
+        limits = f"at least {least}" if most is None else f"{least} to {most}"
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if not whole or number < least or (most is not None and number > most):
             raise ClusterError(f"{name} is {number!r}; it must be a whole number, {limits}")
     groups = _groups(cluster, each_server)
     first = next(number for number, group in enumerate(groups) if reference in group)
