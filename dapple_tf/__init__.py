@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
     from dapple_tf.frontend.initialization import deferred_init
+    from dapple_tf.measuring.device_speeds import measure_speeds
     from dapple_tf.measuring.emulated_waits import EmulationError
     from dapple_tf.measuring.emulator import Emulation, emulate
     from dapple_tf.measuring.links import measure_links
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from dapple_tf.planning.early_reductions import reduced_early
     from dapple_tf.planning.fastest_reductions import fastest_reductions
     from dapple_tf.planning.planner import plan
+    from dapple_tf.planning.shares import with_shares
     from dapple_tf.schedules.policy import Policy
     from dapple_tf.simulation.simulator import Simulation, simulate
     from dapple_tf.tracing.monitoring import PipelineMonitor
@@ -65,6 +67,7 @@ _MODULES = {
         "dapple_tf.errors": "CaptureError DappleError DataError NonFiniteLossError StepError "
         "VerificationError WorkerLostError",
         "dapple_tf.frontend.initialization": "deferred_init",
+        "dapple_tf.measuring.device_speeds": "measure_speeds",
         "dapple_tf.measuring.emulated_waits": "EmulationError",
         "dapple_tf.measuring.emulator": "Emulation emulate",
         "dapple_tf.measuring.links": "measure_links",
@@ -77,6 +80,7 @@ _MODULES = {
         "dapple_tf.planning.early_reductions": "reduced_early",
         "dapple_tf.planning.fastest_reductions": "fastest_reductions",
         "dapple_tf.planning.planner": "plan",
+        "dapple_tf.planning.shares": "with_shares",
         "dapple_tf.schedules.policy": "Policy",
         "dapple_tf.simulation.simulator": "Simulation simulate",
         "dapple_tf.tracing.monitoring": "PipelineMonitor",
@@ -134,6 +138,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "measure_links",
+    "measure_speeds",
     "measure_speedups",
     "plan",
     "plan_streams",
@@ -143,6 +148,7 @@ __all__ = [
     "simulate",
     "transform",
     "tune_reverse_first_k",
+    "with_shares",
 ]
 
 

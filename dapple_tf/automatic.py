@@ -14,6 +14,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile
 from dapple_tf.frontend.capture import check_model
+from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import with_length
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.profiler import profile
@@ -21,6 +22,7 @@ from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.planning.plan_request import AUTO, PlanRequest
 from dapple_tf.planning.planner import find
+from dapple_tf.simulation.cost import CostModel
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ def plan_model(
 
     Args:
         model: a built and compiled Keras model.
-        cluster: real devices; where links are unknown, they and the devices' slowdown of each other are measured.
+        cluster: real devices; where links are unknown, they and the devices' slowdown of each other are measured; where
+            devices are of several classes and all of speed 1, their speeds.
         global_batch_size: samples in one step.
         profiled: a profile to use instead of measuring.
         options: as for :func:`dapple_tf.plan`, but ``schedule`` is ``auto`` by default; ``x``, ``y`` and ``length`` as
@@ -88,7 +91,7 @@ def measured(
     budget: float | None = PROFILE_SECONDS,
     **examples: Any,
 ) -> tuple[Profile, Cluster]:
-    """Measures a model's profile on a real cluster, and the cluster's links.
+    """Measures a model's profile on a real cluster, the cluster's links, and the speeds of unlike devices.
 
     Args:
         model: a built and compiled Keras model.
@@ -103,7 +106,8 @@ def measured(
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
     """
     unknown = cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None
-    if unknown or profiled is None:
+    unlike = cluster.real and _unlike(cluster)
+    if unknown or unlike or profiled is None:
         check_model(model, training=True)
         examples = with_length(model, **examples)
     by_model = unknown
@@ -112,12 +116,34 @@ def measured(
         sizes = slice_sizes(global_batch_size, cluster.num_devices)
         profiled = profile(model, sizes, cluster=cluster, budget=time_budget, **examples)
         by_model = unknown and not profiled.estimated and time_budget.allows("shared cores")
+    if unlike:
+        samples = profiled.batch_sizes[len(profiled.batch_sizes) // 2]
+        names = cluster.device_names
+        reference = names.index(profiled.device) if profiled.device in names else 0
+        timed = model if _fits_everywhere(profiled, cluster, samples) else None
+        cluster = measure_speeds(cluster, timed, samples=samples, reference=reference, **examples)
     if unknown:
         # Matrix products measure the devices' slowdown of each other if steps of the model take too long.
         cluster = measure_links(cluster, capacity=not by_model)
     if by_model:
         cluster = measure_capacity(model, cluster, profiled, **examples)
     return profiled, cluster
+
+
+def _unlike(cluster: Cluster) -> bool:
+    """Returns whether a cluster has several classes of devices, of which nobody has told or measured the speeds."""
+    told = any(device.speed != 1.0 or device.speed_spread for device in cluster.devices)
+    return len(cluster.device_classes) > 1 and not told and not cluster.sub_streams
+
+
+def _fits_everywhere(profiled: Profile, cluster: Cluster, samples: int) -> bool:
+    """Returns whether a device of each class has the memory for two slices of the whole model."""
+    for members in cluster.device_classes:
+        plan = Plan.data_parallel(members[:1], 2 * samples, 2)
+        if min(CostModel(plan, profiled, cluster).holds or (2,)) < 2:
+            logger.info("device %d hasn't the memory for the model: matrices measure the speed of devices", members[0])
+            return False
+    return True
 
 
 def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:

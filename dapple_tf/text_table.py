@@ -25,3 +25,15 @@ def table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join(map(line, rows))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Abbreviates numbers: ``0-7 9``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    texts = (f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts)
+    return " ".join(texts)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_passes.ir.batching import Interval, intervals, micro_batch_intervals, slice_intervals, split_evenly
+from graph_passes.ir.batching import (
+    Interval,
+    intervals,
+    micro_batch_intervals,
+    slice_intervals,
+    split_by_shares,
+    split_evenly,
+)
 
 deterministic = settings(derandomize=True, deadline=None)
 
@@ -93,3 +100,60 @@ def test_the_overlaps_of_two_ways_to_slice_a_micro_batch_cover_each_sample_once(
     pieces = [piece for a, b in itertools.product(sent, received) if (piece := a.overlap(b)).size]
     samples = sorted(itertools.chain.from_iterable(range(*piece) for piece in pieces))
     assert samples == list(range(*micro_batch))
+
+
+# ---- by shares
+
+
+shares = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
+
+
+def test_splits_by_shares() -> None:
+    assert split_by_shares(5, (2, 1)) == (4, 1)
+    assert split_by_shares(1, (1, 2)) == (0, 1)
+    assert split_by_shares(0, (1, 2)) == (0, 0)
+    assert slice_intervals(Interval(4, 9), 2, (2, 3)) == ((4, 6), (6, 9))
+
+
+@pytest.mark.parametrize(("samples", "own"), [(-1, (1,)), (1, ()), (1, (1, 0))])
+def test_wrong_shares_are_refused(samples: int, own: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"can't split .* by shares"):
+        split_by_shares(samples, own)
+
+
+@deterministic
+@given(samples=sizes, parts=counts, times=st.integers(1, 5))
+def test_equal_shares_split_evenly(samples: int, parts: int, times: int) -> None:
+    assert split_by_shares(samples, (times,) * parts) == split_evenly(samples, parts)
+
+
+@deterministic
+@given(own=shares, times=st.integers(0, 5))
+def test_multiples_of_the_shares_are_split_exactly(own: tuple[int, ...], times: int) -> None:
+    assert split_by_shares(times * sum(own), own) == tuple(times * share for share in own)
+
+
+@deterministic
+@given(samples=sizes, own=shares, times=st.integers(2, 4))
+def test_only_the_proportion_of_shares_counts(samples: int, own: tuple[int, ...], times: int) -> None:
+    assert split_by_shares(samples, tuple(times * share for share in own)) == split_by_shares(samples, own)
+
+
+@deterministic
+@given(samples=sizes, own=shares)
+def test_more_samples_make_no_slice_smaller_and_each_is_near_its_proportion(samples: int, own: tuple[int, ...]) -> None:
+    split, more = split_by_shares(samples, own), split_by_shares(samples + 1, own)
+    assert sum(split) == samples
+    assert sorted(b - a for a, b in zip(split, more, strict=True)) == [0] * (len(own) - 1) + [1]
+    for size, share in zip(split, own, strict=True):
+        assert size >= samples * share // sum(own)
+
+
+@deterministic
+@given(samples=st.integers(0, 12), own=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+def test_no_split_has_a_smaller_largest_size_for_its_share(samples: int, own: tuple[int, ...]) -> None:
+    def largest(split: tuple[int, ...]) -> float:
+        return max(size / share for size, share in zip(split, own, strict=True))
+
+    others = (split for split in itertools.product(range(samples + 1), repeat=len(own)) if sum(split) == samples)
+    assert largest(split_by_shares(samples, own)) == min(map(largest, others))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import pathlib
 import sys
 
 import pytest
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import bench_cluster, bench_overhead, bench_torch
+from dapple_tf.tools.evaluation import bench_cluster, bench_overhead, bench_torch, quiet, unlike_workers
 from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
 from dapple_tf.tools.evaluation.bench_report import read_results
 from dapple_tf.tools.evaluation.peers import Peers, PeersError
@@ -70,10 +71,37 @@ def test_flags_are_checked_before_anything_starts(tmp_path: pathlib.Path, capsys
         (bench_cluster, ["--ways=slowly"], "unknown slowly; choose from copies"),
         (bench_cluster, ["--width=6"], "isn't a multiple of the 4 heads"),
         (bench_cluster, ["--parallel=none"], "1 or more"),
+        (unlike_workers, ["--cores=0"], "a core for each worker"),
         (bench_torch, ["--torch_python=/nowhere/python"], "install the extra dapple_tf[torch]"),
     ):
         assert command.run(module.main, module.FLAGS, arguments) == 1
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_unlike_workers_train_in_turns(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "speed.json"
+    arguments = ["--batch=8", "--rounds=2", "--quiet=1", "--tries=1", f"--json={file}"]
+    assert command.run(unlike_workers.main, unlike_workers.FLAGS, arguments) == 0
+    *emulated, equal, by_speed = read_results(file)["unlike_workers"]["records"]
+    assert [row["slices"] for row in emulated] == ["12+12+12+12", "16+16+8+8"]
+    assert equal["slices"] == "4+4" and equal["speedup"] == {"low": 1.0, "median": 1.0, "high": 1.0}
+    assert by_speed["speed"] > 0 and by_speed["speedup"]["median"] > 0
+    assert "vgg, by speed slices" in capsys.readouterr().out
+
+
+def test_the_quietest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([0.5, 0.3, 0.05, 0.0])
+    monkeypatch.setattr(quiet, "with_noise", lambda function: (function(), next(used)))
+    calls = itertools.count()
+    assert quiet.quietest(lambda: next(calls), 0.1, 5) == (2, 0.05)
+    assert quiet.quietest(lambda: next(calls), 0.1, 1) == (3, 0.0)
+
+
+def test_other_processes_use_some_cores() -> None:
+    result, noise = quiet.with_noise(lambda: sum(range(10**6)))
+    assert result == 499999500000 and 0 <= noise < 1000
 
 
 @pytest.mark.slow

@@ -123,6 +123,13 @@ def test_any_plan(seed: int) -> None:
     measured(*random_case(seed))
 
 
+def test_slices_by_speed() -> None:
+    """Replicas of speeds 1 and 0.5, in both stages; slices that don't match send to several replicas."""
+    plan = Plan.manual(["layer0"], [[0, 1], [2, 3]], 3, 18, shares=[[2, 1], [1, 2]])
+    where = cluster(2, 2, speeds=(1.0, 0.5, 0.5, 1.0), inter_bandwidth=5e4)
+    measured(plan, profile(2, apply_seconds=5e-3), where)
+
+
 def test_uneven_slices_go_from_replica_to_replica() -> None:
     step = measured(replicated([3, 2], 3, 5), profile(2), cluster(3, 2, inter_bandwidth=4e4, inter_latency=1e-3))
     assert kinds(step)["send"] == 3 * 2 * 4

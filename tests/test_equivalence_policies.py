@@ -65,6 +65,18 @@ def test_an_own_policy_is_emulated() -> None:
     assert str(step.order).splitlines()[0] == "0: 0F0 0F1 0F2 0B0 0B1 0B2"
 
 
+def test_the_runtime_counts_each_devices_own_slices() -> None:
+    """12 samples of 10 bytes: 9 on a device of 200 bytes, 3 on one of 100."""
+    sizes = {"residual_bytes": 10, "fixed_residual_bytes": 0, "delayed_bytes": 0, "fixed_delayed_bytes": 0}
+    program: Any = SimpleNamespace(stages=[SimpleNamespace(index=0, **sizes)])
+    devices = [dapple.Device(f"/device:CPU:{index}", 0, memory) for index, memory in enumerate((200, 100))]
+    cluster = dapple.Cluster(tuple(devices), real=False)
+    for shares, held in (([[3, 1]], 2), ([[1, 1]], 1)):
+        plan = dapple.Plan.data_parallel(2, 48, 4, shares=shares)
+        layout = Layout([["a", "b"]], 48, 48, 4, shares=plan.shares)
+        assert residuals_held(plan, cluster, program, layout, lambda device: 0) == (held,)
+
+
 @pytest.mark.parametrize(("policy", "held"), [("v_min", 5), ("zb_v", 2)])
 def test_the_runtime_counts_slices_of_any_of_a_devices_stages(policy: str, held: int) -> None:
     """Five slices fit beside the variables, each of at most 200 bytes: two micro-batches of both stages."""

@@ -18,7 +18,7 @@ from dapple_tf.tools.hosts import ROOT, environment
 def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "cluster.json"
     own = {key: value for key, value in environment().items() if key != "TF_CONFIG"}
-    arguments = ["--local=3", "--mib=0.25", "--repeats=1", "--nocapacity", f"--out={out}"]
+    arguments = ["--local=3", "--mib=0.25", "--repeats=1", "--nocapacity", "--speeds", f"--out={out}"]
     line = [sys.executable, "-m", "tools.measure_links", *arguments]
     done = subprocess.run(line, capture_output=True, text=True, env=own, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -28,6 +28,8 @@ def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
     starts = [line[:5] for line in lines]
     assert [start for start in starts if start in ("0 - 1", "0 - 2", "1 - 2")] == ["0 - 1", "0 - 2", "1 - 2"]
     cluster = dapple.Cluster.load(out)
+    assert "speed of each server's first device: 1 +- 0, " in done.stdout
+    assert all(device.speed > 0 for device in cluster.devices)
     assert cluster.num_servers == 3 and cluster.inter_bandwidth is not None
     assert all(server.inter_bandwidth for server in cluster.servers)
 

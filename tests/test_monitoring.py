@@ -314,6 +314,62 @@ def test_a_stage_that_is_off_once_is_not_warned_of() -> None:
         assert watch.check(slower(tasks, {0: 1.19, 1: 0.81})) == []
 
 
+def slower_replica(tasks: dict[Task, float], replica: int, factor: float) -> dict[Task, float]:
+    return {task: seconds * (factor if task.replica == replica else 1.0) for task, seconds in tasks.items()}
+
+
+def unlike_drift(speeds: tuple[float, float], shares: Any) -> tuple[StageDrift, dict[Task, float]]:
+    """Data parallelism on two devices, as simulated."""
+    devices = tuple(dapple.Device(f"d{index}", 0, speed=speed) for index, speed in enumerate(speeds))
+    own = dapple.Plan.data_parallel(2, 48, shares=shares)
+    simulation = simulate(own, PROFILE, dapple.Cluster(devices, real=False))
+    return StageDrift(simulation), simulated_tasks(simulation)
+
+
+def test_a_slow_replica_is_told_with_the_speed_that_was_seen_and_the_gain_of_a_new_plan() -> None:
+    watch, tasks = unlike_drift((1.0, 1.0), None)
+    assert watch.check(slower_replica(tasks, 1, 2.0)) == []
+    assert watch.suspects and watch.suspected_devices == {1}
+    seen, advice = watch.check(slower_replica(tasks, 1, 2.0))
+    assert seen == ("device 1 computes at speed 0.5, where 1 was expected: its tasks take 2 times as long as predicted")
+    # 48 samples of 13.5 ms: 24 at half the speed, or in proportion at 1.5 together.
+    assert advice == (
+        "at the speeds that were seen, this plan takes 648 ms; a new plan takes 432 ms, 33% less (data parallel on 2, "
+        "1 micro-batch, unequal shares): measure speeds again (dapple.measure_speeds(cluster, model, "
+        "each_server=True)) and plan for them"
+    )
+    assert watch.off_devices == {1} and not watch.suspects
+    assert watch.check(slower_replica(tasks, 1, 2.0)) == []
+    assert watch.check(tasks) == [] and not watch.off_devices
+
+
+def test_unlike_replicas_at_their_expected_speeds_are_not_warned_of() -> None:
+    watch, tasks = unlike_drift((1.0, 0.5), [[2, 1]])
+    assert watch.check(tasks) == watch.check(tasks) == []
+    for _ in range(2):
+        told = watch.check(slower_replica(tasks, 1, 0.5))
+    assert "device 1 computes at speed 1, where 0.5 was expected" in told[0]
+    assert "25% less" in told[1] and "equal shares" in told[1] and "unequal" not in told[1]
+
+
+def test_replicas_that_are_off_alike_are_a_matter_of_their_stage() -> None:
+    watch, tasks = unlike_drift((1.0, 0.5), [[2, 1]])
+    watch.check(slower(tasks, {0: 1.5}))
+    (told,) = watch.check(slower(tasks, {0: 1.5}))
+    assert told.startswith("stage 0 takes") and "50% more" in told
+
+
+def test_nothing_is_advised_where_no_plan_gains() -> None:
+    devices = tuple(dapple.Device(f"d{index}", 0) for index in range(2))
+    own = dapple.Plan.data_parallel(2, 2)  # A sample each can't be shared otherwise.
+    flat = profile_of((0, 1), (0, 1), (0, 1))
+    simulation = simulate(own, flat, dapple.Cluster(devices, real=False))
+    watch, tasks = StageDrift(simulation), simulated_tasks(simulation)
+    for _ in range(2):
+        told = watch.check(slower_replica(tasks, 1, 1.3))
+    assert told[1].endswith("and no new plan is at least 3% faster")
+
+
 def test_stages_of_tiny_tasks_are_left_out() -> None:
     simulation = simulate(plan(devices=[[0, 1], [2]]), profile_of((0.01, 0.02), (3, 6), (0.5, 1)), CLUSTER)
     watch, tasks = StageDrift(simulation), simulated_tasks(simulation)

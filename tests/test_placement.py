@@ -70,6 +70,18 @@ def test_like_servers_are_exchangeable_and_unlike_ones_are_not() -> None:
     assert {(1, 0), (0, 1)} <= set(unlike.states)
 
 
+def test_unlike_devices_of_a_stage_work_at_their_mean_speed_on_shares_by_speed() -> None:
+    cluster = cluster_of(1, 2, speeds=(1.5, 0.5, 0.5), memory=2**30, inter_bandwidth=1e9)
+    placements = Placements(cluster)
+    links = links_of(placements, "hierarchical")
+    step = next(i for i, own in enumerate(placements.steps) if own.source == 0 and own.counts == (1, 1))
+    assert links.speed[step] == 1.0
+    used = {(kind.memory, kind.share[step]) for kind in links.kinds if kind.used[step]}
+    assert used == {(2**30, 1.5), (2**30, 0.5)}
+    alone = next(i for i, own in enumerate(placements.steps) if own.source == 0 and own.counts == (0, 2))
+    assert [(kind.share[alone], bool(kind.used[alone])) for kind in links.kinds] == [(3.0, False), (1.0, True)]
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 4), (2, 2, 2)])
 def test_a_path_gives_each_device_once(sizes: tuple[int, ...]) -> None:
     cluster = cluster_of(*sizes)

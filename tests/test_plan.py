@@ -279,7 +279,8 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "operator_devices": null,
   "backward_cuts": [],
   "all_reduce": "flat",
-  "reduction_order": "completion"
+  "reduction_order": "completion",
+  "shares": null
 }
 """
     )

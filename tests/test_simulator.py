@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -695,7 +696,13 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
         inter_latency=draw.choice([None, 0.05]),
         servers=servers,
     )
-    return cut_everywhere(plan, model) if draw.random() < 0.5 and plan.wait_free else plan, model, where
+    plan = cut_everywhere(plan, model) if draw.random() < 0.5 and plan.wait_free else plan
+    if seed % 3 == 0:
+        other = random.Random(seed)
+        unequal = [[other.choice([1, 1, 2, 3]) for _ in group] for group in devices]
+        with contextlib.suppress(PlanError):  # Some replica gets no sample.
+            plan = dataclasses.replace(plan, shares=unequal)  # type: ignore[arg-type]
+    return plan, model, where
 
 
 def transfer_seconds(costs: CostModel, sender: Task, receiver: Task, size: float) -> float:

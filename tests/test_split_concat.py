@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from programs import (
 )
 from selection import thorough
 
-from graph_passes.ir.batching import Interval
+from graph_passes.ir.batching import Interval, split_by_shares
 from graph_passes.ir.graph import Graph, Ref, data_inputs
 from graph_passes.ir.program import Boundary, Layout, Program, Value
 from graph_passes.ir.tasks import Task
@@ -200,6 +201,21 @@ def test_published_ratios_in_every_layout_of_the_batch_axis(kind: str, senders: 
             got = interpret(exchange.program.graph, list(wanted.values()), exchange.given(phase))
             for task, tensor in zip(wanted, got, strict=True):
                 np.testing.assert_array_equal(tensor, exchange.data(exchange.samples(task)))
+
+
+@pytest.mark.parametrize("kind", ["rows", "time_major", "merged_unknown"])
+@pytest.mark.parametrize("shares", [((2, 1), (1, 3)), ((3, 2, 1), (1,)), ((1, 4), (2, 2, 5)), ((5, 1), (1, 5))])
+def test_slices_by_shares(kind: str, shares: tuple[tuple[int, ...], ...]) -> None:
+    for size in (1, 6, 13, 18):  # the small ones leave replicas without samples
+        exchange = exchanged(kind, dataclasses.replace(layout(list(map(len, shares)), size), shares=shares))
+        for phase in (FORWARD, BACKWARD):
+            wanted = exchange.wanted(phase)
+            got = interpret(exchange.program.graph, list(wanted.values()), exchange.given(phase))
+            for task, tensor in zip(wanted, got, strict=True):
+                np.testing.assert_array_equal(tensor, exchange.data(exchange.samples(task)))
+        assert [exchange.layout.slice(0, 0, replica).size for replica in range(len(shares[0]))] == list(
+            split_by_shares(size, shares[0])
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

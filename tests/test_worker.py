@@ -26,6 +26,7 @@ from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.serving import Lease, Machine
 from dapple_tf.clusters.session import server_config, session_config
 from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.network.control import Channel, ControlError, split_address
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 from dapple_tf.worker import Worker, own_address
@@ -202,9 +203,10 @@ def test_status(worker: Worker_) -> None:
 
 def test_inventory() -> None:
     memory = 2**30
-    assert Machine("h", 3, memory).inventory() == [{"kind": "CPU", "memory_bytes": memory}] * 3
+    three = Machine("h", 3, memory).inventory()
+    assert three == [{"kind": "CPU", "memory_bytes": memory, "hardware": cpu_kind(3)}] * 3
     whole = Machine("h", 1).inventory()[0]["memory_bytes"]
-    assert Machine("h", 4).inventory() == [{"kind": "CPU", "memory_bytes": whole // 4}] * 4
+    assert [device["memory_bytes"] for device in Machine("h", 4).inventory()] == [whole // 4] * 4
 
 
 def test_configurations() -> None:

@@ -22,6 +22,7 @@ from absl import app, flags
 
 from dapple_tf.clusters.connection import connected
 from dapple_tf.describe.cluster import Cluster, Link
+from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.links import measure_between_servers, measure_links
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
@@ -59,6 +60,12 @@ _REDUCTIONS = {
     "exchange": "scatter and gather in servers",
 }
 """What is measured of all-reduces."""
+_SPEEDS = flags.DEFINE_boolean(
+    "speeds",
+    False,
+    "Also measure the speed of each server's devices, by products of matrices on one of them.",
+    flag_values=FLAGS,
+)
 
 Pairs = Mapping[tuple[int, int], Link]
 
@@ -94,6 +101,10 @@ def links(cluster: Cluster, between: Pairs) -> str:
         told += (
             "compute of all devices at once: " + ", ".join(f"{capacity:.2f}" for capacity in capacities) + " devices\n"
         )
+    if _SPEEDS.value:
+        firsts = [cluster.devices[cluster.devices_of(server)[0]] for server in range(cluster.num_servers)]
+        speeds = ", ".join(f"{own.speed:.3g} +- {own.speed_spread:.2g}" for own in firsts)
+        told += f"speed of each server's first device: {speeds}\n"
     return told
 
 
@@ -115,6 +126,8 @@ def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:
         measured = measure_links(
             cluster, large=large, repeats=_REPEATS.value, capacity=_CAPACITY.value, between=between or None
         )
+        if _SPEEDS.value:
+            measured = measure_speeds(measured, each_server=True)
     if terminal:
         sys.stderr.write("\r" + " " * 60 + "\r")
     return measured, between

@@ -14,7 +14,8 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
     """Returns the plan with changed fields.
 
     Fields that no longer fit are reset: the report always; the K of stages if the schedule, the stages or the number of
-    micro-batches change; a schedule's choices for weight gradients if the schedule or the stages change.
+    micro-batches change; a schedule's choices for weight gradients if the schedule or the stages change; replicas'
+    shares if their devices change.
 
     Raises:
         PlanError: as `Plan`.
@@ -30,6 +31,8 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
     if different.keys() & {"cuts", "devices"}:
         dropped |= {"task_seconds": None, "reverse_first_k": 0, "carried_updates": 0}
         dropped |= {} if isinstance(plan.all_reduce, str) else {"all_reduce": "flat"}
+    if "devices" in different:
+        dropped["shares"] = None
     return dataclasses.replace(plan, **{**dropped, **different})
 
 

@@ -22,6 +22,7 @@ from absl import logging
 
 from dapple_tf.clusters.session import server_config
 from dapple_tf.describe.cluster import ClusterError, check_addresses
+from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
 from graph_passes.ir.tensorflow_private import local_devices
@@ -92,12 +93,19 @@ class Machine:
     lease: Lease = dataclasses.field(default_factory=Lease)
 
     def inventory(self) -> list[dict[str, Any]]:
-        """Returns kind and memory of each device. Looks for GPUs, which a process mustn't do before it forks."""
+        """Returns kind, memory and hardware of each device.
+
+        Looks for GPUs, which a process mustn't do before it forks.
+        """
         if self.devices == 0 and tf.config.list_physical_devices("GPU"):
             gpus = [device for device in local_devices() if device.device_type == "GPU"]
-            return [{"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit)} for device in gpus]
+            return [
+                {"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit), "hardware": hardware}
+                for device, hardware in zip(gpus, gpu_kinds(), strict=True)
+            ]
         count = max(1, self.devices)
-        return [{"kind": "CPU", "memory_bytes": self.memory_bytes or _memory() // count}] * count
+        memory = self.memory_bytes or _memory() // count
+        return [{"kind": "CPU", "memory_bytes": memory, "hardware": cpu_kind(count)}] * count
 
 
 def _memory() -> int:

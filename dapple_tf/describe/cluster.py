@@ -21,13 +21,17 @@ from dapple_tf.describe.devices import (
     check_link,
 )
 from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
+from dapple_tf.text_table import ranges
 from dapple_tf.units import link_text
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "ReductionLinks", "Server", "check_addresses"]
 
 _KINDS = ("auto", "cpu", "gpu")
+_LIKE_MEMORY = 1.1
+"""Factor up to which sizes of memory count as the same."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class Cluster(JsonFile):
             )
         device_type = "GPU" if gpus >= count else "CPU"
         names = (f"/job:localhost/replica:0/task:0/device:{device_type}:{index}" for index in range(count))
-        return cls(tuple(Device(name, 0, memory_bytes) for name in names))
+        kinds = [*gpu_kinds(), *[""] * count][:count] if device_type == "GPU" else [cpu_kind(count)] * count
+        return cls(tuple(Device(name, 0, memory_bytes, kind=kind) for name, kind in zip(names, kinds, strict=True)))
 
     @classmethod
     def of_servers(
@@ -155,15 +160,20 @@ class Cluster(JsonFile):
         check_addresses(addresses)
         if devices_per_server is None:
             answers = inventory(addresses, FaultPolicy().notice_seconds)
-            server_devices = [[(str(d["kind"]), d["memory_bytes"]) for d in devices] for devices in answers]
+            server_devices = [
+                [(str(d["kind"]), d["memory_bytes"], clean(d.get("hardware", ""))) for d in devices]
+                for devices in answers
+            ]
         elif devices_per_server < 1:
             raise ClusterError(f"devices_per_server is {devices_per_server}; servers have at least 1 device each")
         else:
-            server_devices = [[("CPU", None)] * devices_per_server] * len(addresses)
+            server_devices = [[("CPU", None, "")] * devices_per_server] * len(addresses)
         devices = tuple(
-            Device(f"/job:worker/replica:0/task:{task}/device:{kind}:{index}", task, memory_bytes or memory)
+            Device(
+                f"/job:worker/replica:0/task:{task}/device:{kind}:{index}", task, memory_bytes or memory, kind=hardware
+            )
             for task, kinds in enumerate(server_devices)
-            for index, (kind, memory) in enumerate(kinds)
+            for index, (kind, memory, hardware) in enumerate(kinds)
         )
         return cls(devices, addresses=tuple(addresses))
 
@@ -311,6 +321,29 @@ class Cluster(JsonFile):
             groups.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
         return tuple(map(tuple, groups.values()))
 
+    @functools.cached_property
+    def device_classes(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of like devices: of one kind, and of the same memory within `_LIKE_MEMORY`; that of device 0 first.
+
+        The memory that TensorFlow gets of a GPU varies a little.
+        """
+        classes: list[list[int]] = []
+        for index, device in enumerate(self.devices):
+            like = (own for own in classes if _is_like(device, self.devices[own[0]]))
+            own = next(like, None)
+            if own is None:
+                classes.append([index])
+            else:
+                own.append(index)
+        return tuple(map(tuple, classes))
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether all devices have the same speed, and the same memory within `_LIKE_MEMORY`."""
+        sizes = [device.memory_bytes or 0 for device in self.devices]  # 0 for unknown
+        speeds = {device.speed for device in self.devices}
+        return len(speeds) == 1 and max(sizes) <= min(sizes) * _LIKE_MEMORY
+
     def capacity(self, server: int) -> float:
         """Returns a server's compute when all of its devices are busy, in devices."""
         own = self.servers[server].capacity if self.servers else None
@@ -347,7 +380,31 @@ class Cluster(JsonFile):
             f"  between servers: {link_text(self.inter_bandwidth, self.inter_latency)}"
         )
         names = f"  {self.devices[0].name}" + (f" to {self.devices[-1].name}" if self.num_devices > 1 else "")
-        return f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}\n{names}\n{links}"
+        what = f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}"
+        return "\n".join([what, names, links, *self._speeds()])
+
+    def _speeds(self) -> list[str]:
+        """Returns a line for each kind of devices with its speed; none if all have speed 1 and are of one kind."""
+        kinds: dict[tuple[str, float, float], list[int]] = {}
+        for index, device in enumerate(self.devices):
+            kinds.setdefault((device.kind, device.speed, device.speed_spread), []).append(index)
+        if len(kinds) == 1 and {device.speed for device in self.devices} == {1.0}:
+            return []
+        lines = []
+        for (kind, speed, spread), members in kinds.items():
+            within = f" (+-{spread:.2g})" if spread else ""
+            what = f"{kind}: " if kind else ""
+            lines.append(f"  device{'s' * (len(members) > 1)} {ranges(members)}: {what}speed {speed:.3g}{within}")
+        return lines
+
+
+def _is_like(first: Device, second: Device) -> bool:
+    sizes = [device.memory_bytes for device in (first, second) if device.memory_bytes is not None]
+    same = len(sizes) < 2 or max(sizes) <= min(sizes) * _LIKE_MEMORY
+    kinds = {
+        (_kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)
+    }
+    return same and len(kinds) == 1
 
 
 def _kind_and_number(name: str) -> tuple[str, int]:

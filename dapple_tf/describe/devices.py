@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dapple_tf.errors import ClusterError
@@ -22,12 +22,17 @@ class Device:
         server: index of its server.
         memory_bytes: its memory; None for unknown, which planning takes as no limit.
         speed: how fast it computes, as a multiple of the device that profiles are made on.
+        speed_spread: half of the range that the middle half of the measurements of its speed spans; 0 if it wasn't
+            measured. Doesn't count in comparisons.
+        kind: what hardware it is, the same text for like devices; empty for unknown. Doesn't count in comparisons.
     """
 
     name: str
     server: int
     memory_bytes: int | None = None
     speed: float = 1.0
+    speed_spread: float = field(default=0.0, compare=False)
+    kind: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dapple_tf.describe.plan_values import (
     integer,
     integers,
     layer_names,
+    replica_shares,
     task_times,
 )
 from dapple_tf.describe.unit_timeline import unit_timeline
@@ -32,10 +33,10 @@ from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
-from dapple_tf.text_table import table
+from dapple_tf.text_table import ranges, table
 from dapple_tf.units import gib
 from dapple_tf.view.notebook import Table, notebook_html
-from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.batching import Interval, slice_intervals, split_evenly
 from graph_passes.ir.tasks import Schedule
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class PlanOptions(TypedDict, total=False):
     backward_cuts: tuple[str, ...]
     all_reduce: str | tuple[str, ...]
     reduction_order: str
+    shares: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ class Plan(JsonFile):
         reduction_order: the order in which carried updates are all-reduced: ``completion``, that in which their
             gradients were complete, or ``first_layers``, that in which the next step's forwards wait for them
             (BytePS's priorities; section 5.1 of the same paper). All others are reduced in the order of completion.
+        shares: for each stage the share of each replica in every micro-batch, in whole numbers: with ``((2, 1),)``
+            replica 0 gets twice as many samples as replica 1, however large the batch is
+            (`graph_passes.ir.batching.split_by_shares`). None for equal shares; shares are reduced to lowest terms.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -137,6 +142,7 @@ class Plan(JsonFile):
     backward_cuts: tuple[str, ...] = ()
     all_reduce: str | tuple[str, ...] = "flat"
     reduction_order: str = "completion"
+    shares: tuple[tuple[int, ...], ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +226,7 @@ class Plan(JsonFile):
             PlanError: the plan has an option that needs replicas.
         """
         own = tuple(devices[:1] for devices in self.devices)
-        return replace(self, devices=own, operator_devices=self.devices, report=None)
+        return replace(self, devices=own, operator_devices=self.devices, shares=None, report=None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], schedules: Iterable[Policy] = ()) -> Plan:
@@ -286,7 +292,7 @@ class Plan(JsonFile):
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
-        later = {"backward_cuts", "all_reduce", "reduction_order"}
+        later = {"backward_cuts", "all_reduce", "reduction_order", "shares"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -363,6 +369,11 @@ class Plan(JsonFile):
     def replicas(self) -> tuple[int, ...]:
         """Number of replicas of each stage."""
         return tuple(map(len, self.devices))
+
+    def slices(self, stage: int, micro_batch: Interval) -> tuple[Interval, ...]:
+        """Returns the samples of each replica of a stage in a micro-batch."""
+        shares = None if self.shares is None else self.shares[stage]
+        return slice_intervals(micro_batch, len(self.devices[stage]), shares)
 
     def warm_up_counts(self) -> tuple[int, ...]:
         """Returns K of each stage (`schedules.in_flight_limits`) without a memory limit."""
@@ -474,8 +485,10 @@ class Plan(JsonFile):
         rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
         for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
             layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
-            slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
-            row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
+            slices = " | ".join(
+                _runs(tuple(part.size for part in self.slices(stage, Interval(0, size)))) for size in sizes
+            )
+            row = [str(stage), layer, ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 reported = report.stages[stage]
                 memory = gib(reported.memory_bytes)
@@ -513,18 +526,8 @@ class Plan(JsonFile):
             object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
         if self.operator_devices is not None:
             object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Abbreviates numbers: ``0-7 9``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    texts = (f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts)
-    return " ".join(texts)
+        if self.shares is not None:
+            object.__setattr__(self, "shares", replica_shares(self.shares))
 
 
 def _runs(sizes: tuple[int, ...]) -> str:

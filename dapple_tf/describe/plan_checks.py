@@ -11,6 +11,7 @@ from dapple_tf.describe.plan_values import REDUCTION_ORDERS, PlanError, PlanValu
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.schedule_request import ScheduleError
+from graph_passes.ir.batching import Interval
 
 if TYPE_CHECKING:
     from dapple_tf.describe.plan import Plan
@@ -48,6 +49,11 @@ def check_stages(plan: Plan) -> None:
         if not devices:
             raise PlanError(f"stage {stage} has no devices; give it at least one")
         _check_devices(f"stage {stage}", devices)
+    if plan.shares is not None and list(map(len, plan.shares)) != list(plan.replicas):
+        raise PlanError(
+            f"shares has {list(map(len, plan.shares))} numbers for stages of {list(plan.replicas)} replicas; give one "
+            f"for each replica"
+        )
     if plan.task_seconds is not None and len(plan.task_seconds) != stages:
         raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {stages} stages; give one for each")
     if not isinstance(plan.all_reduce, str) and len(plan.all_reduce) != stages:
@@ -129,6 +135,15 @@ def check_batches(plan: Plan) -> None:
                 f"{batch}): use {fewer}at most {smallest} replicas, or a global batch of at least "
                 f"{replicas * count}"
             )
+        for replica, part in enumerate(plan.slices(stage, Interval(0, smallest)) if plan.shares is not None else ()):
+            if not part.size:
+                assert plan.shares is not None
+                own = plan.shares[stage]
+                raise PlanError(
+                    f"replica {replica} of stage {stage} gets no sample of a micro-batch of {smallest}: its share is "
+                    f"{own[replica]} of {sum(own)}. Raise its share, leave its device {plan.devices[stage][replica]} "
+                    f"out of the stage, or use fewer micro-batches"
+                )
 
 
 def check_options(plan: Plan) -> None:

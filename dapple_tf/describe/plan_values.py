@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -68,6 +69,24 @@ def algorithms(all_reduce: object) -> str | tuple[str, ...]:
         if name not in ALL_REDUCE:
             raise PlanValueError(f"unknown all_reduce {short(name)}; use one of {', '.join(ALL_REDUCE)}")
     return names[0] if single else names
+
+
+def replica_shares(shares: object) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the shares of each stage's replicas as tuples in lowest terms; None if all are equal.
+
+    Raises:
+        PlanValueError: a stage's shares aren't whole numbers of at least 1.
+    """
+    stages = []
+    for stage, values in enumerate(_entries("shares", shares, "[[2, 1], [1]] with a list for each stage")):
+        numbers = integers(f"shares of stage {stage}", values)
+        if not numbers or min(numbers) < 1:
+            raise PlanValueError(
+                f"shares of stage {stage} are {short(list(numbers))}; give each replica a whole number of at least 1"
+            )
+        common = math.gcd(*numbers)
+        stages.append(tuple(number // common for number in numbers))
+    return tuple(stages) if any(len(set(numbers)) > 1 for numbers in stages) else None
 
 
 def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.view.timeline import Span, Timeline
-from graph_passes.ir.batching import intervals, slice_intervals, split_evenly
+from graph_passes.ir.batching import intervals, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Order:
         self._schedule = schedule
         self._seconds: Sequence[Sequence[float]] = plan.task_seconds or [(1.0, 1.0, 1.0)] * plan.num_stages
         micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
-        self._slices = [[slice_intervals(part, count) for part in micro_batches] for count in plan.replicas]
+        self._slices = [[plan.slices(stage, part) for part in micro_batches] for stage in range(plan.num_stages)]
         self._tasks = frozenset(schedule.tasks)
         self._spans: dict[Task, Span] = {}
 

@@ -43,7 +43,7 @@ def residuals_held(
         pairs = enumerate(zip(plan.devices, owner_devices, strict=True))
         stages = [index for index, (own, owning) in pairs if device in (*own, *owning)]
         fixed = stored_bytes(cluster.device_names[device])
-        sizes = [_slice_bytes(program.stages[stage], layout) for stage in stages]
+        sizes = [_slice_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages]
         residual = max(1, sum(sizes))
         count = (limit - fixed) // residual
         if count < 1:
@@ -60,8 +60,17 @@ def residuals_held(
     return tuple(held)
 
 
-def _slice_bytes(stage: Stage, layout: Layout) -> int:
+def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
+    """Returns the samples of a stage's largest slice, if replicas have shares: of those on a device."""
+    slices = layout.slices(stage, 0)
+    if plan.shares is not None:
+        owners = (plan.weight_devices or plan.devices)[stage]
+        places = zip(plan.devices[stage], owners, slices, strict=True)
+        slices = tuple(interval for own, owning, interval in places if device in (own, owning))
+    return max(interval.size for interval in slices)
+
+
+def _slice_bytes(stage: Stage, samples: int) -> int:
     """Returns the bytes that a stage keeps of a slice until its last backward task."""
-    samples = max(interval.size for interval in layout.slices(stage.index, 0))
     kept = stage.residual_bytes * samples + stage.fixed_residual_bytes
     return max(kept, stage.delayed_bytes * samples + stage.fixed_delayed_bytes)

@@ -112,7 +112,7 @@ class StepPasses:
         if samples > batch:
             micro_batches, batch = -(-samples * micro_batches // batch), samples
         weight_devices = None if self.plan.weight_devices is None else self.owner_devices
-        return Layout(self.devices, samples, batch, micro_batches, weight_devices)
+        return Layout(self.devices, samples, batch, micro_batches, weight_devices, self.plan.shares)
 
     def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
         """Returns the parameter groups updated during the next step's forward pass, in the order of their reduction."""

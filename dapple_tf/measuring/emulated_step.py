@@ -17,7 +17,7 @@ from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient
 from dapple_tf.simulation.simulated_step import device_orders
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.view.timeline import Span
-from graph_passes.ir.batching import Interval, slice_intervals
+from graph_passes.ir.batching import Interval
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
@@ -131,8 +131,7 @@ class EmulatedStep:
 
     def _slice(self, task: Task) -> Interval:
         """Returns a task's samples of the global batch."""
-        replicas = self.costs.plan.replicas[task.stage]
-        return slice_intervals(self.costs.micro_batches[task.micro_batch], replicas)[task.replica]
+        return self.costs.plan.slices(task.stage, self.costs.micro_batches[task.micro_batch])[task.replica]
 
     def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
         """Yields a task's inputs from each other stage: (sender, samples, bytes) in the order of samples."""

@@ -87,11 +87,17 @@ class ProfiledModel:
         return dict(zip(self.flat.roles.inputs, arrays, strict=True))
 
     @contextlib.contextmanager
-    def session(self, updates: Sequence[GroupUpdate]) -> Iterator[TimedSession]:
-        """Opens a session with the values of the model's variables, and of those that updates need."""
+    def session(self, updates: Sequence[GroupUpdate], program: Program | None = None) -> Iterator[TimedSession]:
+        """Opens a session with the values of the model's variables, and of those that updates need.
+
+        Args:
+            updates: the optimizer's part.
+            program: the stages that read variables; None for `program`.
+        """
+        stages = (self.program if program is None else program).stages
         metrics: Mapping[str, tuple[np.ndarray, np.ndarray]] = RunningMetrics(self.model, self.table).feeds()
         with TimedSession(self.cluster, self.device_name, metrics) as session:
-            read = {name for stage in self.program.stages for name in stage.reads}
+            read = {name for stage in stages for name in stage.reads}
             variables = {name: self.table.describe(name) for name in sorted(read)}
             variables |= {v.storage_name: v for update in updates for v in update.apply.variables.values()}
             session.load(self.table, list(variables.values()))

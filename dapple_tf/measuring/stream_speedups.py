@@ -35,7 +35,7 @@ from dapple_tf.schedules import joint_scheduling
 from dapple_tf.schedules.joint_scheduling import StreamTimes
 from dapple_tf.schedules.stream_schedule import JOINT
 from dapple_tf.variables.parameter_groups import readers_of
-from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.batching import Interval, split_evenly
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, substitute
 from graph_passes.ir.outline import call_node
 from graph_passes.ir.program import Layout, Program, StageFunction, Step
@@ -117,7 +117,8 @@ def measure_speedups(
     if repeats < 1:
         raise PlanError(f"repeats is {repeats}; it must be at least 1")
     check_model(model, training=True)
-    samples = split_evenly(split_evenly(plan.global_batch_size, plan.micro_batches)[0], len(plan.devices[0]))[0]
+    micro_batch = Interval(0, split_evenly(plan.global_batch_size, plan.micro_batches)[0])
+    samples = max(part.size for part in plan.slices(0, micro_batch))
     names = cluster.device_names
     main, sub = names[plan.devices[0][0]], names[plan.weight_devices[0][0]]
     with kept_metrics(model), Progress("measuring streams", shown=None if progress else False) as bar:

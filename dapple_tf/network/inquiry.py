@@ -18,7 +18,7 @@ CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})
 
 
 def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, Any]]]:
-    """Asks running workers for kind and memory of their devices.
+    """Asks running workers for kind, memory and hardware of their devices.
 
     Args:
         addresses: ``host:port`` of each worker.
@@ -47,6 +47,7 @@ def _is_device(entry: object) -> bool:
         and entry.get("kind") in ("CPU", "GPU")
         and type(entry.get("memory_bytes")) is int
         and entry["memory_bytes"] > 0
+        and isinstance(entry.get("hardware", ""), str)
     )
 
 

@@ -35,15 +35,18 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
         PlanError: a move yields something else than changes of a plan's fields, or a value that no plan has there.
     """
     for move in MOVES:
-        yield from _legal(plan, move(plan, request))
+        yield from _legal(plan, request, move(plan, request))
     for move in request.moves:
         yield from _by_own_move(plan, request, move)
 
 
-def _legal(plan: Plan, moves: Iterable[Changes]) -> Iterator[Plan]:
+def _legal(plan: Plan, request: PlanRequest, moves: Iterable[Changes]) -> Iterator[Plan]:
     for changes in moves:
         try:
-            neighbour = dataclasses.replace(plan, **{"backward_cuts": (), "all_reduce": "flat", **changes})
+            follows = {"backward_cuts": (), "all_reduce": "flat", "shares": None}
+            neighbour = dataclasses.replace(plan, **(follows | dict(changes)))
+            if "shares" not in changes:
+                neighbour = request.shared(neighbour)
         except PlanValueError:
             raise
         except PlanError:
@@ -61,7 +64,7 @@ def _by_own_move(plan: Plan, request: PlanRequest, move: Move) -> Iterator[Plan]
             _check_changes(name, plan, request, changes)
             tried += 1
             try:
-                made_legal = [other for other in _legal(plan, [changes]) if _fits(other, request)]
+                made_legal = [other for other in _legal(plan, request, [changes]) if _fits(other, request)]
             except PlanValueError as error:
                 raise PlanError(f"move {name} yields {short(changes)}: {error}") from error
             legal += len(made_legal)
@@ -184,7 +187,14 @@ def split_stages(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
             yield {"cuts": cuts, "devices": (*plan.devices[:stage], first, second, *plan.devices[stage + 1 :])}
 
 
-MOVES: tuple[Move, ...] = (move_cuts, move_devices, change_micro_batches, merge_stages, split_stages)
+def equal_shares(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+    """Gives all replicas of a stage the same share, which may need fewer messages or less memory."""
+    del request
+    if plan.shares is not None:
+        yield {"shares": None}
+
+
+MOVES: tuple[Move, ...] = (move_cuts, move_devices, change_micro_batches, merge_stages, split_stages, equal_shares)
 """The moves of the local search, in the order in which they are tried."""
 
 

@@ -227,6 +227,21 @@ def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """Devices of one speed and memory.
+
+    Attributes:
+        memory: bytes of each; infinite where unknown.
+        used: whether each of `Placements.steps` has such devices.
+        share: the samples of such a device, as a multiple of the mean over a step's devices.
+    """
+
+    memory: float
+    used: npt.NDArray[np.bool_]
+    share: Floats
+
+
+@dataclasses.dataclass(frozen=True)
 class Links:
     """Speeds and links of the devices of each of `Placements.steps`, as arrays.
 
@@ -234,8 +249,8 @@ class Links:
         source: state before each step.
         target: state after it.
         replicas: number of devices.
-        speed: that of the slowest.
-        memory: that of the smallest, in bytes; infinite where unknown.
+        speed: the mean: slices are in proportion to speeds.
+        kinds: see :class:`DeviceKind`.
         inner: fixed seconds and seconds per byte of an all-reduce over them inside servers, see `AllReduceTime`.
         outer: the same for the rest of it.
         rest: for each state the step that takes all remaining devices; -1 for the full cluster.
@@ -252,7 +267,7 @@ class Links:
     target: Ints
     replicas: Ints
     speed: Floats
-    memory: Floats
+    kinds: tuple[DeviceKind, ...]
     inner: tuple[Floats, Floats]
     outer: tuple[Floats, Floats]
     rest: Ints
@@ -296,6 +311,10 @@ def links_of(placements: Placements, all_reduce: Sequence[str], size: float) -> 
     has = given > 0
     times_by_kind: dict[object, AllReduceTime] = {}
     times_of = []
+    slowest = np.where(has, speeds, np.inf).min(axis=1)
+    # The mean of equal numbers is this number, to the last bit.
+    speed = np.where(slowest == np.where(has, speeds, 0).max(axis=1), slowest, given @ np.array(speeds) / replicas)
+    described = list(zip(speeds, memories, strict=True))
     for counts in (step.counts for step in steps):
         members: Counter[int] = Counter()
         for group, count in enumerate(counts):
@@ -322,7 +341,7 @@ def links_of(placements: Placements, all_reduce: Sequence[str], size: float) -> 
     for index, step in enumerate(steps):
         outgoing[step.source].append(index)
         incoming[step.target].append(index)
-    share = given / replicas[:, None]
+    share = given * (np.array(speeds) / speed[:, None]) / replicas[:, None]  # of a micro-batch's samples
     # Like servers change places; parts of servers don't, so that places stay on their real servers.
     arrived = np.array([share[index][list(step.order)] for index, step in enumerate(steps)]) @ real
     share = share @ real
@@ -351,10 +370,15 @@ def links_of(placements: Placements, all_reduce: Sequence[str], size: float) -> 
         source=source,
         target=target,
         replicas=replicas,
-        speed=np.where(has, speeds, np.inf).min(axis=1),
-        memory=np.where(has, memories, np.inf).min(axis=1),
         inner=(np.array([time.inner[0] for time in times_of]), np.array([time.inner[1] for time in times_of])),
         outer=(np.array([time.outer[0] for time in times_of]), np.array([time.outer[1] for time in times_of])),
+        speed=speed,
+        kinds=tuple(
+            DeviceKind(
+                memory, np.asarray(has[:, [other == (own, memory) for other in described]].any(axis=1)), own / speed
+            )
+            for own, memory in dict.fromkeys(described)
+        ),
         rest=rest,
         column=column,
         row=row,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster
@@ -64,14 +64,15 @@ def report(
     stages = []
     for stage, devices in enumerate(plan.devices):
         first, stop = costs.stages[stage].layers
+        memory_bytes, limit = _nearest_to_limit(best, devices)
         stages.append(
             StageReport(
                 layers=stop - first,
                 share=busy[stage] / total,
                 bubble=best.bubbles[stage],
                 warm_up=costs.warm_up[stage],
-                memory_bytes=max(best.peak_bytes[device] for device in devices),
-                memory_limit=costs.memory_limit(stage),
+                memory_bytes=memory_bytes,
+                memory_limit=limit,
             )
         )
     straight = costs if derived is None else request.costs(derived.origin)
@@ -101,6 +102,16 @@ def report(
     )
 
 
+def _nearest_to_limit(step: Simulation, devices: Sequence[int]) -> tuple[float, int | None]:
+    """Returns peak and size of the memory of the device that has the least left; the largest peak if none is known."""
+    sizes = {device: step.costs.cluster.devices[device].memory_bytes for device in devices}
+    left = {device: size - step.peak_bytes[device] for device, size in sizes.items() if size is not None}
+    if not left:
+        return max(step.peak_bytes[device] for device in devices), None
+    device = min(left, key=lambda device: left[device])
+    return step.peak_bytes[device], sizes[device]
+
+
 def _why_not_data_parallel(request: PlanRequest) -> str:
     devices = request.cluster.num_devices
     if request.batch < devices:
@@ -109,7 +120,10 @@ def _why_not_data_parallel(request: PlanRequest) -> str:
     if not reaching:
         return f"a micro-batch has fewer samples than the {devices} devices"
     costs = request.costs(request.plan((), [range(devices)], max(reaching)))
-    limit, need = costs.memory_limit(0) or 0, costs.needed_bytes(0, _in_flight(request, max(reaching)))
+    short = costs.shortest(0, _in_flight(request, max(reaching)))
+    if short is None:
+        return "doesn't fit"
+    need, limit = short[0].peak(_in_flight(request, max(reaching))), short[1]
     return f"doesn't fit: it needs {gib(need)} on each device, {gib(need - limit)} more than there is"
 
 
@@ -124,12 +138,15 @@ def shortage(request: PlanRequest) -> str:
             f"reach the devices; use a larger batch or fewer micro-batches"
         )
     over, costs, stage = best
-    need = costs.needed_bytes(stage, _in_flight(request, costs.plan.micro_batches))
+    in_flight = _in_flight(request, costs.plan.micro_batches)
+    short = costs.shortest(stage, in_flight)
+    assert short is not None, "a plan without limits doesn't exceed them"
+    need, limit = short[0].peak(in_flight), short[1]
     text = (
         f"no plan fits the memory of {devices} device{'s' if devices > 1 else ''}: the one that comes nearest, "
         f"{shape(costs.plan)}, recompute {costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
         f"({gib(costs.stages[stage].stored_bytes)} for weights, gradients and optimizer), {gib(over)} more than "
-        f"the {gib(costs.memory_limit(stage) or 0)} there are"
+        f"the {gib(limit)} there are"
     )
     fixes = []
     given = request.recompute is not None and "boundary" not in request.recompute
@@ -173,10 +190,11 @@ def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
                 for replicas in {1, min(devices // stages, request.batch // count)} - {0}:
                     groups = [sorted(ranked[i * replicas : (i + 1) * replicas]) for i in range(stages)]
                     costs = request.costs(request.plan(by_memory(request.profile, stages), groups, count, mode))
+                    in_flight = _in_flight(request, count)
                     overs = [
-                        (costs.needed_bytes(stage, _in_flight(request, count)) - limit, stage)
+                        (short[0].peak(in_flight) - short[1], stage)
                         for stage in range(stages)
-                        if (limit := costs.memory_limit(stage)) is not None
+                        if (short := costs.shortest(stage, in_flight)) is not None
                     ]
                     over, worst = max(overs, default=(-math.inf, 0))
                     yield over, costs, worst

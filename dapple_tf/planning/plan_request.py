@@ -12,6 +12,7 @@ from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.fastest_reductions import with_fastest_reductions
+from dapple_tf.planning.shares import with_shares
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.policy_names import own_policy
@@ -178,8 +179,8 @@ class PlanRequest:
     def plan(
         self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"
     ) -> Plan:
-        """Returns a plan for this request, under the first schedule that is searched."""
-        return Plan.manual(
+        """Returns a plan for this request, under the first schedule that is searched, with the best shares."""
+        plan = Plan.manual(
             cuts,
             devices,
             micro_batches,
@@ -188,6 +189,15 @@ class PlanRequest:
             recompute=recompute,
             jit_compile=self.jit_compile,
         )
+        return self.shared(plan)
+
+    def shared(self, plan: Plan) -> Plan:
+        """Returns the plan with the best shares of replicas on unlike devices, see `with_shares`.
+
+        Raises:
+            PlanError: the plan doesn't suit the model or the cluster.
+        """
+        return with_shares(plan, self.profile, self.cluster)
 
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""

@@ -67,9 +67,9 @@ _CUT = 12
 """Number of best plans whose last backwards are cut."""
 _OTHERS = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
-    *("weight_devices", "weight_regions", "operator_devices"),
+    *("weight_devices", "weight_regions", "operator_devices", "shares"),
 )
-"""Fields that the planner's own moves leave alone."""
+"""Fields that follow from the others, or that the planner's own moves leave alone."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -285,7 +285,9 @@ class _Planner:
         if replicas > self.request.batch // micro_batches:
             return
         groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-        plan = self.request.plan(by_time(self.profile, stages), groups, micro_batches, recompute)
+        speeds = [sum(self.cluster.devices[device].speed for device in group) for group in groups]
+        cuts = by_time(self.profile, stages, None if self.cluster.alike else speeds)
+        plan = self.request.plan(cuts, groups, micro_batches, recompute)
         costs = self.request.costs(plan)
         holds = costs.holds or (micro_batches,)
         if min(holds) > 0:
@@ -369,7 +371,7 @@ class _Planner:
         plan = dataclasses.replace(plan, backward_cuts=())
         if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
-        # Only moves of the user's own change these.
+        # Only moves of the user's own change these, except shares.
         others = tuple(getattr(plan, name) for name in _OTHERS)
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
         if key in self.choices:

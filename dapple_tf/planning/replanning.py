@@ -59,12 +59,16 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
         raise DappleError("none of the plan's devices is left")
     cuts: list[str] = []
     kept: list[tuple[int, ...]] = []
+    shares: list[tuple[int, ...]] = []
     for stage, replicas in enumerate(devices):
         if not replicas:
             continue  # Without a cut before the next stage that is kept, it joins the one before, if there is one.
         if kept:
             cuts.append(plan.cuts[stage - 1])
         kept.append(replicas)
+        if plan.shares is not None:
+            own = zip(plan.devices[stage], plan.shares[stage], strict=True)
+            shares.append(tuple(share for device, share in own if device in numbers))
 
     all_reduce = plan.all_reduce if isinstance(plan.all_reduce, str) else "flat"
     placed = None if plan.operator_devices is None else tuple(kept)
@@ -83,6 +87,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             bucket_bytes=plan.bucket_bytes,
             all_reduce=all_reduce,
             operator_devices=placed,
+            shares=tuple(shares) or None,
         )
 
     try:

@@ -278,12 +278,16 @@ class _Run:
         if self.search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         reduced = reduced + ranges.apply[first, stop] / speed
-        kept = ranges.residual[0][first, stop] + ranges.residual[1][first, stop] * samples
-        working = ranges.working[0][first, stop] + ranges.working[1][first, stop] * samples
-        running = np.where(stop == self.groups, 1, self.in_flight) * kept + working
+        in_flight = np.where(stop == self.groups, 1, self.in_flight)
         reducing = size * (links.replicas[step] > 1)
-        needed = ranges.stored[first, stop] + np.maximum(running, reducing)
-        fits = (needed <= links.memory[step]) & self.allowed[step]
+        fits = self.allowed[step]
+        for kind in links.kinds:
+            # If a slice in proportion to a device's speed doesn't fit, an equal one may: others then get more.
+            own = np.minimum(samples, np.ceil(samples * kind.share[step]))
+            kept = ranges.residual[0][first, stop] + ranges.residual[1][first, stop] * own
+            working = ranges.working[0][first, stop] + ranges.working[1][first, stop] * own
+            needed = ranges.stored[first, stop] + np.maximum(in_flight * kept + working, reducing)
+            fits = fits & (~kind.used[step] | (needed <= kind.memory))
         return forward, backward, reduced, fits
 
     def net(self, before: Ints, step: Ints, cut: Ints | int) -> tuple[Floats, Floats]:

@@ -23,7 +23,7 @@ from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
 from dapple_tf.units import gib
-from graph_passes.ir.batching import Interval, intervals, slice_intervals, split_evenly
+from graph_passes.ir.batching import Interval, intervals, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 __all__ = [
@@ -118,7 +118,7 @@ class CostModel:
         size = self.micro_batches[micro_batch].size
         key = (stage, size)
         if key not in self._slices:
-            self._slices[key] = slice_intervals(Interval(0, size), len(self.plan.devices[stage]))
+            self._slices[key] = self.plan.slices(stage, Interval(0, size))
         return self._slices[key]
 
     def computes(self, stage: int, phase: Phase) -> bool:
@@ -166,15 +166,28 @@ class CostModel:
 
     @property
     def task_seconds(self) -> tuple[tuple[float, float, float], ...]:
-        """Times of F, Bx and Bw of each stage for the first micro-batch, as `Plan.task_seconds` takes them."""
+        """Times of F, Bx and Bw of each stage for the first micro-batch, as `Plan.task_seconds` takes them.
+
+        They are those of the slowest replica.
+        """
+
+        def longest(stage: int, phase: Phase) -> float:
+            return max(self.seconds(Task(stage, phase, 0, replica)) for replica in self._unlike_replicas(stage))
+
         return tuple(
-            (
-                self.seconds(Task(stage, Phase.FORWARD, 0)),
-                self.seconds(Task(stage, Phase.INPUT_GRAD, 0)),
-                self.seconds(Task(stage, Phase.WEIGHT_GRAD, 0)),
-            )
+            (longest(stage, Phase.FORWARD), longest(stage, Phase.INPUT_GRAD), longest(stage, Phase.WEIGHT_GRAD))
             for stage in range(len(self.stages))
         )
+
+    def _unlike_replicas(self, stage: int) -> list[int]:
+        """Returns a replica of each kind of a stage: with the same speeds and share."""
+        devices, owners = self.plan.devices[stage], self.owner_devices[stage]
+        sizes = self.slices(stage, 0)
+        kinds: dict[tuple[float, float, int], int] = {}
+        for replica, (device, owner) in enumerate(zip(devices, owners, strict=True)):
+            speeds = self.cluster.devices[device].speed, self.cluster.devices[owner].speed
+            kinds.setdefault((*speeds, sizes[replica].size), replica)
+        return list(kinds.values())
 
     def messages(
         self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False
@@ -267,7 +280,7 @@ class CostModel:
             return 1, ((1.0, sum(sizes)),)
         times = self.layer_backwards(stage)
         phase = Phase.WEIGHT_GRAD if self.delays(stage) else Phase.BACKWARD
-        whole = self.whole_seconds(Task(stage, phase, len(self.micro_batches) - 1))
+        whole = self.whole_seconds(Task(stage, phase, len(self.micro_batches) - 1, self._slowest(stage)))
         # What is not of a layer comes first. A profile may say that layers' weight gradients take longer than all of B.
         at, size = max(0.0, whole - sum(times)), 0.0
         ends: list[tuple[float, float]] = []
@@ -280,6 +293,14 @@ class CostModel:
         pieces = tuple((end / at if at else 1.0, part) for end, part in ends)
         return len(ends) + 1, (*pieces, (1.0, size)) if size or not ends else pieces
 
+    def _slowest(self, stage: int) -> int:
+        """Returns the replica of a stage that completes its gradients last, if all begin at once."""
+        phase = Phase.WEIGHT_GRAD if self.delays(stage) else Phase.BACKWARD
+        last = len(self.micro_batches) - 1
+        return max(
+            self._unlike_replicas(stage), key=lambda replica: self.whole_seconds(Task(stage, phase, last, replica))
+        )
+
     def layer_gradients(self, stage: int) -> list[float]:
         """Returns the bytes of the gradients that are complete after the backward of each of a stage's layers."""
         first, stop = self.stages[stage].layers
@@ -290,9 +311,13 @@ class CostModel:
         return sizes
 
     def layer_backwards(self, stage: int) -> list[float]:
-        """Returns the seconds of each of a stage's layers in the task that completes the gradients, of replica 0."""
-        samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[0].size)
-        speed = self.cluster.devices[self.owner_devices[stage][0]].speed
+        """Returns the seconds of each of a stage's layers in the task that completes the gradients.
+
+        Of the slowest replica, for whose gradients all-reduces wait.
+        """
+        slowest = self._slowest(stage)
+        samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[slowest].size)
+        speed = self.cluster.devices[self.owner_devices[stage][slowest]].speed
         delayed = self.delays(stage) and self.computes(stage, Phase.INPUT_GRAD)
         first, stop = self.stages[stage].layers
         tied = {layer for group in self.profile.shared for layer in group.layers}
@@ -344,7 +369,8 @@ class CostModel:
         return stored_bytes(self)
 
     @functools.cached_property
-    def _needs(self) -> tuple[tuple[DeviceNeed, ...], ...]:
+    def _needs(self) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
+        """For each stage its unlike devices: what each needs, and its memory."""
         return device_needs(self)
 
     def delays(self, stage: int) -> bool:
@@ -360,13 +386,19 @@ class CostModel:
 
         The device's other stages are assumed to have as many; `Simulation.peak_bytes` is what a schedule really needs.
         """
-        return max(need.peak(in_flight) for need in self._needs[stage])
+        return max(need.peak(in_flight) for need, _ in self._needs[stage])
 
     def memory_limit(self, stage: int) -> int | None:
         """Returns the bytes of the smallest device of a stage; None if no device's memory is known."""
-        devices = {*self.plan.devices[stage], *self.owner_devices[stage]}
-        known = [self.cluster.devices[device].memory_bytes for device in devices]
-        return min((limit for limit in known if limit is not None), default=None)
+        return min((limit for _, limit in self._needs[stage] if limit is not None), default=None)
+
+    def shortest(self, stage: int, in_flight: int) -> tuple[DeviceNeed, int] | None:
+        """Returns what the device of a stage that exceeds its memory most, or is nearest to it, needs and has.
+
+        None if no device's memory is known. The arguments are those of `needed_bytes`.
+        """
+        known = [(need, limit) for need, limit in self._needs[stage] if limit is not None]
+        return max(known, key=lambda pair: pair[0].peak(in_flight) - pair[1], default=None)
 
     @functools.cached_property
     def holds(self) -> tuple[int, ...] | None:
@@ -375,15 +407,13 @@ class CostModel:
         On a device that has several stages, D of each of them fit at the same time; if the policy limits them
         together, D of any of them (`Policy.shares_room`).
         """
-        limits = [self.memory_limit(stage) for stage in range(len(self.stages))]
-        if all(limit is None for limit in limits):
+        if all(limit is None for needs in self._needs for _, limit in needs):
             return None
         count, shared = len(self.micro_batches), self.plan.policy.shares_room
+        most = count * len(self.stages) if shared else count
         return tuple(
-            (count * len(limits) if shared else count)
-            if limit is None
-            else min(need.fitting(limit, count, shared=shared) for need in needs)
-            for limit, needs in zip(limits, self._needs, strict=True)
+            min((need.fitting(limit, count, shared=shared) for need, limit in needs if limit is not None), default=most)
+            for needs in self._needs
         )
 
     @functools.cached_property
@@ -406,18 +436,20 @@ class CostModel:
             PlanError: names the stage, the bytes that it needs and those that there are.
         """
         for stage, count in enumerate(self.holds or ()):
-            limit = self.memory_limit(stage)
-            if count < 1 and limit is not None:
-                need = self.needed_bytes(stage, 1)
-                worst = max(self._needs[stage], key=lambda need: need.peak(1))
+            short = self.shortest(stage, 1)
+            if count < 1 and short is not None:
+                worst, limit = short
+                need = worst.peak(1)
                 fix = "use more stages"
                 if worst.stored < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.recompute == "none" else ""
+                shares = self.plan.shares is not None and len(set(self.plan.shares[stage])) > 1
                 raise PlanError(
-                    f"stage {stage} needs {gib(need)} on each device ({gib(worst.stored)} for weights, gradients and "
-                    f"optimizer, {gib(worst.each + worst.working)} for one slice of {self.samples(stage)} samples), "
-                    f"{gib(need - limit)} more than its smallest device has ({gib(limit)}): {fix}"
+                    f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(worst.stored)} for "
+                    f"weights, gradients and optimizer, {gib(worst.each + worst.working)} for one slice of "
+                    f"{worst.samples if shares else self.samples(stage)} samples), {gib(need - limit)} more than "
+                    f"{'that device' if shares else 'its smallest device'} has ({gib(limit)}): {fix}"
                 )
 
     # ---- schedule

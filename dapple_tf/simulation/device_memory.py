@@ -22,6 +22,7 @@ class DeviceNeed(NamedTuple):
         working: needed by a running task besides.
         alone: for reductions at the end of the step.
         beside: for a reduction while tasks run.
+        samples: of its largest slice.
     """
 
     stored: float
@@ -31,6 +32,7 @@ class DeviceNeed(NamedTuple):
     working: float
     alone: float
     beside: float
+    samples: int
 
     def peak(self, in_flight: int) -> float:
         """Returns the peak bytes with ``in_flight`` micro-batches in flight."""
@@ -58,32 +60,76 @@ def stored_bytes(costs: CostModel) -> Mapping[int, float]:
     return {device: sizes[owned[device]] for device in costs.devices}
 
 
-def device_needs(costs: CostModel) -> tuple[tuple[DeviceNeed, ...], ...]:
-    """Returns each stage's devices' needs; devices that run and own the same stages need the same."""
+class _Work(NamedTuple):
+    """What a device has of a plan: it runs F and Bx of ``runs``, and keeps the variables of ``owned``.
+
+    ``samples`` has the largest slice of each of these stages.
+    """
+
+    runs: tuple[int, ...]
+    owned: tuple[int, ...]
+    samples: tuple[tuple[int, int], ...]
+
+
+def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
+    """Returns for each stage what its devices need, and their memory; devices with the same work need the same."""
     runs = _stages_on(costs.devices, costs.plan.devices)
     owned = _stages_on(costs.devices, costs.owner_devices)
-    stages_of = {device: (runs[device], owned[device]) for device in costs.devices}
-    needs = {pair: _need(costs, *pair) for pair in dict.fromkeys(stages_of.values())}
+    samples = [_largest_slices(costs, stage) for stage in range(len(costs.stages))]
+    works = {}
+    for device in costs.devices:
+        stages = {*runs[device], *owned[device]}
+        own = tuple((stage, samples[stage][device]) for stage in stages)
+        works[device] = _Work(runs[device], owned[device], own)
+    needs = {work: _need(costs, work) for work in dict.fromkeys(works.values())}
     return tuple(
-        tuple(needs[pair] for pair in dict.fromkeys(stages_of[device] for device in (*devices, *kept)))
+        tuple(
+            (needs[work], limit)
+            for work, limit in dict.fromkeys(
+                (works[device], costs.cluster.devices[device].memory_bytes) for device in (*devices, *kept)
+            )
+        )
         for devices, kept in zip(costs.plan.devices, costs.owner_devices, strict=True)
     )
 
 
-def _need(costs: CostModel, runs: tuple[int, ...], owned: tuple[int, ...]) -> DeviceNeed:
-    """Returns the need of a device that runs F and Bx of ``runs``, and keeps the variables of ``owned``."""
+def device_need(costs: CostModel, device: int, samples: Mapping[int, int]) -> DeviceNeed:
+    """Returns what a device of a plan needs if its slices have other sizes.
+
+    Args:
+        costs: the plan's costs.
+        device: the device.
+        samples: stage -> samples of its largest slice, for each of the device's stages.
+    """
+    runs = _stages_on((device,), [[d for d in devices if d == device] for devices in costs.plan.devices])
+    owned = _stages_on((device,), [[d for d in devices if d == device] for devices in costs.owner_devices])
+    return _need(costs, _Work(runs[device], owned[device], tuple(samples.items())))
+
+
+def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
+    """Maps each device of a stage to the samples of its largest slice; without shares, to those of the stage's."""
+    largest: dict[int, int] = {}
+    equal = None if costs.plan.shares is not None else costs.samples(stage)
+    places = zip(costs.plan.devices[stage], costs.owner_devices[stage], costs.slices(stage, 0), strict=True)
+    for own, owner, interval in places:
+        for device in (own, owner):
+            largest[device] = max(largest.get(device, 0), interval.size) if equal is None else equal
+    return largest
+
+
+def _need(costs: CostModel, work: _Work) -> DeviceNeed:
     kept = []
-    for stage in {*runs, *owned}:
-        samples = costs.samples(stage)
+    runs, owned, sizes = work.runs, work.owned, dict(work.samples)
+    for stage, samples in sizes.items():
         residual = costs.residual_bytes(stage, samples) if stage in runs else 0.0
         delayed = costs.delayed_bytes(stage, samples) if stage in owned and costs.delays(stage) else 0.0
         kept.append(max(residual, delayed))
     each = sum(kept)
     stages = {*runs, *owned}
-    working = max(_working(costs, stage) for stage in stages)
+    working = max(_working(costs, stage, samples) for stage, samples in sizes.items())
     buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
     applying = [buffers[stage].apply for stage in owned if stage in buffers]
-    sending = sum(own.returned.at(costs.samples(stage)) for stage, own in buffers.items())
+    sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     alone = sum(reducing) + (
         each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
@@ -92,12 +138,11 @@ def _need(costs: CostModel, runs: tuple[int, ...], owned: tuple[int, ...]) -> De
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
     stored = _stored(costs, owned, accumulated=True)
-    return DeviceNeed(stored, each, max(kept, default=0.0), len(stages), working, alone, beside)
+    return DeviceNeed(stored, each, max(kept, default=0.0), len(stages), working, alone, beside, max(sizes.values()))
 
 
-def _working(costs: CostModel, stage: int) -> float:
+def _working(costs: CostModel, stage: int, samples: int) -> float:
     """Returns the bytes of a stage's largest backward task."""
-    samples = costs.samples(stage)
     split = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
     phases = split if costs.delays(stage) and costs.stages[stage].buffers is not None else (Phase.BACKWARD,)
     return max(costs.working_bytes(stage, samples, phase) for phase in phases)

@@ -286,7 +286,7 @@ class StepMonitor:
         """Whether the next full step is to be traced."""
         if not self._times:
             return False
-        if self.drift is not None and self.drift.suspected:
+        if self.drift is not None and self.drift.suspects:
             return True
         if self.callback is not None:
             return self.callback.budget.due

@@ -1,4 +1,4 @@
-"""Comparison of stages' times with their predictions."""
+"""Comparison of the times of stages and devices with their predictions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import logging
 import statistics
 from collections.abc import Mapping
 
+from dapple_tf.planning.plan_reasons import shape
+from dapple_tf.planning.plan_request import LEAST_GAIN
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.tracing.new_plan import plan_for_speeds
 from dapple_tf.tracing.step_profile import grouped, simulated_tasks
 from graph_passes.ir.tasks import Task
 
@@ -27,16 +30,32 @@ class StageDrift:
     since anything may slow down a single step. A stage is warned of again only after it
     has been near its prediction.
 
+    If some replicas of a stage are off and others aren't, or the other way, it is their devices that are faster or
+    slower than expected: each of these is warned of with the speed that was seen, and with the gain of a plan for these
+    speeds.
+
     Attributes:
         predicted: stage -> predicted seconds.
         off: stages that have been warned of.
         suspected: stages that were off in the last step without a warning so far.
+        off_devices: devices that have been warned of.
+        suspected_devices: devices that were off in the last step without a warning so far.
     """
 
     def __init__(self, simulation: Simulation) -> None:
-        self.predicted = stage_seconds(simulated_tasks(simulation))
+        tasks = simulated_tasks(simulation)
+        self.predicted = stage_seconds(tasks)
         self.off: set[int] = set()
         self.suspected: set[int] = set()
+        self.off_devices: set[int] = set()
+        self.suspected_devices: set[int] = set()
+        self._simulation = simulation
+        self._tasks = tasks
+
+    @property
+    def suspects(self) -> bool:
+        """Whether a stage or a device was off in the last step without a warning so far."""
+        return bool(self.suspected or self.suspected_devices)
 
     def check(self, tasks: Mapping[Task, float]) -> list[str]:
         """Checks one measured step, and logs its warnings.
@@ -49,7 +68,12 @@ class StageDrift:
         """
         warnings = []
         measured = stage_seconds(tasks)
-        off = {stage for stage, seconds in measured.items() if self._is_off(stage, seconds)}
+        factors, uneven = self._slowness(tasks)
+        off = {
+            stage
+            for stage, seconds in measured.items()
+            if stage not in uneven and _is_off(seconds, self.predicted.get(stage, 0.0))
+        }
         for stage in sorted(off & self.suspected):
             seconds, expected = measured[stage], self.predicted[stage]
             warnings.append(
@@ -62,11 +86,70 @@ class StageDrift:
             logger.info("stage %d takes the time that was predicted again", stage)
         self.off = (self.off & off) | (off & self.suspected)
         self.suspected = off - self.off
+        return warnings + self._check_devices(factors)
+
+    def _slowness(self, tasks: Mapping[Task, float]) -> tuple[dict[int, float], set[int]]:
+        """Returns device -> factor by which it is slower than predicted, and the stages whose devices aren't so alike.
+
+        There are the devices that are off, of these stages only.
+        """
+        factors: dict[int, list[float]] = {}
+        uneven = set()
+        ratios = _task_ratios(tasks, self._tasks)
+        for stage, devices in enumerate(self._simulation.costs.plan.devices):
+            own = {
+                device: statistics.median(ratios[stage, replica])
+                for replica, device in enumerate(devices)
+                if (stage, replica) in ratios
+            }
+            if not own or max(own.values()) <= (1 + TOLERANCE) * min(own.values()):
+                continue
+            if min(own.values()) > 1 + TOLERANCE or max(own.values()) < 1 - TOLERANCE:
+                continue  # The prediction is wrong for all of them: that isn't a matter of one device.
+            expected = self.predicted[stage]
+            off = {device: ratio for device, ratio in own.items() if _is_off(ratio * expected, expected)}
+            if off:
+                uneven.add(stage)
+            for device, ratio in off.items():
+                factors.setdefault(device, []).append(ratio)
+        return {device: statistics.fmean(own) for device, own in factors.items()}, uneven
+
+    def _check_devices(self, factors: Mapping[int, float]) -> list[str]:
+        """Checks the devices that are so many times slower than predicted, and logs warnings."""
+        devices = self._simulation.costs.cluster.devices
+        warnings = []
+        for device in sorted(factors.keys() & self.suspected_devices):
+            expected = devices[device].speed
+            warnings.append(
+                f"device {device} computes at speed {expected / factors[device]:.3g}, where {expected:.3g} was "
+                f"expected: its tasks take {factors[device]:.3g} times as long as predicted"
+            )
+        if warnings:
+            warnings.append(self._advice({device: 1 / factor for device, factor in factors.items() if factor}))
+        for warning in warnings:
+            logger.warning("%s", warning)
+        for device in sorted(self.off_devices - factors.keys()):
+            logger.info("device %d computes as fast as was expected again", device)
+        self.off_devices = (self.off_devices & factors.keys()) | (factors.keys() & self.suspected_devices)
+        self.suspected_devices = factors.keys() - self.off_devices
         return warnings
 
-    def _is_off(self, stage: int, seconds: float) -> bool:
-        expected = self.predicted.get(stage, 0.0)
-        return expected > 0 and max(seconds, expected) >= _SMALLEST and abs(seconds - expected) > TOLERANCE * expected
+    def _advice(self, speeds: Mapping[int, float]) -> str:
+        """Says what a new plan would gain at these speeds, multiples of the expected ones."""
+        new = plan_for_speeds(self._simulation, speeds)
+        gain = 1 - new.latency / new.present
+        told = f"at the speeds that were seen, this plan takes {new.present * 1e3:.3g} ms"
+        if gain < LEAST_GAIN:
+            return f"{told}, and no new plan is at least {LEAST_GAIN:.0%} faster"
+        return (
+            f"{told}; a new plan takes {new.latency * 1e3:.3g} ms, {gain:.0%} less ({shape(new.plan)}, "
+            f"{'unequal' if new.plan.shares else 'equal'} shares): measure speeds again "
+            f"(dapple.measure_speeds(cluster, model, each_server=True)) and plan for them"
+        )
+
+
+def _is_off(seconds: float, expected: float) -> bool:
+    return expected > 0 and max(seconds, expected) >= _SMALLEST and abs(seconds - expected) > TOLERANCE * expected
 
 
 def stage_seconds(tasks: Mapping[Task, float]) -> dict[int, float]:
@@ -75,3 +158,12 @@ def stage_seconds(tasks: Mapping[Task, float]) -> dict[int, float]:
     for (stage, _), times in sorted(grouped(tasks).items()):
         seconds[stage] = seconds.get(stage, 0.0) + statistics.median(times)
     return seconds
+
+
+def _task_ratios(measured: Mapping[Task, float], predicted: Mapping[Task, float]) -> dict[tuple[int, int], list[float]]:
+    """Returns (stage, replica) -> measured seconds of each of its tasks / predicted ones."""
+    ratios: dict[tuple[int, int], list[float]] = {}
+    for task, seconds in measured.items():
+        if predicted.get(task, 0.0) > 0:
+            ratios.setdefault((task.stage, task.replica), []).append(seconds / predicted[task])
+    return ratios

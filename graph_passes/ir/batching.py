@@ -1,12 +1,14 @@
 """How a global batch is cut into micro-batches and a micro-batch into slices.
 
 One rule serves the runtime, the passes and the planner, so that they can't disagree: parts are contiguous, in order,
-and their sizes differ by at most one, the larger ones first.
+and their sizes differ by at most one, the larger ones first. Slices of a stage with shares are in proportion to these.
 """
 
 from __future__ import annotations
 
+import fractions
 import functools
+import heapq
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,6 +39,31 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
     return tuple(quotient + (index < rest) for index in range(parts))
 
 
+@functools.cache
+def split_by_shares(samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the sizes of ``samples`` samples in parts in proportion to whole numbers: 5 by (2, 1) is (4, 1).
+
+    Each sample goes to the part whose size divided by its share is then the least, the first of these on a tie
+    (D'Hondt's method): no other split has a smaller maximum of size / share, more samples make no part smaller,
+    sum(shares) samples are split into ``shares``, and equal shares split as `split_evenly`.
+    """
+    if samples < 0 or not shares or min(shares) < 1:
+        raise ValueError(f"can't split {samples} samples by shares {shares}; need samples >= 0 and shares >= 1")
+    total = sum(shares)
+    # Nobody gets less than the whole part of the exact proportion.
+    sizes = [samples * share // total for share in shares]
+    queue = [
+        (fractions.Fraction(size + 1, share), part)
+        for part, (size, share) in enumerate(zip(sizes, shares, strict=True))
+    ]
+    heapq.heapify(queue)
+    for _ in range(samples - sum(sizes)):
+        _, part = queue[0]
+        sizes[part] += 1
+        heapq.heapreplace(queue, (fractions.Fraction(sizes[part] + 1, shares[part]), part))
+    return tuple(sizes)
+
+
 def intervals(sizes: Sequence[int], start: int = 0) -> tuple[Interval, ...]:
     """Returns consecutive intervals of the given sizes, the first of them at ``start``."""
     stops = list(itertools.accumulate(sizes, initial=start))
@@ -55,6 +82,16 @@ def micro_batch_intervals(batch: int, global_batch_size: int, micro_batches: int
 
 
 @functools.cache
-def slice_intervals(micro_batch: Interval, replicas: int) -> tuple[Interval, ...]:
-    """Cuts one micro-batch into a slice for each replica of a stage; a slice may be empty."""
-    return intervals(split_evenly(micro_batch.size, replicas), micro_batch.start)
+def slice_intervals(
+    micro_batch: Interval, replicas: int, shares: tuple[int, ...] | None = None
+) -> tuple[Interval, ...]:
+    """Cuts one micro-batch into a slice for each replica of a stage; a slice may be empty.
+
+    Args:
+        micro_batch: the samples.
+        replicas: number of slices.
+        shares: of each replica, whole numbers; None for equal ones.
+    """
+    size = micro_batch.size
+    sizes = split_evenly(size, replicas) if shares is None else split_by_shares(size, shares)
+    return intervals(sizes, micro_batch.start)

@@ -411,6 +411,7 @@ class Layout:
         batch: samples in this step's batch.
         global_batch_size: samples in a full batch.
         micro_batches: micro-batches of a full batch.
+        shares: for each stage the share of each replica in a micro-batch, in whole numbers; None for equal ones.
     """
 
     devices: tuple[tuple[str, ...], ...]
@@ -418,6 +419,7 @@ class Layout:
     global_batch_size: int
     micro_batches: int
     weight_devices: tuple[tuple[str, ...], ...] | None = None
+    shares: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def owner_devices(self) -> tuple[tuple[str, ...], ...]:
@@ -436,7 +438,8 @@ class Layout:
 
     def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
         """Returns the samples of each replica of a stage; empty intervals if there are fewer samples than replicas."""
-        return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]))
+        shares = None if self.shares is None else self.shares[stage]
+        return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]), shares)
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
         """Returns the samples of one replica."""

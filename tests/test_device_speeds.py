@@ -1,0 +1,179 @@
+"""Classes of like devices, and the speed that each of them is measured to have."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf import automatic
+from dapple_tf.describe.hardware import clean, cpu_kind
+from dapple_tf.measuring import device_speeds
+from dapple_tf.measuring.device_speeds import measure_speeds
+from dapple_tf.tools.hosts import LocalWorkers
+
+GPU = "/job:worker/replica:0/task:{}/device:GPU:{}"
+
+
+def gpus(*kinds: tuple[int, str, int | None]) -> dapple.Cluster:
+    """Devices by server, kind and GiB."""
+    devices = [
+        dapple.Device(GPU.format(server, number), server, None if size is None else size * 2**30, kind=kind)
+        for number, (server, kind, size) in enumerate(kinds)
+    ]
+    return dapple.Cluster(tuple(devices))
+
+
+def unlike(count: int = 3) -> dapple.Cluster:
+    """Local devices, of which the last is said to be of another kind."""
+    local = dapple.Cluster.local(count, kind="cpu")
+    last = dataclasses.replace(local.devices[-1], kind="other")
+    return dataclasses.replace(local, devices=(*local.devices[:-1], last))
+
+
+@pytest.fixture
+def cluster(workers: LocalWorkers) -> dapple.Cluster:
+    """Two workers."""
+    return dapple.Cluster.of_servers(workers.addresses[:2])
+
+
+def mlp() -> keras.Model:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, *times: Sequence[float]) -> None:
+    """Lets devices take these seconds in their turns."""
+
+    def in_turns(seconds: Sequence[Callable[[], float]], *_: Any) -> list[list[float]]:
+        assert len(seconds) == len(times)
+        assert all(own() >= 0 for own in seconds)
+        return [list(own) for own in times]
+
+    monkeypatch.setattr(device_speeds, "_in_turns", in_turns)
+
+
+def test_classes_are_of_one_kind_and_about_the_same_memory() -> None:
+    cluster = gpus(
+        (0, "H200", 139), (0, "A100", 40), (1, "A100", 79), (1, "H200", 138), (2, "A100", 80), (3, "H200", 139)
+    )
+    assert cluster.device_classes == ((0, 3, 5), (1,), (2, 4))
+    assert dapple.Cluster.local(3, kind="cpu").device_classes == ((0, 1, 2),)
+    assert gpus((0, "", None), (1, "", 80)).device_classes == ((0, 1),)
+
+
+def test_kinds_are_one_line() -> None:
+    assert "core" in cpu_kind(1) and cpu_kind(4).endswith("for 4 devices")
+    assert clean(" a\n b\x00c" + 300 * "x") == ("a bc" + 300 * "x")[:200]
+
+
+def test_local_devices_know_their_kind() -> None:
+    assert {device.kind for device in dapple.Cluster.local(2, kind="cpu").devices} == {cpu_kind(2)}
+
+
+def test_workers_tell_their_kind(cluster: dapple.Cluster) -> None:
+    assert all("core" in device.kind for device in cluster.devices)
+    assert len(cluster.device_classes) == 1
+
+
+@pytest.mark.parametrize("model", [None, mlp])
+def test_a_class_has_the_median_of_its_ratios(
+    model: Callable[[], keras.Model] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_times(monkeypatch, [1.0, 2.0, 1.0, 1.0, 1.0], [2.0, 4.0, 2.5, 1.25, 2.0])
+    own = None if model is None else model()
+    before = None if own is None else [np.array(value) for value in own.get_weights()]
+    with caplog.at_level(logging.INFO, device_speeds.__name__):
+        measured = measure_speeds(unlike(), own)
+    assert [device.speed for device in measured.devices] == [1.0, 1.0, 0.5]
+    assert measured.devices[2].speed_spread == pytest.approx(0.0)
+    assert "device 2 (other) computes 0.5 times (+- 0) as fast as device 0" in caplog.text
+    assert "device 2: other: speed 0.5" in str(measured) and "devices 0 1: " in str(measured)
+    if own is not None:
+        assert all(np.array_equal(old, new) for old, new in zip(before, own.get_weights(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_class_within_its_spread_of_the_reference_counts_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, [1.0] * 5, [0.9, 0.95, 1.02, 1.1, 1.2])
+    measured = measure_speeds(unlike())
+    assert measured.alike
+    assert measured.devices[2].speed_spread > 0
+
+
+def test_the_reference_is_the_device_of_speed_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, [4.0] * 3, [1.0] * 3)
+    assert [device.speed for device in measure_speeds(unlike(), reference=2).devices] == [0.25, 0.25, 1.0]
+
+
+def test_like_devices_need_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_speeds, "_in_turns", None)
+    assert measure_speeds(dapple.Cluster.local(3, kind="cpu")).alike
+
+
+def test_like_devices_of_other_servers_can_be_measured_too(
+    cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_times(monkeypatch, [1.0] * 3, [2.0] * 3)
+    assert [device.speed for device in measure_speeds(cluster, mlp(), each_server=True).devices] == [1.0, 0.5]
+
+
+def test_real_measurements_are_above_0() -> None:
+    for model in (None, mlp()):
+        measured = measure_speeds(unlike(2), model, rounds=3)
+        assert measured.devices[0].speed == 1.0
+        assert measured.devices[1].speed > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"samples": 0}, "samples is 0; it must be a whole number, at least 1"),
+        ({"reference": 3}, "reference is 3; it must be a whole number, 0 to 2"),
+        ({"rounds": 1.5}, "rounds is 1.5; it must be a whole number, at least 1"),
+    ],
+)
+def test_numbers_out_of_range(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(dapple.ClusterError, match=told):
+        measure_speeds(unlike(), **arguments)
+
+
+def test_the_only_device_is_the_reference() -> None:
+    alone = dapple.Cluster.local(1, kind="cpu")
+    assert measure_speeds(alone) == alone
+    with pytest.raises(dapple.ClusterError, match="reference is 1; it must be a whole number, 0 to 0"):
+        measure_speeds(alone, reference=1)
+
+
+def test_sizes_of_memory_that_vary_a_little_are_alike() -> None:
+    assert gpus((0, "A100", 40), (0, "A100", 41)).alike
+    assert not gpus((0, "A100", 40), (0, "A100", 80)).alike
+    assert not gpus((0, "A100", 40), (0, "A100", None)).alike
+    assert gpus((0, "A100", None), (1, "A100", None)).alike
+
+
+def test_descriptions_have_no_speed_to_measure() -> None:
+    with pytest.raises(dapple.ClusterError, match="a description without real devices: give its devices their speeds"):
+        measure_speeds(dataclasses.replace(unlike(), real=False))
+
+
+# ---- in transform
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_transform_measures_unlike_devices_unless_their_speeds_are_told(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_times(monkeypatch, [1.0] * 3, [4.0] * 3)
+    cluster = dataclasses.replace(unlike(), intra_bandwidth=1e12, intra_latency=0.0)
+    if told:
+        last = dataclasses.replace(cluster.devices[2], speed=0.5)
+        cluster = dataclasses.replace(cluster, devices=(*cluster.devices[:2], last))
+    _, planned = automatic.measured(mlp(), cluster, 24, budget=0.01)
+    assert [device.speed for device in planned.devices] == [1.0, 1.0, 0.5 if told else 0.25]
