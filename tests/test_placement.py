@@ -73,7 +73,7 @@ def test_like_servers_are_exchangeable_and_unlike_ones_are_not() -> None:
 def test_unlike_devices_of_a_stage_work_at_their_mean_speed_on_shares_by_speed() -> None:
     cluster = cluster_of(1, 2, speeds=(1.5, 0.5, 0.5), memory=2**30, inter_bandwidth=1e9)
     placements = Placements(cluster)
-    links = links_of(placements, "hierarchical")
+    links = links_of(placements, ["hierarchical"], 1e6)
     step = next(i for i, own in enumerate(placements.steps) if own.source == 0 and own.counts == (1, 1))
     assert links.speed[step] == 1.0
     used = {(kind.memory, kind.share[step]) for kind in links.kinds if kind.used[step]}
