@@ -35,7 +35,7 @@ _MOST_BANDWIDTH = 1e15
 # One core multiplies matrices of this size in some milliseconds.
 _MATRIX = 384
 _CHAIN = 8
-_MESSAGES = 9
+_MESSAGES = 5
 """Number of times that the message which starts an all-reduce, and that which ends it, are measured."""
 _SIZES = 4
 """Number of sizes at which all-reduces are measured."""
