@@ -277,7 +277,8 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "weight_devices": null,
   "weight_regions": null,
   "operator_devices": null,
-  "backward_cuts": []
+  "backward_cuts": [],
+  "relays": []
 }
 """
     )

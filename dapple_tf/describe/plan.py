@@ -63,6 +63,7 @@ class PlanOptions(TypedDict, total=False):
     weight_regions: tuple[int, ...] | None
     operator_devices: tuple[tuple[int, ...], ...] | None
     backward_cuts: tuple[str, ...]
+    relays: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class Plan(JsonFile):
         backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
             micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
             while the others are computed.
+        relays: stages that hand on what they read: a later stage gets a tensor from the nearest stage that has it, its
+            maker or a relay that reads it as well, rather than always from its maker. Gradients return the same way,
+            added up by relays.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -125,6 +129,7 @@ class Plan(JsonFile):
     weight_regions: tuple[int, ...] | None = None
     operator_devices: tuple[tuple[int, ...], ...] | None = None
     backward_cuts: tuple[str, ...] = ()
+    relays: tuple[int, ...] = ()
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -273,8 +278,8 @@ class Plan(JsonFile):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
-        # Reports of plans from before there were backward_cuts stay valid.
-        left_out = {"report"} | ({"backward_cuts"} if not self.backward_cuts else set())
+        # Reports of plans from before there were these fields stay valid.
+        left_out = {"report", *(name for name in ("backward_cuts", "relays") if not getattr(self, name))}
         decided = [getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out]
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
@@ -427,6 +432,7 @@ class Plan(JsonFile):
 
     def _remarks(self) -> list[str]:
         cut = [f"last backwards in pieces, cut after {', '.join(self.backward_cuts)}"] if self.backward_cuts else []
+        cut += [f"stages {_ranges(self.relays)} hand on what they read"] if self.relays else []
         return [*cut, *([] if self.report is None else str(self.report).splitlines())]
 
     def _repr_html_(self) -> str:
@@ -474,6 +480,7 @@ class Plan(JsonFile):
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
+        object.__setattr__(self, "relays", tuple(sorted(set(integers("relays", self.relays)))))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):

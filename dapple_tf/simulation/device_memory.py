@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dapple_tf.simulation.legs import handed_on
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _need(costs: CostModel, runs: tuple[int, ...], owned: tuple[int, ...]) -> De
     each = sum(kept)
     stages = {*runs, *owned}
     working = max(_working(costs, stage) for stage in stages)
+    working += sum(handed_on(costs.legs, stage, costs.samples(stage)) for stage in runs) if costs.plan.relays else 0.0
     buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
     applying = [buffers[stage].apply for stage in owned if stage in buffers]
     sending = sum(own.returned.at(costs.samples(stage)) for stage, own in buffers.items())

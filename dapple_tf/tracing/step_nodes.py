@@ -24,6 +24,8 @@ METRICS, ACCUMULATE, PACK = NodeKind.METRICS.traced, NodeKind.ACCUMULATE.traced,
 ALL_REDUCE, APPLY = NodeKind.ALL_REDUCE.traced, NodeKind.APPLY.traced
 HOST = NodeKind.SLICES.traced
 """Work of the host: cuts the batch, and computes what slices need of the whole."""
+RELAY = NodeKind.RELAY.traced
+"""What a stage hands on to others."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
 
@@ -41,6 +43,7 @@ class StepNode(NamedTuple):
         after: names of the nodes that it waits for without reading them.
         reduction: for an all-reduce, a number shared by its members on all devices.
         operator: whether it is a single operator of a task or update that was taken apart.
+        relays: for a relay, the micro-batch of what it hands on.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class StepNode(NamedTuple):
     after: tuple[str, ...]
     reduction: int | None = None
     operator: bool = False
+    relays: int | None = None
 
     @property
     def waits_for(self) -> Iterable[str]:
@@ -93,7 +97,8 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
             instance = data_inputs(node)[3].node  # of CollectiveReduceV2
             reduction = int(constants[instance].int_val[0])
         after = tuple(control_inputs(node))
-        nodes[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
+        relays = int(node.attr[MICRO_BATCH_ATTR].i) if purpose is NodeKind.RELAY else None
+        nodes[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator, relays)
     return nodes
 
 
