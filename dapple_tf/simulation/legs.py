@@ -22,6 +22,7 @@ class Leg(NamedTuple):
         differentiable: whether any of the tensors has a gradient.
         source: number of the leg over which the sender gets the tensors; None if it makes them.
         onward: numbers of the legs over which the receiver hands them on.
+        tensors: positions of the tensors in the profile.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Leg(NamedTuple):
     differentiable: bool
     source: int | None = None
     onward: tuple[int, ...] = ()
+    tensors: tuple[int, ...] = ()
 
 
 _Ends = tuple[int, int, tuple[int, ...]]
@@ -48,16 +50,16 @@ def legs_of(profile: Profile, plan: Plan, stage_of: Sequence[int]) -> tuple[Leg,
         plan: its relays and devices.
         stage_of: each layer's stage.
     """
-    tensors: dict[_Ends, list[Tensor]] = {}
+    tensors: dict[_Ends, list[tuple[int, Tensor]]] = {}
     before: dict[_Ends, _Ends | None] = {}  # the leg over which the sender gets them
-    for tensor in profile.tensors:
+    for position, tensor in enumerate(profile.tensors):
         maker = stage_of[tensor.producer]
         readers = tuple(sorted({stage_of[layer] for layer in tensor.consumers} - {maker}))
         sources = sources_of(maker, readers, plan.relays, plan.devices)
         bundle = (maker, *readers) if any(source != maker for source in sources.values()) else ()
         for reader, source in sources.items():
             ends = (source, reader, bundle)
-            tensors.setdefault(ends, []).append(tensor)
+            tensors.setdefault(ends, []).append((position, tensor))
             before[ends] = None if source == maker else (sources[source], source, bundle)
     order = sorted(tensors)
     numbers = {ends: number for number, ends in enumerate(order)}
@@ -66,16 +68,17 @@ def legs_of(profile: Profile, plan: Plan, stage_of: Sequence[int]) -> tuple[Leg,
         onward.setdefault(before[ends], []).append(numbers[ends])
     legs = []
     for ends in order:
-        source = before[ends]
+        came, (positions, own) = before[ends], zip(*tensors[ends], strict=True)
         legs.append(
             Leg(
                 numbers[ends],
                 *ends[:2],
-                sum((tensor.bytes for tensor in tensors[ends]), ZERO),
-                sum((tensor.bytes for tensor in tensors[ends] if tensor.differentiable), ZERO),
-                any(tensor.differentiable for tensor in tensors[ends]),
-                None if source is None else numbers[source],
+                sum((tensor.bytes for tensor in own), ZERO),
+                sum((tensor.bytes for tensor in own if tensor.differentiable), ZERO),
+                any(tensor.differentiable for tensor in own),
+                None if came is None else numbers[came],
                 tuple(onward.get(ends, ())),
+                tuple(positions),
             )
         )
     return tuple(legs)
