@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
+from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Task
 
 
@@ -104,3 +105,42 @@ class Relays:
                     counts[message.receiver] += 1
             self._numbers[key] = counts
         return self._numbers[key][replica] + int(backward)
+
+
+class Held(NamedTuple):
+    """Bytes that a relay holds for others: from their arrival until they have been sent on, in seconds."""
+
+    device: int
+    start: float
+    end: float
+    bytes: float
+
+
+def held_by_relays(costs: CostModel, spans: Sequence[Span]) -> Iterator[Held]:
+    """Yields what relays hold, besides what their own tasks keep: a forward's inputs count from its start on.
+
+    Args:
+        costs: the costs of the plan.
+        spans: those of a step.
+    """
+    sent: dict[tuple[int, int | None, bool], list[Span]] = defaultdict(list)  # (leg, micro-batch, whether gradients)
+    forwards: dict[tuple[int, int | None, int], float] = {}
+    for span in spans:
+        if span.kind == SEND and span.leg is not None:
+            sent[span.leg, span.micro_batch, span.stage == costs.legs[span.leg].receiver].append(span)
+        elif span.kind == Phase.FORWARD.value:
+            forwards[span.stage, span.micro_batch, span.replica] = span.start
+    for leg in costs.legs if costs.plan.relays else ():
+        for micro_batch in range(len(costs.micro_batches)) if leg.onward else ():
+            for replica, interval in enumerate(costs.slices(leg.receiver, micro_batch)):
+                device = costs.plan.devices[leg.receiver][replica]
+                used = forwards.get((leg.receiver, micro_batch, replica), 0.0)
+                for backward in (False, True):
+                    incoming, outgoing = (leg.onward, [leg.number]) if backward else ([leg.number], leg.onward)
+                    came = [s.end for n in incoming for s in sent[n, micro_batch, backward] if s.target == device]
+                    left = [s.end for n in outgoing for s in sent[n, micro_batch, backward] if s.replica == replica]
+                    start, end = min(came, default=0.0), max(left, default=0.0)
+                    end = end if backward else min(end, used)
+                    if came and end > start:
+                        cost = leg.backward if backward else leg.forward
+                        yield Held(device, start, end, cost.at(interval.size))
