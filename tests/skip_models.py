@@ -1,4 +1,4 @@
-"""A small model with tensors that every layer reads: an embedding, its mask, and positions, which have no batch axis."""
+"""A small model whose layers all read the same tensors: an embedding, its mask, and positions without a batch axis."""
 
 from __future__ import annotations
 

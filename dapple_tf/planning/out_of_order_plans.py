@@ -177,7 +177,8 @@ def _one_group_per_device(plan: Plan) -> bool:
 def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
-        plan = dataclasses.replace(base, task_seconds=None, backward_cuts=(), report=None, **changes)  # type: ignore[arg-type]
+        bare = dataclasses.replace(base, task_seconds=None, backward_cuts=(), relays=(), report=None)
+        plan = dataclasses.replace(bare, **changes)  # type: ignore[arg-type]
         if isinstance(request.reverse_first_k, int):
             k = min(request.reverse_first_k, plan.num_stages)
             plan = dataclasses.replace(plan, reverse_first_k=k)

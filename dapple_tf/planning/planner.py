@@ -24,11 +24,12 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_simulations
 from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
 from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.relays import RelayGuess, other_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
@@ -65,11 +66,6 @@ _DERIVING = 0.8
 """Work allowed for deriving them, as a fraction of that for finding the stages."""
 _CUT = 12
 """Number of best plans whose last backwards are cut."""
-_OTHERS = (
-    *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
-    *("weight_devices", "weight_regions", "operator_devices"),
-)
-"""Fields that the planner's own moves leave alone."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -162,7 +158,7 @@ class _Planner:
     """One search."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.request = request
+        self.request, self.handed_on = request, RelayGuess(request)
         self.profile, self.cluster = request.profile, request.cluster
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
         self.work = 0.0
@@ -201,10 +197,8 @@ class _Planner:
         best = self._simplest()
         derived = self._out_of_order(best) if self._derives() else None
         self.bar.close()
-        logger.info(
-            "planned %s in %.2f s, %d plans simulated", self.profile.model, time.perf_counter() - started,
-            len(self.choices),
-        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
         if derived is not None:
             best = derived.choice
         return dataclasses.replace(best.plan, report=self._report(best, derived))
@@ -285,7 +279,7 @@ class _Planner:
         if replicas > self.request.batch // micro_batches:
             return
         groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-        plan = self.request.plan(by_time(self.profile, stages), groups, micro_batches, recompute)
+        plan = self.handed_on(self.request.plan(by_time(self.profile, stages), groups, micro_batches, recompute))
         costs = self.request.costs(plan)
         holds = costs.holds or (micro_batches,)
         if min(holds) > 0:
@@ -366,11 +360,11 @@ class _Planner:
 
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
-        plan = dataclasses.replace(plan, backward_cuts=())
+        plan = self.handed_on(dataclasses.replace(plan, backward_cuts=()))
         if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         # Only moves of the user's own change these.
-        others = tuple(getattr(plan, name) for name in _OTHERS)
+        others = tuple(getattr(plan, name) for name in NOT_BY_OWN_MOVES)
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
         if key in self.choices:
             return self.choices[key]
@@ -385,7 +379,7 @@ class _Planner:
             alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
             known = self.choices.get(alias)
             if known is not None:
-                same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts)
+                same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts, relays=known.plan.relays)
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
                 simulation = run(costs)
@@ -413,10 +407,12 @@ class _Planner:
         whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
         for choice in whole[:_CUT]:
             if choice.gains_from_cuts(self.fastest):
-                better = self._cut(choice)
-                self.fastest = min(self.fastest, better.latency)
-                for key in [key for key, known in self.choices.items() if known is choice]:
-                    self.choices[key] = better
+                self._replace(choice, self._cut(choice))
+
+    def _replace(self, choice: Choice, better: Choice) -> None:
+        self.fastest = min(self.fastest, better.latency)
+        for key in [key for key, known in self.choices.items() if known is choice]:
+            self.choices[key] = better
 
     def _best(self) -> Choice | None:
         """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
@@ -448,6 +444,10 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
+        for choice, simulation in other_ways(self._ranked(), self.request):
+            self.work += len(simulation.spans)
+            if simulation.latency < choice.latency:
+                self._replace(choice, Choice.of(simulation))
         self._cut_best()
         return self._best()
 

@@ -90,11 +90,12 @@ class Relays:
         """Returns whether a leg's receiver adds up gradients before it sends them back."""
         return bool(leg.onward) and leg.differentiable
 
-    def awaited(self, leg: Leg, micro_batch: int) -> bool:
-        """Returns whether a forward of the next step that ends in this one gets anything over a leg, or behind it."""
-        if (leg.receiver, micro_batch) in self._begun:
-            return True
-        return any(self.awaited(after, micro_batch) for after in self.onward(leg))
+    def awaited(self, leg: Leg | None, micro_batch: int) -> bool:
+        """Returns whether one of the next step's forwards gets what a leg's receiver hands on."""
+        return leg is not None and any(
+            (after.receiver, micro_batch) in self._begun or self.awaited(after, micro_batch)
+            for after in self.onward(leg)
+        )
 
     def _number(self, leg: Leg, micro_batch: int, replica: int, backward: bool) -> int:
         key = (leg.number, self._costs.micro_batches[micro_batch].size, backward)

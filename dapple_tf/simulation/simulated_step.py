@@ -298,7 +298,8 @@ class SimulatedStep:
             for leg in self.outgoing[task.stage]:
                 yield from self.relays.parcels(leg, task)
         elif task.phase is not Phase.WEIGHT_GRAD:
-            for leg in reversed(self.incoming[task.stage]):  # The nearest stage first: it is the first to wait.
+            # The nearest stage first, and what its backward waits for before what it hands on.
+            for leg in sorted(self.incoming[task.stage], key=lambda leg: -leg.sender):
                 if not self.relays.sums(leg):
                     yield from self.relays.parcels(leg, task)
         if task.phase is Phase.INPUT_GRAD:
@@ -309,14 +310,8 @@ class SimulatedStep:
     def dispatch(self, task: Task, index: int, parcel: Parcel, begun: bool) -> None:
         """Sends a parcel; what the next step's forwards make goes only to others of them."""
         receiver = Task(parcel.stage, parcel.phase, task.micro_batch, parcel.replica)
-        leg = parcel.leg
-        if (
-            begun
-            and receiver not in self.next
-            and not (leg and leg.onward and self.relays.awaited(leg, task.micro_batch))
-        ):
-            return
-        self.transfer(task, index, receiver, parcel, begun)
+        if not begun or receiver in self.next or self.relays.awaited(parcel.leg, task.micro_batch):
+            self.transfer(task, index, receiver, parcel, begun)
 
     def landed(self, receiver: Task, leg: Leg, begun: bool, index: int) -> None:
         """Ends the way of a message over a leg to or from a relay."""
