@@ -13,11 +13,18 @@ LENGTH, WIDTH, BLOCKS = 5, 4, 5
 class Positions(keras.layers.Layer):
     """A table for all samples: a tensor without a batch axis, made from a parameter."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.supports_masking = True
+
     def build(self, _shape: Any) -> None:
         self.table = self.add_weight(shape=(LENGTH, WIDTH), name="table")
 
     def call(self, _inputs: Any) -> Any:
         return keras.ops.tanh(self.table) * 2.0
+
+    def compute_mask(self, _inputs: Any, _mask: Any = None) -> Any:
+        return None
 
 
 class Block(keras.layers.Layer):
