@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from equivalence import assert_same_training, device_lists, pair, use_float64
@@ -13,13 +14,17 @@ from programs import (
     BACKWARD,
     FORWARD,
     GRADIENT,
+    HOST,
     Writer,
     apply,
     connected,
     interpret,
     layout,
     node,
+    owners,
     replicated,
+    schedule_of,
+    sgd_updates,
     show_changes,
     staged,
     step_of,
@@ -28,6 +33,7 @@ from selection import thorough
 from skip_models import skip_batch, skips
 
 import dapple_tf as dapple
+from dapple_tf.view.step_graph import task_graph
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, data_inputs
 from graph_passes.ir.node_kinds import NodeKind
@@ -35,7 +41,9 @@ from graph_passes.ir.program import Layout, Program, Value
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.text import graph_text
 from graph_passes.ir.verify import verify
+from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update
 
 SKIP = Ref("a/scaled")
 
@@ -215,3 +223,29 @@ def test_a_skip_to_every_layer_trains_as_plain_keras(
     x, y, _ = batches[2]
     np.testing.assert_allclose(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-12)
     np.testing.assert_allclose(pipelined.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-6)
+
+
+# ---- what is shown
+
+
+def test_transfers_and_drawings_show_the_stage_that_sends() -> None:
+    use_float64()
+    keras.utils.set_random_seed(3)
+    plan = dapple.Plan.manual(BLOCKS, [[0], [1], [2], [3]], 2, 4, relays=[1, 2])
+    pipelined = dapple.transform(skips(), dapple.Cluster.local(4, kind="cpu"), plan)
+    x, y = skip_batch(np.random.default_rng(0), 4)
+    spans = [span for span in pipelined.profile_step(x, y).step.timeline.spans if span.kind == "send"]
+    assert {(span.device, span.target) for span in spans} == {(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)}
+    assert all(span.stage == span.device and span.micro_batch is not None for span in spans)
+
+
+def test_relays_stand_in_the_lanes_of_their_devices() -> None:
+    cut = layout([1, 1, 1, 1], 2)
+    names = tuple(itertools.chain.from_iterable(cut.devices))
+    program = apply(relayed(skip_program(), cut, [1, 2]), OrderTasks(schedule_of(cut), names))
+    update = Update(sgd_updates(program), owners(program), HOST, 1 << 20, accumulated=False)
+    graph = task_graph(apply(program, update), names)
+    assert sorted((own.device, own.stage) for own in graph.nodes if own.kind == "relay") == [(1, 1)] * 2 + [(2, 2)] * 2
+    labels = {(graph.nodes[edge.source].label, graph.nodes[edge.target].label) for edge in graph.edges}
+    assert {("0F0", "relay"), ("relay", "relay"), ("relay", "2F0"), ("2B0", "relay"), ("relay", "0B0")} <= labels
+    assert ("0F0", "3F0") not in labels
