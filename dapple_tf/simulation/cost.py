@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import ZERO, Cost, Profile
+from dapple_tf.describe.profile import Cost, Profile
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
@@ -447,6 +447,8 @@ def _routes(legs: Sequence[Leg]) -> dict[tuple[int, int], tuple[Cost, Cost]]:
     """Maps (sending stage, receiving stage) to the bytes of all legs between them, forwards and backwards."""
     routes: dict[tuple[int, int], tuple[Cost, Cost]] = {}
     for leg in legs:
-        forward, backward = routes.get((leg.sender, leg.receiver), (ZERO, ZERO))
-        routes[leg.sender, leg.receiver] = (forward + leg.forward, backward + leg.backward)
+        ends = (leg.sender, leg.receiver)
+        before = routes.get(ends)
+        own = (leg.forward, leg.backward)
+        routes[ends] = own if before is None else (before[0] + own[0], before[1] + own[1])
     return routes

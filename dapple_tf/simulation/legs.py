@@ -55,7 +55,10 @@ def legs_of(profile: Profile, plan: Plan, stage_of: Sequence[int]) -> tuple[Leg,
     for position, tensor in enumerate(profile.tensors):
         maker = stage_of[tensor.producer]
         readers = tuple(sorted({stage_of[layer] for layer in tensor.consumers} - {maker}))
-        sources = sources_of(maker, readers, plan.relays, plan.devices)
+        if plan.relays:
+            sources = sources_of(maker, readers, plan.relays, plan.devices)
+        else:
+            sources = dict.fromkeys(readers, maker)
         bundle = (maker, *readers) if any(source != maker for source in sources.values()) else ()
         for reader, source in sources.items():
             ends = (source, reader, bundle)
@@ -69,19 +72,25 @@ def legs_of(profile: Profile, plan: Plan, stage_of: Sequence[int]) -> tuple[Leg,
     legs = []
     for ends in order:
         came, (positions, own) = before[ends], zip(*tensors[ends], strict=True)
+        forward = _sum([tensor.bytes for tensor in own])
+        back = [tensor.bytes for tensor in own if tensor.differentiable]
         legs.append(
             Leg(
                 numbers[ends],
                 *ends[:2],
-                sum((tensor.bytes for tensor in own), ZERO),
-                sum((tensor.bytes for tensor in own if tensor.differentiable), ZERO),
-                any(tensor.differentiable for tensor in own),
+                forward,
+                forward if len(back) == len(own) else _sum(back),
+                bool(back),
                 None if came is None else numbers[came],
                 tuple(onward.get(ends, ())),
                 tuple(positions),
             )
         )
     return tuple(legs)
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    return sum(costs[1:], costs[0]) if costs else ZERO
 
 
 def handed_on(legs: Sequence[Leg], stage: int, samples: int) -> float:

@@ -124,6 +124,8 @@ def held_by_relays(costs: CostModel, spans: Sequence[Span]) -> Iterator[Held]:
         costs: the costs of the plan.
         spans: those of a step.
     """
+    if not costs.plan.relays:
+        return
     sent: dict[tuple[int, int | None, bool], list[Span]] = defaultdict(list)  # (leg, micro-batch, whether gradients)
     forwards: dict[tuple[int, int | None, int], float] = {}
     for span in spans:
@@ -131,7 +133,7 @@ def held_by_relays(costs: CostModel, spans: Sequence[Span]) -> Iterator[Held]:
             sent[span.leg, span.micro_batch, span.stage == costs.legs[span.leg].receiver].append(span)
         elif span.kind == Phase.FORWARD.value:
             forwards[span.stage, span.micro_batch, span.replica] = span.start
-    for leg in costs.legs if costs.plan.relays else ():
+    for leg in costs.legs:
         for micro_batch in range(len(costs.micro_batches)) if leg.onward else ():
             for replica, interval in enumerate(costs.slices(leg.receiver, micro_batch)):
                 device = costs.plan.devices[leg.receiver][replica]
