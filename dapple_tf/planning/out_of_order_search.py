@@ -23,7 +23,7 @@ from dapple_tf.planning.out_of_order_plans import (
     with_task_seconds,
 )
 from dapple_tf.planning.plan_request import AUTO, PlanRequest
-from dapple_tf.planning.relays import RelayGuess, other_ways
+from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement
@@ -110,8 +110,8 @@ class OutOfOrderSearch:
 
     def _relay_best(self) -> None:
         """Tries the best plans with relays where they have none, and without where they have some."""
-        for choice, simulation in other_ways(self.ranked(), self.request):
-            if simulation.latency < choice.latency and simulation.fits:
+        for choice, simulation in better_ways(self.ranked(), self.request):
+            if simulation.fits:
                 other = Choice.of(simulation)
                 self.choices[other.plan], self.origin[other.plan] = other, self.origin[choice.plan]
                 self.fastest = min(self.fastest, other.latency)

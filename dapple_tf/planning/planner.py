@@ -29,7 +29,7 @@ from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
 from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
-from dapple_tf.planning.relays import RelayGuess, other_ways
+from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
@@ -230,6 +230,7 @@ class _Planner:
                 for item in search.run(count, request.batch, bound=bound):
                     group = (count, mode, overlap, item.in_flight)
                     fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
+            fresh += self._even_plans(mode, relayed=True)  # L doesn't know how long tensors wait: no bound for others
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
                 self._explore(entry.plan)
@@ -258,7 +259,7 @@ class _Planner:
             return ranked + sorted(rest, reverse=True)
         return ranked[:_COUNTS]
 
-    def _even_plans(self, recompute: str) -> list[_Found]:
+    def _even_plans(self, recompute: str, *, relayed: bool = False) -> list[_Found]:
         """Returns pipelines of equal stages: data parallelism, straight, and those in between."""
         devices = self.cluster.num_devices
         stages = [
@@ -270,16 +271,18 @@ class _Planner:
             entry
             for micro_batches in self.request.micro_batches
             for count in stages
-            for entry in self._even(count, micro_batches, recompute)
+            for entry in self._even(count, micro_batches, recompute, relayed)
         ]
 
-    def _even(self, stages: int, micro_batches: int, recompute: str) -> Iterator[_Found]:
+    def _even(self, stages: int, micro_batches: int, recompute: str, relayed: bool) -> Iterator[_Found]:
         """Yields a pipeline of stages of the same time and number of replicas, if it fits."""
         replicas = self.cluster.num_devices // stages
         if replicas > self.request.batch // micro_batches:
             return
         groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-        plan = self.handed_on(self.request.plan(by_time(self.profile, stages), groups, micro_batches, recompute))
+        plan = self.request.plan(by_time(self.profile, stages), groups, micro_batches, recompute)
+        if relayed and not (plan := self.handed_on(plan)).relays:
+            return
         costs = self.request.costs(plan)
         holds = costs.holds or (micro_batches,)
         if min(holds) > 0:
@@ -444,10 +447,8 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
-        for choice, simulation in other_ways(self._ranked(), self.request):
-            self.work += len(simulation.spans)
-            if simulation.latency < choice.latency:
-                self._replace(choice, Choice.of(simulation))
+        for choice, simulation in better_ways(self._ranked(), self.request):
+            self._replace(choice, Choice.of(simulation))
         self._cut_best()
         return self._best()
 
@@ -486,9 +487,8 @@ class _Planner:
         ranked = self._ranked()
         replicas = best.plan.replicas if derived is None else derived.origin.replicas
         runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
-        everywhere = (self.cluster.num_devices,)
         single = next((choice for choice in ranked if choice.plan.replicas == (1,)), None)
-        parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
+        parallel = next((choice for choice in ranked if choice.plan.replicas == (self.cluster.num_devices,)), None)
         return report(
             self.request,
             run(best.costs),

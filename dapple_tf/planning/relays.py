@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.legs import Leg
+from dapple_tf.simulation.legs import Leg, legs_of
 from dapple_tf.simulation.simulator import Simulation, run
 
 _LEAST_GAIN = 0.05
@@ -22,13 +23,15 @@ _BEST = 12
 class RelayGuess:
     """Guesses which plans gain from relays, before anything is simulated: where these relieve the busiest port.
 
-    Tensors also wait at relays, so that a guess may be wrong: `other_ways` tries the opposite.
+    Tensors also wait at relays, so that a guess may be wrong: `better_ways` tries the opposite.
     """
 
     def __init__(self, request: PlanRequest) -> None:
         """Starts without guesses, for plans of a request."""
         self._request = request
         self._several = _read_by_several(request.profile)
+        layers = request.profile.layers
+        self._computing = sum(layer.forward.per_sample + layer.backward.per_sample for layer in layers)
         self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def __call__(self, plan: Plan) -> Plan:
@@ -46,17 +49,25 @@ class RelayGuess:
         return plan if plan.relays == relays else dataclasses.replace(plan, relays=relays)
 
     def _relays(self, plan: Plan) -> tuple[int, ...]:
-        costs = self._request.costs(dataclasses.replace(plan, relays=()))
-        if not any(_repeated(costs.legs, leg) for leg in costs.legs):
+        profile, cluster = self._request.profile, self._request.cluster
+        plan.validate_on(cluster)
+        try:
+            stage_of = profile.stage_of_layers(plan.cuts)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        direct = legs_of(profile, dataclasses.replace(plan, relays=()), stage_of)
+        if not any(_repeated(direct, leg) for leg in direct):
             return ()
-        relayed = self._request.costs(_all(plan))
-        computing = sum(stage.forward.at(1) + stage.backward.at(1) for stage in costs.stages) * plan.global_batch_size
-        saved = _busiest(costs) - _busiest(relayed)
-        return relays_of(relayed) if saved > _LEAST_GAIN * computing / len(costs.devices) else ()
+        relayed = legs_of(profile, _all(plan), stage_of)
+        saved = _busiest(direct, plan, cluster) - _busiest(relayed, plan, cluster)
+        computing = self._computing * plan.global_batch_size / sum(plan.replicas)
+        return _handing_on(relayed) if saved > _LEAST_GAIN * computing else ()
 
 
-def other_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tuple[Choice, Simulation]]:
+def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tuple[Choice, Simulation]]:
     """Yields simulations of the best plans with relays where they have none, or without where they have some.
+
+    Only those that are faster than the plan as it is.
 
     Args:
         choices: simulated plans, the fastest first.
@@ -69,14 +80,20 @@ def other_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tupl
         relays = () if plan.relays else relays_of(request.costs(_all(plan)))
         if relays or plan.relays:
             try:
-                yield choice, run(request.costs(dataclasses.replace(plan, relays=relays)))
+                simulation = run(request.costs(dataclasses.replace(plan, relays=relays)))
             except PlanError:
                 continue  # What waits on its way needs memory.
+            if simulation.latency < choice.latency:
+                yield choice, simulation
 
 
 def relays_of(costs: CostModel) -> tuple[int, ...]:
     """Returns the stages of a plan that have anything to hand on."""
-    return tuple(sorted({leg.sender for leg in costs.legs if leg.source is not None}))
+    return _handing_on(costs.legs)
+
+
+def _handing_on(legs: Sequence[Leg]) -> tuple[int, ...]:
+    return tuple(sorted({leg.sender for leg in legs if leg.source is not None}))
 
 
 def _all(plan: Plan) -> Plan:
@@ -97,18 +114,21 @@ def _repeated(legs: Sequence[Leg], leg: Leg) -> bool:
     )
 
 
-def _busiest(costs: CostModel) -> float:
-    """Returns the seconds of a step in which the busiest port sends or receives."""
+def _busiest(legs: Sequence[Leg], plan: Plan, cluster: Cluster) -> float:
+    """Estimates the seconds of a step in which the busiest port sends or receives: replicas share evenly."""
     busy: dict[tuple[str, int], float] = {}
-    plan, cluster = costs.plan, costs.cluster
-    for sender, receiver in costs.routes:
-        for backward in (False, True):
-            ends = (receiver, sender) if backward else (sender, receiver)
-            for message in costs.messages(sender, receiver, 0, backward=backward):
-                source, target = plan.devices[ends[0]][message.sender], plan.devices[ends[1]][message.receiver]
-                if source != target:
-                    link = cluster.link(source, target)
-                    a, b = cluster.devices[source].server, cluster.devices[target].server
-                    for port in (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)):
-                        busy[port] = busy.get(port, 0.0) + message.bytes / link.bandwidth
-    return max(busy.values(), default=0.0) * plan.micro_batches
+    server = [device.server for device in cluster.devices]
+    for leg in legs:
+        for cost, *ends in ((leg.forward, leg.sender, leg.receiver), (leg.backward, leg.receiver, leg.sender)):
+            places = [plan.devices[stage] for stage in ends]
+            apart = next(((one, other) for one in places[0] for other in places[1] if one != other), None)
+            if places[0] == places[1] or apart is None:
+                continue
+            servers = [dict.fromkeys(server[device] for device in devices) for devices in places]
+            inside = len({*servers[0], *servers[1]}) == 1
+            link = cluster.link(*apart)
+            for kind, ports in zip(("out", "in"), places if inside else servers, strict=True):
+                seconds = cost.per_sample * plan.global_batch_size / link.bandwidth / len(ports)
+                for port in ports:
+                    busy[kind, port] = busy.get((kind, port), 0.0) + seconds
+    return max(busy.values(), default=0.0)
