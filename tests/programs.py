@@ -627,6 +627,7 @@ _INTERPRETED: dict[str, Callable[..., Sequence[Any]]] = {
     "Const": lambda node: [tf.make_ndarray(node.attr["value"].tensor)],
     "FloorDiv": lambda node, a, b: [a // b],
     "GatherV2": lambda node, values, indices, axis: [np.take(values, indices, axis=int(axis))],
+    "Identity": lambda node, tensor: [tensor],
     "Mul": lambda node, a, b: [a * b],
     "Shape": lambda node, tensor: [np.array(np.shape(tensor))],
     "SplitV": lambda node, tensor, sizes, axis: _split(tensor, sizes, int(axis)),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hardware import cluster_of as cluster
+from relayed_plans import relayed_case
 from selection import sampled, thorough
 from test_simulator import STRAIGHT, random_case
 
@@ -141,6 +142,16 @@ def test_skip_connections_and_tied_weights() -> None:
     step = measured(replicated([2, 1, 1], 3, 2), model, cluster(2, 1, 1, inter_bandwidth=5e4, intra_bandwidth=1e5))
     assert kinds(step)["all_reduce"] == 2
     assert kinds(step)["apply"] == 4
+
+
+@pytest.mark.parametrize("next_forward", [False, thorough(True)])
+@pytest.mark.parametrize("seed", [21, *map(thorough, (5, 13, 19, 33, 36))])
+def test_relays_hand_tensors_on_and_add_gradients_up(seed: int, next_forward: bool) -> None:
+    plan, model, where = relayed_case(seed)
+    step = measured(plan, model, where, next_forward=next_forward)
+    legs = [sorted(span.leg for span in spans if span.leg is not None) for spans in (step.spans, step.simulated.spans)]
+    assert legs[0] == legs[1]
+    assert any(step.costs.legs[number].source is not None for number in legs[0])
 
 
 @pytest.mark.parametrize("cuts", [(), (NAMES[0], NAMES[2])])

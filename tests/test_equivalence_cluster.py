@@ -82,6 +82,8 @@ CASES = [
     Case("tied", STRAIGHT, 4, "zb_h2", {"jit_compile": True}),
     Case("multi_output", [[0, 1], [2, 3]], schedule="fast_forward_b", options={"wait_free": False}),
     Case("transformer", [[0, 1, 2], [3]], schedule="fast_forward", options={"jit_compile": True}),
+    Case("branches", STRAIGHT, 4, "zb_h1", {"relays": (1, 2)}),
+    Case("branches", [[0], [1, 2], [3]], 4, options={"relays": (1,)}),
 ]
 # Two hosts: devices 0 and 1 are on the first, 2 and 3 on the second. The client is on a third one, or on the first.
 ACROSS = [

@@ -280,7 +280,8 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "backward_cuts": [],
   "all_reduce": "flat",
   "reduction_order": "completion",
-  "shares": null
+  "shares": null,
+  "relays": []
 }
 """
     )

@@ -69,6 +69,7 @@ class PlanOptions(TypedDict, total=False):
     all_reduce: str | tuple[str, ...]
     reduction_order: str
     shares: tuple[tuple[int, ...], ...] | None
+    relays: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ class Plan(JsonFile):
         shares: for each stage the share of each replica in every micro-batch, in whole numbers: with ``((2, 1),)``
             replica 0 gets twice as many samples as replica 1, however large the batch is
             (`graph_passes.ir.batching.split_by_shares`). None for equal shares; shares are reduced to lowest terms.
+        relays: stages that hand on what they read: a later stage gets a tensor from the nearest stage that has it, its
+            maker or a relay that reads it as well, rather than always from its maker. Gradients return the same way,
+            added up by relays.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -143,6 +147,7 @@ class Plan(JsonFile):
     all_reduce: str | tuple[str, ...] = "flat"
     reduction_order: str = "completion"
     shares: tuple[tuple[int, ...], ...] | None = None
+    relays: tuple[int, ...] = ()
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -292,7 +297,7 @@ class Plan(JsonFile):
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
-        later = {"backward_cuts", "all_reduce", "reduction_order", "shares"}
+        later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -461,6 +466,7 @@ class Plan(JsonFile):
         if self.all_reduce != "flat":
             algorithms = [self.all_reduce] if isinstance(self.all_reduce, str) else self.all_reduce
             cut.append(f"all-reduce {', '.join(algorithms)}")
+        cut += [f"stages {ranges(self.relays)} hand on what they read"] if self.relays else []
         return [*cut, *([] if self.report is None else str(self.report).splitlines())]
 
     def _repr_html_(self) -> str:
@@ -511,6 +517,7 @@ class Plan(JsonFile):
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
+        object.__setattr__(self, "relays", tuple(sorted(set(integers("relays", self.relays)))))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):

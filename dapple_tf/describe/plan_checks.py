@@ -62,6 +62,9 @@ def check_stages(plan: Plan) -> None:
         )
     if not 0 <= plan.reverse_first_k <= stages:
         raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
+    for relay in plan.relays:
+        if not 0 <= relay < stages:
+            raise PlanError(f"relays has stage {relay}; with {stages} stages they are numbered 0 to {stages - 1}")
     if plan.carried_updates < 0:
         raise PlanError(f"carried_updates is {plan.carried_updates}; it must be 0 or more")
     if plan.weight_devices is not None:
@@ -90,7 +93,7 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0, "backward_cuts": ()}
+    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0, "backward_cuts": (), "relays": ()}
     for name, value in without.items():
         if getattr(plan, name) != value:
             raise PlanError(

@@ -343,7 +343,7 @@ PASSES: tuple[Slot, ...] = (
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),
     Slot(Replicate, step=StepAsked.replicate),
     Slot(CutBackward, step=StepAsked.cut_backward),
-    Slot(SplitConcat, step=lambda asked: SplitConcat()),
+    Slot(SplitConcat, step=lambda asked: SplitConcat(asked.passes.plan.relays)),
     Slot(Accumulate, step=StepAsked.accumulate),
     Slot(OrderTasks, step=StepAsked.order),
     Slot(Update, step=StepAsked.update),

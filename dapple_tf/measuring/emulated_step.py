@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.measuring.emulated_waits import Array, Port, StepClock, Wait
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient_ends, last_gradients
 from dapple_tf.simulation.simulated_step import device_orders
 from dapple_tf.simulation.simulation import Simulation
@@ -29,6 +30,29 @@ class _Made:
 
     tensor: tf.Tensor
     wait: Wait
+
+
+class _Came(NamedTuple):
+    """A tensor that has come to a device, and the waits after which it is there."""
+
+    tensor: tf.Tensor
+    waits: tuple[Wait, ...]
+
+
+class _Part(NamedTuple):
+    """What a task gets from a slice of another stage.
+
+    Attributes:
+        sender: the sending slice's task.
+        leg: the leg over which it comes.
+        samples: the samples.
+        bytes: its size.
+    """
+
+    sender: Task
+    leg: Leg
+    samples: Interval
+    bytes: float
 
 
 class _Update(NamedTuple):
@@ -79,6 +103,8 @@ class EmulatedStep:
         ends = gradient_ends(schedule, wait_free=costs.plan.wait_free)
         self.ready = {(schedule.device_of(end), stage): end for end, stages in ends.items() for stage in stages}
         self.made: dict[Task, _Made] = {}
+        self.came: dict[tuple[int, Task], _Came] = {}  # (leg, slice's task) -> what has come over it
+        self.sums: dict[tuple[int, Task], _Came] = {}  # (leg to the relay, its task) -> the gradients that it sends
         self.previous: dict[int, _Made] = {}  # device -> its latest work
         self.segments: dict[Task, dict[float, _Made]] = {}
         self.reduced: dict[tuple[int, int], list[_Made]] = {}  # (stage, device) -> its reductions
@@ -133,24 +159,40 @@ class EmulatedStep:
         """Returns a task's samples of the global batch."""
         return self.costs.plan.slices(task.stage, self.costs.micro_batches[task.micro_batch])[task.replica]
 
-    def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
-        """Yields a task's inputs from each other stage: (sender, samples, bytes) in the order of samples."""
-        costs, backward = self.costs, task.phase is not Phase.FORWARD
-        wanted = self._slice(task)
-        for producer, consumer in costs.routes:
-            if task.phase is Phase.WEIGHT_GRAD or task.stage != (producer if backward else consumer):
-                continue
-            other = consumer if backward else producer
-            phase = Phase.FORWARD
-            if backward:
-                phase = Phase.INPUT_GRAD if other in self.schedule.split else Phase.BACKWARD
-            messages = []
-            for message in costs.messages(producer, consumer, task.micro_batch, backward=backward):
-                if message.receiver == task.replica:
-                    sender = Task(other, phase, task.micro_batch, message.sender)
-                    messages.append((sender, self._slice(sender).overlap(wanted), message.bytes))
-            if messages:
-                yield messages
+    def _sources(self, task: Task) -> Iterable[list[_Part]]:
+        """Yields a task's inputs over each leg, in the order of samples."""
+        if task.phase is Phase.WEIGHT_GRAD:
+            return
+        backward = task.phase is not Phase.FORWARD
+        for leg in self.costs.legs:
+            ends = leg.source is None and task.stage == leg.sender if backward else task.stage == leg.receiver
+            if ends and (parts := self._parts_of(leg, task)):
+                yield parts
+
+    def _parts_of(self, leg: Leg, task: Task) -> list[_Part]:
+        """Returns what a task's slice gets over a leg: forward, or gradients."""
+        backward = task.phase is not Phase.FORWARD
+        other, phase = (leg.receiver, Phase.BACKWARD) if backward else (leg.sender, Phase.FORWARD)
+        if backward and other in self.schedule.split:
+            phase = Phase.INPUT_GRAD
+        wanted, parts = self._slice(task), []
+        for message in self.costs.leg_messages(leg, task.micro_batch, backward=backward):
+            if message.receiver == task.replica:
+                sender = Task(other, phase, task.micro_batch, message.sender)
+                parts.append(_Part(sender, leg, self._slice(sender).overlap(wanted), message.bytes))
+        return parts
+
+    def _feeders(self, leg: Leg, sender: Task) -> list[list[_Part]]:
+        """Returns what a relay's slice waits for before it sends over a leg; nothing for what a task makes itself."""
+        if sender.phase is Phase.FORWARD:
+            return [] if leg.source is None else [self._parts_of(self.costs.legs[leg.source], sender)]
+        return [parts for number in leg.onward if (parts := self._parts_of(self.costs.legs[number], sender))]
+
+    def _makers(self, part: _Part) -> set[Task]:
+        """Returns the tasks whose results a part is made of."""
+        feeders = self._feeders(part.leg, part.sender)
+        makers = {maker for parts in feeders for each in parts for maker in self._makers(each)}
+        return makers if feeders and part.sender.phase is Phase.FORWARD else {part.sender, *makers}
 
     def _own(self, task: Task) -> Task | None:
         """Returns the task of the same stage and slice whose results it reads."""
@@ -161,7 +203,7 @@ class EmulatedStep:
 
     def _needs(self, task: Task) -> set[Task]:
         """Returns the tasks of this step that it waits for, besides the previous one on its device."""
-        needed = {sender for messages in self._sources(task) for sender, _, _ in messages}
+        needed = {maker for parts in self._sources(task) for part in parts for maker in self._makers(part)}
         needed |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
         return needed if task in self.next else needed - self.next
 
@@ -175,15 +217,15 @@ class EmulatedStep:
             if kept is None or kept not in self.made:  # the last step's forwards are over
                 tensors.append(tf.constant(_samples(own), tf.float64))
             else:
-                arrived = self._transfer(kept, task, own, self.costs.delayed_bytes(task.stage, own.size))
+                size = self.costs.delayed_bytes(task.stage, own.size)
+                arrived = self._transfer(self._result(kept), kept, task, own, size)
                 tensors.append(arrived.tensor)
-                after.append(arrived.wait)
-            for messages in self._sources(task):
-                if any(sender not in self.made for sender, _, _ in messages):
-                    continue
-                come = [self._transfer(sender, task, interval, size) for sender, interval, size in messages]
-                tensors.append(_joined([made.tensor for made in come]))
-                after += [made.wait for made in come]
+                after += arrived.waits
+            for parts in self._sources(task):
+                if all(maker in self.made for part in parts for maker in self._makers(part)):
+                    come = self._arrived(parts, task)
+                    tensors.append(come.tensor)
+                    after += come.waits
             before_it = [self.made[other]] if (other := self.schedule.after.get(task)) in self.made else []
             if task in self.next:
                 before_it += self._update_of(task)
@@ -226,10 +268,51 @@ class EmulatedStep:
                 awaited += [update] if update else [*self.reduced.get((stage, device), ()), self.made[last]]
         return awaited
 
-    def _transfer(self, sender: Task, receiver: Task, interval: Interval, size: float) -> _Made:
-        """Adds the transfer of a part of a task's results to another task's device."""
+    def _result(self, task: Task) -> _Came:
+        """Returns what a task has made."""
+        return _Came(self.made[task].tensor, (self.made[task].wait,))
+
+    def _arrived(self, parts: Sequence[_Part], receiver: Task) -> _Came:
+        """Returns what has come to a slice over a leg."""
+        key = (parts[0].leg.number, receiver)
+        if key not in self.came:
+            come = [self._transfer(self._sent(part), part.sender, receiver, *part[2:], part.leg) for part in parts]
+            with tf.device(None), self._on(self.schedule.device_of(receiver)):
+                tensor = _joined([each.tensor for each in come])
+            self.came[key] = _Came(tensor, _waits(come))
+        return self.came[key]
+
+    def _sent(self, part: _Part) -> _Came:
+        """Returns what a slice sends over a leg: a task's result, or what a relay hands on."""
+        feeders = self._feeders(part.leg, part.sender)
+        if not feeders:
+            return self._result(part.sender)
+        if part.sender.phase is Phase.FORWARD:
+            return self._arrived(feeders[0], part.sender)
+        key = (part.leg.number, part.sender)
+        if key not in self.sums:
+            come = [self._result(part.sender), *(self._arrived(parts, part.sender) for parts in feeders)]
+            tensor = come[0].tensor
+            with tf.device(None), self._on(self.schedule.device_of(part.sender)):
+                for other in come[1:]:  # All are of the same samples; the clock checks what comes of it.
+                    tensor = tf.where(tf.equal(tensor, other.tensor), tensor, np.nan)
+            self.sums[key] = _Came(tensor, _waits(come))
+        return self.sums[key]
+
+    def _transfer(
+        self, made: _Came, sender: Task, receiver: Task, interval: Interval, size: float, leg: Leg | None = None
+    ) -> _Came:
+        """Adds the transfer of a part of what a slice has to another slice's device.
+
+        Args:
+            made: what the sending slice has.
+            sender: its task.
+            receiver: the task of the receiving slice.
+            interval: the samples that are sent.
+            size: their bytes.
+            leg: the leg over which they go; None from Bx to Bw.
+        """
         source, target = self.schedule.device_of(sender), self.schedule.device_of(receiver)
-        made = self.made[sender]
         own = self._slice(sender)
         with tf.device(None), self._on(source):
             tensor = made.tensor
@@ -237,20 +320,22 @@ class EmulatedStep:
                 sizes = [interval.start - own.start, interval.size, own.stop - interval.stop]
                 tensor = tf.split(tensor, sizes, name=f"split/{sender}")[1]
             if source == target:
-                return _Made(tensor, made.wait)
+                return _Came(tensor, made.waits)
             link = self.costs.cluster.link(source, target)
             a, b = self.server[source], self.server[target]
+            place = (source, sender.stage, sender.micro_batch, sender.replica, target, size)
             wait = Wait(
                 f"send/{sender}/{receiver}",
-                self._span("send", source, sender.stage, sender.micro_batch, sender.replica, target, size),
+                self._span("send", *place, leg=None if leg is None else leg.number),
                 size / link.bandwidth * self.clock.scale,
                 link.latency * self.clock.scale,
-                (made.wait,),
+                made.waits,
                 (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)),
                 (0, sender.replica, abs(receiver.stage - sender.stage) or self.costs.plan.num_stages, receiver.replica),
                 expected=(_samples(interval),),
             )
-            return self._node(wait, [tensor], ())
+            node = self._node(wait, [tensor], ())
+            return _Came(node.tensor, (node.wait,))
 
     # ---- reductions and updates
 
@@ -361,8 +446,10 @@ class EmulatedStep:
         target: int | None = None,
         size: float = 0.0,
         reduction: int | None = None,
+        leg: int | None = None,
     ) -> int:
-        self.spans.append(Span(kind, 0.0, 0.0, device, stage, micro_batch, replica, target, size, reduction=reduction))
+        place = (device, stage, micro_batch, replica, target, size)
+        self.spans.append(Span(kind, 0.0, 0.0, *place, reduction=reduction, leg=leg))
         return len(self.spans) - 1
 
     def _add(
@@ -384,6 +471,10 @@ class EmulatedStep:
 
 def _samples(interval: Interval) -> Array:
     return np.arange(interval.start, interval.stop, dtype=np.float64)
+
+
+def _waits(come: Sequence[_Came]) -> tuple[Wait, ...]:
+    return tuple(dict.fromkeys(wait for each in come for wait in each.waits))
 
 
 def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -189,10 +189,19 @@ def _most_pending(simulated: Simulation) -> int:
     """Returns the maximum number of simultaneous transfers and reductions: each has its own thread."""
     changes = []
     made: dict[tuple[int | None, int, int | None], float] = {}  # when the sent result was ready
+    came: dict[tuple[int | None, int, int | None], float] = {}  # when it had come to a relay
+    legs = simulated.costs.legs
     for span in simulated.spans:
         work = (span.device, span.stage, span.micro_batch)
         if span.kind == "send":
-            changes += [(made[work], 1), (span.end, -1)]
+            leg = None if span.leg is None else legs[span.leg]
+            if leg is None or leg.source is None or span.stage != leg.sender:
+                ready = made[work]
+            else:
+                ready = came.get((span.device, leg.source, span.micro_batch), 0.0)
+            changes += [(ready, 1), (span.end, -1)]
+            if leg is not None:
+                came[span.target, leg.number, span.micro_batch] = span.end
         elif span.reduction is not None:
             count = len(simulated.costs.reductions[span.reduction].devices)
             changes += [(span.start, count), (span.end, -count)]

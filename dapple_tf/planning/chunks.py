@@ -23,7 +23,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
 
     Args:
         plan: the plan; each chunk inherits its stage's settings, and ``reverse_first_k`` counts the chunks of its
-            first k stages. Its report and ``backward_cuts`` are dropped.
+            first k stages. Its report, ``backward_cuts`` and ``relays`` are dropped.
         profile: its layers' costs.
         chunks: the most parts of a stage; fewer where the layers don't allow more, since each chunk needs parameters.
 
@@ -68,6 +68,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
         reverse_first_k=sum(stage < plan.reverse_first_k for stage in origin),
         task_seconds=seconds,
         backward_cuts=(),
+        relays=(),
         report=None,
     )
 

@@ -20,8 +20,14 @@ _GROUPS = 4
 """Number of groups of like devices whose unused devices are tried."""
 _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
-_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "report"})
+_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "relays", "report"})
 """Fields that moves don't change: the user's, and those that the planner fills in when it has simulated a plan."""
+
+NOT_BY_OWN_MOVES = (
+    *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
+    *("weight_devices", "weight_regions", "operator_devices", "shares"),
+)
+"""Fields that follow from the others, or that the planner's own moves leave alone."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
@@ -43,7 +49,7 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
 def _legal(plan: Plan, request: PlanRequest, moves: Iterable[Changes]) -> Iterator[Plan]:
     for changes in moves:
         try:
-            follows = {"backward_cuts": (), "all_reduce": "flat", "shares": None}
+            follows = {"backward_cuts": (), "all_reduce": "flat", "relays": (), "shares": None}
             neighbour = dataclasses.replace(plan, **(follows | dict(changes)))
             if "shares" not in changes:
                 neighbour = request.shared(neighbour)

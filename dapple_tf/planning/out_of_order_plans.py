@@ -213,8 +213,8 @@ def _one_group_per_device(plan: Plan) -> bool:
 def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
-        dropped: dict[str, object] = {"task_seconds": None, "backward_cuts": (), "all_reduce": "flat", "report": None}
-        dropped["shares"] = None
+        dropped: dict[str, object] = {"task_seconds": None, "backward_cuts": (), "all_reduce": "flat", "relays": ()}
+        dropped |= {"shares": None, "report": None}
         plan = request.shared(dataclasses.replace(base, **(dropped | changes)))  # type: ignore[arg-type]
         if isinstance(request.reverse_first_k, int):
             k = min(request.reverse_first_k, plan.num_stages)

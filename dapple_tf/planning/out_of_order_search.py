@@ -24,6 +24,7 @@ from dapple_tf.planning.out_of_order_plans import (
     with_task_seconds,
 )
 from dapple_tf.planning.plan_request import AUTO, PlanRequest
+from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement
@@ -79,7 +80,7 @@ class OutOfOrderSearch:
             allowed: approximate number of tasks and transfers to simulate.
             step: receives the progress.
         """
-        self.request = request
+        self.request, self.handed_on = request, RelayGuess(request)
         self.allowed, self.step = allowed, step
         self.work, self.fastest = 0.0, math.inf
         self.estimates: dict[Plan, float] = {}
@@ -104,8 +105,17 @@ class OutOfOrderSearch:
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
+        self._relay_best()
         self._cut_best()
         return self.best()
+
+    def _relay_best(self) -> None:
+        """Tries the best plans with relays where they have none, and without where they have some."""
+        for choice, simulation in better_ways(self.ranked(), self.request):
+            if simulation.fits:
+                other = Choice.of(simulation)
+                self.choices[other.plan], self.origin[other.plan] = other, self.origin[choice.plan]
+                self.fastest = min(self.fastest, other.latency)
 
     def _cut_best(self) -> None:
         """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
@@ -154,7 +164,7 @@ class OutOfOrderSearch:
 
     def _baseline(self, bases: Sequence[Plan]) -> None:
         """Simulates DAPPLE's best plan."""
-        choice = self._try(_bare(bases[0]), bases[0], certainly=True)
+        choice = self._try(bases[0], bases[0], certainly=True)
         self.bases += [self._cut(choice)] if choice is not None else []
         if self.request.reverse_first_k not in (0, AUTO):
             self.choices = dict.fromkeys(self.choices)  # the request asks for k
@@ -269,7 +279,8 @@ class OutOfOrderSearch:
 
         It isn't when this share of the work is done, or when no order could make it faster than the fastest.
         """
-        plan = _bare(plan)
+        # What follows from the rest of a plan is found out anew.
+        plan = self.handed_on(dataclasses.replace(plan, backward_cuts=(), all_reduce="flat", report=None))
         if plan in self.choices:
             return self.choices[plan]
         if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
@@ -307,7 +318,7 @@ class OutOfOrderSearch:
         Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
         """
         if plan not in self.estimates:
-            costs = self.request.costs(plan)
+            costs = self.request.costs(self.handed_on(plan))
             times = stage_times(costs)
             per_device = plan.num_stages / len(set(plan.devices))
             self.estimates[plan] = (
@@ -317,11 +328,6 @@ class OutOfOrderSearch:
                 + max(time.all_reduce for time in times)
             )
         return self.estimates[plan]
-
-
-def _bare(plan: Plan) -> Plan:
-    """Returns the plan without what follows from the rest: cuts of backwards, and the all-reduce of each stage."""
-    return dataclasses.replace(plan, backward_cuts=(), all_reduce="flat", report=None)
 
 
 def _splits(plan: Plan) -> bool:

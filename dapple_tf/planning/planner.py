@@ -24,11 +24,12 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_simulations
 from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
 from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
@@ -65,11 +66,6 @@ _DERIVING = 0.8
 """Work allowed for deriving them, as a fraction of that for finding the stages."""
 _CUT = 12
 """Number of best plans whose last backwards are cut."""
-_OTHERS = (
-    *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
-    *("weight_devices", "weight_regions", "operator_devices", "shares"),
-)
-"""Fields that follow from the others, or that the planner's own moves leave alone."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -162,7 +158,7 @@ class _Planner:
     """One search."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.request = request
+        self.request, self.handed_on = request, RelayGuess(request)
         self.profile, self.cluster = request.profile, request.cluster
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
         self.work = 0.0
@@ -201,10 +197,8 @@ class _Planner:
         best = self._simplest()
         derived = self._out_of_order(best) if self._derives() else None
         self.bar.close()
-        logger.info(
-            "planned %s in %.2f s, %d plans simulated", self.profile.model, time.perf_counter() - started,
-            len(self.choices),
-        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
         if derived is not None:
             best = derived.choice
         return dataclasses.replace(best.plan, report=self._report(best, derived))
@@ -236,6 +230,7 @@ class _Planner:
                 for item in search.run(count, request.batch, bound=bound):
                     group = (count, mode, overlap, item.in_flight)
                     fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
+            fresh += self._even_plans(mode, relayed=True)  # L doesn't know how long tensors wait: no bound for others
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
                 self._explore(entry.plan)
@@ -264,7 +259,7 @@ class _Planner:
             return ranked + sorted(rest, reverse=True)
         return ranked[:_COUNTS]
 
-    def _even_plans(self, recompute: str) -> list[_Found]:
+    def _even_plans(self, recompute: str, *, relayed: bool = False) -> list[_Found]:
         """Returns pipelines of equal stages: data parallelism, straight, and those in between."""
         devices = self.cluster.num_devices
         stages = [
@@ -276,10 +271,10 @@ class _Planner:
             entry
             for micro_batches in self.request.micro_batches
             for count in stages
-            for entry in self._even(count, micro_batches, recompute)
+            for entry in self._even(count, micro_batches, recompute, relayed)
         ]
 
-    def _even(self, stages: int, micro_batches: int, recompute: str) -> Iterator[_Found]:
+    def _even(self, stages: int, micro_batches: int, recompute: str, relayed: bool) -> Iterator[_Found]:
         """Yields a pipeline of stages of the same time and number of replicas, if it fits."""
         replicas = self.cluster.num_devices // stages
         if replicas > self.request.batch // micro_batches:
@@ -288,6 +283,8 @@ class _Planner:
         speeds = [sum(self.cluster.devices[device].speed for device in group) for group in groups]
         cuts = by_time(self.profile, stages, None if self.cluster.alike else speeds)
         plan = self.request.plan(cuts, groups, micro_batches, recompute)
+        if relayed and not (plan := self.handed_on(plan)).relays:
+            return
         costs = self.request.costs(plan)
         holds = costs.holds or (micro_batches,)
         if min(holds) > 0:
@@ -368,11 +365,11 @@ class _Planner:
 
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
-        plan = dataclasses.replace(plan, backward_cuts=())
+        plan = self.handed_on(dataclasses.replace(plan, backward_cuts=()))
         if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         # Only moves of the user's own change these, except shares.
-        others = tuple(getattr(plan, name) for name in _OTHERS)
+        others = tuple(getattr(plan, name) for name in NOT_BY_OWN_MOVES)
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
         if key in self.choices:
             return self.choices[key]
@@ -387,9 +384,8 @@ class _Planner:
             alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
             known = self.choices.get(alias)
             if known is not None:
-                same = dataclasses.replace(
-                    plan, backward_cuts=known.plan.backward_cuts, all_reduce=known.plan.all_reduce
-                )
+                follows = {name: getattr(known.plan, name) for name in ("backward_cuts", "all_reduce", "relays")}
+                same = dataclasses.replace(plan, **follows)
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
                 simulation = run(costs)
@@ -417,10 +413,12 @@ class _Planner:
         whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
         for choice in whole[:_CUT]:
             if choice.gains_from_cuts(self.fastest):
-                better = self._cut(choice)
-                self.fastest = min(self.fastest, better.latency)
-                for key in [key for key, known in self.choices.items() if known is choice]:
-                    self.choices[key] = better
+                self._replace(choice, self._cut(choice))
+
+    def _replace(self, choice: Choice, better: Choice) -> None:
+        self.fastest = min(self.fastest, better.latency)
+        for key in [key for key, known in self.choices.items() if known is choice]:
+            self.choices[key] = better
 
     def _best(self) -> Choice | None:
         """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
@@ -452,6 +450,8 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
+        for choice, simulation in better_ways(self._ranked(), self.request):
+            self._replace(choice, Choice.of(simulation))
         self._cut_best()
         return self._best()
 
@@ -490,9 +490,8 @@ class _Planner:
         ranked = self._ranked()
         replicas = best.plan.replicas if derived is None else derived.origin.replicas
         runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
-        everywhere = (self.cluster.num_devices,)
         single = next((choice for choice in ranked if choice.plan.replicas == (1,)), None)
-        parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
+        parallel = next((choice for choice in ranked if choice.plan.replicas == (self.cluster.num_devices,)), None)
         return report(
             self.request,
             run(best.costs),

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import ZERO, Cost, Profile
+from dapple_tf.describe.profile import Cost, Profile
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
+from dapple_tf.simulation.legs import Leg, legs_of
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
 from dapple_tf.units import gib
 from graph_passes.ir.batching import Interval, intervals, split_evenly
@@ -73,7 +74,9 @@ class CostModel:
         owner_devices: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's
             stages, unless it has `Plan.weight_devices`.
         devices: all devices that the plan uses, each once.
-        routes: (producer stage, consumer stage) -> bytes of a slice forwards, and of its gradient backwards.
+        legs: how tensors travel from stage to stage.
+        routes: (sending stage, receiving stage) -> bytes of a slice forwards, and of its gradient backwards, over all
+            legs between them.
 
     Raises:
         PlanError: the plan needs devices that the cluster lacks, or cuts after layers that the profile lacks.
@@ -93,23 +96,19 @@ class CostModel:
             dict.fromkeys(device for group in (*plan.devices, *self.owner_devices) for device in group)
         )
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
-        self.routes = _routes(profile, stage_of)
-        self._differentiable = {
-            (stage_of[tensor.producer], stage_of[layer])
-            for tensor in profile.tensors
-            for layer in tensor.consumers
-            if tensor.differentiable
-        }
+        self.legs = legs_of(profile, plan, stage_of)
+        self.routes = _routes(self.legs)
         bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
         self.stages = tuple(
             stage_cost(profile, start, stop, plan.recompute) for start, stop in itertools.pairwise(bounds)
         )
-        self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
         self._reductions: dict[tuple[tuple[int, ...], str], AllReduceTime] = {}
+        self._receives = {leg.receiver for leg in self.legs if leg.differentiable}
         self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._cuts: dict[int, tuple[int, tuple[tuple[float, float], ...]]] = {}
         self._messages: dict[tuple[int, int, int, bool], tuple[Message, ...]] = {}
+        self._leg_messages: dict[tuple[int, int, bool], tuple[Message, ...]] = {}
 
     # ---- time
 
@@ -189,27 +188,38 @@ class CostModel:
             kinds.setdefault((*speeds, sizes[replica].size), replica)
         return list(kinds.values())
 
-    def messages(
-        self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False
-    ) -> tuple[Message, ...]:
-        """Returns the messages between the replicas of two stages.
+    def messages(self, sender: int, receiver: int, micro_batch: int, *, backward: bool = False) -> tuple[Message, ...]:
+        """Returns the messages between the replicas of two stages, with all that goes from one to the other.
 
-        When ``backward`` these are gradients, from the consumer's replicas to the producer's.
+        When ``backward`` these are gradients, from the receiver's replicas to the sender's.
         """
-        size = self.micro_batches[micro_batch].size
-        key = (producer, consumer, size, backward)
+        key = (sender, receiver, self.micro_batches[micro_batch].size, backward)
         if key not in self._messages:
-            cost = self.routes[producer, consumer][backward]
-            ends = (consumer, producer) if backward else (producer, consumer)
-            senders, receivers = (self.slices(stage, micro_batch) for stage in ends)
-            messages = []
-            for sender, interval in enumerate(senders):
-                for receiver, wanted in enumerate(receivers):
-                    common = interval.overlap(wanted).size
-                    if common and (not backward or (producer, consumer) in self._differentiable):
-                        messages.append(Message(sender, receiver, cost.at(common)))
-            self._messages[key] = tuple(messages)
+            legs = [leg for leg in self.legs if (leg.sender, leg.receiver) == (sender, receiver)]
+            flows = not backward or any(leg.differentiable for leg in legs)
+            ends = (receiver, sender) if backward else (sender, receiver)
+            cost = self.routes[sender, receiver][backward]
+            self._messages[key] = self._between(*ends, micro_batch, cost) if flows else ()
         return self._messages[key]
+
+    def leg_messages(self, leg: Leg, micro_batch: int, *, backward: bool = False) -> tuple[Message, ...]:
+        """Returns the messages over one leg, as `messages`."""
+        key = (leg.number, self.micro_batches[micro_batch].size, backward)
+        if key not in self._leg_messages:
+            flows = not backward or leg.differentiable
+            ends = (leg.receiver, leg.sender) if backward else (leg.sender, leg.receiver)
+            cost = leg.backward if backward else leg.forward
+            self._leg_messages[key] = self._between(*ends, micro_batch, cost) if flows else ()
+        return self._leg_messages[key]
+
+    def _between(self, sending: int, receiving: int, micro_batch: int, cost: Cost) -> tuple[Message, ...]:
+        senders, receivers = self.slices(sending, micro_batch), self.slices(receiving, micro_batch)
+        return tuple(
+            Message(sender, receiver, cost.at(common))
+            for sender, interval in enumerate(senders)
+            for receiver, wanted in enumerate(receivers)
+            if (common := interval.overlap(wanted).size)
+        )
 
     @functools.cached_property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -472,18 +482,12 @@ class CostModel:
         return self.plan.request.within(self.holds, len(self.micro_batches))
 
 
-def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[Cost, Cost]]:
-    """Maps (producer stage, consumer stage) to bytes forwards and backwards.
-
-    A stage gets a tensor directly from the stage that made it.
-    """
+def _routes(legs: Sequence[Leg]) -> dict[tuple[int, int], tuple[Cost, Cost]]:
+    """Maps (sending stage, receiving stage) to the bytes of all legs between them, forwards and backwards."""
     routes: dict[tuple[int, int], tuple[Cost, Cost]] = {}
-    for tensor in profile.tensors:
-        producer = stage_of[tensor.producer]
-        for consumer in sorted({stage_of[layer] for layer in tensor.consumers} - {producer}):
-            forward, backward = routes.get((producer, consumer), (ZERO, ZERO))
-            routes[producer, consumer] = (
-                forward + tensor.bytes,
-                backward + tensor.bytes if tensor.differentiable else backward,
-            )
-    return dict(sorted(routes.items()))
+    for leg in legs:
+        ends = (leg.sender, leg.receiver)
+        before = routes.get(ends)
+        own = (leg.forward, leg.backward)
+        routes[ends] = own if before is None else (before[0] + own[0], before[1] + own[1])
+    return routes

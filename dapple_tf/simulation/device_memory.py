@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dapple_tf.simulation.legs import handed_on
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def _need(costs: CostModel, work: _Work) -> DeviceNeed:
     each = sum(kept)
     stages = {*runs, *owned}
     working = max(_working(costs, stage, samples) for stage, samples in sizes.items())
+    working += sum(handed_on(costs.legs, stage, sizes[stage]) for stage in runs) if costs.plan.relays else 0.0
     buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
     applying = [buffers[stage].apply for stage in owned if stage in buffers]
     sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
+from dapple_tf.simulation.simulated_relays import Parcel, Relays
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
@@ -33,6 +35,8 @@ def device_orders(
 
 
 _Ports = tuple[tuple[str, int], tuple[str, int]]
+_RETURNING = (Phase.BACKWARD, Phase.INPUT_GRAD)
+"""The phases that give gradients of what a stage receives."""
 
 
 class SimulatedStep:
@@ -59,12 +63,14 @@ class SimulatedStep:
         self.now = 0.0
         self.ports: dict[tuple[str, int], tuple[float, int | None]] = {}
         self.routes: dict[tuple[int, int], tuple[_Ports, float, float]] = {}
-        self.messages: dict[tuple[int, int, int, str], list[tuple[int, Phase, int, float]]] = {}
-        self.incoming: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
-        self.outgoing: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
-        for producer, consumer in costs.routes:
-            self.outgoing[producer].append(consumer)
-            self.incoming[consumer].append(producer)
+        self.messages: dict[tuple[int, int, int, str], list[Parcel]] = {}
+        self.relays = Relays(costs, schedule.split, self.next)
+        self.incoming: dict[int, list[Leg]] = {stage: [] for stage in range(plan.num_stages)}
+        self.outgoing: dict[int, list[Leg]] = {stage: [] for stage in range(plan.num_stages)}  # of what they make
+        for leg in costs.legs:
+            self.incoming[leg.receiver].append(leg)
+            if leg.source is None:
+                self.outgoing[leg.sender].append(leg)
         self.split = schedule.split
         self.device_of = {task: device for device, tasks in self.orders.items() for task in tasks}
         self.followers: dict[Task, list[Task]] = {}
@@ -107,27 +113,34 @@ class SimulatedStep:
             key = (task.stage, costs.micro_batches[task.micro_batch].size, backward)
             if key not in counts:
                 numbers = [0] * len(costs.plan.devices[task.stage])
-                others = self.outgoing[task.stage] if backward else self.incoming[task.stage]
-                for other in others:
-                    ends = (task.stage, other) if backward else (other, task.stage)
-                    for message in costs.messages(*ends, task.micro_batch, backward=backward):
+                for leg in self.outgoing[task.stage] if backward else self.incoming[task.stage]:
+                    for message in costs.leg_messages(leg, task.micro_batch, backward=backward):
                         numbers[message.receiver] += 1
                 counts[key] = numbers
             yield task, number + counts[key][task.replica]
 
     def _await_updates(self) -> None:
         """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
+        known = Relays(self.costs, self.split, self.next)
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
                 self.waiting[task] += 1
                 self.next_of_stage.setdefault(task.stage, []).append(task)
-            for stage, phase, replica, _ in self.sent(task):
-                receiver = Task(stage, phase, task.micro_batch, replica)
-                if receiver not in self.next:
-                    self.waiting[receiver] -= 1
+            for parcel in self.sent(task):
+                self._already_came(known, task, parcel)
             for follower in self.followers.get(task, ()):
                 if follower not in self.next:
                     self.waiting[follower] -= 1
+
+    def _already_came(self, known: Relays, sender: Task, parcel: Parcel) -> None:
+        """Notes that an earlier step's message has come, and what relays made of it."""
+        receiver = Task(parcel.stage, parcel.phase, sender.micro_batch, parcel.replica)
+        if receiver not in self.next:
+            self.waiting[receiver] -= 1
+        if parcel.leg is not None and parcel.leg.onward:
+            for leg in known.come(parcel.leg, receiver.micro_batch, receiver.replica, backward=False):
+                for after in known.parcels(leg, receiver):
+                    self._already_came(known, receiver, after)
 
     # ---- events
 
@@ -264,37 +277,59 @@ class SimulatedStep:
     def send(self, task: Task, index: int) -> None:
         """Sends a task's results, and releases what waited for the task itself."""
         begun = task in self.next
-        for stage, phase, replica, size in self.sent(task):
-            receiver = Task(stage, phase, task.micro_batch, replica)
-            if not begun or receiver in self.next:
-                self.transfer(task, index, receiver, size)
+        for parcel in self.sent(task):
+            self.dispatch(task, index, parcel, begun)
+        for leg in self.incoming[task.stage] if task.phase in _RETURNING else ():
+            if self.relays.sums(leg):
+                self.hand_on(leg, task, index, begun)
         for follower in self.followers.get(task, ()):
             if not begun or follower in self.next:
                 self.arrive(follower, index)
 
-    def sent(self, task: Task) -> list[tuple[int, Phase, int, float]]:
-        """Returns what a task sends: (stage, phase, replica, bytes)."""
-        phase = task.phase
-        key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, phase._value_)
+    def sent(self, task: Task) -> list[Parcel]:
+        """Returns what a task sends by itself."""
+        key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, task.phase._value_)
         if key not in self.messages:
-            self.messages[key] = list(self._messages(task, phase is not Phase.FORWARD))
+            self.messages[key] = list(self._sent(task))
         return self.messages[key]
 
-    def _messages(self, task: Task, backward: bool) -> Iterator[tuple[int, Phase, int, float]]:
-        if task.phase is Phase.WEIGHT_GRAD:
-            return
-        # The nearest stage first: it is the first to wait.
-        for other in reversed(self.incoming[task.stage]) if backward else self.outgoing[task.stage]:
-            ends = (other, task.stage) if backward else (task.stage, other)
-            phase = Phase.FORWARD
-            if backward:
-                phase = Phase.INPUT_GRAD if other in self.split else Phase.BACKWARD
-            for message in self.costs.messages(*ends, task.micro_batch, backward=backward):
-                if message.sender == task.replica:
-                    yield other, phase, message.receiver, message.bytes
+    def _sent(self, task: Task) -> Iterator[Parcel]:
+        if task.phase is Phase.FORWARD:
+            for leg in self.outgoing[task.stage]:
+                yield from self.relays.parcels(leg, task)
+        elif task.phase is not Phase.WEIGHT_GRAD:
+            # The nearest stage first, and what its backward waits for before what it hands on.
+            for leg in sorted(self.incoming[task.stage], key=lambda leg: -leg.sender):
+                if not self.relays.sums(leg):
+                    yield from self.relays.parcels(leg, task)
         if task.phase is Phase.INPUT_GRAD:
             samples = self.costs.slices(task.stage, task.micro_batch)[task.replica].size
-            yield task.stage, Phase.WEIGHT_GRAD, task.replica, self.costs.delayed_bytes(task.stage, samples)
+            size = self.costs.delayed_bytes(task.stage, samples)
+            yield Parcel(None, task.stage, Phase.WEIGHT_GRAD, task.replica, size)
+
+    def dispatch(self, task: Task, index: int, parcel: Parcel, begun: bool) -> None:
+        """Sends a parcel; what the next step's forwards make goes only to others of them."""
+        receiver = Task(parcel.stage, parcel.phase, task.micro_batch, parcel.replica)
+        if not begun or receiver in self.next or self.relays.awaited(parcel.leg, task.micro_batch):
+            self.transfer(task, index, receiver, parcel, begun)
+
+    def landed(self, receiver: Task, leg: Leg, begun: bool, index: int) -> None:
+        """Ends the way of a message over a leg to or from a relay."""
+        backward = receiver.phase is not Phase.FORWARD
+        if backward and leg.source is not None:
+            self.hand_on(self.costs.legs[leg.source], receiver, index, begun)
+            return
+        if not begun or receiver in self.next:
+            self.arrive(receiver, index)
+        if leg.onward and not backward:
+            self.hand_on(leg, receiver, index, begun)
+
+    def hand_on(self, leg: Leg, relay: Task, index: int, begun: bool) -> None:
+        """Notes something that a relay's slice waits for; it leaves if that was the last."""
+        backward = relay.phase is not Phase.FORWARD
+        for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward):
+            for parcel in self.relays.parcels(onward, relay):
+                self.dispatch(relay, index, parcel, begun)
 
     def route(self, source: int, target: int) -> tuple[_Ports, float, float]:
         """Returns the ports between two devices, with their bandwidth and latency."""
@@ -305,23 +340,30 @@ class SimulatedStep:
             self.routes[source, target] = (ports, link.bandwidth, link.latency)
         return self.routes[source, target]
 
-    def transfer(self, task: Task, index: int, receiver: Task, size: float) -> None:
+    def transfer(self, task: Task, index: int, receiver: Task, parcel: Parcel, begun: bool) -> None:
         """Sends a message from the device of a task to that of another."""
         source, target = self.device_of[task], self.device_of[receiver]
+        leg, size = parcel.leg, parcel.bytes
+        relayed = leg is not None and (leg.onward or leg.source is not None)
         if source == target:
-            self.arrive(receiver, index)
+            if leg is not None and relayed:
+                self.landed(receiver, leg, begun, index)
+            else:
+                self.arrive(receiver, index)
             return
         ports, bandwidth, latency = self.route(source, target)
         start, cause = self.reserve(ports, self.now, index)
         busy = size / bandwidth
         end = start + busy + latency
-        span = self.add(
-            Span("send", start, end, source, task.stage, task.micro_batch, task.replica, target, size, cause)
-        )
+        own = (source, task.stage, task.micro_batch, task.replica, target, size, cause)
+        span = self.add(Span("send", start, end, *own, leg=None if leg is None else leg.number))
         if busy:
             for port in ports:
                 self.ports[port] = (start + busy, span)
-        self.at(end, self.arrive, (receiver, span))
+        if relayed:
+            self.at(end, self.landed, (receiver, leg, begun, span))
+        else:
+            self.at(end, self.arrive, (receiver, span))
 
     def reserve(self, ports: Sequence[tuple[str, int]], ready: float, cause: int | None) -> tuple[float, int | None]:
         """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.text_table import table
 from dapple_tf.units import gib, ms_text
@@ -122,6 +123,8 @@ class Simulation:
             for life in StepMemory(self).lives():
                 changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
             return {device: change.curve() for device, change in changes.items()}
+        for held in held_by_relays(self.costs, self.spans):
+            changes[held.device].add(held.start, held.end, 0.0, held.bytes, 0.0)
         for device, start, end, before, during, after in self._uses():
             changes[device].add(start, end, before, during, after)
         return {device: change.curve() for device, change in changes.items()}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from dapple_tf.simulation.crossing_memory import CrossingTensor, Life, SliceTimes
 from dapple_tf.simulation.simulated_reductions import carried_stages
-from graph_passes.ir.batching import Interval
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
@@ -20,42 +20,6 @@ if TYPE_CHECKING:
     from dapple_tf.simulation.simulation import Simulation
     from dapple_tf.simulation.stage_buffers import StageBuffers
     from dapple_tf.view.timeline import Span
-
-
-class Life(NamedTuple):
-    """The life of a buffer, or of a task's working memory.
-
-    Attributes:
-        device: where it is.
-        start: when it is allocated, in seconds.
-        end: when it is freed, in seconds.
-        bytes: its size.
-    """
-
-    device: int
-    start: float
-    end: float
-    bytes: float
-
-
-class _Slice(NamedTuple):
-    """A stage's replica's work for one micro-batch.
-
-    Attributes:
-        samples: number of its samples.
-        device: where F and Bx run.
-        owner_device: where Bw runs.
-        forward: start and end of F.
-        backward: start and end of B or Bx; as Bw where Bx has nothing to do.
-        weight: start and end of B or Bw.
-    """
-
-    samples: int
-    device: int
-    owner_device: int
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    weight: tuple[float, float]
 
 
 class StepMemory:
@@ -68,14 +32,15 @@ class StepMemory:
         self.spans: dict[tuple[str, int, int | None, int], Span] = {}
         self.applies: dict[tuple[int, int], Span] = {}  # (stage, device) -> its update
         self.reduced: dict[int, float] = {}  # reduction -> its end
-        self.sends: dict[tuple[int, int | None, int, int | None], list[Span]] = defaultdict(list)
+        self.sends: dict[tuple[int, int | None, int, int | None, int | None], list[Span]] = defaultdict(list)
+        self.legs = {(tensor, leg.receiver): leg for leg in self.costs.legs for tensor in leg.tensors}
         for span in simulation.spans:
             if span.kind == "apply" and span.device is not None:
                 self.applies[span.stage, span.device] = span
             elif span.reduction is not None:
                 self.reduced[span.reduction] = max(self.reduced.get(span.reduction, 0.0), span.end)
             elif span.kind == "send":
-                self.sends[span.stage, span.micro_batch, span.replica, span.target].append(span)
+                self.sends[span.stage, span.micro_batch, span.replica, span.target, span.leg].append(span)
             else:
                 self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
         self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
@@ -92,15 +57,15 @@ class StepMemory:
                     done = self.slice(stage, micro_batch, replica)
                     if done is not None:
                         yield from self._inside(stage, own, done)
-        for tensor in self.costs.profile.tensors:
+        for position in range(len(self.costs.profile.tensors)):
             # A buffer that is handed on at once is part of its maker's working memory.
-            yield from (life for life in self._between(tensor) if life.end > life.start)
+            yield from (life for life in CrossingTensor(self, position).lives() if life.end > life.start)
         if self.trains:
             yield from self._updates(buffers)
 
     # ---- a stage's own
 
-    def slice(self, stage: int, micro_batch: int, replica: int) -> _Slice | None:
+    def slice(self, stage: int, micro_batch: int, replica: int) -> SliceTimes | None:
         """Returns a replica's work for a micro-batch; None if it has none."""
         samples = self.costs.slices(stage, micro_batch)[replica].size
         forward = self._times("F", stage, micro_batch, replica)
@@ -113,7 +78,7 @@ class StepMemory:
                 weight = backward
         else:
             backward = weight
-        return _Slice(
+        return SliceTimes(
             samples,
             self.plan.devices[stage][replica],
             self.costs.owner_devices[stage][replica],
@@ -126,19 +91,19 @@ class StepMemory:
         span = self.spans.get((kind, stage, micro_batch, replica))
         return None if span is None else (span.start, span.end)
 
-    def _until(self, start: float, end: float) -> list[tuple[float, float]]:
+    def until(self, start: float, end: float) -> list[tuple[float, float]]:
         """Returns the time from a forward to the release of its results; a release before it is an earlier step's."""
         return [(start, end)] if start <= end else [(0.0, end), (start, self.end)]
 
-    def _inside(self, stage: int, own: StageBuffers, done: _Slice) -> Iterator[Life]:
+    def _inside(self, stage: int, own: StageBuffers, done: SliceTimes) -> Iterator[Life]:
         samples, start = done.samples, done.forward[0]
         if not self.trains:
             return
         delayed = own.delayed.at(samples)
         last = done.weight[1]
-        for low, high in self._until(start, last):
+        for low, high in self.until(start, last):
             yield Life(done.device, low, high, delayed)
-        for low, high in self._until(start, done.backward[1]):
+        for low, high in self.until(start, done.backward[1]):
             yield Life(done.device, low, high, max(0.0, own.residual.at(samples) - delayed))
         if done.backward != done.weight:
             yield Life(done.device, done.backward[0], last, own.partial.at(samples))
@@ -157,10 +122,11 @@ class StepMemory:
 
     # ---- between stages
 
-    def _stages(self, layers: Iterable[int]) -> set[int]:
+    def stages(self, layers: Iterable[int]) -> set[int]:
+        """Returns the stages of layers."""
         return {self.stage_of[layer] for layer in layers}
 
-    def _shares(self, first: int, second: int) -> bool:
+    def shares(self, first: int, second: int) -> bool:
         """Returns whether a device reads another device's memory in place."""
         if first == second:
             return True
@@ -168,77 +134,23 @@ class StepMemory:
         cpus = all("device:CPU" in devices[device].name for device in (first, second))
         return cpus and devices[first].server == devices[second].server
 
-    def _last_use(self, tensor: Tensor, stage: int, done: _Slice) -> float:
+    def last_use(self, tensor: Tensor, stage: int, done: SliceTimes) -> float:
         """Returns when a stage's slice reads a tensor for the last time."""
-        if self.trains and stage in self._stages(tensor.kept):
-            late = stage in self._stages(tensor.delayed)
+        if self.trains and stage in self.stages(tensor.kept):
+            late = stage in self.stages(tensor.delayed)
             return done.weight[1] if late else done.backward[1]
         return done.forward[1]
 
-    def _between(self, tensor: Tensor) -> Iterator[Life]:
-        """Yields the lives of a tensor that crosses from one stage to others, and of its gradient."""
-        producer = self.stage_of[tensor.producer]
-        consumers = sorted(self._stages(tensor.consumers) - {producer})
-        readers = sorted(self._stages((*tensor.consumers, *tensor.kept)) - {producer})
-        if not readers:
-            return
-        for micro_batch in range(len(self.costs.micro_batches)):
-            for replica, own in enumerate(self.costs.slices(producer, micro_batch)):
-                made = self.slice(producer, micro_batch, replica)
-                if made is None:
-                    continue
-                ends = [made.forward[1], self._last_use(tensor, producer, made)]
-                for stage in readers:
-                    for other, wanted in enumerate(self.costs.slices(stage, micro_batch)):
-                        common = own.overlap(wanted).size
-                        reader = self.slice(stage, micro_batch, other)
-                        if not common or reader is None:
-                            continue
-                        use = self._last_use(tensor, stage, reader)
-                        joined = common < wanted.size  # messages of several senders become a tensor of the receiver's
-                        if self._shares(made.device, reader.device) and not joined:
-                            ends.append(use)
-                            continue
-                        arrival = self._arrival(producer, micro_batch, replica, reader.device, made.forward[1])
-                        ends.append(arrival)
-                        if stage in consumers:
-                            for low, high in self._until(arrival, use):
-                                yield Life(reader.device, low, high, tensor.bytes.at(common))
-                latest = max(ends)
-                if made.forward[0] > made.weight[1]:  # The backward is that of an earlier step's forward.
-                    latest = made.weight[1]
-                for low, high in self._until(made.forward[0], latest):
-                    yield Life(made.device, low, high, tensor.bytes.at(own.size))
-                if self.trains and tensor.differentiable:
-                    yield from self._gradient(tensor, micro_batch, made, own, consumers)
+    def arrival(self, way: tuple[int, int | None, int], target: int, leg: int | None, after: float) -> float:
+        """Returns when what a slice sends over a leg, at ``after`` or later, has come to another device.
 
-    def _gradient(
-        self, tensor: Tensor, micro_batch: int, made: _Slice, own: Interval, consumers: Sequence[int]
-    ) -> Iterator[Life]:
-        """Yields the lives of the gradients that return to one of the slices that made a tensor."""
-        late = tensor.gradient_delayed or made.backward == made.weight
-        use = made.weight[1] if late else made.backward[1]
-        parts: list[tuple[_Slice, float, float]] = []  # from whom, when it is there, bytes
-        for stage in consumers:
-            for other, wanted in enumerate(self.costs.slices(stage, micro_batch)):
-                common = own.overlap(wanted).size
-                sender = self.slice(stage, micro_batch, other)
-                if common and sender is not None:
-                    arrival = self._arrival(stage, micro_batch, other, made.device, sender.backward[1])
-                    parts.append((sender, arrival, tensor.bytes.at(common)))
-        joined = max((arrival for _, arrival, _ in parts), default=0.0)
-        for sender, arrival, size in parts:
-            shared = self._shares(sender.device, made.device)
-            own_end = (use if len(parts) == 1 else joined) if shared else arrival
-            yield Life(sender.device, sender.backward[1], max(own_end, sender.backward[1]), size)
-            if not shared:
-                yield Life(made.device, arrival, max(arrival, use if len(parts) == 1 else joined), size)
-        if len(parts) > 1:
-            yield Life(made.device, joined, max(joined, use), tensor.bytes.at(made.samples))
-
-    def _arrival(self, stage: int, micro_batch: int, replica: int, target: int, after: float) -> float:
-        """Returns when a slice's result, made at ``after`` or earlier, has arrived on another device."""
-        arrivals = [span.end for span in self.sends[stage, micro_batch, replica, target] if span.start >= after]
+        Args:
+            way: the sender's stage, micro-batch and replica.
+            target: the device.
+            leg: number of the leg.
+            after: when the sender has it.
+        """
+        arrivals = [span.end for span in self.sends[(*way, target, leg)] if span.start >= after]
         return min(arrivals, default=after)
 
     # ---- reductions and updates

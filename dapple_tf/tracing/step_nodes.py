@@ -26,6 +26,8 @@ METRICS, ACCUMULATE, PACK = NodeKind.METRICS.traced, NodeKind.ACCUMULATE.traced,
 ALL_REDUCE, APPLY = NodeKind.ALL_REDUCE.traced, NodeKind.APPLY.traced
 HOST = NodeKind.SLICES.traced
 """Work of the host: cuts the batch, and computes what slices need of the whole."""
+RELAY = NodeKind.RELAY.traced
+"""What a stage hands on to others."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
 
@@ -44,6 +46,7 @@ class StepNode(NamedTuple):
         reduction: for a part of an all-reduce, a number shared by all of them on all devices.
         meeting: for a collective operation, a number shared by its members, none of which ends before all have begun.
         operator: whether it is a single operator of a task or update that was taken apart.
+        relays: for a relay, the micro-batch of what it hands on.
     """
 
     kind: str
@@ -56,6 +59,7 @@ class StepNode(NamedTuple):
     reduction: int | None = None
     meeting: int | None = None
     operator: bool = False
+    relays: int | None = None
 
     @property
     def waits_for(self) -> Iterable[str]:
@@ -98,8 +102,9 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
         if REDUCTION_ATTR in node.attr:
             reduction = int(node.attr[REDUCTION_ATTR].i)
         after = tuple(control_inputs(node))
+        relays = int(node.attr[MICRO_BATCH_ATTR].i) if purpose is NodeKind.RELAY else None
         nodes[node.name] = StepNode(
-            kind, node.device, stage, replica, task, inputs, after, reduction, meeting, operator
+            kind, node.device, stage, replica, task, inputs, after, reduction, meeting, operator, relays
         )
     return nodes
 

@@ -25,6 +25,7 @@ from dapple_tf.tracing.step_nodes import (
     HOST,
     METRICS,
     PACK,
+    RELAY,
     TASKS,
     StepNode,
     sources,
@@ -395,7 +396,8 @@ class _Reading:
                 together[key] = min(start, sender.end), max(end, arrived, sender.end), total + size
         for (origin, source, target), (begin, end, total) in together.items():
             node = self.nodes[origin[-1]]
-            micro_batch = None if node.task is None or len(origin) > 1 else node.task.micro_batch
+            micro_batch = node.relays if node.task is None else node.task.micro_batch
+            micro_batch = micro_batch if len(origin) == 1 else None
             times = self._time(begin), self._time(end)
             yield Span("send", *times, source, node.stage or 0, micro_batch, node.replica, target, total)
 
@@ -412,7 +414,7 @@ class _Reading:
         """Returns device -> intervals in which it waits for a tensor on its way, until the reader is ready."""
         waits: dict[int, list[Interval]] = {}
         for name, run in self.runs.items():
-            if self.nodes[name].kind not in ("", HOST, ALL_REDUCE):
+            if self.nodes[name].kind not in ("", HOST, ALL_REDUCE, RELAY):
                 device = self._index(name)
                 if device is not None and (made := self._came(name, run.device)) > -math.inf:
                     wait = self._time(min(made, run.ready)), self._time(run.ready)
@@ -430,7 +432,7 @@ class _Reading:
                 seen.add(before)
                 if run.device != device:
                     latest = max(latest, run.end)
-                elif not self.nodes[before].kind:
+                elif self.nodes[before].kind in ("", RELAY):
                     stack.append(before)
         return latest
 

@@ -9,6 +9,7 @@ COLOURS = {
     "Bw": "#a5c23f",
     "split": "#b3b8bd",
     "concat": "#8d959c",
+    "relay": "#dcc779",
     "accumulate": "#f0963c",
     "all_reduce": "#8e63b5",
     "apply": "#b5523b",

@@ -29,7 +29,7 @@ class TaskNode(NamedTuple):
     Attributes:
         name: name of the node in the step's graph.
         label: short text: ``1F0``, ``AllReduce 0``, ``concat``.
-        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``metrics``, ``read``, ``split``, ``concat``, ``accumulate``,
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``metrics``, ``read``, ``split``, ``concat``, ``relay``, ``accumulate``,
             ``all_reduce``, ``apply`` or ``other``.
         device: index of its device; None for the host.
         stage: its stage; None if it belongs to no stage.

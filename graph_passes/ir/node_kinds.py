@@ -34,6 +34,7 @@ class NodeKind(enum.Enum):
     MEAN = "mean", "", ""
     SHARE = "share", "", ""
     SUM = "sum", "", ""
+    RELAY = "relay", "relay", "relay"  # a tensor of another stage, or the sum of its gradients, that a stage hands on
     ZEROS = "zeros", "", ""
     ACCUMULATE = "accumulate", "accumulate", "accumulate"
     ACCUMULATE_NOTHING = "accumulate_nothing", "accumulate", "accumulate"  # of a replica without samples

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.connections import verify_connections
-from graph_passes.ir.graph import Graph, NodeDef, Ref, control_inputs, dtype_name
+from graph_passes.ir.graph import REPLICA_ATTR, STAGE_ATTR, Graph, NodeDef, Ref, control_inputs, dtype_name
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
 from graph_passes.ir.replica_sums import SUM_OP, sums_of
@@ -29,9 +30,9 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
     Every input is bound to an existing output; there is no cycle, control edges included; calls agree with their
     functions; nodes of a step have the attributes of their op, and read the dtypes that these say; stages agree on the
     dtypes of the tensors that they exchange, and on their shapes as far as known before the step; every device is one
-    of the layout, and only constants and placeholders have none; each micro-batch has exactly one forward and one
-    backward per replica that has samples of it; all members of a group run their collectives in one order; and replicas
-    that add up inside their tasks meet.
+    of the layout, and only constants and placeholders have none; what a stage hands on is on its own device; each
+    micro-batch has exactly one forward and one backward per replica that has samples of it; all members of a group run
+    their collectives in one order; and replicas that add up inside their tasks meet.
 
     Args:
         program: after any pass.
@@ -166,6 +167,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
         if not node.device:
             fix = "has no device; give it that of a node that it reads or that reads it"
         raise PassError(f"{what} {node.name!r} {fix}")
+    _verify_relays(program, graph)
     wanted = {
         Task(stage, phase, micro_batch, replica)
         for stage, devices in enumerate(layout.devices)
@@ -193,6 +195,19 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     _verify_collectives(graph)
     if step.schedule is not None:
         _verify_meetings(program, graph)
+
+
+def _verify_relays(program: Program, graph: Graph) -> None:
+    """Checks that what a stage hands on is on its own device: elsewhere it would travel twice."""
+    devices = program.own_step.layout.devices
+    for node in graph:
+        if NodeKind.of(node) is NodeKind.RELAY:
+            stage, replica = (int(node.attr[name].i) for name in (STAGE_ATTR, REPLICA_ATTR))
+            if node.device != devices[stage][replica]:
+                raise PassError(
+                    f"relay {node.name!r} of stage {stage} is on {node.device!r}, but replica {replica} is on "
+                    f"{devices[stage][replica]!r}"
+                )
 
 
 def _verify_collectives(graph: Graph) -> None:

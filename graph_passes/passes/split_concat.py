@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
@@ -12,6 +12,7 @@ from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
+from graph_passes.ir.relays import sources_of
 from graph_passes.ir.tasks import Phase, Task
 
 
@@ -26,9 +27,20 @@ class SplitConcat:
     tensor that has no batch axis (a loss term of an earlier stage, say) is the mean over the sender's slices, weighted
     by their samples; its gradient is shared out by the same weights.
 
+    A stage gets a tensor from its maker, or from a stage between them that reads it as well and is one of ``relays``
+    (`sources_of`). It is handed on as soon as it is there. A relay adds the gradients that come back to its own, and
+    sends the sum on.
+
+        made by 0, read by 1 and 2:     0 -> 1, 0 -> 2      with relays (1,):   0 -> 1 -> 2
+        gradients:                      0 <- 1, 0 <- 2                          0 <- (1 + 2) <- 2
+
     Source: DAPPLE (PPoPP'21), section 5.2.2; arXiv 2007.01045, figure 9 (b) to (d).
+
+    Attributes:
+        relays: the stages that hand on what they read.
     """
 
+    relays: tuple[int, ...] = ()
     name: ClassVar[str] = "split_concat"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
@@ -39,9 +51,10 @@ class SplitConcat:
         phases = [stage.gives_gradients for stage in program.stages]
         connection = _Connection(Builder(graph), program.own_step, phases)
         for boundary in program.boundaries:
-            for stage in boundary.consumers:
-                connection.send(boundary, stage)
-            connection.send_back(boundary)
+            sources = connection.sources(boundary, self.relays)
+            for stage, source in sources.items():
+                connection.send(boundary, stage, source, onward=stage in sources.values())
+            connection.send_back(boundary, sources)
         substitute(graph, connection.bound)
         pending = {key: name for key, name in program.own_step.pending.items() if name not in connection.bound}
         return program.replace(graph=graph, step=dataclasses.replace(program.own_step, pending=pending))
@@ -54,6 +67,10 @@ class _Connection:
         self.step = step
         self.layout = step.layout
         self.bound: dict[str, Ref] = {}
+        self.relayed: dict[tuple[Task, Value], Ref] = {}  # what a relay's slices hand on
+        self.readers: dict[Value, set[int]] = {}  # the stages whose tasks wait for a value
+        for task, value in step.pending:
+            self.readers.setdefault(value, set()).add(task.stage)
 
     def _device(self, task: Task) -> str:
         return self.layout.devices[task.stage][task.replica]
@@ -65,11 +82,22 @@ class _Connection:
             if interval.size
         ]
 
-    def send(self, boundary: Boundary, stage: int) -> None:
-        """Sends a tensor forward: from the producer's slices to those of stage ``stage``."""
+    def sources(self, boundary: Boundary, relays: Sequence[int]) -> dict[int, int]:
+        """Maps each stage that reads a tensor to the one that it gets it from."""
+        readers = self.readers.get(Value(boundary.ref), set())  # Others have nothing to hand on.
+        return sources_of(boundary.producer, boundary.consumers, readers.intersection(relays), self.layout.devices)
+
+    def send(self, boundary: Boundary, stage: int, source: int, *, onward: bool) -> None:
+        """Sends a tensor forward: from the slices of stage ``source`` to those of stage ``stage``.
+
+        Args:
+            boundary: the tensor.
+            stage: the receiver.
+            source: the stage that makes the tensor, or hands it on.
+            onward: whether the receiver hands it on.
+        """
         value = Value(boundary.ref)
         for micro_batch in range(len(self.layout.micro_batch_intervals)):
-            senders = self._slices(boundary.producer, Phase.FORWARD, micro_batch)
             receivers = [
                 (task, interval)
                 for task, interval in self._slices(stage, Phase.FORWARD, micro_batch)
@@ -77,37 +105,102 @@ class _Connection:
             ]
             if not receivers:
                 continue
-            sources = [(task, interval, self.step.values[task, value]) for task, interval in senders]
-            for (receiver, _), tensor in zip(receivers, self._move(boundary, sources, receivers), strict=True):
+            tensors = self.step.values if source == boundary.producer else self.relayed
+            sources = [
+                (task, interval, tensors[task, value])
+                for task, interval in self._slices(source, Phase.FORWARD, micro_batch)
+            ]
+            made = source == boundary.producer
+            for (receiver, _), tensor in zip(
+                receivers, self._move(boundary, sources, receivers, made=made), strict=True
+            ):
                 self.bound[self.step.pending[receiver, value]] = tensor
+                if onward:
+                    self.relayed[receiver, value] = self._relay(boundary, receiver, [tensor])
 
-    def send_back(self, boundary: Boundary) -> None:
-        """Sends gradients backward: from all consumers' slices to those of the producer."""
+    def send_back(self, boundary: Boundary, sources: Mapping[int, int]) -> None:
+        """Sends gradients backward: from all consumers' slices to those of the producer, by way of relays.
+
+        Args:
+            boundary: the tensor.
+            sources: reader -> the stage that it gets the tensor from.
+        """
         value = Value(boundary.ref, ValueKind.GRADIENT)
+        producer = boundary.producer
         for micro_batch in range(len(self.layout.micro_batch_intervals)):
             receivers = [
                 (task, interval)
-                for task, interval in self._slices(boundary.producer, self.phases[boundary.producer], micro_batch)
+                for task, interval in self._slices(producer, self.phases[producer], micro_batch)
                 if (task, value) in self.step.pending
             ]
             if not receivers:
                 continue
-            parts: list[list[Ref]] = [[] for _ in receivers]
-            for stage in boundary.consumers:
-                sources = [
-                    (task, interval, self.step.values[task, value])
-                    for task, interval in self._slices(stage, self.phases[stage], micro_batch)
-                    if (task, value) in self.step.values
-                ]
-                if sources:
-                    moved = self._move(boundary, sources, receivers, backward=True)
-                    for terms, tensor in zip(parts, moved, strict=True):
-                        terms.append(tensor)
-            for (receiver, _), terms in zip(receivers, parts, strict=True):
+            # Readers of a relay come after it, so that its sum is complete when its turn comes.
+            sums: dict[Task, Ref] = {}
+            for stage in sorted({*sources.values()} - {producer}, reverse=True):
+                slices = self._slices(stage, self.phases[stage], micro_batch)
+                parts = self._returned(
+                    boundary, [reader for reader in sources if sources[reader] == stage], slices, sums
+                )
+                for (task, _), terms in zip(slices, parts, strict=True):
+                    if terms:
+                        own = [self.step.values[task, value]] if (task, value) in self.step.values else []
+                        sums[task] = self._relay(boundary, task, [*own, *terms])
+            direct = [reader for reader in boundary.consumers if sources[reader] == producer]
+            for (receiver, _), terms in zip(receivers, self._returned(boundary, direct, receivers, sums), strict=True):
                 name = f"sum/{receiver}/{boundary.ref.node}"
                 with self.builder.marked(task_attrs(receiver, NodeKind.SUM)):
                     total = self.builder.add_n(name, terms, boundary.dtype, device=self._device(receiver))
                 self.bound[self.step.pending[receiver, value]] = total
+
+    def _returned(
+        self,
+        boundary: Boundary,
+        readers: Sequence[int],
+        receivers: list[tuple[Task, Interval]],
+        sums: Mapping[Task, Ref],
+    ) -> list[list[Ref]]:
+        """Returns the gradients that come back to each receiver, in the order of the readers that send them.
+
+        Args:
+            boundary: the tensor.
+            readers: stages that got it from the receivers.
+            receivers: slices of one stage.
+            sums: what relays among the readers send: their own gradients and those that they were sent.
+        """
+        value = Value(boundary.ref, ValueKind.GRADIENT)
+        micro_batch, made = receivers[0][0].micro_batch, receivers[0][0].stage == boundary.producer
+        parts: list[list[Ref]] = [[] for _ in receivers]
+        for stage in readers:
+            sources = [
+                (task, interval, tensor)
+                for task, interval in self._slices(stage, self.phases[stage], micro_batch)
+                if (tensor := sums.get(task, self.step.values.get((task, value)))) is not None
+            ]
+            if not sources:
+                continue
+            if boundary.batch_axis is None and not made:
+                for index, (_, interval) in enumerate(receivers):
+                    parts[index] += [
+                        tensor for _, wanted, tensor in sources if self._first(receivers, wanted) == interval
+                    ]
+                continue
+            for terms, tensor in zip(parts, self._move(boundary, sources, receivers, backward=True), strict=True):
+                terms.append(tensor)
+        return parts
+
+    def _first(self, slices: Iterable[tuple[Task, Interval]], wanted: Interval) -> Interval:
+        """Returns the first of a relay's slices that has samples of another stage's slice."""
+        return next(interval for _, interval in slices if interval.overlap(wanted).size)
+
+    def _relay(self, boundary: Boundary, task: Task, tensors: list[Ref]) -> Ref:
+        """Adds the node of a relay from which other stages read: of a tensor, or of the sum of gradients."""
+        device, kind = self._device(task), dtype_attr(boundary.dtype)
+        name = f"relay/{task}/{boundary.ref.node}"
+        with self.builder.marked(task_attrs(task, NodeKind.RELAY)):
+            if len(tensors) > 1:
+                return self.builder.add_n(name, tensors, boundary.dtype, device=device)
+            return self.builder.add(name, "Identity", tensors, device=device, T=kind)
 
     def _move(
         self,
@@ -116,12 +209,26 @@ class _Connection:
         receivers: list[tuple[Task, Interval]],
         *,
         backward: bool = False,
+        made: bool = True,
     ) -> list[Ref]:
-        """Returns the tensor as each receiver needs it."""
+        """Returns the tensor as each receiver needs it.
+
+        Args:
+            boundary: the tensor.
+            sources: slices of it, or of its gradient.
+            receivers: the slices that are wanted.
+            backward: whether it is the gradient.
+            made: whether the sources' stage makes the tensor; a relay's slices of one without a batch axis are means
+                already.
+        """
         axis = boundary.batch_axis
         if axis is None:
             if backward:
                 return self._share(boundary, sources, receivers)
+            if not made:
+                tensors = {interval: tensor for _, interval, tensor in sources}
+                slices = [(task, interval) for task, interval, _ in sources]
+                return [tensors[self._first(slices, wanted)] for _, wanted in receivers]
             means = []
             for receiver, _ in receivers:
                 with self.builder.marked(task_attrs(receiver, NodeKind.MEAN)):

@@ -1,0 +1,134 @@
+"""Whether stages hand on what they read, so that the network card of its maker doesn't set the pace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
+from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.legs import Leg, legs_of
+from dapple_tf.simulation.simulator import Simulation, run
+
+_LEAST_GAIN = 0.05
+"""The least time that relays must save at the busiest port to be guessed, as a fraction of a device's computation."""
+_BEST = 12
+"""Number of best plans that are simulated with relays and without."""
+
+
+class RelayGuess:
+    """Guesses which plans gain from relays, before anything is simulated: where these relieve the busiest port.
+
+    Tensors also wait at relays, so that a guess may be wrong: `better_ways` tries the opposite.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        """Starts without guesses, for plans of a request."""
+        self._request = request
+        self._several = _read_by_several(request.profile)
+        layers = request.profile.layers
+        self._computing = sum(layer.forward.per_sample + layer.backward.per_sample for layer in layers)
+        self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Returns the plan with relays, or without; its own don't count.
+
+        Raises:
+            PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
+        """
+        relays: tuple[int, ...] = ()
+        if self._several and plan.num_stages > 2 and plan.operator_devices is None:
+            key = (plan.cuts, plan.devices)
+            if key not in self._known:
+                self._known[key] = self._relays(plan)
+            relays = self._known[key]
+        return plan if plan.relays == relays else dataclasses.replace(plan, relays=relays)
+
+    def _relays(self, plan: Plan) -> tuple[int, ...]:
+        profile, cluster = self._request.profile, self._request.cluster
+        plan.validate_on(cluster)
+        try:
+            stage_of = profile.stage_of_layers(plan.cuts)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        direct = legs_of(profile, dataclasses.replace(plan, relays=()), stage_of)
+        if not any(_repeated(direct, leg) for leg in direct):
+            return ()
+        relayed = legs_of(profile, _all(plan), stage_of)
+        saved = _busiest(direct, plan, cluster) - _busiest(relayed, plan, cluster)
+        computing = self._computing * plan.global_batch_size / sum(plan.replicas)
+        return _handing_on(relayed) if saved > _LEAST_GAIN * computing else ()
+
+
+def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tuple[Choice, Simulation]]:
+    """Yields simulations of the best plans with relays where they have none, or without where they have some.
+
+    Only those that are faster than the plan as it is.
+
+    Args:
+        choices: simulated plans, the fastest first.
+        request: the profile and the cluster.
+    """
+    if not _read_by_several(request.profile):
+        return
+    for choice in choices[:_BEST]:
+        plan = choice.plan
+        relays = () if plan.relays else relays_of(request.costs(_all(plan)))
+        if relays or plan.relays:
+            try:
+                simulation = run(request.costs(dataclasses.replace(plan, relays=relays)))
+            except PlanError:
+                continue  # What waits on its way needs memory.
+            if simulation.latency < choice.latency:
+                yield choice, simulation
+
+
+def relays_of(costs: CostModel) -> tuple[int, ...]:
+    """Returns the stages of a plan that have anything to hand on."""
+    return _handing_on(costs.legs)
+
+
+def _handing_on(legs: Sequence[Leg]) -> tuple[int, ...]:
+    return tuple(sorted({leg.sender for leg in legs if leg.source is not None}))
+
+
+def _all(plan: Plan) -> Plan:
+    possible = () if plan.operator_devices is not None else range(plan.num_stages)
+    return dataclasses.replace(plan, relays=tuple(possible))
+
+
+def _read_by_several(profile: Profile) -> bool:
+    return any(len(tensor.consumers) > 1 for tensor in profile.tensors)
+
+
+def _repeated(legs: Sequence[Leg], leg: Leg) -> bool:
+    """Returns whether a stage sends any of a leg's tensors to a second stage."""
+    return any(
+        other.receiver != leg.receiver and not {*leg.tensors}.isdisjoint(other.tensors)
+        for other in legs
+        if other.sender == leg.sender
+    )
+
+
+def _busiest(legs: Sequence[Leg], plan: Plan, cluster: Cluster) -> float:
+    """Estimates the seconds of a step in which the busiest port sends or receives: replicas share evenly."""
+    busy: dict[tuple[str, int], float] = {}
+    server = [device.server for device in cluster.devices]
+    for leg in legs:
+        for cost, *ends in ((leg.forward, leg.sender, leg.receiver), (leg.backward, leg.receiver, leg.sender)):
+            places = [plan.devices[stage] for stage in ends]
+            apart = next(((one, other) for one in places[0] for other in places[1] if one != other), None)
+            if places[0] == places[1] or apart is None:
+                continue
+            servers = [dict.fromkeys(server[device] for device in devices) for devices in places]
+            inside = len({*servers[0], *servers[1]}) == 1
+            link = cluster.link(*apart)
+            for kind, ports in zip(("out", "in"), places if inside else servers, strict=True):
+                seconds = cost.per_sample * plan.global_batch_size / link.bandwidth / len(ports)
+                for port in ports:
+                    busy[kind, port] = busy.get((kind, port), 0.0) + seconds
+    return max(busy.values(), default=0.0)

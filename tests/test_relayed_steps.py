@@ -1,0 +1,251 @@
+"""Steps whose stages hand on what they read: who gets what from whom, and training as plain Keras."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import assert_same_training, device_lists, pair, use_float64
+from programs import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    HOST,
+    Writer,
+    apply,
+    connected,
+    interpret,
+    layout,
+    node,
+    owners,
+    replicated,
+    schedule_of,
+    sgd_updates,
+    show_changes,
+    staged,
+    step_of,
+)
+from selection import thorough
+from skip_models import skip_batch, skips
+
+import dapple_tf as dapple
+from dapple_tf.view.step_graph import task_graph
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, Ref, data_inputs
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.program import Layout, Program, Value
+from graph_passes.ir.tasks import Task
+from graph_passes.ir.text import graph_text
+from graph_passes.ir.verify import verify
+from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update
+
+SKIP = Ref("a/scaled")
+
+
+def skip_program(*, batched: bool = True) -> Program:
+    """Four stages; the last three read a tensor of the first, which may be one for all samples."""
+    writer = Writer()
+    x = writer.input("x", (None, 2))
+    weights = [writer.variable(name, (1,)) for name in "wvuts"]
+    with writer.layer("a"):
+        skip = writer.op("scaled", "Mul", x if batched else weights[4], weights[0])
+        own = skip if batched else writer.op("own", "Mul", x, skip)
+    for layer, weight in zip("bcd", weights[1:4], strict=True):
+        with writer.layer(layer):
+            own = writer.op("product", "Mul", writer.op("weighted", "Mul", own, weight), skip)
+    return staged(writer.program(writer.op("loss", "L2Loss", own)), "a", "b", "c")
+
+
+def relayed(program: Program, cut: Layout, relays: Sequence[int]) -> Program:
+    """A connected step with relays."""
+    made = apply(replicated(program, cut), SplitConcat(tuple(relays)))
+    verify(made)
+    return made
+
+
+def slices(program: Program, value: Value, phase: Any) -> dict[Task, Ref]:
+    """Task -> the tensor that it gets as a value."""
+    read = {}
+    for task, name in step_of(program).entry.items():
+        stage = program.stages[task.stage]
+        function = stage.forward if phase is FORWARD else stage.backward
+        if task.phase is phase and function is not None and value in function.inputs:
+            read[task] = data_inputs(node(program, name))[function.inputs.index(value)]
+    return read
+
+
+# ---- structure
+
+
+def test_what_relays_change_in_a_step(golden: Callable[[str, str], None]) -> None:
+    program, cut = skip_program(), layout([1, 1, 1, 1], 2)
+    before, after = connected(program, cut), relayed(program, cut, [1, 2])
+    golden("split_concat_relays.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
+
+
+def test_without_relays_or_with_nothing_to_hand_on_a_step_is_as_before() -> None:
+    program, cut = skip_program(), layout([1, 2, 1, 1], 4, 2)
+    before = graph_text(connected(program, cut).graph)
+    for relays in ((), (0,), (3,), (0, 3)):
+        assert graph_text(relayed(program, cut, relays).graph) == before
+
+
+COUNTS = [(1, 1, 1, 1), (2, 1, 3, 2), (1, 3, 2, 1), (3, 2, 1, 3)]
+
+
+@pytest.mark.parametrize("relays", [(), (1,), (2,), (1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_reader_gets_its_slice_and_the_maker_the_sum_of_all_gradients(
+    counts: Sequence[int], relays: Sequence[int]
+) -> None:
+    cut = layout(counts, 7, 2, 8)  # micro-batches of 4 and 3
+    program = relayed(skip_program(), cut, relays)
+    values = step_of(program).values
+    samples = {task: range(*cut.slice(task.stage, task.micro_batch, task.replica)) for task in step_of(program).entry}
+    made = {
+        ref: np.array([[number, -number] for number in samples[task]], float)
+        for (task, value), ref in values.items()
+        if value == Value(SKIP)
+    }
+    wanted = slices(program, Value(SKIP), FORWARD)
+    assert {task.stage for task in wanted} == {1, 2, 3}
+    for task, tensor in zip(wanted, interpret(program.graph, list(wanted.values()), made), strict=True):
+        np.testing.assert_array_equal(tensor[:, 0], samples[task])
+    gradients = {
+        ref: np.array([[10.0**task.stage * (1 + number)] * 2 for number in samples[task]])
+        for (task, value), ref in values.items()
+        if value == Value(SKIP, GRADIENT)
+    }
+    back = slices(program, Value(SKIP, GRADIENT), BACKWARD)
+    assert {task.stage for task in back} == {0}
+    for task, tensor in zip(back, interpret(program.graph, list(back.values()), gradients), strict=True):
+        np.testing.assert_array_equal(tensor[:, 0], [1110.0 * (1 + number) for number in samples[task]])
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_tensor_without_a_batch_axis_is_handed_on_as_it_is(counts: Sequence[int]) -> None:
+    cut = layout(counts, 7)
+    program = relayed(skip_program(batched=False), cut, [1, 2])
+    values = step_of(program).values
+    made = {ref: np.full(1, 3.0) for (_, value), ref in values.items() if value == Value(SKIP)}
+    wanted = slices(program, Value(SKIP), FORWARD)
+    assert {task.stage for task in wanted} == {1, 2, 3}
+    np.testing.assert_array_equal(interpret(program.graph, list(wanted.values()), made), np.full((len(wanted), 1), 3.0))
+    tasks = [task for task, value in values if value == Value(SKIP, GRADIENT)]
+    gradients = {values[task, Value(SKIP, GRADIENT)]: np.full(1, 2.0**index) for index, task in enumerate(tasks)}
+    back = slices(program, Value(SKIP, GRADIENT), BACKWARD)
+    total = sum(interpret(program.graph, list(back.values()), gradients))
+    np.testing.assert_allclose(total, 2.0 ** len(tasks) - 1, rtol=1e-14)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (2, 2, 2, 2)])
+def test_each_link_carries_a_tensor_once_and_its_gradient_once(counts: Sequence[int]) -> None:
+    cut = layout(counts, 4)
+    program = relayed(skip_program(), cut, [1, 2])
+    graph = Graph(program.graph)
+    values = {ref for (_, value), ref in step_of(program).values.items() if value.ref == SKIP}
+    relays = {name for name in graph.nodes if NodeKind.of(graph.nodes[name]) is NodeKind.RELAY}
+    links = set()
+    for reader in graph:
+        for ref in graph.inputs(reader.name):
+            maker = graph.nodes[ref.node].device
+            if (ref in values or ref.node in relays) and maker != reader.device:
+                links.add((ref, maker, reader.device))
+    pairs = [(cut.devices.index(own), place) for own in cut.devices for place in own]
+    stage_of = {place: stage for stage, place in pairs}
+    assert sorted((stage_of[a], stage_of[b]) for _, a, b in links) == sorted(
+        [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)] * counts[0]
+    )
+
+
+def test_a_tensor_does_not_wait_for_its_relay_s_tasks() -> None:
+    program = relayed(skip_program(), layout([1, 1, 1, 1], 2), [1, 2])
+    step, graph = step_of(program), Graph(program.graph)
+    wanted = slices(program, Value(SKIP), FORWARD)
+    for task, ref in wanted.items():
+        before = graph.ancestors([ref], (), control=True)
+        assert {other.stage for other, name in step.entry.items() if name in before} == {0}, task
+
+
+def test_a_relay_stands_on_its_own_device() -> None:
+    program = relayed(skip_program(), layout([1, 1, 1, 1], 2), [1])
+    moved = program.replace(graph=type(program.graph).FromString(program.graph.SerializeToString()))
+    for own in moved.graph.node:
+        if NodeKind.of(own) is NodeKind.RELAY and own.op == "Identity":
+            own.device = step_of(program).layout.devices[3][0]
+            wrong = own.name
+    with pytest.raises(PassError, match=f"relay '{wrong}' of stage 1 is on '.*CPU:3', but replica 0 is on '.*CPU:1'"):
+        verify(moved)
+
+
+# ---- training
+
+BLOCKS = ("block_0", "block_1", "block_3")
+CASES: list[Any] = [
+    ("straight", BLOCKS, [[0], [1], [2], [3]], "dapple_a", {}),
+    ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "zb_h1", {"recompute": "boundary"}),
+    ("2:2", BLOCKS, [[0, 1], [2, 3], [0, 1], [2, 3]], "interleaved", {"recompute": "min_cut"}),
+    ("two on a device", BLOCKS, [[0], [1], [0], [1]], "modulo", {}),
+    *(
+        thorough(case)
+        for case in [
+            ("straight", BLOCKS, [[0], [1], [2], [3]], "zb_h1", {"relays": [2]}),
+            ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "dapple_a", {"jit_compile": True}),
+            ("2:2:2", BLOCKS[:2], device_lists((2, 2, 2)), "zb_h1", {"recompute": "min_cut"}),
+            ("2:1:3", BLOCKS[:2], device_lists((2, 1, 3)), "dapple_b", {"backward_cuts": ["block_2"]}),
+            ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "modulo", {}),
+            ("chunks", BLOCKS, [[0], [1, 2], [1, 2], [3]], "dapple_a", {}),
+            ("there and back", BLOCKS, [[0], [1], [1], [0]], "zb_v", {}),
+        ]
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cuts", "devices", "schedule", "options"), CASES)
+def test_a_skip_to_every_layer_trains_as_plain_keras(
+    name: str, cuts: Sequence[str], devices: Sequence[Sequence[int]], schedule: str, options: Mapping[str, Any]
+) -> None:
+    use_float64()
+    rng = np.random.default_rng(0)
+    batches = [(*skip_batch(rng, size), None) for size in (12, 12, 7)]
+    own, plain = pair(skips)
+    plan = dapple.Plan.manual(cuts, devices, 4, 12, schedule, **{"relays": range(len(devices)), **options})
+    cluster = dapple.Cluster.local(1 + max(itertools.chain(*devices)), kind="cpu")
+    pipelined = dapple.transform(own, cluster, plan)
+    assert_same_training(pipelined, plain, batches, tolerance=1e-12)
+    x, y, _ = batches[2]
+    np.testing.assert_allclose(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-12)
+    np.testing.assert_allclose(pipelined.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-6)
+
+
+# ---- what is shown
+
+
+def test_transfers_and_drawings_show_the_stage_that_sends() -> None:
+    use_float64()
+    keras.utils.set_random_seed(3)
+    plan = dapple.Plan.manual(BLOCKS, [[0], [1], [2], [3]], 2, 4, relays=[1, 2])
+    pipelined = dapple.transform(skips(), dapple.Cluster.local(4, kind="cpu"), plan)
+    x, y = skip_batch(np.random.default_rng(0), 4)
+    spans = [span for span in pipelined.profile_step(x, y).step.timeline.spans if span.kind == "send"]
+    assert {(span.device, span.target) for span in spans} == {(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)}
+    assert all(span.stage == span.device and span.micro_batch is not None for span in spans)
+
+
+def test_relays_stand_in_the_lanes_of_their_devices() -> None:
+    cut = layout([1, 1, 1, 1], 2)
+    names = tuple(itertools.chain.from_iterable(cut.devices))
+    program = apply(relayed(skip_program(), cut, [1, 2]), OrderTasks(schedule_of(cut), names))
+    update = Update(sgd_updates(program), owners(program), HOST, 1 << 20, accumulated=False)
+    graph = task_graph(apply(program, update), names)
+    assert sorted((own.device, own.stage) for own in graph.nodes if own.kind == "relay") == [(1, 1)] * 2 + [(2, 2)] * 2
+    labels = {(graph.nodes[edge.source].label, graph.nodes[edge.target].label) for edge in graph.edges}
+    assert {("0F0", "relay"), ("relay", "relay"), ("relay", "2F0"), ("2B0", "relay"), ("relay", "0B0")} <= labels
+    assert ("0F0", "3F0") not in labels
