@@ -150,6 +150,8 @@ class Policy:
                 raise ScheduleError(f"{what} of policy {self.name} is {function!r}; give a function of a request")
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return self._parts == other._parts if isinstance(other, Policy) else NotImplemented
 
     def __hash__(self) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.least_times import LeastTimes
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.task_numbers import TaskNumbers
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
@@ -32,11 +35,19 @@ def device_orders(
     return orders, frozenset(following)
 
 
-_Ports = tuple[tuple[str, int], tuple[str, int]]
+_ROUNDING = 1e-9
+"""Relative difference of times that may come from adding in another order."""
+
+
+class TooSlowError(Exception):
+    """A step certainly takes longer than the limit of its simulation."""
 
 
 class SimulatedStep:
-    """The state of a step that is being simulated; `run` does it."""
+    """The state of a step that is being simulated; `run` does it.
+
+    Tasks are numbers (`TaskNumbers`), which are positions in lists: most of planning is simulating.
+    """
 
     def __init__(
         self,
@@ -45,33 +56,46 @@ class SimulatedStep:
         reductions: Reductions,
         next_forward: bool,
         carried: Sequence[int] = (),
+        limit: float = math.inf,
     ) -> None:
         self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
         plan, cluster = costs.plan, costs.cluster
         orders, self.next = device_orders(schedule, next_forward)
         self.orders = {device: tasks for device, tasks in orders.items() if tasks}
+        self.numbers = TaskNumbers([len(devices) for devices in plan.devices], len(costs.micro_batches))
+        self.queues = {device: [self.numbers.of(task) for task in tasks] for device, tasks in self.orders.items()}
+        self.tasks: list[Task | None] = [None] * self.numbers.count
+        self.device_of: list[int | None] = [None] * self.numbers.count
+        for device, queue in self.queues.items():
+            for number, task in zip(queue, self.orders[device], strict=True):
+                self.tasks[number], self.device_of[number] = task, device
+        self.seconds = self._seconds()
         self.position = dict.fromkeys(self.orders, 0)
         self.free = dict.fromkeys(self.orders, True)
         self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
         self.spans: list[Span] = []
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.numbers = itertools.count()
+        self.sequence = itertools.count()
+        self.once = costs.profile.step_seconds
         self.now = 0.0
-        self.ports: dict[tuple[str, int], tuple[float, int | None]] = {}
-        self.routes: dict[tuple[int, int], tuple[_Ports, float, float]] = {}
-        self.messages: dict[tuple[int, int, int, str], list[tuple[int, Phase, int, float]]] = {}
+        self.ports: dict[tuple[str, int], int] = {}
+        self.port_free: list[float] = []
+        self.port_last: list[int | None] = []
+        self.routes: dict[tuple[int, int], tuple[int, int, float, float]] = {}
+        self.messages: dict[tuple[int, int, int, str], list[tuple[int, float]]] = {}
         self.incoming: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
         self.outgoing: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
         for producer, consumer in costs.routes:
             self.outgoing[producer].append(consumer)
             self.incoming[consumer].append(producer)
         self.split = schedule.split
-        self.device_of = {task: device for device, tasks in self.orders.items() for task in tasks}
-        self.followers: dict[Task, list[Task]] = {}
+        self.followers: dict[int, list[int]] = {}
         for task, other in schedule.after.items():
-            self.followers.setdefault(other, []).append(task)
-        self.waiting: dict[Task, int] = dict(self._waits())
-        self.arrived: dict[Task, int | None] = {}
+            self.followers.setdefault(self.numbers.of(other), []).append(self.numbers.of(task))
+        self.waiting = [0] * self.numbers.count
+        for task, count in self._waits():
+            self.waiting[self.numbers.of(task)] = count
+        self.arrived: list[int | None] = [None] * self.numbers.count
         # Servers whose devices share their cores: running tasks by device.
         self.server = [device.server for device in cluster.devices]
         self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
@@ -80,25 +104,58 @@ class SimulatedStep:
         self.updated = [0.0] * cluster.num_servers
         self.version = [0] * cluster.num_servers
         # Updates: for each stage who makes them, whose gradients are complete, and who waits for a device.
-        self.ends = gradient_ends(schedule, wait_free=plan.wait_free)
+        ends = gradient_ends(schedule, wait_free=plan.wait_free)
+        self.ends = {self.numbers.of(task): stages for task, stages in ends.items()}
         self.members: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(plan.num_stages)}
         for (device, stage), task in last_gradients(schedule).items():
             self.members[stage].append((device, task.replica))
         self.complete: dict[tuple[int, int], int | None] = {}
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
-        self.next_of_stage: dict[int, list[Task]] = {}
+        self.next_of_stage: dict[int, list[int]] = {}
+        self.next_numbers = frozenset(map(self.numbers.of, self.next))
         if next_forward:
             self._await_updates()
-        for task in self.device_of if carried else ():
-            if task.stage in carried and task.phase is Phase.FORWARD:
-                self.waiting[task] += 1
-                self.next_of_stage.setdefault(task.stage, []).append(task)
+        for tasks in self.orders.values() if carried else ():
+            for task in tasks:
+                if task.stage in carried and task.phase is Phase.FORWARD:
+                    self._await_update(task)
+
+        self.limit = limit * (1 + _ROUNDING)
+        self.rest = self._rest() if limit < math.inf else {}
+
+    def _rest(self) -> dict[int, list[float]]:
+        """Returns for each device's tasks the least seconds from their start to the end of the step."""
+        costs = self.costs
+        backward = any(task.phase is not Phase.FORWARD for tasks in self.orders.values() for task in tasks)
+        least = LeastTimes(costs, self.split, carried=self.carried, forward_only=not backward)
+        rest = {
+            device: least.rest(tasks, [self.seconds[number] for number in self.queues[device]])
+            for device, tasks in self.orders.items()
+        }
+        for device, tasks in self.orders.items():
+            if least.before[tasks[0].stage] + rest[device][0] + costs.profile.step_seconds > self.limit:
+                raise TooSlowError
+        return rest
+
+    def _seconds(self) -> list[float]:
+        """Returns the undisturbed seconds of each task."""
+        costs, last = self.costs, len(self.costs.micro_batches) - 1
+        seconds = [0.0] * self.numbers.count
+        known: dict[tuple[int, str, int, int, int, bool], float] = {}
+        for device, tasks in self.orders.items():
+            for number, task in zip(self.queues[device], tasks, strict=True):
+                size = costs.micro_batches[task.micro_batch].size
+                key = (task.stage, task.phase._value_, task.replica, device, size, task.micro_batch == last)
+                if key not in known:
+                    known[key] = costs.seconds(task, device)
+                seconds[number] = known[key]
+        return seconds
 
     def _waits(self) -> Iterator[tuple[Task, int]]:
         """Yields how many messages and other tasks each task waits for."""
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
-        for task in self.device_of:
+        for task in itertools.chain.from_iterable(self.orders.values()):
             number = int(task in self.schedule.after)
             if task.phase is Phase.WEIGHT_GRAD:
                 yield task, number + 1
@@ -119,21 +176,24 @@ class SimulatedStep:
         """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
-                self.waiting[task] += 1
-                self.next_of_stage.setdefault(task.stage, []).append(task)
-            for stage, phase, replica, _ in self.sent(task):
-                receiver = Task(stage, phase, task.micro_batch, replica)
-                if receiver not in self.next:
-                    self.waiting[receiver] -= 1
-            for follower in self.followers.get(task, ()):
-                if follower not in self.next:
-                    self.waiting[follower] -= 1
+                self._await_update(task)
+            number = self.numbers.of(task)
+            shift = task.micro_batch * self.numbers.stride
+            receivers = [first + shift for first, _ in self.sent(task)]
+            for other in (*receivers, *self.followers.get(number, ())):
+                if other not in self.next_numbers:
+                    self.waiting[other] -= 1
+
+    def _await_update(self, task: Task) -> None:
+        number = self.numbers.of(task)
+        self.waiting[number] += 1
+        self.next_of_stage.setdefault(task.stage, []).append(number)
 
     # ---- events
 
     def at(self, time: float, action: Callable[..., None], data: tuple[Any, ...], turn: int = 0) -> None:
         """Schedules an event; among events at one time, the lowest turn comes first."""
-        heapq.heappush(self.events, (time, turn, next(self.numbers), action, data))
+        heapq.heappush(self.events, (time, turn, next(self.sequence), action, data))
 
     def run(self) -> Simulation:
         """Runs all events, in order of time."""
@@ -160,41 +220,47 @@ class SimulatedStep:
         """Starts the device's next task if the device is free and the inputs are there; else a waiting update."""
         if not self.free[device]:
             return
-        tasks, position = self.orders[device], self.position[device]
-        if position == len(tasks) or self.waiting[tasks[position]]:
+        queue, position = self.queues[device], self.position[device]
+        if position == len(queue) or self.waiting[queue[position]]:
             if self.updates[device]:
                 self.at(self.now, self.update, (device,), 1)  # unless a task becomes ready at this very time
             return
-        task = tasks[position]
-        self.position[device] += 1
+        number, now = queue[position], self.now
+        self.position[device] = position + 1
         self.free[device] = False
-        seconds = self.costs.seconds(task, device)
-        own, came = self.last[device], self.arrived.get(task)
-        cause = own
-        if came is not None and (own is None or self.spans[came].end > self.spans[own].end):
+        if self.rest and now + self.rest[device][position] + self.once > self.limit:
+            raise TooSlowError
+        task = self.orders[device][position]
+        seconds = self.seconds[number]
+        cause, came = self.last[device], self.arrived[number]
+        if came is not None and (cause is None or self.spans[came].end > self.spans[cause].end):
             cause = came
-        server = self.server[device]
-        end = self.now + seconds
-        span = Span(task.phase.value, self.now, end, device, task.stage, task.micro_batch, task.replica, cause=cause)
-        if self.shared[server]:
-            self.begin(span, task)
-        else:
-            index = self.add(span)
-            self.at(end, self.finished, (device, task, index))  # before its last bucket: messages go first
-            for unit, part in self.early(task):
-                self.at(self.now + part * seconds, self.ready, (unit, index))
+        end = now + seconds
+        span = Span(
+            task.phase._value_, now, end, device, task.stage, task.micro_batch, task.replica, None, 0.0, cause
+        )  # fmt: skip
+        if self.shared[self.server[device]]:
+            self.begin(span, number)
+            return
+        index = len(self.spans)
+        self.spans.append(span)
+        # Before its last bucket: messages go first.
+        heapq.heappush(self.events, (end, 0, next(self.sequence), self.finished, (device, number, index)))
+        if number in self.ends:
+            for unit, part in self.early(number):
+                self.at(now + part * seconds, self.ready, (unit, index))
 
     def add(self, span: Span) -> int:
         """Records a span; returns its position."""
         self.spans.append(span)
         return len(self.spans) - 1
 
-    def finished(self, device: int, task: Task, index: int) -> None:
+    def finished(self, device: int, number: int, index: int) -> None:
         """Ends a task: sends its results, and lets its device continue."""
         self.last[device] = index
         self.free[device] = True
-        self.send(task, index)
-        for stage in self.ends.get(task, ()):
+        self.send(device, number, index)
+        for stage in self.ends.get(number, ()):
             if stage in self.carried:
                 continue
             self.complete[device, stage] = index
@@ -206,7 +272,7 @@ class SimulatedStep:
 
     # ---- shared cores
 
-    def begin(self, span: Span, task: Task | None = None) -> None:
+    def begin(self, span: Span, task: int | None = None) -> None:
         """Starts work that would take the span's time undisturbed."""
         assert span.device is not None
         server, seconds = self.server[span.device], span.end - span.start
@@ -255,32 +321,39 @@ class SimulatedStep:
                 index = self.add(span)
             else:
                 index, self.spans[item.index] = item.index, span
-            done, data = (self.finished, (item.task,)) if item.task else (self.is_updated, (item.span.stage,))
+            updated = item.task is None
+            done, data = (self.is_updated, (item.span.stage,)) if updated else (self.finished, (item.task,))
             self.at(self.now, done, (item.span.device, *data, index))
         self.next_of(server)
 
     # ---- transfers
 
-    def send(self, task: Task, index: int) -> None:
+    def send(self, device: int, number: int, index: int) -> None:
         """Sends a task's results, and releases what waited for the task itself."""
-        begun = task in self.next
-        for stage, phase, replica, size in self.sent(task):
-            receiver = Task(stage, phase, task.micro_batch, replica)
-            if not begun or receiver in self.next:
-                self.transfer(task, index, receiver, size)
-        for follower in self.followers.get(task, ()):
-            if not begun or follower in self.next:
+        task = self.orders[device][self.position[device] - 1]
+        begun = number in self.next_numbers
+        shift = task.micro_batch * self.numbers.stride
+        for first, size in self.sent(task):
+            receiver = first + shift
+            if not begun or receiver in self.next_numbers:
+                self.transfer(task, device, index, receiver, size)
+        for follower in self.followers.get(number, ()) if self.followers else ():
+            if not begun or follower in self.next_numbers:
                 self.arrive(follower, index)
 
-    def sent(self, task: Task) -> list[tuple[int, Phase, int, float]]:
-        """Returns what a task sends: (stage, phase, replica, bytes)."""
+    def sent(self, task: Task) -> list[tuple[int, float]]:
+        """Returns what a task sends: (number of the receiving task, for micro-batch 0, and bytes)."""
         phase = task.phase
         key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, phase._value_)
         if key not in self.messages:
-            self.messages[key] = list(self._messages(task, phase is not Phase.FORWARD))
+            self.messages[key] = [
+                (self.numbers.first(stage, kind, replica), size)
+                for stage, kind, replica, size in self._messages(task, phase is not Phase.FORWARD)
+            ]
         return self.messages[key]
 
     def _messages(self, task: Task, backward: bool) -> Iterator[tuple[int, Phase, int, float]]:
+        """Yields what a task sends: (stage, phase, replica, bytes)."""
         if task.phase is Phase.WEIGHT_GRAD:
             return
         # The nearest stage first: it is the first to wait.
@@ -296,52 +369,67 @@ class SimulatedStep:
             samples = self.costs.slices(task.stage, task.micro_batch)[task.replica].size
             yield task.stage, Phase.WEIGHT_GRAD, task.replica, self.costs.delayed_bytes(task.stage, samples)
 
-    def route(self, source: int, target: int) -> tuple[_Ports, float, float]:
-        """Returns the ports between two devices, with their bandwidth and latency."""
-        if (source, target) not in self.routes:
-            link = self.costs.cluster.link(source, target)
-            a, b = self.server[source], self.server[target]
-            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
-            self.routes[source, target] = (ports, link.bandwidth, link.latency)
-        return self.routes[source, target]
+    def port(self, kind: str, owner: int) -> int:
+        """Returns the number of a port of a device, or of a server's network card."""
+        if (kind, owner) not in self.ports:
+            self.ports[kind, owner] = len(self.ports)
+            self.port_free.append(0.0)
+            self.port_last.append(None)
+        return self.ports[kind, owner]
 
-    def transfer(self, task: Task, index: int, receiver: Task, size: float) -> None:
-        """Sends a message from the device of a task to that of another."""
-        source, target = self.device_of[task], self.device_of[receiver]
+    def route(self, source: int, target: int) -> tuple[int, int, float, float]:
+        """Returns the ports between two devices, the bandwidth and the latency."""
+        link = self.costs.cluster.link(source, target)
+        a, b = self.server[source], self.server[target]
+        if a == b:
+            return self.port("out", source), self.port("in", target), link.bandwidth, link.latency
+        return self.port("card out", a), self.port("card in", b), link.bandwidth, link.latency
+
+    def transfer(self, task: Task, source: int, index: int, receiver: int, size: float) -> None:
+        """Sends a message from a task, on a device, to another task."""
+        target = self.device_of[receiver]
+        if target is None:
+            raise ValueError(f"{task} sends a message to a task that no device runs in schedule {self.schedule.name!r}")
         if source == target:
             self.arrive(receiver, index)
             return
-        ports, bandwidth, latency = self.route(source, target)
-        start, cause = self.reserve(ports, self.now, index)
+        route = self.routes.get((source, target))
+        if route is None:
+            route = self.routes[source, target] = self.route(source, target)
+        first, second, bandwidth, latency = route
+        start, cause = self.now, index
+        for port in (first, second):
+            if self.port_free[port] > start:
+                start, cause = self.port_free[port], self.port_last[port]
         busy = size / bandwidth
         end = start + busy + latency
-        span = self.add(
+        span = len(self.spans)
+        self.spans.append(
             Span("send", start, end, source, task.stage, task.micro_batch, task.replica, target, size, cause)
         )
         if busy:
-            for port in ports:
-                self.ports[port] = (start + busy, span)
-        self.at(end, self.arrive, (receiver, span))
+            self.port_free[first] = self.port_free[second] = start + busy
+            self.port_last[first] = self.port_last[second] = span
+        heapq.heappush(self.events, (end, 0, next(self.sequence), self.arrive, (receiver, span)))
 
-    def reserve(self, ports: Sequence[tuple[str, int]], ready: float, cause: int | None) -> tuple[float, int | None]:
+    def reserve(self, ports: Sequence[int], ready: float, cause: int | None) -> tuple[float, int | None]:
         """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""
         start = ready
         for port in ports:
-            free, last = self.ports.get(port, (0.0, None))
-            if free > start:
-                start, cause = free, last
+            if self.port_free[port] > start:
+                start, cause = self.port_free[port], self.port_last[port]
         return start, cause
 
-    def arrive(self, task: Task, index: int | None) -> None:
+    def arrive(self, number: int, index: int | None) -> None:
         """Notes that something that a task waits for has arrived."""
-        self.waiting[task] -= 1
-        self.arrived[task] = index  # messages come in order of time
-        if not self.waiting[task]:
-            self.start(self.device_of[task])
+        self.waiting[number] -= 1
+        self.arrived[number] = index  # messages come in order of time
+        if not self.waiting[number]:
+            self.start(self.device_of[number])
 
     # ---- reductions and updates
 
-    def early(self, task: Task) -> list[tuple[int, float]]:
+    def early(self, task: int) -> list[tuple[int, float]]:
         """Returns the units whose gradients are complete before a task's end, and after which fraction of its time."""
         return [
             (unit, part)
@@ -362,15 +450,15 @@ class SimulatedStep:
         reduction = self.costs.reductions[number]
         servers = {self.server[device] for device in reduction.devices}
         if len(servers) > 1:
-            ports = [(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
+            ports = [self.port(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
         else:
-            ports = [(kind, device) for device in reduction.devices for kind in ("out", "in")]
+            ports = [self.port(kind, device) for device in reduction.devices for kind in ("out", "in")]
         start, cause = self.reserve(ports, self.now, index)
         end = start + self.costs.reduction_seconds(reduction, size)
         stage = reduction.stages[0]
         span = self.add(Span("all_reduce", start, end, None, stage, bytes=size, cause=cause, reduction=number))
         for port in ports:
-            self.ports[port] = (end, span)
+            self.port_free[port], self.port_last[port] = end, span
         self.at(end, self.is_reduced, (unit, span))
 
     def is_reduced(self, unit: int, index: int) -> None:
@@ -396,10 +484,10 @@ class SimulatedStep:
 
     def update(self, device: int) -> None:
         """Runs the longest-waiting update if the device is still idle."""
-        tasks, position = self.orders[device], self.position[device]
+        queue, position = self.queues[device], self.position[device]
         if not self.free[device] or not self.updates[device]:
             return
-        if position < len(tasks) and not self.waiting[tasks[position]]:
+        if position < len(queue) and not self.waiting[queue[position]]:
             return
         stage, cause = self.updates[device].popleft()
         self.free[device] = False
@@ -423,9 +511,10 @@ class SimulatedStep:
 
     def release(self, device: int, stage: int, index: int | None) -> None:
         """Releases the next step's forwards of a stage."""
-        for task in self.next_of_stage.get(stage, ()):
-            if (device, task.replica) in self.members[stage]:
-                self.arrive(task, index)
+        for number in self.next_of_stage.get(stage, ()):
+            task = self.tasks[number]
+            if task is not None and (device, task.replica) in self.members[stage]:
+                self.arrive(number, index)
 
 
 @dataclass(eq=False)
@@ -434,14 +523,14 @@ class _Running:
 
     Attributes:
         span: as if it were undisturbed.
-        task: the task; None for an update.
+        task: the task's number; None for an update.
         left: the remaining undisturbed seconds.
         marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
         index: position of its span; None if that isn't recorded before its end.
     """
 
     span: Span
-    task: Task | None
+    task: int | None
     left: float
     marks: deque[tuple[float, int]]
     index: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dapple_tf.describe.cluster import Cluster
@@ -9,7 +10,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
-from dapple_tf.simulation.simulated_step import SimulatedStep
+from dapple_tf.simulation.simulated_step import SimulatedStep, TooSlowError
 from dapple_tf.simulation.simulation import Simulation
 from graph_passes.ir.tasks import Schedule
 
@@ -71,7 +72,34 @@ def run(
     next_forward: bool = False,
 ) -> Simulation:
     """Simulates the step that ``costs`` describes; see :func:`simulate`."""
+    return _step(costs, schedule, math.inf, reduction_order, next_forward).run()
+
+
+def run_within(costs: CostModel, limit: float) -> tuple[Simulation | None, int]:
+    """Simulates a plan's step unless it takes longer than ``limit`` seconds, which shows early.
+
+    Returns:
+        The simulation, None if the step takes longer; and the number of tasks, transfers and others simulated.
+    """
+    schedule = costs.schedule
+    try:
+        step = _step(costs, schedule, limit)
+    except TooSlowError:
+        return None, 0
+    try:
+        return step.run(), len(step.spans)
+    except TooSlowError:
+        return None, len(step.spans)
+
+
+def _step(
+    costs: CostModel,
+    schedule: Schedule | None,
+    limit: float,
+    reduction_order: Sequence[int] | None = None,
+    next_forward: bool = False,
+) -> SimulatedStep:
     schedule = costs.schedule if schedule is None else schedule
     carried = () if next_forward else carried_stages(costs, schedule)
     reductions = Reductions(costs, schedule, reduction_order, carried)
-    return SimulatedStep(costs, schedule, reductions, next_forward, carried).run()
+    return SimulatedStep(costs, schedule, reductions, next_forward, carried, limit)
