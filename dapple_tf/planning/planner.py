@@ -9,18 +9,20 @@ devices between neighbouring stages as long as that helps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
+from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_simulations
 from dapple_tf.planning.latency import pipeline_latency, stage_times
@@ -134,6 +136,7 @@ def plan(
     return find(request)
 
 
+@without_collection
 def find(request: PlanRequest) -> Plan:
     """Finds the plan for a request, as :func:`plan`.
 
@@ -150,12 +153,18 @@ class _Found(NamedTuple):
         latency: L.
         group: the group of plans that it leads: a search with one count of micro-batches and one recomputation, or
             plans of equal stages.
-        plan: the plan.
+        micro_batches: M.
+        replicas: number of replicas of each stage.
+        recompute: the mode.
+        make: makes the plan, of which hundreds are never simulated.
     """
 
     latency: float
     group: tuple[object, ...]
-    plan: Plan
+    micro_batches: int
+    replicas: tuple[int, ...]
+    recompute: str
+    make: Callable[[], Plan]
 
 
 class _Planner:
@@ -184,10 +193,10 @@ class _Planner:
         for entry in self._interleaved(candidates):
             if self.work > 0.5 * self.allowed:
                 break
-            key = (entry.plan.replicas, entry.plan.micro_batches, entry.plan.recompute)
+            key = (entry.replicas, entry.micro_batches, entry.recompute)
             alike[key] += 1
             if alike[key] <= _ALIKE or len(candidates) <= _FEW_PLANS:
-                self._explore(entry.plan)
+                self._explore(entry.make())
         self._one_device()
         best = self._improved()
         if best is None:
@@ -224,21 +233,26 @@ class _Planner:
         bound = math.inf
         # Whether all-reduces end during backwards shows in simulations only.
         hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
+        even: dict[str, list[_Found]] = {}
         for mode, overlap in itertools.product(modes, hidden):
             search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
-            fresh = self._even_plans(mode)
+            if mode not in even:
+                even[mode] = self._even_plans(mode)
+            fresh = [*even[mode]]
             for count in self._promising(fresh):
                 self.bar.step(f"{mode}, {count} micro-batches")
                 bound = min([bound, *(entry.latency for entry in fresh)])
                 for item in search.run(count, request.batch, bound=bound):
                     group = (count, mode, overlap, item.in_flight)
-                    fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
+                    replicas = tuple(int(links.replicas[step]) for step in item.steps)
+                    make = functools.partial(self._plan, placements, item, count, mode)
+                    fresh.append(_Found(item.latency, group, count, replicas, mode, make))
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
-                self._explore(entry.plan)
+                self._explore(entry.make())
             # L ignores the bubbles that too few micro-batches in flight cause.
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
@@ -254,7 +268,7 @@ class _Planner:
         """
         best: dict[int, float] = {}
         for entry in even:
-            count = entry.plan.micro_batches
+            count = entry.micro_batches
             # With one micro-batch stages never overlap.
             if count > 1 or len(self.request.micro_batches) == 1:
                 best[count] = min(best.get(count, math.inf), entry.latency)
@@ -290,7 +304,7 @@ class _Planner:
         holds = costs.holds or (micro_batches,)
         if min(holds) > 0:
             latency = pipeline_latency(stage_times(costs), micro_batches).latency
-            yield _Found(latency, ("even", recompute), plan)
+            yield _Found(latency, ("even", recompute), micro_batches, plan.replicas, recompute, lambda: plan)
 
     def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
         cuts = [self.profile.layers[bound - 1].name for bound in item.bounds[:-1]]
