@@ -8,6 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dapple_tf.simulation.cost import CostModel, Message
 from graph_passes.ir.tasks import Phase, Task
 
+_NOTHING = 1e-9
+"""Bytes of the smallest piece of gradients: how a backward is cut doesn't matter for a bound."""
+
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
@@ -133,11 +136,8 @@ class LeastTimes:
         return message.bytes / link.bandwidth + link.latency
 
     def _updated(self, stage: int) -> float:
-        """Returns the seconds of a stage's last reduction, if it has one of its own, and of its update."""
+        """Returns the seconds of a stage's update, and of the last of many all-reduces if it has some of its own."""
         costs = self.costs
         seconds = min(costs.apply_seconds(stage, device) for device in costs.owner_devices[stage])
-        for reduction in costs.reductions:
-            if reduction.stages == (stage,):
-                part, size = costs.backward_pieces(stage)[-1]
-                seconds += costs.reduction_seconds(reduction, size) if part == 1.0 else 0.0
-        return seconds
+        own = [costs.reduction_seconds(item, _NOTHING) for item in costs.reductions if item.stages == (stage,)]
+        return seconds + sum(own)

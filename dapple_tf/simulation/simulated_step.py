@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.least_times import LeastTimes
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.task_numbers import TaskNumbers
+from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
@@ -35,12 +36,9 @@ def device_orders(
     return orders, frozenset(following)
 
 
+_END = operator.attrgetter("end")
 _ROUNDING = 1e-9
 """Relative difference of times that may come from adding in another order."""
-
-
-class TooSlowError(Exception):
-    """A step certainly takes longer than the limit of its simulation."""
 
 
 class SimulatedStep:
@@ -61,15 +59,9 @@ class SimulatedStep:
         self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
         plan, cluster = costs.plan, costs.cluster
         orders, self.next = device_orders(schedule, next_forward)
-        self.orders = {device: tasks for device, tasks in orders.items() if tasks}
-        self.numbers = TaskNumbers([len(devices) for devices in plan.devices], len(costs.micro_batches))
-        self.queues = {device: [self.numbers.of(task) for task in tasks] for device, tasks in self.orders.items()}
-        self.tasks: list[Task | None] = [None] * self.numbers.count
-        self.device_of: list[int | None] = [None] * self.numbers.count
-        for device, queue in self.queues.items():
-            for number, task in zip(queue, self.orders[device], strict=True):
-                self.tasks[number], self.device_of[number] = task, device
-        self.seconds = self._seconds()
+        tasks = StepTasks(costs, {device: tasks for device, tasks in orders.items() if tasks})
+        self.orders, self.queues, self.numbers = tasks.orders, tasks.queues, tasks.numbers
+        self.tasks, self.device_of, self.seconds = tasks.tasks, tasks.device_of, tasks.seconds
         self.position = dict.fromkeys(self.orders, 0)
         self.free = dict.fromkeys(self.orders, True)
         self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
@@ -77,7 +69,7 @@ class SimulatedStep:
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.sequence = itertools.count()
         self.once = costs.profile.step_seconds
-        self.now = 0.0
+        self.now = self.computed = 0.0
         self.ports: dict[tuple[str, int], int] = {}
         self.port_free: list[float] = []
         self.port_last: list[int | None] = []
@@ -115,41 +107,15 @@ class SimulatedStep:
         self.next_numbers = frozenset(map(self.numbers.of, self.next))
         if next_forward:
             self._await_updates()
-        for tasks in self.orders.values() if carried else ():
-            for task in tasks:
+        for order in self.orders.values() if carried else ():
+            for task in order:
                 if task.stage in carried and task.phase is Phase.FORWARD:
                     self._await_update(task)
-
-        self.limit = limit * (1 + _ROUNDING)
-        self.rest = self._rest() if limit < math.inf else {}
-
-    def _rest(self) -> dict[int, list[float]]:
-        """Returns for each device's tasks the least seconds from their start to the end of the step."""
-        costs = self.costs
-        backward = any(task.phase is not Phase.FORWARD for tasks in self.orders.values() for task in tasks)
-        least = LeastTimes(costs, self.split, carried=self.carried, forward_only=not backward)
-        rest = {
-            device: least.rest(tasks, [self.seconds[number] for number in self.queues[device]])
-            for device, tasks in self.orders.items()
-        }
-        for device, tasks in self.orders.items():
-            if least.before[tasks[0].stage] + rest[device][0] + costs.profile.step_seconds > self.limit:
-                raise TooSlowError
-        return rest
-
-    def _seconds(self) -> list[float]:
-        """Returns the undisturbed seconds of each task."""
-        costs, last = self.costs, len(self.costs.micro_batches) - 1
-        seconds = [0.0] * self.numbers.count
-        known: dict[tuple[int, str, int, int, int, bool], float] = {}
-        for device, tasks in self.orders.items():
-            for number, task in zip(self.queues[device], tasks, strict=True):
-                size = costs.micro_batches[task.micro_batch].size
-                key = (task.stage, task.phase._value_, task.replica, device, size, task.micro_batch == last)
-                if key not in known:
-                    known[key] = costs.seconds(task, device)
-                seconds[number] = known[key]
-        return seconds
+        self.limit = limit * (1 + _ROUNDING) - self.once
+        self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
+        # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
+        self.watched: frozenset[int] = frozenset()
+        self.saved: SimulatedStep | None = None
 
     def _waits(self) -> Iterator[tuple[Task, int]]:
         """Yields how many messages and other tasks each task waits for."""
@@ -207,14 +173,66 @@ class SimulatedStep:
                 self.updatable(device, stage, None)
         for device in self.orders:
             self.start(device)
-        while self.events:
-            self.now, _, _, action, data = heapq.heappop(self.events)
+        return self.go_on()
+
+    def go_on(self) -> Simulation:
+        """Runs all events from the present state on."""
+        events, pop = self.events, heapq.heappop
+        while events:
+            self.now, _, _, action, data = pop(events)
             action(*data)
         stuck = [tasks[self.position[d]] for d, tasks in self.orders.items() if self.position[d] < len(tasks)]
         if stuck:
             raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
-        end = max((span.end for span in self.spans), default=0.0)
+        end = max(map(_END, self.spans), default=0.0)
         return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
+
+    # ---- the state as data
+
+    def keep(self) -> None:
+        """Lets `run` keep the state before any task that completes gradients, for `resumed`; not if updates are carried."""
+        before = {
+            queue[position - 1] if position else None
+            for queue in self.queues.values()
+            for position, number in enumerate(queue)
+            if number in self.ends
+        }
+        if None not in before and not self.carried:
+            self.watched = frozenset(number for number in before if number is not None)
+
+    def save(self) -> None:
+        """Keeps a copy of the state."""
+        self.saved = self.copied()
+
+    def resumed(self, costs: CostModel) -> SimulatedStep:
+        """Returns a copy of the kept state that goes on with costs that differ by ``backward_cuts`` only."""
+        assert self.saved is not None
+        other = self.saved.copied()
+        other.costs, other.reductions = costs, Reductions(costs, self.schedule)
+        other.seconds = self.seconds.copy()
+        for number in other.ends:
+            task, device = other.tasks[number], other.device_of[number]
+            assert task is not None
+            other.seconds[number] = costs.seconds(task, device)
+        other.rest = {}
+        return other
+
+    def copied(self) -> SimulatedStep:
+        """Returns a copy of the state, without reductions' progress."""
+        other = copy.copy(self)
+        names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes", "messages")
+        for name in (*names, "waiting", "arrived", "complete", "updated", "version"):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        other.updates = {device: deque(waiting) for device, waiting in self.updates.items()}
+        other.running = [[replace(item, marks=deque(item.marks)) for item in items] for items in self.running]
+        number = next(self.sequence)
+        self.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
+        other.events = [
+            (time, turn, order, getattr(other, action.__name__), data) for time, turn, order, action, data in self.events
+        ]
+        return other
+
+    # ---- tasks
 
     def start(self, device: int) -> None:
         """Starts the device's next task if the device is free and the inputs are there; else a waiting update."""
@@ -226,10 +244,13 @@ class SimulatedStep:
                 self.at(self.now, self.update, (device,), 1)  # unless a task becomes ready at this very time
             return
         number, now = queue[position], self.now
+        if self.rest and now + self.rest[device][position] > self.limit:
+            raise TooSlowError
         self.position[device] = position + 1
         self.free[device] = False
-        if self.rest and now + self.rest[device][position] + self.once > self.limit:
-            raise TooSlowError
+        if number in self.watched:
+            self.watched = frozenset()
+            self.at(now, self.save, (), -1)
         task = self.orders[device][position]
         seconds = self.seconds[number]
         cause, came = self.last[device], self.arrived[number]
@@ -257,6 +278,7 @@ class SimulatedStep:
 
     def finished(self, device: int, number: int, index: int) -> None:
         """Ends a task: sends its results, and lets its device continue."""
+        self.computed = self.now
         self.last[device] = index
         self.free[device] = True
         self.send(device, number, index)

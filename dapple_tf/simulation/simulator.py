@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
-from dapple_tf.simulation.simulated_step import SimulatedStep, TooSlowError
+from dapple_tf.simulation.simulated_step import SimulatedStep
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.step_tasks import TooSlowError
 from graph_passes.ir.tasks import Schedule
 
 __all__ = ["Simulation", "last_gradients", "run", "simulate"]
@@ -75,21 +77,57 @@ def run(
     return _step(costs, schedule, math.inf, reduction_order, next_forward).run()
 
 
-def run_within(costs: CostModel, limit: float) -> tuple[Simulation | None, int]:
-    """Simulates a plan's step unless it takes longer than ``limit`` seconds, which shows early.
+@dataclass
+class Trial:
+    """A step that was simulated as far as it may be fast enough.
 
-    Returns:
-        The simulation, None if the step takes longer; and the number of tasks, transfers and others simulated.
+    Attributes:
+        simulation: the step; None if it takes too long.
+        work: number of tasks, transfers and others simulated.
+        tail: seconds of the step after its last task: the most that earlier all-reduces can gain.
+    """
+
+    simulation: Simulation | None
+    work: int
+    tail: float
+    _step: SimulatedStep | None
+
+    def with_cuts(self, costs: CostModel) -> Trial:
+        """Simulates the step with its last backwards cut: only what these may change.
+
+        Args:
+            costs: those of the same plan with other ``backward_cuts``.
+
+        Raises:
+            PlanError: reductions during backwards need more memory than there is.
+        """
+        if self._step is None or self._step.saved is None or costs.holds != self._step.costs.holds:
+            return tried(costs)
+        step = self._step.resumed(costs)
+        before = len(step.spans)
+        simulation = step.go_on()
+        tail = simulation.latency - step.computed
+        return Trial(simulation, len(step.spans) - before, tail, None)
+
+
+def tried(costs: CostModel, limit: float = math.inf) -> Trial:
+    """Simulates a plan's step.
+
+    Args:
+        costs: the plan's costs.
+        limit: seconds; a step that takes longer even with its last backwards cut isn't simulated to the end.
     """
     schedule = costs.schedule
     try:
         step = _step(costs, schedule, limit)
     except TooSlowError:
-        return None, 0
+        return Trial(None, 0, 0.0, None)
+    step.keep()
     try:
-        return step.run(), len(step.spans)
+        simulation = step.run()
     except TooSlowError:
-        return None, len(step.spans)
+        return Trial(None, len(step.spans), 0.0, None)
+    return Trial(simulation, len(step.spans), simulation.latency - step.computed, step)
 
 
 def _step(
