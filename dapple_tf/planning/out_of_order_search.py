@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.choice import Choice, simplest
-from dapple_tf.planning.early_reductions import cut_simulations
+from dapple_tf.planning.early_reductions import cut_trials
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
@@ -27,7 +27,7 @@ from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement
 from dapple_tf.schedules.schedule_request import ScheduleError
-from dapple_tf.simulation.simulator import run
+from dapple_tf.simulation.simulator import Trial, tried
 
 _CHUNKS = (2, 4, 8, 16)
 """Numbers of chunks of a replicated stage to try, as long as more are better."""
@@ -51,8 +51,6 @@ _HOPEFUL = 1.1
 """Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
-_CUT = 8
-"""Number of best plans whose last backwards are cut."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 _NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
@@ -103,24 +101,17 @@ class OutOfOrderSearch:
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
-        self._cut_best()
         return self.best()
 
-    def _cut_best(self) -> None:
-        """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
-        whole = [choice for choice in self.ranked() if choice.costs.reductions]
-        for choice in whole[:_CUT]:
-            if choice.gains_from_cuts(self.fastest):
-                self._cut(choice)
-
-    def _cut(self, choice: Choice) -> Choice:
-        """Returns the choice with its last backwards cut, as far as that gains."""
+    def _cut(self, choice: Choice, trial: Trial) -> Choice:
+        """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
         best = choice
-        for simulation in cut_simulations(choice.costs):
-            if simulation.latency < best.latency and simulation.fits:
-                best = Choice.of(simulation)
+        for other in cut_trials(choice.costs, trial):
+            self.work += other.work
+            cut = Choice.of(other)
+            if cut is not None and cut.latency < best.latency and other.simulation is not None and other.simulation.fits:
+                best = cut
                 self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
-                self.fastest = min(self.fastest, best.latency)
         return best
 
     def dapple(self) -> Choice | None:
@@ -154,7 +145,7 @@ class OutOfOrderSearch:
     def _baseline(self, bases: Sequence[Plan]) -> None:
         """Simulates DAPPLE's best plan."""
         choice = self._try(_bare(bases[0]), bases[0], certainly=True)
-        self.bases += [self._cut(choice)] if choice is not None else []
+        self.bases += [choice] if choice is not None else []
         if self.request.reverse_first_k not in (0, AUTO):
             self.choices = dict.fromkeys(self.choices)  # the request asks for k
             self.fastest = math.inf
@@ -277,18 +268,22 @@ class OutOfOrderSearch:
         if certainly or share > 1 or least_seconds(costs) < self.fastest:
             self.work += self._ordering(plan)
             try:
-                simulation = run(costs)
+                trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)
             except (PlanError, ScheduleError):
                 self.work += 20
             else:
-                self.work += len(simulation.spans)
+                self.work += trial.work
                 # Adding up memory takes long.
-                if simulation.latency > _NEAR * self.fastest or simulation.fits:
-                    choice = Choice.of(simulation)
-                    if plan.policy in self.request.schedules:
-                        self.fastest = min(self.fastest, choice.latency)
+                simulation = trial.simulation
+                if simulation is not None and (simulation.latency > _NEAR * self.fastest or simulation.fits):
+                    choice = Choice.of(trial)
         self.choices[plan] = choice
         self.origin[plan] = origin
+        if choice is not None:
+            if choice.gains_from_cuts(self.fastest):
+                choice = self._cut(choice, trial)
+            if plan.policy in self.request.schedules:
+                self.fastest = min(self.fastest, choice.latency)
         self.step(f"{len(self.choices)} out-of-order plans simulated")
         return choice
 

@@ -24,7 +24,7 @@ from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
-from dapple_tf.planning.early_reductions import competes, cut_simulations
+from dapple_tf.planning.early_reductions import competes, cut_trials
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -35,7 +35,7 @@ from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.policy import Policy
-from dapple_tf.simulation.simulator import run
+from dapple_tf.simulation.simulator import Trial, run, tried
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _WORK = 25_000
 """Number of tasks and transfers to simulate in one search, for a small cluster."""
 _GROUPS = 36
 """Number of places at which the search considers cuts; the local search then moves them layer by layer."""
-_MARGIN = 1.02
+_NEAR = 1.02
 """Plans that are certainly slower than the best by this factor aren't simulated to the end."""
 _COUNTS = 3
 """Number of counts of micro-batches that the search runs with; the others are left to the local search."""
@@ -65,8 +65,6 @@ _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
 _DERIVING = 0.8
 """Work allowed for deriving them, as a fraction of that for finding the stages."""
-_CUT = 12
-"""Number of best plans whose last backwards are cut."""
 _OTHERS = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
     *("weight_devices", "weight_regions", "operator_devices"),
@@ -356,28 +354,6 @@ class _Planner:
         if limited:
             self._simulate(dataclasses.replace(plan, schedule=self.leanest))
 
-    def _hopeless(self, plan: Plan) -> bool:
-        """Returns whether the first micro-batches already show that a plan won't be the best one.
-
-        The others take at least as long as the busiest device computes on them.
-        """
-        few = 2 * plan.num_stages + 4
-        if self.fastest == math.inf or 2 * few > plan.micro_batches:
-            return False
-        size = plan.global_batch_size // plan.micro_batches
-        try:
-            short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
-            simulation = run(self.request.costs(short))
-        except PlanError:
-            return False
-        self.work += len(simulation.spans)
-        once = {device: 0.0 for group in plan.devices for device in group}
-        for span in simulation.spans:
-            if span.device is not None and span.kind == "apply":
-                once[span.device] += span.end - span.start
-        each = max(busy - once[device] for device, busy in simulation.busy.items()) / few
-        return simulation.latency + (plan.micro_batches - few) * each > self.fastest * _MARGIN
-
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
         plan = dataclasses.replace(plan, backward_cuts=())
@@ -401,36 +377,28 @@ class _Planner:
             if known is not None:
                 same = dataclasses.replace(plan, backward_cuts=known.plan.backward_cuts)
                 choice = dataclasses.replace(known, plan=same)
-            elif certainly or (alias not in self.choices and not self._hopeless(plan)):
-                simulation = run(costs)
-                choice = Choice.of(simulation)
-                self.work += len(simulation.spans)
-                if plan.num_stages == 1:
-                    choice = self._cut(choice)
-                self.fastest = min(self.fastest, choice.latency)
+            elif certainly or alias not in self.choices:
+                trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)
+                choice = Choice.of(trial)
+                self.work += trial.work
+                if choice is not None:
+                    if plan.num_stages == 1 or choice.gains_from_cuts(self.fastest):
+                        choice = self._cut(choice, trial)
+                    self.fastest = min(self.fastest, choice.latency)
             self.choices.setdefault(alias, choice)
             self.bar.step(f"{len(self.choices)} plans simulated")
         self.choices[key] = choice
         return choice
 
-    def _cut(self, choice: Choice) -> Choice:
+    def _cut(self, choice: Choice, trial: Trial) -> Choice:
         """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
         best = choice
-        for simulation in cut_simulations(choice.costs):
-            self.work += len(simulation.spans)
-            if simulation.latency < best.latency:
-                best = Choice.of(simulation)
+        for other in cut_trials(choice.costs, trial):
+            self.work += other.work
+            cut = Choice.of(other)
+            if cut is not None and cut.latency < best.latency:
+                best = cut
         return best
-
-    def _cut_best(self) -> None:
-        """Cuts the last backwards of the best plans."""
-        whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
-        for choice in whole[:_CUT]:
-            if choice.gains_from_cuts(self.fastest):
-                better = self._cut(choice)
-                self.fastest = min(self.fastest, better.latency)
-                for key in [key for key, known in self.choices.items() if known is choice]:
-                    self.choices[key] = better
 
     def _best(self) -> Choice | None:
         """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
@@ -462,7 +430,6 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
-        self._cut_best()
         return self._best()
 
     def _derives(self) -> bool:

@@ -188,7 +188,15 @@ def make_schedule(
 
 
 def _schedule(policy: Policy, request: ScheduleRequest, active: Active | None) -> Schedule:
+    if active is None:
+        return _whole_schedule(policy, request)
     return _expand(policy.name, request, _orders(policy, request), active, policy.waits(request, active))
+
+
+@functools.lru_cache(maxsize=8)
+def _whole_schedule(policy: Policy, request: ScheduleRequest) -> Schedule:
+    """Returns the schedule with all slices; the planner asks for that of a plan several times in a row."""
+    return _expand(policy.name, request, _orders(policy, request), None, policy.waits(request, None))
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
+from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError
 from dapple_tf.view.timeline import Span
@@ -99,7 +99,7 @@ class SimulatedStep:
         ends = gradient_ends(schedule, wait_free=plan.wait_free)
         self.ends = {self.numbers.of(task): stages for task, stages in ends.items()}
         self.members: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(plan.num_stages)}
-        for (device, stage), task in last_gradients(schedule).items():
+        for (device, stage), task in schedule.last_gradients.items():
             self.members[stage].append((device, task.replica))
         self.complete: dict[tuple[int, int], int | None] = {}
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}

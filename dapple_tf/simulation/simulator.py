@@ -16,7 +16,7 @@ from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import TooSlowError
 from graph_passes.ir.tasks import Schedule
 
-__all__ = ["Simulation", "last_gradients", "run", "simulate"]
+__all__ = ["Simulation", "last_gradients", "run", "simulate", "tried"]
 
 
 def simulate(
