@@ -24,7 +24,7 @@ DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.fo
 AUTO = "auto"
 """Lets the planner choose."""
 
-LEAST_GAIN = 0.03
+LEAST_GAIN = 0.01
 """The least fraction of a step's time that a plan must gain over a simpler one."""
 _MOST_MICRO_BATCHES = 64
 """The most micro-batches that are tried by default."""

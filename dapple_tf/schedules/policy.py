@@ -152,7 +152,9 @@ class Policy:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return self._parts == other._parts if isinstance(other, Policy) else NotImplemented
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return self.name == other.name and self._parts == other._parts
 
     def __hash__(self) -> int:
         return hash(self.name)

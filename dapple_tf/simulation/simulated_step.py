@@ -37,7 +37,7 @@ def device_orders(
 
 
 _END = operator.attrgetter("end")
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Relative difference of times that may come from adding in another order."""
 
 
@@ -111,7 +111,7 @@ class SimulatedStep:
             for task in order:
                 if task.stage in carried and task.phase is Phase.FORWARD:
                     self._await_update(task)
-        self.limit = limit * (1 + _ROUNDING) - self.once
+        self.limit = limit * (1 + ROUNDING) - self.once
         self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
         # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
         self.watched: frozenset[int] = frozenset()

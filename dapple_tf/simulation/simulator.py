@@ -10,8 +10,9 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.least_times import LeastTimes
 from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
-from dapple_tf.simulation.simulated_step import SimulatedStep
+from dapple_tf.simulation.simulated_step import ROUNDING, SimulatedStep
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import TooSlowError
 from graph_passes.ir.tasks import Schedule
@@ -77,18 +78,22 @@ def run(
     return _step(costs, schedule, math.inf, reduction_order, next_forward).run()
 
 
+_COSTS, _STAGE_COSTS, _ORDER = 60.0, 8.0, 0.6
+"""Work of a plan's costs, of each of its stages and of ordering a task, relative to simulating a task."""
+
+
 @dataclass
 class Trial:
     """A step that was simulated as far as it may be fast enough.
 
     Attributes:
         simulation: the step; None if it takes too long.
-        work: number of tasks, transfers and others simulated.
+        work: what that took, in tasks, transfers and others simulated.
         tail: seconds of the step after its last task: the most that earlier all-reduces can gain.
     """
 
     simulation: Simulation | None
-    work: int
+    work: float
     tail: float
     _step: SimulatedStep | None
 
@@ -107,7 +112,8 @@ class Trial:
         before = len(step.spans)
         simulation = step.go_on()
         tail = simulation.latency - step.computed
-        return Trial(simulation, len(step.spans) - before, tail, None)
+        work = _COSTS + _STAGE_COSTS * costs.plan.num_stages + len(step.spans) - before
+        return Trial(simulation, work, tail, None)
 
 
 def tried(costs: CostModel, limit: float = math.inf) -> Trial:
@@ -117,17 +123,27 @@ def tried(costs: CostModel, limit: float = math.inf) -> Trial:
         costs: the plan's costs.
         limit: seconds; a step that takes longer even with its last backwards cut isn't simulated to the end.
     """
+    stages = range(costs.plan.num_stages)
+    work = _COSTS + _STAGE_COSTS * len(stages)
+    if limit < math.inf:
+        costs.check_memory()
+        least = LeastTimes(
+            costs, {stage for stage in stages if costs.delays(stage)}, carried=stages if costs.plan.carried_updates else ()
+        )
+        if least.busiest() + costs.profile.step_seconds > limit * (1 + ROUNDING):
+            return Trial(None, work, 0.0, None)
     schedule = costs.schedule
+    work += _ORDER * sum(map(len, schedule.orders.values()))
     try:
         step = _step(costs, schedule, limit)
     except TooSlowError:
-        return Trial(None, 0, 0.0, None)
+        return Trial(None, work, 0.0, None)
     step.keep()
     try:
         simulation = step.run()
     except TooSlowError:
-        return Trial(None, len(step.spans), 0.0, None)
-    return Trial(simulation, len(step.spans), simulation.latency - step.computed, step)
+        return Trial(None, work + len(step.spans), 0.0, None)
+    return Trial(simulation, work + len(step.spans), simulation.latency - step.computed, step)
 
 
 def _step(
