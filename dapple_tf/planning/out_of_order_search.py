@@ -45,6 +45,8 @@ _SORTING = 0.2
 """Policies whose list scheduling takes a larger share of the work are skipped, unless they are likely to gain most."""
 _BOUND = 3
 """Work of a plan's costs and bound for each replica of a stage, relative to simulating a task."""
+_CLIMBING = 0.7
+"""Share of the work after which chunks are tried in the best plans, whose many stages take long to simulate."""
 _FOR_K = 0.25
 """Additional share of the work that the search for k may take."""
 _HOPEFUL = 1.1
@@ -95,9 +97,9 @@ class OutOfOrderSearch:
         # DAPPLE's best plan first, to know what there is to gain.
         ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
         probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
-        self._combine()
         for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
             self._vary(ranked[index])
+        self._climb(_CLIMBING)
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
@@ -155,7 +157,7 @@ class OutOfOrderSearch:
         choices = self._all(same_stages(base, self.request, self.request.straight[:1]), base)
         for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
             choices += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
-        if self.request.chunks and (base.num_stages == 1 or not choices):
+        if self.request.chunks and (base.num_stages == 1 or not choices) and self._may_gain_from_chunks(choices):
             choices += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
         return min((choice.latency for choice in choices if choice is not None), default=math.inf)
 
@@ -178,8 +180,16 @@ class OutOfOrderSearch:
     def _combine(self) -> None:
         """Tries chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
         if self.request.chunks:
-            for choice in self._near():
-                self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
+            for place, choice in enumerate(self._near()):
+                # Where weight gradients fill bubbles, smaller ones fill them better.
+                if not place or self._may_gain_from_chunks([choice]):
+                    self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
+
+    def _may_gain_from_chunks(self, choices: Sequence[Choice | None]) -> bool:
+        """Returns whether chunks of these plans may be the fastest: they can only save what follows the last task."""
+        if self.request.reverse_first_k not in (0, AUTO):
+            return True  # the request asks for chunks
+        return not choices or any(choice is not None and choice.gains_from_cuts(self.fastest) for choice in choices)
 
     def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
         """Doubles the number of chunks of a plan that takes ``seconds``, as long as that makes its step shorter."""
@@ -190,18 +200,22 @@ class OutOfOrderSearch:
                 return
             seconds = least
 
-    def _climb(self) -> None:
-        """Moves cuts and devices of the best plans, while work is left."""
+    def _climb(self, share: float = 1.0) -> None:
+        """Moves cuts and devices of the best plans, while less than this share of the work is done."""
+        allowed = share * self.allowed
         tried: set[Plan] = set()
-        while self.work < self.allowed:
-            start = next((choice.plan for choice in self._near() if choice.plan not in tried), None)
+        while self.work < allowed:
+            start = next((choice for choice in self._near() if choice.plan not in tried), None)
             if start is None:
                 return
-            tried.add(start)
-            bare = dataclasses.replace(start, task_seconds=None)
+            tried.add(start.plan)
+            bare = dataclasses.replace(start.plan, task_seconds=None)
             for plan in neighbours(bare, self.request):
-                if self.work < self.allowed:
-                    self._try(with_task_seconds(plan, self.request), self.origin[start])
+                if self.work >= allowed:
+                    return
+                better = self._try(with_task_seconds(plan, self.request), self.origin[start.plan])
+                if better is not None and better.latency < start.latency * (1 - _TIE):
+                    break  # and go on from there
 
     def _order_bw_of_first_stages(self) -> None:
         """Tries reverse first-k, with carried updates, in the best plans that reduce gradients chunk by chunk."""
