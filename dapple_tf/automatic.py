@@ -127,7 +127,7 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, carries=not needs_all)
+    return dataclasses.replace(request, features=request.features - {"carried_updates"}) if needs_all else request
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@
 
 From a profile, plans can be made for any cluster, real or described. With --model, the model is first measured on the
 cluster's devices, and so are their links. Prints the plan and the reasons for it: its expected step time, what limits
-it, the runner-up, and data parallelism for comparison. --micro_batches, --schedule and --recompute restrict the
+it, the runner-up, and data parallelism for comparison. --micro_batches, --schedule, --recompute and --only restrict the
 planner's choices.
 """
 
@@ -20,6 +20,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.planning.features import NAMES
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import ALL_REDUCE
 from dapple_tf.tools import command
@@ -51,7 +52,17 @@ _RECOMPUTE = flags.DEFINE_list(
     flag_values=FLAGS,
 )
 _REVERSE_FIRST_K = flags.DEFINE_string(
-    "reverse_first_k", "0", "k of reverse first-k in plans with chunks, or auto for the best.", flag_values=FLAGS
+    "reverse_first_k",
+    None,
+    "k of reverse first-k in plans with chunks, or auto for the best. By default auto with --schedule=auto, else 0.",
+    flag_values=FLAGS,
+)
+_ONLY = flags.DEFINE_list(
+    "only",
+    None,
+    f"The features that the plan may have besides stages under a policy, some of {', '.join(NAMES)}; --only= for none. "
+    f"By default all.",
+    flag_values=FLAGS,
 )
 _ALL_REDUCE = flags.DEFINE_enum(
     "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
@@ -91,14 +102,17 @@ def options() -> dict[str, Any]:
         schedule = "auto"
     first = _REVERSE_FIRST_K.value
     command.check(
-        first == "auto" or (first.isascii() and first.isdigit()),
+        first in (None, "auto") or (first.isascii() and first.isdigit()),
         f"--reverse_first_k={first}: give a number of stages, or auto",
     )
+    for name in _ONLY.value or ():
+        command.check(name in NAMES, f"--only={name}: unknown; use some of {', '.join(NAMES)}")
     return {
         "micro_batches": None if counts is None else [int(count) for count in counts],
         "schedule": schedule,
         "recompute": _RECOMPUTE.value,
-        "reverse_first_k": first if first == "auto" else int(first),
+        "reverse_first_k": first if first in (None, "auto") else int(first),
+        "only": _ONLY.value,
         "all_reduce": _ALL_REDUCE.value,
         "jit_compile": _JIT_COMPILE.value,
     }

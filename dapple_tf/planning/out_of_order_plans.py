@@ -73,7 +73,7 @@ def same_stages(base: Plan, request: PlanRequest, policies: Sequence[Policy]) ->
 def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[Policy, int]]:
     """Yields the (policy, stages on each device) that a plan's devices allow, the most likely to gain first."""
     most = min(_MOST_PER_DEVICE, len(request.profile.layers) // base.num_stages)
-    if base.num_stages > 1:
+    if base.num_stages > 1 and request.allows("several_stages"):
         for count in range(2, most + 1):
             for policy in request.ranked:
                 if _stages_on(base.devices, policy, count) is None:
@@ -119,11 +119,6 @@ def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
         members = list(stages)
         runs.append((range(members[0], members[-1] + 1), devices))
     return runs
-
-
-def has_chunks(plan: Plan) -> bool:
-    """Returns whether a replicated stage is cut into chunks."""
-    return any(len(stages) > 1 and len(devices) > 1 for stages, devices in groups(plan))
 
 
 def least_seconds(costs: CostModel) -> float:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import cut_trials
+from dapple_tf.planning.features import has_chunks
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
-    has_chunks,
     least_seconds,
     more_stages,
     same_stages,
@@ -111,7 +111,12 @@ class OutOfOrderSearch:
         for other in cut_trials(choice.costs, trial):
             self.work += other.work
             cut = Choice.of(other)
-            if cut is not None and cut.latency < best.latency and other.simulation is not None and other.simulation.fits:
+            if (
+                cut is not None
+                and cut.latency < best.latency
+                and other.simulation is not None
+                and other.simulation.fits
+            ):
                 best = cut
                 self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
         return best
@@ -229,7 +234,7 @@ class OutOfOrderSearch:
                 continue  # in any order
             # A stage whose weights others share can't be updated before these have their gradients.
             own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
-            self._search_k(choice.plan, self.origin[choice.plan], own and self.request.carries)
+            self._search_k(choice.plan, self.origin[choice.plan], own and self.request.allows("carried_updates"))
 
     def _search_k(self, plan: Plan, origin: Plan, carries: bool) -> None:
         """Searches k by simulated throughput as the paper does (section 5.1), and likewise the updates to carry over.
@@ -294,7 +299,7 @@ class OutOfOrderSearch:
         self.choices[plan] = choice
         self.origin[plan] = origin
         if choice is not None:
-            if choice.gains_from_cuts(self.fastest):
+            if choice.gains_from_cuts(self.fastest) and self.request.allows("pieces"):
                 choice = self._cut(choice, trial)
             if plan.policy in self.request.schedules:
                 self.fastest = min(self.fastest, choice.latency)

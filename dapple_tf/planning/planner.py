@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
@@ -84,9 +84,10 @@ def plan(
     recompute: str | Sequence[str] | None = None,
     all_reduce: str = "hierarchical",
     jit_compile: bool = False,
-    reverse_first_k: int | str = 0,
+    reverse_first_k: int | str | None = None,
     least_gain: float = LEAST_GAIN,
     moves: Sequence[Move] = (),
+    only: str | Iterable[str] | None = None,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
@@ -106,10 +107,14 @@ def plan(
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
             first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
-            the best k as the paper does, by simulated throughput. The last updates may then be left to the next step's
-            forward (`Plan.carried_updates`).
+            the best k as the paper does, by simulated throughput; it is the default where ``schedule`` is ``auto``. The
+            last updates may then be left to the next step's forward (`Plan.carried_updates`).
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
+        only: the features that the plan may have besides stages under a policy, some of ``recompute``,
+            ``several_stages``, ``pieces``, ``chunks``, ``first_k`` and ``carried_updates``
+            (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all. ``plan.report.restraints``
+            says what those of the chosen plan cost besides time.
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
@@ -130,6 +135,7 @@ def plan(
         reverse_first_k=reverse_first_k,
         least_gain=least_gain,
         moves=moves,
+        only=only,
     )
     return find(request)
 
@@ -382,7 +388,8 @@ class _Planner:
                 choice = Choice.of(trial)
                 self.work += trial.work
                 if choice is not None:
-                    if plan.num_stages == 1 or choice.gains_from_cuts(self.fastest):
+                    cuts = plan.num_stages == 1 or choice.gains_from_cuts(self.fastest)
+                    if cuts and self.request.allows("pieces"):
                         choice = self._cut(choice, trial)
                     self.fastest = min(self.fastest, choice.latency)
             self.choices.setdefault(alias, choice)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ Ints = npt.NDArray[np.int64]
 
 _KEPT = 3
 """Number of prefixes kept for each subproblem."""
+_PLACES = 3
+"""The most candidates with the same stages and numbers of replicas, on different devices."""
 _SLACK = 1.15
 """Prefixes whose ideal completion is slower than the best plan by this factor are dropped."""
 _SMALL_SLACK = 2.0
@@ -445,8 +448,9 @@ class _Run:
             return []
         plans = _Ended(*map(np.concatenate, zip(*ended, strict=True)))
         # The same plan may occur several times.
-        order = np.argsort(plans.latency, kind="stable")[: 4 * keep]
+        order = np.argsort(plans.latency, kind="stable")[: 16 * keep]
         candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
+        places: Counter[object] = Counter()
         for index in order[np.isfinite(plans.latency[order])]:
             group, slot, step = (int(array[index]) for array in plans[1:])
             bounds, path = [self.search.ends[-1]], [step]
@@ -458,7 +462,11 @@ class _Run:
                 state = int(self.links.source[before])
             latency = float(plans.latency[index])
             candidate = Candidate(latency, self.in_flight, tuple(reversed(bounds)), tuple(reversed(path)))
-            candidates.setdefault((candidate.bounds, candidate.steps), candidate)
+            if (candidate.bounds, candidate.steps) not in candidates:
+                kind = (candidate.bounds, tuple(self.links.replicas[list(candidate.steps)].tolist()))
+                places[kind] += 1
+                if places[kind] <= _PLACES:
+                    candidates[candidate.bounds, candidate.steps] = candidate
             if len(candidates) == keep:
                 break
         return list(candidates.values())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dapple_tf.simulation.cost import CostModel
 from graph_passes.ir.tasks import Schedule, Task, piece_order, reduction_order
 
+
 def last_gradients(schedule: Schedule) -> Mapping[tuple[int, int], Task]:
     """Maps (device, stage) to the task that completes the stage's gradients there; empty for a forward schedule."""
     return schedule.last_gradients

@@ -228,7 +228,8 @@ class SimulatedStep:
         number = next(self.sequence)
         self.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
         other.events = [
-            (time, turn, order, getattr(other, action.__name__), data) for time, turn, order, action, data in self.events
+            (time, turn, order, getattr(other, action.__name__), data)
+            for time, turn, order, action, data in self.events
         ]
         return other
 

@@ -128,7 +128,9 @@ def tried(costs: CostModel, limit: float = math.inf) -> Trial:
     if limit < math.inf:
         costs.check_memory()
         least = LeastTimes(
-            costs, {stage for stage in stages if costs.delays(stage)}, carried=stages if costs.plan.carried_updates else ()
+            costs,
+            {stage for stage in stages if costs.delays(stage)},
+            carried=stages if costs.plan.carried_updates else (),
         )
         if least.busiest() + costs.profile.step_seconds > limit * (1 + ROUNDING):
             return Trial(None, work, 0.0, None)

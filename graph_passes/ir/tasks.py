@@ -171,7 +171,9 @@ class Schedule:
     @functools.cached_property
     def split(self) -> frozenset[int]:
         """The stages whose backward is two tasks, Bx and Bw."""
-        return frozenset(task.stage for task in self.tasks if task.phase is Phase.INPUT_GRAD or task.phase is Phase.WEIGHT_GRAD)
+        return frozenset(
+            task.stage for task in self.tasks if task.phase is Phase.INPUT_GRAD or task.phase is Phase.WEIGHT_GRAD
+        )
 
     @functools.cached_property
     def last_gradients(self) -> Mapping[tuple[int, int], Task]:
