@@ -47,8 +47,8 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster, *, all_reduce:
         return bare
     costs = CostModel(bare, profile, cluster, all_reduce=all_reduce)
     whole = tried(costs)
-    trials = [trial for trial in (whole, *cut_trials(costs, whole)) if trial.simulation is not None]
-    return min((trial.simulation for trial in trials), key=lambda simulation: simulation.latency).costs.plan
+    simulations = [trial.simulation for trial in (whole, *cut_trials(costs, whole)) if trial.simulation is not None]
+    return min(simulations, key=lambda simulation: simulation.latency).costs.plan
 
 
 def cut_trials(costs: CostModel, whole: Trial) -> Iterator[Trial]:

@@ -1,4 +1,4 @@
-"""What the planner may add to plain stages under a policy: one line for each feature, by which `only` narrows the choice.
+"""What the planner may add to plain stages under a policy: one line for each feature; `only` narrows the choice.
 
 Stages, replicas, devices and numbers of micro-batches are always open; policies are named by ``schedule``.
 """
@@ -85,7 +85,7 @@ def features_of(only: str | Iterable[str] | None) -> frozenset[str]:
     for name in names:
         if name not in NAMES:
             raise PlanError(
-                f"only has {short(name)}; use some of {', '.join(NAMES)}, or none of them; policies are chosen by schedule"
+                f"only has {short(name)}; use some of {', '.join(NAMES)}, or none; schedule chooses policies"
             )
     for feature in FEATURES:
         if feature.name in names and feature.needs is not None and feature.needs not in names:

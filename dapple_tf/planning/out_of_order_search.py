@@ -65,7 +65,8 @@ class OutOfOrderSearch:
     """One search.
 
     Attributes:
-        choices: plan -> its simulation; None for a plan that doesn't fit in memory.
+        choices: plan, without cuts of its backwards -> its simulation, with the best cuts; None for a plan that doesn't
+            fit in memory, or is certainly too slow.
         origin: the plan of DAPPLE's from which each was derived.
         bases: DAPPLE's plans that were simulated themselves.
     """
@@ -118,7 +119,6 @@ class OutOfOrderSearch:
                 and other.simulation.fits
             ):
                 best = cut
-                self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
         return best
 
     def dapple(self) -> Choice | None:
@@ -194,7 +194,8 @@ class OutOfOrderSearch:
         """Returns whether chunks of these plans may be the fastest: they can only save what follows the last task."""
         if self.request.reverse_first_k not in (0, AUTO):
             return True  # the request asks for chunks
-        return not choices or any(choice is not None and choice.gains_from_cuts(self.fastest) for choice in choices)
+        simulated = [choice for choice in choices if choice is not None]
+        return not simulated or any(choice.gains_from_cuts(self.fastest) for choice in simulated)
 
     def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
         """Doubles the number of chunks of a plan that takes ``seconds``, as long as that makes its step shorter."""
@@ -227,8 +228,10 @@ class OutOfOrderSearch:
         if not self.request.reverse_first_k:
             return
         cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and _splits(choice.plan)]
+        # What comes after the last task may be hidden, and the better the more chunks there are.
+        cut.sort(key=lambda choice: (round((choice.latency - choice.tail) / self.fastest, 3), -choice.plan.num_stages))
         parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
-        near = [choice for choice in self._near() if choice in cut]
+        near = [choice for choice in cut if choice.latency <= _NEAR * self.fastest]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
             if least_seconds(choice.costs) >= self.fastest * (1 - _TIE):
                 continue  # in any order
@@ -296,11 +299,11 @@ class OutOfOrderSearch:
                 simulation = trial.simulation
                 if simulation is not None and (simulation.latency > _NEAR * self.fastest or simulation.fits):
                     choice = Choice.of(trial)
-        self.choices[plan] = choice
-        self.origin[plan] = origin
+        if choice is not None and choice.gains_from_cuts(self.fastest) and self.request.allows("pieces"):
+            choice = self._cut(choice, trial)
+        self.choices[plan], self.origin[plan] = choice, origin
         if choice is not None:
-            if choice.gains_from_cuts(self.fastest) and self.request.allows("pieces"):
-                choice = self._cut(choice, trial)
+            self.origin[choice.plan] = origin
             if plan.policy in self.request.schedules:
                 self.fastest = min(self.fastest, choice.latency)
         self.step(f"{len(self.choices)} out-of-order plans simulated")

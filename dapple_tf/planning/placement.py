@@ -227,7 +227,9 @@ def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
         counts = {len(sizes) * each for each in range(1, server + 1)}
         counts |= {quantum * times for times in (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)}
     else:
-        counts = {2**power for power in range(server.bit_length())} | {len(sizes) * each for each in range(1, server + 1)}
+        counts = {2**power for power in range(server.bit_length())} | {
+            len(sizes) * each for each in range(1, server + 1)
+        }
         stride = max(1, total // 16 // server) * server
         counts |= {3, 6, *range(stride, total + 1, stride)}
     return tuple(sorted(count for count in counts if count <= total))

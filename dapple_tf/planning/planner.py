@@ -368,7 +368,7 @@ class _Planner:
         # Only moves of the user's own change these.
         others = tuple(getattr(plan, name) for name in _OTHERS)
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
-        if key in self.choices:
+        if key in self.choices and (self.choices[key] is not None or not certainly):
             return self.choices[key]
         costs = self.request.costs(plan)
         choice: Choice | None = None

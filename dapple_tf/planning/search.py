@@ -253,7 +253,7 @@ class _Stage(NamedTuple):
 
     def take(self, *index: Ints | int | slice) -> _Stage:
         """Returns the stages at an index of the arrays."""
-        return _Stage(*(field[index] for field in self))
+        return _Stage(self.forward[index], self.backward[index], self.reduced[index], self.fits[index])
 
 
 class _Ended(NamedTuple):

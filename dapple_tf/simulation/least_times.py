@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from dapple_tf.simulation.cost import CostModel, Message
 from graph_passes.ir.tasks import Phase, Task

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import heapq
 import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError
+from dapple_tf.simulation.step_tasks import Running, StepTasks, TooSlowError, device_orders
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
-
-
-def device_orders(
-    schedule: Schedule, next_forward: bool = False
-) -> tuple[Mapping[int, tuple[Task, ...]], frozenset[Task]]:
-    """Maps each device to its simulated tasks; returns also which of these are the next step's.
-
-    With ``next_forward`` these are the forwards before a device's first backward, moved to the end.
-    """
-    orders: dict[int, tuple[Task, ...]] = {}
-    following: set[Task] = set()
-    for device, tasks in schedule.orders.items():
-        moved = [*itertools.takewhile(lambda task: task.phase is Phase.FORWARD, tasks)] if next_forward else []
-        following.update(moved)
-        orders[device] = (*tasks[len(moved) :], *moved)
-    return orders, frozenset(following)
-
 
 _END = operator.attrgetter("end")
 ROUNDING = 1e-9
@@ -92,7 +74,7 @@ class SimulatedStep:
         self.server = [device.server for device in cluster.devices]
         self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
         self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
-        self.running: list[list[_Running]] = [[] for _ in range(cluster.num_servers)]
+        self.running: list[list[Running]] = [[] for _ in range(cluster.num_servers)]
         self.updated = [0.0] * cluster.num_servers
         self.version = [0] * cluster.num_servers
         # Updates: for each stage who makes them, whose gradients are complete, and who waits for a device.
@@ -190,7 +172,7 @@ class SimulatedStep:
     # ---- the state as data
 
     def keep(self) -> None:
-        """Lets `run` keep the state before any task that completes gradients, for `resumed`; not if updates are carried."""
+        """Lets `run` keep the state before all tasks that complete gradients (`saved`), unless updates are carried."""
         before = {
             queue[position - 1] if position else None
             for queue in self.queues.values()
@@ -202,36 +184,7 @@ class SimulatedStep:
 
     def save(self) -> None:
         """Keeps a copy of the state."""
-        self.saved = self.copied()
-
-    def resumed(self, costs: CostModel) -> SimulatedStep:
-        """Returns a copy of the kept state that goes on with costs that differ by ``backward_cuts`` only."""
-        assert self.saved is not None
-        other = self.saved.copied()
-        other.costs, other.reductions = costs, Reductions(costs, self.schedule)
-        other.seconds = self.seconds.copy()
-        for number in other.ends:
-            task, device = other.tasks[number], other.device_of[number]
-            assert task is not None
-            other.seconds[number] = costs.seconds(task, device)
-        other.rest = {}
-        return other
-
-    def copied(self) -> SimulatedStep:
-        """Returns a copy of the state, without reductions' progress."""
-        other = copy.copy(self)
-        names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes", "messages")
-        for name in (*names, "waiting", "arrived", "complete", "updated", "version"):
-            setattr(other, name, copy.copy(getattr(self, name)))
-        other.updates = {device: deque(waiting) for device, waiting in self.updates.items()}
-        other.running = [[replace(item, marks=deque(item.marks)) for item in items] for items in self.running]
-        number = next(self.sequence)
-        self.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
-        other.events = [
-            (time, turn, order, getattr(other, action.__name__), data)
-            for time, turn, order, action, data in self.events
-        ]
-        return other
+        self.saved = copied(self)
 
     # ---- tasks
 
@@ -305,7 +258,7 @@ class SimulatedStep:
             ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
         )
         index = self.add(span) if marks else None
-        self.running[server].append(_Running(span, task, seconds, marks, index))
+        self.running[server].append(Running(span, task, seconds, marks, index))
         self.next_of(server)
 
     def advance(self, server: int) -> None:
@@ -420,10 +373,7 @@ class SimulatedStep:
         if route is None:
             route = self.routes[source, target] = self.route(source, target)
         first, second, bandwidth, latency = route
-        start, cause = self.now, index
-        for port in (first, second):
-            if self.port_free[port] > start:
-                start, cause = self.port_free[port], self.port_last[port]
+        start, cause = self.reserve((first, second), self.now, index)
         busy = size / bandwidth
         end = start + busy + latency
         span = len(self.spans)
@@ -447,8 +397,9 @@ class SimulatedStep:
         """Notes that something that a task waits for has arrived."""
         self.waiting[number] -= 1
         self.arrived[number] = index  # messages come in order of time
-        if not self.waiting[number]:
-            self.start(self.device_of[number])
+        device = self.device_of[number]
+        if not self.waiting[number] and device is not None:
+            self.start(device)
 
     # ---- reductions and updates
 
@@ -538,27 +489,3 @@ class SimulatedStep:
             task = self.tasks[number]
             if task is not None and (device, task.replica) in self.members[stage]:
                 self.arrive(number, index)
-
-
-@dataclass(eq=False)
-class _Running:
-    """A running task on a server whose devices share their cores.
-
-    Attributes:
-        span: as if it were undisturbed.
-        task: the task's number; None for an update.
-        left: the remaining undisturbed seconds.
-        marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
-        index: position of its span; None if that isn't recorded before its end.
-    """
-
-    span: Span
-    task: int | None
-    left: float
-    marks: deque[tuple[float, int]]
-    index: int | None
-
-    @property
-    def next(self) -> float:
-        """The undisturbed seconds until its next piece ends, or itself."""
-        return self.left - self.marks[0][0] if self.marks else self.left

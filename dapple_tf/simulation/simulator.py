@@ -11,6 +11,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.least_times import LeastTimes
+from dapple_tf.simulation.saved_step import resumed
 from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
 from dapple_tf.simulation.simulated_step import ROUNDING, SimulatedStep
 from dapple_tf.simulation.simulation import Simulation
@@ -108,7 +109,7 @@ class Trial:
         """
         if self._step is None or self._step.saved is None or costs.holds != self._step.costs.holds:
             return tried(costs)
-        step = self._step.resumed(costs)
+        step = resumed(self._step.saved, costs)
         before = len(step.spans)
         simulation = step.go_on()
         tail = simulation.latency - step.computed

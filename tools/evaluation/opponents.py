@@ -12,7 +12,6 @@ backwards cut where that gains. The models are those of Table 4 on its three clu
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -160,7 +159,7 @@ def pipedream(profile: Profile, cluster: Cluster, batch: int) -> Partition:
 
     best: dict[tuple[int, int], tuple[float, tuple[int, ...], tuple[int, ...]]] = {}
     for stop, count in itertools.product(range(1, len(layers) + 1), range(1, most + 1)):
-        choices = [(stage(0, stop, count), (), (count,))]
+        choices: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(stage(0, stop, count), (), (count,))]
         for cut, own in itertools.product(range(1, stop), range(1, count)):
             slowest, cuts, replicas = best[cut, count - own]
             bound = max(slowest, crossing[cut - 1], stage(cut, stop, own))
