@@ -19,7 +19,7 @@ from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
-from dapple_tf.planning.plan_request import AUTO, PlanRequest
+from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def plan_model(
         cluster: real devices; where links are unknown, they and the devices' slowdown of each other are measured.
         global_batch_size: samples in one step.
         profiled: a profile to use instead of measuring.
-        options: as for :func:`dapple_tf.plan`, but ``schedule`` is ``auto`` by default; ``x``, ``y`` and ``length`` as
+        options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as
             for :func:`dapple_tf.profile`, and ``profile_seconds``, its ``budget``: 20 s by default, None to measure
             layer by layer in any case.
 
@@ -68,8 +68,6 @@ def plan_model(
     budget = options.pop("profile_seconds", PROFILE_SECONDS)
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
         raise PlanError(f"profile_seconds is {budget!r}; give seconds above 0, or None to measure layer by layer")
-    if options.get("schedule") is None:
-        options["schedule"] = AUTO
     # Reports mistakes before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)

@@ -2,7 +2,7 @@
 
     python -m tools.plan --profile=profile.json --cluster=cluster.json --global_batch_size=512 --output=plan.json
     python -m tools.plan --profile=docs/profiles/bert-48-pbs-2.txt --cluster=cluster.json --global_batch_size=64
-    python -m tools.plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=auto
+    python -m tools.plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=gpipe,dapple_a --only=recompute
 
 From a profile, plans can be made for any cluster, real or described. With --model, the model is first measured on the
 cluster's devices, and so are their links. Prints the plan and the reasons for it: its expected step time, what limits
@@ -40,8 +40,7 @@ _MICRO_BATCHES = flags.DEFINE_list(
 _SCHEDULE = flags.DEFINE_list(
     "schedule",
     None,
-    f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto for all of them. By default DAPPLE's, which "
-    f"are gpipe, dapple_a and dapple_b.",
+    f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto, the default, for all of them.",
     flag_values=FLAGS,
 )
 _RECOMPUTE = flags.DEFINE_list(
@@ -54,7 +53,7 @@ _RECOMPUTE = flags.DEFINE_list(
 _REVERSE_FIRST_K = flags.DEFINE_string(
     "reverse_first_k",
     None,
-    "k of reverse first-k in plans with chunks, or auto for the best. By default auto with --schedule=auto, else 0.",
+    "k of reverse first-k in plans with chunks, or auto for the best. By default auto if --schedule is, else 0.",
     flag_values=FLAGS,
 )
 _ONLY = flags.DEFINE_list(

@@ -21,7 +21,7 @@ from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import ALL_REDUCE, CostModel
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
-"""The policies that are tried by default."""
+"""The policies of the paper, which the search by formula covers."""
 
 AUTO = "auto"
 """Lets the planner choose."""
@@ -96,8 +96,8 @@ class PlanRequest:
         batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
-        automatic = isinstance(schedule, str) and schedule == AUTO
-        schedules = _policies(POLICIES if automatic else _several(schedule, DAPPLE_POLICIES))
+        automatic = schedule is None or (isinstance(schedule, str) and schedule == AUTO)
+        schedules = _policies(POLICIES if automatic else _several(schedule, POLICIES))
         features = features_of(only)
         if reverse_first_k is None:
             reverse_first_k = AUTO if automatic and "first_k" in features else 0

@@ -91,24 +91,25 @@ def plan(
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
-        best = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
+        best = plan(profile, cluster, 64)
 
     Args:
         profile: the costs of the model's layers.
         cluster: the devices and links. Devices without known memory count as large enough, unknown links as free.
         global_batch_size: samples in one step.
         micro_batches: M, or several to choose from; None tries the usual ones.
-        schedule: a policy (a built-in one's name, or one of your own), or several to choose from; None tries DAPPLE's,
-            which are gpipe, dapple_a and dapple_b.
-            ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
-            chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
+        schedule: a policy (a built-in one's name, or one of your own), or several to choose from. None, or ``auto``,
+            tries all, those for several stages on a device, too, and cuts replicated stages into chunks
+            (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed. DAPPLE's own are
+            ``["gpipe", "dapple_a", "dapple_b"]``.
         recompute: a mode, or several; None recomputes only where memory requires it.
         all_reduce: ``hierarchical`` or ``flat``.
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
             first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
-            the best k as the paper does, by simulated throughput; it is the default where ``schedule`` is ``auto``. The
-            last updates may then be left to the next step's forward (`Plan.carried_updates`).
+            the best k as the paper does, by simulated throughput; it is the default where ``schedule`` is. The
+            last updates may then be left to the next step's forward (`Plan.carried_updates`), which an optimizer that
+            needs all gradients first doesn't allow: leave ``carried_updates`` out of ``only`` for it.
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
         only: the features that the plan may have besides stages under a policy, some of ``recompute``,

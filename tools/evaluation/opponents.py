@@ -220,7 +220,7 @@ def seconds(plan: Plan, case: Case, limit: float) -> float | None:
 def compared(case: Case) -> dict[str, Any]:
     """Returns our plan's time, and each opponent's fastest plan that is not much slower."""
     began = time.process_time()
-    best = dapple.plan(case.profile, case.cluster, case.batch, micro_batches=case.counts, schedule="auto")
+    best = dapple.plan(case.profile, case.cluster, case.batch, micro_batches=case.counts)
     planning = time.process_time() - began
     assert best.report is not None
     ours = best.report.latency
