@@ -24,7 +24,7 @@ from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.cost import CostModel
 from graph_passes.ir.tasks import Phase, Task
 
-_MOST_PER_DEVICE = 4
+_MOST_PER_DEVICE = 12
 """The most stages on a device that are tried."""
 _DIGITS = 3
 """Digits of `Plan.task_seconds`: enough to order tasks, few enough to read."""

@@ -25,7 +25,7 @@ from dapple_tf.planning.out_of_order_plans import (
 from dapple_tf.planning.plan_request import AUTO, PlanRequest
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
-from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.simulator import Trial, tried
 
@@ -45,6 +45,8 @@ _SORTING = 0.2
 """Policies whose list scheduling takes a larger share of the work are skipped, unless they are likely to gain most."""
 _BOUND = 3
 """Work of a plan's costs and bound for each replica of a stage, relative to simulating a task."""
+_FEW = 4
+"""More stages on each device than this are tried as long as each one more makes a policy's step shorter."""
 _CLIMBING = 0.7
 """Share of the work after which chunks are tried in the best plans, whose many stages take long to simulate."""
 _FOR_K = 0.25
@@ -172,9 +174,15 @@ class OutOfOrderSearch:
 
     def _vary(self, base: Plan) -> None:
         """Tries all plans that follow directly from a plan."""
+        least: dict[Policy, float] = {}
         for policy, count in stages_per_device(base, self.request):
-            if self.work <= self.allowed:
-                self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+            if self.work <= self.allowed and (count <= _FEW or policy in least):
+                choices = self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+                seconds = min((choice.latency for choice in choices if choice is not None), default=math.inf)
+                if seconds < least.get(policy, math.inf):
+                    least[policy] = seconds
+                elif count >= _FEW:
+                    least.pop(policy, None)
         policies = self.request.straight
         if set(BUILT_IN) - set(policies) <= _NOT_STRAIGHT:
             policies = policies[:_LIKELY]  # the others are hardly ever better
