@@ -6,6 +6,7 @@ Stages, replicas, devices and numbers of micro-batches are always open; policies
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -33,15 +34,17 @@ class Feature:
 
 
 def has_chunks(plan: Plan) -> bool:
-    """Returns whether a replicated stage is cut into chunks: stages on the same devices, one after the other."""
-    return any(first == second and len(first) > 1 for first, second in itertools.pairwise(plan.devices))
+    """Returns whether a replicated stage is cut into chunks: stages in a row on the same devices, and only these."""
+    runs = [(devices, len(list(stages))) for devices, stages in itertools.groupby(plan.devices)]
+    used = Counter(device for devices, _ in runs for device in devices)
+    return max(used.values()) == 1 and any(count > 1 and len(devices) > 1 for devices, count in runs)
 
 
 def has_several_stages(plan: Plan) -> bool:
-    """Returns whether a device has stages that don't follow each other, or follow each other on one device alone."""
-    runs = [devices for devices, _ in itertools.groupby(plan.devices)]
-    used = [device for devices in runs for device in devices]
-    return len(used) > len(set(used)) or any(a == b and len(a) == 1 for a, b in itertools.pairwise(plan.devices))
+    """Returns whether a device has several stages that aren't chunks."""
+    runs = [(devices, len(list(stages))) for devices, stages in itertools.groupby(plan.devices)]
+    used = Counter(device for devices, _ in runs for device in devices)
+    return max(used.values()) > 1 or any(count > 1 and len(devices) == 1 for devices, count in runs)
 
 
 FEATURES = (
