@@ -64,7 +64,7 @@ _HOPELESS = 1.5
 _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
 _DERIVING = 4.0
-"""Work allowed for deriving them, as a fraction of that for finding the stages."""
+"""Work allowed for deriving them, on a small cluster, as a multiple of that for finding the stages."""
 _OTHERS = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
     *("weight_devices", "weight_regions", "operator_devices"),
@@ -181,8 +181,9 @@ class _Planner:
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
         self.work = 0.0
         self.fastest = math.inf
-        # Time may grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
-        self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
+        # Time may grow with the cluster: 1 s on 16 devices, 10 s on 64, a minute on thousands.
+        size = max(1.0, self.cluster.num_devices / 16)
+        self.allowed, self.deriving = _WORK * min(30.0, size), _DERIVING * _WORK * min(8.0, size)
         self.bar = Progress("planning")
         # Among schedules whose memory doesn't grow with M, the one with the most micro-batches in flight is hardly
         # ever slower than the others, so that it represents them until the last few plans are compared.
@@ -449,7 +450,7 @@ class _Planner:
 
     def _out_of_order(self, best: Choice) -> Derivation:
         """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
-        search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
+        search = OutOfOrderSearch(self.request, self.deriving, self.bar.step)
         kinds: dict[tuple[object, ...], Plan] = {}
         for choice in self._ranked():
             kinds.setdefault((choice.plan.replicas, choice.plan.micro_batches), choice.plan)
