@@ -63,7 +63,7 @@ _HOPELESS = 1.5
 """Plans whose L exceeds the best L by this factor are simulated last."""
 _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
-_DERIVING = 4.0
+_DERIVING = 1.5
 """Work allowed for deriving them, on a small cluster, as a multiple of that for finding the stages."""
 _OTHERS = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
