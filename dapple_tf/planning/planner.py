@@ -39,7 +39,7 @@ from dapple_tf.simulation.simulator import Trial, run, tried
 
 logger = logging.getLogger(__name__)
 
-_WORK = 25_000
+_WORK = 30_000
 """Number of tasks and transfers to simulate in one search, for a small cluster."""
 _GROUPS = 36
 """Number of places at which the search considers cuts; the local search then moves them layer by layer."""
@@ -63,7 +63,7 @@ _HOPELESS = 1.5
 """Plans whose L exceeds the best L by this factor are simulated last."""
 _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
-_DERIVING = 1.5
+_DERIVING = 1.25
 """Work allowed for deriving them, on a small cluster, as a multiple of that for finding the stages."""
 _OTHERS = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
