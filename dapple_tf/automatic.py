@@ -20,7 +20,7 @@ from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
-from dapple_tf.planning.plan_request import AUTO, PlanRequest
+from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find
 from dapple_tf.simulation.cost import CostModel
 
@@ -58,7 +58,7 @@ def plan_model(
             devices are of several classes and all of speed 1, their speeds.
         global_batch_size: samples in one step.
         profiled: a profile to use instead of measuring.
-        options: as for :func:`dapple_tf.plan`, but ``schedule`` is ``auto`` by default; ``x``, ``y`` and ``length`` as
+        options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as
             for :func:`dapple_tf.profile`, and ``profile_seconds``, its ``budget``: 20 s by default, None to measure
             layer by layer in any case.
 
@@ -71,8 +71,6 @@ def plan_model(
     budget = options.pop("profile_seconds", PROFILE_SECONDS)
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
         raise PlanError(f"profile_seconds is {budget!r}; give seconds above 0, or None to measure layer by layer")
-    if options.get("schedule") is None:
-        options["schedule"] = AUTO
     # Reports mistakes before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
@@ -153,7 +151,7 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, carries=not needs_all)
+    return dataclasses.replace(request, features=request.features - {"carried_updates"}) if needs_all else request
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

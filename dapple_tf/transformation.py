@@ -58,8 +58,8 @@ def transform(
         faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
         passes: your own passes, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
             verified, timed and dumped like the others (docs/extending.md).
-        planning: the choices of the search, as for :func:`dapple_tf.plan`, but with all policies by default
-            (``schedule="auto"``); ``reverse_first_k="auto"`` also lets updates run during the next step's forward. And
+        planning: the choices of the search, as for :func:`dapple_tf.plan`: all policies and features by default,
+            updates during the next step's forward only where the optimizer allows that; ``only`` narrows it. And
             example data (``x``, ``y``, ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`.
             ``profile_seconds`` is its ``budget``: 20 s by default, in which operators of large models are measured
             instead of layers; more is worth it for runs of hours; None measures layer by layer.

@@ -153,7 +153,7 @@ def test_a_plan_is_named_by_what_is_out_of_order() -> None:
 @pytest.mark.slow
 def test_few_micro_batches_on_equal_stages_gain_much() -> None:
     profile = profile_of()
-    before, auto = (plan(profile, FOUR, 8, micro_batches=4, schedule=name) for name in (None, "auto"))
+    before, auto = (plan(profile, FOUR, 8, micro_batches=4, schedule=name) for name in (DAPPLE_POLICIES, None))
     assert before.report is not None and auto.report is not None
     assert before.schedule in DAPPLE_POLICIES
     assert before.report.dapple is None
@@ -179,8 +179,8 @@ def test_a_given_k_is_kept_where_a_plan_in_pieces_would_be_faster(parameters: in
 def test_data_parallelism_on_a_slow_network_hides_reductions() -> None:
     profile, cluster = profile_of(parameters=10**6, size=1e7), cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
     whole = simulate(Plan.data_parallel(4, 16), profile, cluster)
-    pieces = plan(profile, cluster, 16, micro_batches=1)
-    chunks = plan(profile, cluster, 16, micro_batches=1, schedule="auto", reverse_first_k="auto")
+    pieces = plan(profile, cluster, 16, micro_batches=1, schedule=DAPPLE_POLICIES)
+    chunks = plan(profile, cluster, 16, micro_batches=1)
     assert pieces.report is not None and chunks.report is not None
     assert pieces.devices == ((0, 1, 2, 3),)
     assert pieces.backward_cuts
@@ -191,6 +191,8 @@ def test_data_parallelism_on_a_slow_network_hides_reductions() -> None:
     assert "wait-free reduction of chunks" in str(chunks)
     assert chunks.report.latency < pieces.report.latency == chunks.report.dapple
     assert chunks.carried_updates > 0
+    (restraint,) = chunks.report.restraints
+    assert f"to know: {restraint}" in str(chunks).splitlines() and "callback" in restraint
     assert f"reverse first-k with k = {chunks.reverse_first_k}" in str(chunks)
 
 
@@ -222,8 +224,8 @@ CASES: dict[str, tuple[Profile, Cluster]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_auto_is_never_slower_and_fits_in_memory(case: str) -> None:
     profile, cluster = CASES[case]
-    before = plan(profile, cluster, 8)
-    auto = plan(profile, cluster, 8, schedule="auto", reverse_first_k="auto")
+    before = plan(profile, cluster, 8, schedule=DAPPLE_POLICIES)
+    auto = plan(profile, cluster, 8)
     assert before.report is not None and auto.report is not None
     assert auto.report.latency <= before.report.latency
     result = simulate(auto, profile, cluster)
@@ -280,9 +282,9 @@ def test_a_policy_that_these_devices_dont_allow_is_refused() -> None:
 
 
 def test_a_report_of_an_earlier_version_is_read() -> None:
-    chosen = plan(profile_of(), FOUR, 8, micro_batches=4)
+    chosen = plan(profile_of(), FOUR, 8, micro_batches=4, schedule=DAPPLE_POLICIES)
     data = json.loads(chosen.to_json())
-    for later in ("out_of_order", "dapple", "dapple_text"):
+    for later in ("out_of_order", "dapple", "dapple_text", "restraints"):
         del data["report"][later]
     again = Plan.from_json(json.dumps(data))
     assert again.report == chosen.report

@@ -145,3 +145,15 @@ def test_a_state_knows_the_step_that_takes_the_rest() -> None:
         else:
             assert placements.steps[rest].source == state
             assert sum(placements.steps[rest].counts) == 5 - sum(used)
+
+
+@pytest.mark.parametrize("servers", [(8,) * 4, (8,) * 8, (8,) * 128])
+def test_all_three_policies_are_tried_on_large_clusters(servers: tuple[int, ...]) -> None:
+    placements = Placements(cluster_of(*servers))
+    counts = {step.counts for step in placements.steps if step.source == 0}
+    assert (8, *[0] * (len(servers) - 1)) in counts  # a server to itself
+    assert (1,) * len(servers) in counts  # a device of each: scatter first
+    scattered = [step for step in placements.steps if step.counts == (4,) * len(servers)]
+    assert any(step.source == 0 and len(set(placements.states[step.target])) == 1 for step in scattered)
+    assert any(step.source != 0 for step in scattered)  # and the next stage beside it
+    assert len(placements.states) <= 1000

@@ -17,6 +17,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile
 from dapple_tf.describe.profile_text import load_text
 from dapple_tf.planning.plan_reasons import shape, single_device_seconds
+from dapple_tf.planning.plan_request import DAPPLE_POLICIES
 from dapple_tf.planning.planner import plan
 from dapple_tf.simulation.simulator import simulate
 
@@ -40,7 +41,7 @@ def test_heavy_parameters_on_a_slow_network_are_pipelined() -> None:
 
 def test_stages_are_replicated_within_servers_and_pipelined_between_them() -> None:
     links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
-    chosen = plan(profile_of(parameters=10**8), cluster_of(4, 4, **links), 32)
+    chosen = plan(profile_of(parameters=10**8), cluster_of(4, 4, **links), 32, schedule=DAPPLE_POLICIES)
     assert chosen.replicas == (4, 4)
     assert {frozenset(group) for group in chosen.devices} == {frozenset(range(4)), frozenset(range(4, 8))}
 
@@ -59,7 +60,7 @@ def test_a_slow_device_gets_less_to_do() -> None:
     slow = dataclasses.replace(
         cluster, devices=(cluster.devices[0], dataclasses.replace(cluster.devices[1], speed=1 / 3))
     )
-    chosen = plan(profile_of(parameters=10**9), slow, 32, micro_batches=16)
+    chosen = plan(profile_of(parameters=10**9), slow, 32, micro_batches=16, schedule=DAPPLE_POLICIES)
     assert chosen.num_stages == 2
     layers = {chosen.devices[0][0]: 0, chosen.devices[1][0]: 0}
     cut = int(chosen.cuts[0].partition("_")[2]) + 1
@@ -169,7 +170,7 @@ def test_small_models_are_told_in_small_units() -> None:
 
 def test_the_table_tells_what_was_chosen_and_why() -> None:
     links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
-    chosen = plan(profile_of(parameters=10**8), cluster_of(4, 4, memory=2**33, **links), 32)
+    chosen = plan(profile_of(parameters=10**8), cluster_of(4, 4, memory=2**33, **links), 32, schedule=DAPPLE_POLICIES)
     text = str(chosen)
     assert chosen.report is not None
     header, titles, *rows = text.splitlines()
@@ -287,7 +288,7 @@ def described(servers: str) -> Cluster:
 def test_fast_devices_are_told_from_slow_ones_in_one_server(speeds: list[float], devices: Any) -> None:
     """Devices were handed out by their numbers, whatever their speed: plans were up to 16 times too slow."""
     cluster = described(json.dumps([{"devices": len(speeds), "speed": speeds}]))
-    assert plan(profile_of(4), cluster, 8).devices == devices
+    assert plan(profile_of(4), cluster, 8, schedule=DAPPLE_POLICIES).devices == devices
 
 
 @pytest.mark.parametrize(("memory", "devices"), [([10**6, 10**9], ((1,),)), ([10**9, 10**6], ((0,),))])

@@ -253,7 +253,7 @@ def test_a_plan_from_before_there_were_relays_keeps_its_fingerprint() -> None:
     plan = straight(3, 4)
     assert plan.fingerprint == dataclasses.replace(plan, relays=()).fingerprint
     assert plan.fingerprint != dataclasses.replace(plan, relays=[1]).fingerprint
-    old = "\n".join(line for line in plan.to_json().splitlines() if "relays" not in line).replace("[],\n}", "[]\n}")
+    old = "\n".join(line for line in plan.to_json().splitlines() if "relays" not in line).replace(",\n}", "\n}")
     assert Plan.from_json(old) == plan
 
 

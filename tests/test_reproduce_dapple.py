@@ -181,7 +181,8 @@ def gnmt() -> RowResult:
 @pytest.mark.thorough
 def test_vgg_19_on_the_slow_network() -> None:
     vgg = computed("vgg-19", "C")
-    assert vgg.ours.plan.replicas == (15, 15, 1)
+    assert vgg.ours.plan.replicas[0] == 15 and vgg.ours.plan.replicas[-1] == 1
+    assert len(set(vgg.ours.plan.devices)) == 2
     assert vgg.advantage >= 1 - paper_claims.TIE
     assert vgg.overlap is not None and vgg.no_overlap is not None
     assert vgg.ours.seconds < vgg.overlap.seconds < vgg.no_overlap.seconds

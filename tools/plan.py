@@ -2,11 +2,11 @@
 
     python -m tools.plan --profile=profile.json --cluster=cluster.json --global_batch_size=512 --output=plan.json
     python -m tools.plan --profile=docs/profiles/bert-48-pbs-2.txt --cluster=cluster.json --global_batch_size=64
-    python -m tools.plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=auto
+    python -m tools.plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=gpipe,dapple_a --only=recompute
 
 From a profile, plans can be made for any cluster, real or described. With --model, the model is first measured on the
 cluster's devices, and so are their links. Prints the plan and the reasons for it: its expected step time, what limits
-it, the runner-up, and data parallelism for comparison. --micro_batches, --schedule and --recompute restrict the
+it, the runner-up, and data parallelism for comparison. --micro_batches, --schedule, --recompute and --only restrict the
 planner's choices.
 """
 
@@ -20,6 +20,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES
+from dapple_tf.planning.features import NAMES
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
@@ -38,8 +39,7 @@ _MICRO_BATCHES = flags.DEFINE_list(
 _SCHEDULE = flags.DEFINE_list(
     "schedule",
     None,
-    f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto for all of them. By default DAPPLE's, which "
-    f"are gpipe, dapple_a and dapple_b.",
+    f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto, the default, for all of them.",
     flag_values=FLAGS,
 )
 _RECOMPUTE = flags.DEFINE_list(
@@ -50,7 +50,17 @@ _RECOMPUTE = flags.DEFINE_list(
     flag_values=FLAGS,
 )
 _REVERSE_FIRST_K = flags.DEFINE_string(
-    "reverse_first_k", "0", "k of reverse first-k in plans with chunks, or auto for the best.", flag_values=FLAGS
+    "reverse_first_k",
+    None,
+    "k of reverse first-k in plans with chunks, or auto for the best. By default auto if --schedule is, else 0.",
+    flag_values=FLAGS,
+)
+_ONLY = flags.DEFINE_list(
+    "only",
+    None,
+    f"The features that the plan may have besides stages under a policy, some of {', '.join(NAMES)}; --only= for none. "
+    f"By default all.",
+    flag_values=FLAGS,
 )
 _ALL_REDUCE = flags.DEFINE_enum(
     "all_reduce",
@@ -94,14 +104,17 @@ def options() -> dict[str, Any]:
         schedule = "auto"
     first = _REVERSE_FIRST_K.value
     command.check(
-        first == "auto" or (first.isascii() and first.isdigit()),
+        first in (None, "auto") or (first.isascii() and first.isdigit()),
         f"--reverse_first_k={first}: give a number of stages, or auto",
     )
+    for name in _ONLY.value or ():
+        command.check(name in NAMES, f"--only={name}: unknown; use some of {', '.join(NAMES)}")
     return {
         "micro_batches": None if counts is None else [int(count) for count in counts],
         "schedule": schedule,
         "recompute": _RECOMPUTE.value,
-        "reverse_first_k": first if first == "auto" else int(first),
+        "reverse_first_k": first if first in (None, "auto") else int(first),
+        "only": _ONLY.value,
         "all_reduce": _ALL_REDUCE.value,
         "jit_compile": _JIT_COMPILE.value,
     }

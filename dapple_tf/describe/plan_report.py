@@ -54,6 +54,7 @@ class PlanReport:
             doesn't fit.
         dapple_text: that plan, in short.
         one_device: time on one device; None if its memory is too small, so that the speedup is over the sum of layers.
+        restraints: what the plan's features cost the user besides time.
     """
 
     latency: float
@@ -71,6 +72,7 @@ class PlanReport:
     dapple: float | None = None
     dapple_text: str = ""
     one_device: float | None = None
+    restraints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         def factor(other: float) -> str:
@@ -88,6 +90,7 @@ class PlanReport:
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
             f"data parallelism on all devices: {parallel}{self._gain()}"
+            + "".join(f"\nto know: {restraint}" for restraint in self.restraints)
         )
 
     def _gain(self) -> str:

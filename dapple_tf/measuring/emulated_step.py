@@ -15,8 +15,8 @@ from dapple_tf.measuring.emulated_waits import Array, Port, StepClock, Wait
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient_ends, last_gradients
-from dapple_tf.simulation.simulated_step import device_orders
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.step_tasks import device_orders
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.tasks import Phase, Schedule, Task

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapple_tf.describe.plan import Plan
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.simulator import Trial
 
 _LEAST_TAIL = 0.004
 """The least part of a step after its last task for which backwards are cut."""
@@ -30,11 +30,12 @@ class Choice:
     tail: float = 0.0
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Choice:
-        """Returns the choice of a simulated plan."""
-        computed = max((span.end for span in simulation.spans if span.micro_batch is not None), default=0.0)
-        costs = simulation.costs
-        return cls(costs.plan, simulation.latency, costs, simulation.latency - computed)
+    def of(cls, trial: Trial) -> Choice | None:
+        """Returns the choice of a simulated plan; None if it wasn't simulated to the end."""
+        if trial.simulation is None:
+            return None
+        costs = trial.simulation.costs
+        return cls(costs.plan, trial.simulation.latency, costs, trial.tail)
 
     def gains_from_cuts(self, fastest: float) -> bool:
         """Returns whether cutting its last backwards may make it faster than the fastest, by enough to matter."""

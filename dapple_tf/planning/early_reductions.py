@@ -13,7 +13,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulator import Simulation, run
+from dapple_tf.simulation.simulator import Trial, tried
 
 _MOST_PIECES = 8
 """The most pieces of a backward."""
@@ -44,15 +44,22 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     bare = dataclasses.replace(plan, backward_cuts=(), report=None)
     if not plan.wait_free or plan.operator_devices is not None:
         return bare
-    whole = run(CostModel(bare, profile, cluster))
-    return min([whole, *cut_simulations(whole.costs)], key=lambda simulation: simulation.latency).costs.plan
+    costs = CostModel(bare, profile, cluster)
+    whole = tried(costs)
+    simulations = [trial.simulation for trial in (whole, *cut_trials(costs, whole)) if trial.simulation is not None]
+    return min(simulations, key=lambda simulation: simulation.latency).costs.plan
 
 
-def cut_simulations(costs: CostModel) -> Iterator[Simulation]:
-    """Yields simulations of a plan with its last backwards cut (`early_reductions`), where that fits in memory."""
+def cut_trials(costs: CostModel, whole: Trial) -> Iterator[Trial]:
+    """Yields simulations of a plan with its last backwards cut (`early_reductions`), where that fits in memory.
+
+    Args:
+        costs: the plan's costs.
+        whole: its simulation.
+    """
     for plan in early_reductions(costs):
         try:
-            yield run(CostModel(plan, costs.profile, costs.cluster))
+            yield whole.with_cuts(CostModel(plan, costs.profile, costs.cluster))
         except PlanError:
             continue  # reductions during backwards need memory for both
 

@@ -27,7 +27,7 @@ from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import run
 from graph_passes.ir.tasks import Phase, Task
 
-_MOST_PER_DEVICE = 4
+_MOST_PER_DEVICE = 12
 """The most stages on a device that are tried."""
 _DIGITS = 3
 """Digits of `Plan.task_seconds`: enough to order tasks, few enough to read."""
@@ -109,7 +109,7 @@ def same_stages(base: Plan, request: PlanRequest, policies: Sequence[Policy]) ->
 def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[Policy, int]]:
     """Yields the (policy, stages on each device) that a plan's devices allow, the most likely to gain first."""
     most = min(_MOST_PER_DEVICE, len(request.profile.layers) // base.num_stages)
-    if base.num_stages > 1:
+    if base.num_stages > 1 and request.allows("several_stages"):
         for count in range(2, most + 1):
             for policy in request.ranked:
                 if _stages_on(base.devices, policy, count) is None:
@@ -155,11 +155,6 @@ def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
         members = list(stages)
         runs.append((range(members[0], members[-1] + 1), devices))
     return runs
-
-
-def has_chunks(plan: Plan) -> bool:
-    """Returns whether a replicated stage is cut into chunks."""
-    return any(len(stages) > 1 and len(devices) > 1 for stages, devices in groups(plan))
 
 
 def least_seconds(costs: CostModel) -> float:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.choice import Choice, simplest
-from dapple_tf.planning.early_reductions import cut_simulations
+from dapple_tf.planning.early_reductions import cut_trials
+from dapple_tf.planning.features import has_chunks
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
-    has_chunks,
     largest_reverse_first_k,
     least_seconds,
     more_stages,
@@ -27,9 +27,9 @@ from dapple_tf.planning.plan_request import AUTO, PlanRequest
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
-from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedule_request import ScheduleError
-from dapple_tf.simulation.simulator import run
+from dapple_tf.simulation.simulator import Trial, tried
 
 _CHUNKS = (2, 4, 8, 16)
 """Numbers of chunks of a replicated stage to try, as long as more are better."""
@@ -47,14 +47,16 @@ _SORTING = 0.2
 """Policies whose list scheduling takes a larger share of the work are skipped, unless they are likely to gain most."""
 _BOUND = 3
 """Work of a plan's costs and bound for each replica of a stage, relative to simulating a task."""
+_FEW = 4
+"""More stages on each device than this are tried as long as each one more makes a policy's step shorter."""
+_CLIMBING = 0.7
+"""Share of the work after which chunks are tried in the best plans, whose many stages take long to simulate."""
 _FOR_K = 0.25
 """Additional share of the work that the search for k may take."""
 _HOPEFUL = 1.1
 """Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
-_CUT = 8
-"""Number of best plans whose last backwards are cut."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 _NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
@@ -67,7 +69,8 @@ class OutOfOrderSearch:
     """One search.
 
     Attributes:
-        choices: plan -> its simulation; None for a plan that doesn't fit in memory.
+        choices: plan, without cuts of its backwards -> its simulation, with the best cuts; None for a plan that doesn't
+            fit in memory, or is certainly too slow.
         origin: the plan of DAPPLE's from which each was derived.
         bases: DAPPLE's plans that were simulated themselves.
     """
@@ -99,39 +102,35 @@ class OutOfOrderSearch:
         # DAPPLE's best plan first, to know what there is to gain.
         ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
         probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
-        self._combine()
         for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
             self._vary(ranked[index])
+        self._climb(_CLIMBING)
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
         self._relay_best()
-        self._cut_best()
         return self.best()
 
     def _relay_best(self) -> None:
         """Tries the best plans with relays where they have none, and without where they have some."""
-        for choice, simulation in better_ways(self.ranked(), self.request):
-            if simulation.fits:
-                other = Choice.of(simulation)
+        for choice, other, fits in better_ways(self.ranked(), self.request):
+            if fits:
                 self.choices[other.plan], self.origin[other.plan] = other, self.origin[choice.plan]
                 self.fastest = min(self.fastest, other.latency)
 
-    def _cut_best(self) -> None:
-        """Cuts the last backwards of the best plans, so that all-reduces run during them, as far as that gains."""
-        whole = [choice for choice in self.ranked() if choice.costs.reductions]
-        for choice in whole[:_CUT]:
-            if choice.gains_from_cuts(self.fastest):
-                self._cut(choice)
-
-    def _cut(self, choice: Choice) -> Choice:
-        """Returns the choice with its last backwards cut, as far as that gains."""
+    def _cut(self, choice: Choice, trial: Trial) -> Choice:
+        """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
         best = choice
-        for simulation in cut_simulations(choice.costs):
-            if simulation.latency < best.latency and simulation.fits:
-                best = Choice.of(simulation)
-                self.choices[best.plan], self.origin[best.plan] = best, self.origin[choice.plan]
-                self.fastest = min(self.fastest, best.latency)
+        for other in cut_trials(choice.costs, trial):
+            self.work += other.work
+            cut = Choice.of(other)
+            if (
+                cut is not None
+                and cut.latency < best.latency
+                and other.simulation is not None
+                and other.simulation.fits
+            ):
+                best = cut
         return best
 
     def dapple(self) -> Choice | None:
@@ -165,7 +164,7 @@ class OutOfOrderSearch:
     def _baseline(self, bases: Sequence[Plan]) -> None:
         """Simulates DAPPLE's best plan."""
         choice = self._try(bases[0], bases[0], certainly=True)
-        self.bases += [self._cut(choice)] if choice is not None else []
+        self.bases += [choice] if choice is not None else []
         if self.request.reverse_first_k not in (0, AUTO):
             self.choices = dict.fromkeys(self.choices)  # the request asks for k
             self.fastest = math.inf
@@ -175,7 +174,7 @@ class OutOfOrderSearch:
         choices = self._all(same_stages(base, self.request, self.request.straight[:1]), base)
         for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
             choices += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
-        if self.request.chunks and (base.num_stages == 1 or not choices):
+        if self.request.chunks and (base.num_stages == 1 or not choices) and self._may_gain_from_chunks(choices):
             choices += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
         return min((choice.latency for choice in choices if choice is not None), default=math.inf)
 
@@ -185,9 +184,15 @@ class OutOfOrderSearch:
 
     def _vary(self, base: Plan) -> None:
         """Tries all plans that follow directly from a plan."""
+        least: dict[Policy, float] = {}
         for policy, count in stages_per_device(base, self.request):
-            if self.work <= self.allowed:
-                self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+            if self.work <= self.allowed and (count <= _FEW or policy in least):
+                choices = self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+                seconds = min((choice.latency for choice in choices if choice is not None), default=math.inf)
+                if seconds < least.get(policy, math.inf):
+                    least[policy] = seconds
+                elif count >= _FEW:
+                    least.pop(policy, None)
         policies = self.request.straight
         if set(BUILT_IN) - set(policies) <= _NOT_STRAIGHT:
             policies = policies[:_LIKELY]  # the others are hardly ever better
@@ -198,8 +203,17 @@ class OutOfOrderSearch:
     def _combine(self) -> None:
         """Tries chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
         if self.request.chunks:
-            for choice in self._near():
-                self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
+            for place, choice in enumerate(self._near()):
+                # Where weight gradients fill bubbles, smaller ones fill them better.
+                if not place or self._may_gain_from_chunks([choice]):
+                    self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
+
+    def _may_gain_from_chunks(self, choices: Sequence[Choice | None]) -> bool:
+        """Returns whether chunks of these plans may be the fastest: they can only save what follows the last task."""
+        if self.request.reverse_first_k not in (0, AUTO):
+            return True  # the request asks for chunks
+        simulated = [choice for choice in choices if choice is not None]
+        return not simulated or any(choice.gains_from_cuts(self.fastest) for choice in simulated)
 
     def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
         """Doubles the number of chunks of a plan that takes ``seconds``, as long as that makes its step shorter."""
@@ -210,32 +224,38 @@ class OutOfOrderSearch:
                 return
             seconds = least
 
-    def _climb(self) -> None:
-        """Moves cuts and devices of the best plans, while work is left."""
+    def _climb(self, share: float = 1.0) -> None:
+        """Moves cuts and devices of the best plans, while less than this share of the work is done."""
+        allowed = share * self.allowed
         tried: set[Plan] = set()
-        while self.work < self.allowed:
-            start = next((choice.plan for choice in self._near() if choice.plan not in tried), None)
+        while self.work < allowed:
+            start = next((choice for choice in self._near() if choice.plan not in tried), None)
             if start is None:
                 return
-            tried.add(start)
-            bare = dataclasses.replace(start, task_seconds=None)
+            tried.add(start.plan)
+            bare = dataclasses.replace(start.plan, task_seconds=None)
             for plan in neighbours(bare, self.request):
-                if self.work < self.allowed:
-                    self._try(with_task_seconds(plan, self.request), self.origin[start])
+                if self.work >= allowed:
+                    return
+                better = self._try(with_task_seconds(plan, self.request), self.origin[start.plan])
+                if better is not None and better.latency < start.latency * (1 - _TIE):
+                    break  # and go on from there
 
     def _order_bw_of_first_stages(self) -> None:
         """Tries reverse first-k, with carried updates, in the best plans that reduce gradients chunk by chunk."""
         if not self.request.reverse_first_k:
             return
         cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and _splits(choice.plan)]
+        # What comes after the last task may be hidden, and the better the more chunks there are.
+        cut.sort(key=lambda choice: (round((choice.latency - choice.tail) / self.fastest, 3), -choice.plan.num_stages))
         parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
-        near = [choice for choice in self._near() if choice in cut]
+        near = [choice for choice in cut if choice.latency <= _NEAR * self.fastest]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
             if least_seconds(choice.costs) >= self.fastest * (1 - _TIE):
                 continue  # in any order
             # A stage whose weights others share can't be updated before these have their gradients.
             own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
-            self._search_k(choice.plan, self.origin[choice.plan], own and self.request.carries)
+            self._search_k(choice.plan, self.origin[choice.plan], own and self.request.allows("carried_updates"))
 
     def _search_k(self, plan: Plan, origin: Plan, carries: bool) -> None:
         """Searches k by simulated throughput as the paper does (section 5.1), and likewise the updates to carry over.
@@ -291,18 +311,22 @@ class OutOfOrderSearch:
         if certainly or share > 1 or least_seconds(costs) < self.fastest:
             self.work += self._ordering(plan)
             try:
-                simulation = run(costs)
+                trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)
             except (PlanError, ScheduleError):
                 self.work += 20
             else:
-                self.work += len(simulation.spans)
+                self.work += trial.work
                 # Adding up memory takes long.
-                if simulation.latency > _NEAR * self.fastest or simulation.fits:
-                    choice = Choice.of(simulation)
-                    if plan.policy in self.request.schedules:
-                        self.fastest = min(self.fastest, choice.latency)
-        self.choices[plan] = choice
-        self.origin |= dict.fromkeys([plan] if choice is None else [plan, choice.plan], origin)
+                simulation = trial.simulation
+                if simulation is not None and (simulation.latency > _NEAR * self.fastest or simulation.fits):
+                    choice = Choice.of(trial)
+        if choice is not None and choice.gains_from_cuts(self.fastest) and self.request.allows("pieces"):
+            choice = self._cut(choice, trial)
+        self.choices[plan], self.origin[plan] = choice, origin
+        if choice is not None:
+            self.origin[choice.plan] = origin
+            if plan.policy in self.request.schedules:
+                self.fastest = min(self.fastest, choice.latency)
         self.step(f"{len(self.choices)} out-of-order plans simulated")
         return choice
 

@@ -20,7 +20,7 @@ POLICIES = ("fresh_first", "append_first", "scatter_first")
 _MAX_STATES = 1000
 """The most different occupancies of the cluster that are explored."""
 _FINE = 24
-"""The most devices for which all numbers of replicas and all policies are tried in all states."""
+"""The most devices for which all numbers of replicas and all policies are tried in all states: see `Placements`."""
 _COARSE = 128
 """On more devices than this, stages get multiples of a quantum of devices."""
 
@@ -139,7 +139,7 @@ class Placements:
             used = self.states[source]
             seen: set[Counts] = set()
             for count in self._counts(used):
-                for policy, order in itertools.product(self._policies(count), orders):
+                for policy, order in itertools.product(self._policies(used, count), orders):
                     given = allocate(policy, used, self.sizes, count, order)
                     if given in seen:
                         continue
@@ -156,11 +156,17 @@ class Placements:
         partly = sum(size - taken for size, taken in zip(self.sizes, used, strict=True) if taken)
         return sorted({count for count in (*self.counts, partly, free) if 0 < count <= free})
 
-    def _policies(self, count: int) -> tuple[str, ...]:
-        """Returns the policies to try; on large clusters, which have too many states, small stages stay together."""
+    def _policies(self, used: Counts, count: int) -> tuple[str, ...]:
+        """Returns the policies to try.
+
+        On large clusters, which have too many states, small stages stay together, and a stage is scattered only if it
+        gets as many devices of each server, of which all have equally many left: so do then its successors.
+        """
         if sum(self.sizes) <= _FINE:
             return POLICIES
-        return POLICIES[:2] if count >= max(self.sizes) else POLICIES[1:2]
+        together = POLICIES[:2] if count >= max(self.sizes) else POLICIES[1:2]
+        level = len(set(used)) == 1 and len(set(self.sizes)) == 1 and count % len(used) == 0
+        return (*together, POLICIES[2]) if level else together
 
     def _canonical(self, used: Sequence[int]) -> tuple[int, ...]:
         """Sorts servers of each kind by descending use; kinds keep their places."""
@@ -218,9 +224,12 @@ def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(1, total + 1))
     if total > _COARSE:
         quantum = max(server, total // _COARSE)
-        counts = {quantum * times for times in (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)}
+        counts = {len(sizes) * each for each in range(1, server + 1)}
+        counts |= {quantum * times for times in (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)}
     else:
-        counts = {2**power for power in range(server.bit_length())}
+        counts = {2**power for power in range(server.bit_length())} | {
+            len(sizes) * each for each in range(1, server + 1)
+        }
         stride = max(1, total // 16 // server) * server
         counts |= {3, 6, *range(stride, total + 1, stride)}
     return tuple(sorted(count for count in counts if count <= total))

@@ -13,6 +13,7 @@ from dapple_tf.describe.plan_report import PlanReport, StageReport
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import out_of_order_plans
 from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.features import restraints
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_memory
@@ -96,6 +97,7 @@ def report(
         limited_by=_limit(best),
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
+        restraints=restraints(plan),
         out_of_order="" if derived is None else out_of_order_plans.name(plan),
         dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
         dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapple_tf.data_files import short
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.fastest_reductions import with_fastest_reductions
+from dapple_tf.planning.features import NAMES, features_of
 from dapple_tf.planning.shares import with_shares
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Policy
@@ -21,12 +23,12 @@ from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
-"""The policies that are tried by default."""
+"""The policies of the paper, which the search by formula covers."""
 
 AUTO = "auto"
 """Lets the planner choose."""
 
-LEAST_GAIN = 0.03
+LEAST_GAIN = 0.01
 """The least fraction of a step's time that a plan must gain over a simpler one."""
 _MOST_MICRO_BATCHES = 64
 """The most micro-batches that are tried by default."""
@@ -52,8 +54,8 @@ class PlanRequest:
         all_reduce: the algorithms of all-reduce, of which each stage takes the fastest.
         jit_compile: passed on to plans.
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
-        chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
-        carries: whether plans with reverse first-k may leave updates to the next step's forward.
+        derives: whether to search plans that aren't DAPPLE's, with chunks, say.
+        features: the names of the features that plans may have, see `dapple_tf.planning.features`.
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
 
@@ -70,8 +72,8 @@ class PlanRequest:
     all_reduce: tuple[str, ...]
     jit_compile: bool
     reverse_first_k: int | str = 0
-    chunks: bool = False
-    carries: bool = True
+    derives: bool = False
+    features: frozenset[str] = frozenset(NAMES)
     least_gain: float = LEAST_GAIN
     moves: tuple[Move, ...] = ()
 
@@ -87,18 +89,33 @@ class PlanRequest:
         *,
         all_reduce: str | Sequence[str] | None = None,
         jit_compile: bool = False,
-        reverse_first_k: int | str = 0,
+        reverse_first_k: int | str | None = None,
         least_gain: float = LEAST_GAIN,
         moves: Sequence[Move] = (),
+        only: str | Iterable[str] | None = None,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
-        automatic = isinstance(schedule, str) and schedule == AUTO
-        schedules = _policies(POLICIES if automatic else _several(schedule, DAPPLE_POLICIES))
-        if reverse_first_k != AUTO:
+        automatic = schedule is None or (isinstance(schedule, str) and schedule == AUTO)
+        schedules = _policies(POLICIES if automatic else _several(schedule, POLICIES))
+        features = features_of(only)
+        if reverse_first_k is None:
+            reverse_first_k = AUTO if automatic and "first_k" in features else 0
+        elif reverse_first_k != AUTO:
             reverse_first_k = _first_k(reverse_first_k)
+        if reverse_first_k and "first_k" not in features:
+            raise PlanError(
+                f"reverse_first_k is {reverse_first_k!r}, but only doesn't have first_k: add it, or leave one out"
+            )
+        modes = None if recompute is None else _several(recompute, ())
+        if "recompute" not in features:
+            if modes is not None and set(modes) != {"none"}:
+                raise PlanError(
+                    f"recompute is {short(recompute)}, but only doesn't have recompute: add it, or leave one out"
+                )
+            modes = ("none",)
         counts = _several(micro_batches, _micro_batch_counts(profile, batch))
         return cls(
             profile,
@@ -107,11 +124,12 @@ class PlanRequest:
             tuple(integer("micro_batches", count) for count in counts),
             # Policies that don't hold all micro-batches go first.
             tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
-            None if recompute is None else _several(recompute, ()),
+            modes,
             _several(all_reduce, ALL_REDUCE),
             jit_compile,
             reverse_first_k,
             automatic or reverse_first_k != 0,
+            features=features,
             least_gain=least_gain,
             moves=tuple(moves),
         )
@@ -174,7 +192,16 @@ class PlanRequest:
     @property
     def out_of_order(self) -> bool:
         """Whether to derive other plans from DAPPLE's that the search finds."""
-        return self.chunks or not all(policy.planning.formula for policy in self.schedules)
+        return self.derives or not all(policy.planning.formula for policy in self.schedules)
+
+    def allows(self, feature: str) -> bool:
+        """Returns whether plans may have a feature, by its name in `dapple_tf.planning.features`."""
+        return feature in self.features
+
+    @property
+    def chunks(self) -> bool:
+        """Whether to cut replicated stages into chunks, so that gradients are reduced while others are computed."""
+        return self.derives and self.allows("chunks")
 
     def plan(
         self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"
@@ -197,7 +224,7 @@ class PlanRequest:
         Raises:
             PlanError: the plan doesn't suit the model or the cluster.
         """
-        return with_shares(plan, self.profile, self.cluster)
+        return with_shares(plan, self.profile, self.cluster) if self.allows("shares") else plan
 
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""

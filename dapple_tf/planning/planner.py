@@ -9,20 +9,22 @@ devices between neighbouring stages as long as that helps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
+from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
-from dapple_tf.planning.early_reductions import competes, cut_simulations
+from dapple_tf.planning.early_reductions import competes, cut_trials
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -34,15 +36,15 @@ from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.policy import Policy
-from dapple_tf.simulation.simulator import run
+from dapple_tf.simulation.simulator import Trial, run, tried
 
 logger = logging.getLogger(__name__)
 
-_WORK = 25_000
+_WORK = 30_000
 """Number of tasks and transfers to simulate in one search, for a small cluster."""
 _GROUPS = 36
 """Number of places at which the search considers cuts; the local search then moves them layer by layer."""
-_MARGIN = 1.02
+_NEAR = 1.02
 """Plans that are certainly slower than the best by this factor aren't simulated to the end."""
 _COUNTS = 3
 """Number of counts of micro-batches that the search runs with; the others are left to the local search."""
@@ -62,10 +64,8 @@ _HOPELESS = 1.5
 """Plans whose L exceeds the best L by this factor are simulated last."""
 _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
-_DERIVING = 0.8
-"""Work allowed for deriving them, as a fraction of that for finding the stages."""
-_CUT = 12
-"""Number of best plans whose last backwards are cut."""
+_DERIVING = 1.25
+"""Work allowed for deriving them, on a small cluster, as a multiple of that for finding the stages."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -80,32 +80,38 @@ def plan(
     recompute: str | Sequence[str] | None = None,
     all_reduce: str | Sequence[str] | None = None,
     jit_compile: bool = False,
-    reverse_first_k: int | str = 0,
+    reverse_first_k: int | str | None = None,
     least_gain: float = LEAST_GAIN,
     moves: Sequence[Move] = (),
+    only: str | Iterable[str] | None = None,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
-        best = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
+        best = plan(profile, cluster, 64)
 
     Args:
         profile: the costs of the model's layers.
         cluster: the devices and links. Devices without known memory count as large enough, unknown links as free.
         global_batch_size: samples in one step.
         micro_batches: M, or several to choose from; None tries the usual ones.
-        schedule: a policy (a built-in one's name, or one of your own), or several to choose from; None tries DAPPLE's,
-            which are gpipe, dapple_a and dapple_b.
-            ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
-            chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
+        schedule: a policy (a built-in one's name, or one of your own), or several to choose from. None, or ``auto``,
+            tries all, those for several stages on a device, too, and cuts replicated stages into chunks
+            (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed. DAPPLE's own are
+            ``["gpipe", "dapple_a", "dapple_b"]``.
         recompute: a mode, or several; None recomputes only where memory requires it.
         all_reduce: ``flat`` or ``hierarchical``, or several; each stage takes the fastest of them. None tries both.
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
             first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
-            the best k as the paper does, by simulated throughput. The last updates may then be left to the next step's
-            forward (`Plan.carried_updates`).
+            the best k as the paper does, by simulated throughput; it is the default where ``schedule`` is. The
+            last updates may then be left to the next step's forward (`Plan.carried_updates`), which an optimizer that
+            needs all gradients first doesn't allow: leave ``carried_updates`` out of ``only`` for it.
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
+        only: the features that the plan may have besides stages under a policy, some of ``recompute``,
+            ``several_stages``, ``pieces``, ``chunks``, ``first_k`` and ``carried_updates``
+            (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all. ``plan.report.restraints``
+            says what those of the chosen plan cost besides time.
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
@@ -126,10 +132,12 @@ def plan(
         reverse_first_k=reverse_first_k,
         least_gain=least_gain,
         moves=moves,
+        only=only,
     )
     return find(request)
 
 
+@without_collection
 def find(request: PlanRequest) -> Plan:
     """Finds the plan for a request, as :func:`plan`.
 
@@ -146,12 +154,18 @@ class _Found(NamedTuple):
         latency: L.
         group: the group of plans that it leads: a search with one count of micro-batches and one recomputation, or
             plans of equal stages.
-        plan: the plan.
+        micro_batches: M.
+        replicas: number of replicas of each stage.
+        recompute: the mode.
+        make: makes the plan, of which hundreds are never simulated.
     """
 
     latency: float
     group: tuple[object, ...]
-    plan: Plan
+    micro_batches: int
+    replicas: tuple[int, ...]
+    recompute: str
+    make: Callable[[], Plan]
 
 
 class _Planner:
@@ -163,8 +177,9 @@ class _Planner:
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
         self.work = 0.0
         self.fastest = math.inf
-        # Time may grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
-        self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
+        # Time may grow with the cluster: 1 s on 16 devices, 10 s on 64, a minute on thousands.
+        size = max(1.0, self.cluster.num_devices / 16)
+        self.allowed, self.deriving = _WORK * min(30.0, size), _DERIVING * _WORK * min(8.0, size)
         self.bar = Progress("planning")
         # Among schedules whose memory doesn't grow with M, the one with the most micro-batches in flight is hardly
         # ever slower than the others, so that it represents them until the last few plans are compared.
@@ -180,10 +195,10 @@ class _Planner:
         for entry in self._interleaved(candidates):
             if self.work > 0.5 * self.allowed:
                 break
-            key = (entry.plan.replicas, entry.plan.micro_batches, entry.plan.recompute)
+            key = (entry.replicas, entry.micro_batches, entry.recompute)
             alike[key] += 1
             if alike[key] <= _ALIKE or len(candidates) <= _FEW_PLANS:
-                self._explore(entry.plan)
+                self._explore(entry.make())
         self._one_device()
         best = self._improved()
         if best is None:
@@ -218,22 +233,27 @@ class _Planner:
         bound = math.inf
         # Whether all-reduces end during backwards shows in simulations only.
         hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
+        even: dict[str, list[_Found]] = {}
         for mode, overlap in itertools.product(modes, hidden):
             search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
-            fresh = self._even_plans(mode)
+            if mode not in even:
+                even[mode] = self._even_plans(mode)
+            fresh = [*even[mode]]
             for count in self._promising(fresh):
                 self.bar.step(f"{mode}, {count} micro-batches")
                 bound = min([bound, *(entry.latency for entry in fresh)])
                 for item in search.run(count, request.batch, bound=bound):
                     group = (count, mode, overlap, item.in_flight)
-                    fresh.append(_Found(item.latency, group, self._plan(placements, item, count, mode)))
+                    replicas = tuple(int(links.replicas[step]) for step in item.steps)
+                    make = functools.partial(self._plan, placements, item, count, mode)
+                    fresh.append(_Found(item.latency, group, count, replicas, mode, make))
             fresh += self._even_plans(mode, relayed=True)  # L doesn't know how long tensors wait: no bound for others
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
-                self._explore(entry.plan)
+                self._explore(entry.make())
             # L ignores the bubbles that too few micro-batches in flight cause.
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
@@ -249,7 +269,7 @@ class _Planner:
         """
         best: dict[int, float] = {}
         for entry in even:
-            count = entry.plan.micro_batches
+            count = entry.micro_batches
             # With one micro-batch stages never overlap.
             if count > 1 or len(self.request.micro_batches) == 1:
                 best[count] = min(best.get(count, math.inf), entry.latency)
@@ -289,7 +309,7 @@ class _Planner:
         holds = costs.holds or (micro_batches,)
         if min(holds) > 0:
             latency = pipeline_latency(stage_times(costs), micro_batches).latency
-            yield _Found(latency, ("even", recompute), plan)
+            yield _Found(latency, ("even", recompute), micro_batches, plan.replicas, recompute, lambda: plan)
 
     def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
         cuts = [self.profile.layers[bound - 1].name for bound in item.bounds[:-1]]
@@ -341,28 +361,6 @@ class _Planner:
         if limited:
             self._simulate(dataclasses.replace(plan, schedule=self.leanest))
 
-    def _hopeless(self, plan: Plan) -> bool:
-        """Returns whether the first micro-batches already show that a plan won't be the best one.
-
-        The others take at least as long as the busiest device computes on them.
-        """
-        few = 2 * plan.num_stages + 4
-        if self.fastest == math.inf or 2 * few > plan.micro_batches:
-            return False
-        size = plan.global_batch_size // plan.micro_batches
-        try:
-            short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
-            simulation = run(self.request.costs(short))
-        except PlanError:
-            return False
-        self.work += len(simulation.spans)
-        once = {device: 0.0 for group in plan.devices for device in group}
-        for span in simulation.spans:
-            if span.device is not None and span.kind == "apply":
-                once[span.device] += span.end - span.start
-        each = max(busy - once[device] for device, busy in simulation.busy.items()) / few
-        return simulation.latency + (plan.micro_batches - few) * each > self.fastest * _MARGIN
-
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
         plan = self.handed_on(dataclasses.replace(plan, backward_cuts=()))
@@ -371,7 +369,7 @@ class _Planner:
         # Only moves of the user's own change these, except shares.
         others = tuple(getattr(plan, name) for name in NOT_BY_OWN_MOVES)
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
-        if key in self.choices:
+        if key in self.choices and (self.choices[key] is not None or not certainly):
             return self.choices[key]
         costs = self.request.costs(plan)
         choice: Choice | None = None
@@ -387,38 +385,29 @@ class _Planner:
                 follows = {name: getattr(known.plan, name) for name in ("backward_cuts", "all_reduce", "relays")}
                 same = dataclasses.replace(plan, **follows)
                 choice = dataclasses.replace(known, plan=same)
-            elif certainly or (alias not in self.choices and not self._hopeless(plan)):
-                simulation = run(costs)
-                choice = Choice.of(simulation)
-                self.work += len(simulation.spans)
-                if plan.num_stages == 1:
-                    choice = self._cut(choice)
-                self.fastest = min(self.fastest, choice.latency)
+            elif certainly or alias not in self.choices:
+                trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)
+                choice = Choice.of(trial)
+                self.work += trial.work
+                if choice is not None:
+                    cuts = plan.num_stages == 1 or choice.gains_from_cuts(self.fastest)
+                    if cuts and self.request.allows("pieces"):
+                        choice = self._cut(choice, trial)
+                    self.fastest = min(self.fastest, choice.latency)
             self.choices.setdefault(alias, choice)
             self.bar.step(f"{len(self.choices)} plans simulated")
         self.choices[key] = choice
         return choice
 
-    def _cut(self, choice: Choice) -> Choice:
+    def _cut(self, choice: Choice, trial: Trial) -> Choice:
         """Returns the choice with its last backwards cut, so that all-reduces run during them, as far as that gains."""
         best = choice
-        for simulation in cut_simulations(choice.costs):
-            self.work += len(simulation.spans)
-            if simulation.latency < best.latency:
-                best = Choice.of(simulation)
+        for other in cut_trials(choice.costs, trial):
+            self.work += other.work
+            cut = Choice.of(other)
+            if cut is not None and cut.latency < best.latency:
+                best = cut
         return best
-
-    def _cut_best(self) -> None:
-        """Cuts the last backwards of the best plans."""
-        whole = [choice for choice in self._ranked() if not choice.plan.backward_cuts and choice.costs.reductions]
-        for choice in whole[:_CUT]:
-            if choice.gains_from_cuts(self.fastest):
-                self._replace(choice, self._cut(choice))
-
-    def _replace(self, choice: Choice, better: Choice) -> None:
-        self.fastest = min(self.fastest, better.latency)
-        for key in [key for key, known in self.choices.items() if known is choice]:
-            self.choices[key] = better
 
     def _best(self) -> Choice | None:
         """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
@@ -450,9 +439,9 @@ class _Planner:
                 self._simulate(neighbour)
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
-        for choice, simulation in better_ways(self._ranked(), self.request):
-            self._replace(choice, Choice.of(simulation))
-        self._cut_best()
+        for choice, better, _ in better_ways(self._ranked(), self.request):
+            self.fastest = min(self.fastest, better.latency)
+            self.choices |= {key: better for key, known in self.choices.items() if known is choice}
         return self._best()
 
     def _derives(self) -> bool:
@@ -464,7 +453,7 @@ class _Planner:
 
     def _out_of_order(self, best: Choice) -> Derivation:
         """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
-        search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
+        search = OutOfOrderSearch(self.request, self.deriving, self.bar.step)
         kinds: dict[tuple[object, ...], Plan] = {}
         for choice in self._ranked():
             kinds.setdefault((choice.plan.replicas, choice.plan.micro_batches), choice.plan)

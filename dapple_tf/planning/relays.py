@@ -12,7 +12,7 @@ from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg, legs_of
-from dapple_tf.simulation.simulator import Simulation, run
+from dapple_tf.simulation.simulator import tried
 
 _LEAST_GAIN = 0.05
 """The least time that relays must save at the busiest port to be guessed, as a fraction of a device's computation."""
@@ -41,7 +41,7 @@ class RelayGuess:
             PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
         """
         relays: tuple[int, ...] = ()
-        if self._several and plan.num_stages > 2 and plan.operator_devices is None:
+        if self._several and self._request.allows("relays") and plan.num_stages > 2 and plan.operator_devices is None:
             key = (plan.cuts, plan.devices)
             if key not in self._known:
                 self._known[key] = self._relays(plan)
@@ -64,8 +64,8 @@ class RelayGuess:
         return _handing_on(relayed) if saved > _LEAST_GAIN * computing else ()
 
 
-def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tuple[Choice, Simulation]]:
-    """Yields simulations of the best plans with relays where they have none, or without where they have some.
+def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tuple[Choice, Choice, bool]]:
+    """Yields the best plans with relays where they have none, or without where they have some, and whether that fits.
 
     Only those that are faster than the plan as it is.
 
@@ -73,18 +73,19 @@ def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tup
         choices: simulated plans, the fastest first.
         request: the profile and the cluster.
     """
-    if not _read_by_several(request.profile):
+    if not (request.allows("relays") and _read_by_several(request.profile)):
         return
     for choice in choices[:_BEST]:
         plan = choice.plan
         relays = () if plan.relays else relays_of(request.costs(_all(plan)))
         if relays or plan.relays:
             try:
-                simulation = run(request.costs(dataclasses.replace(plan, relays=relays)))
+                trial = tried(request.costs(dataclasses.replace(plan, relays=relays)), choice.latency)
             except PlanError:
                 continue  # What waits on its way needs memory.
-            if simulation.latency < choice.latency:
-                yield choice, simulation
+            other = Choice.of(trial)
+            if other is not None and trial.simulation is not None and other.latency < choice.latency:
+                yield choice, other, trial.simulation.fits
 
 
 def relays_of(costs: CostModel) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ Ints = npt.NDArray[np.int64]
 
 _KEPT = 3
 """Number of prefixes kept for each subproblem."""
+_PLACES = 3
+"""The most candidates with the same stages and numbers of replicas, on different devices."""
 _SLACK = 1.15
 """Prefixes whose ideal completion is slower than the best plan by this factor are dropped."""
 _SMALL_SLACK = 2.0
@@ -195,49 +198,72 @@ class _Prefix(NamedTuple):
     forward: Floats  # sum of F
     backward: Floats  # sum of B
     tail: Floats  # max over stages s of AR_s + sum of B from s to the end
+    bottleneck: Floats  # max of F + B
     pivot: Floats  # F_Q + B_Q
     warm_up: Floats  # T_w
     ending: Floats  # T_e
     between: Floats  # sum of F + B of the stages after Q
     after: Floats  # sum of B of the stages from Q on
-    bottleneck: Floats  # max of F + B
 
     def latency(self, rounds: int) -> Floats:
         """Returns L, with ``rounds`` = M - 1."""
         return self.warm_up + rounds * self.pivot + self.ending
 
-    def extended(
-        self, net: tuple[Floats, Floats], stage: tuple[Floats, Floats], reduced: Floats, rounds: int
-    ) -> _Prefix:
+    def take(self, rows: Ints) -> _Prefix:
+        """Returns these rows of the arrays."""
+        return _Prefix(*(field[rows] for field in self))
+
+    def extended(self, net: tuple[Floats, Floats], stage: _Stage, rounds: int) -> _Prefix:
         """Appends a network stage and a computation stage, and finds the pivot by algorithm 1.
 
         The new stage is the first guess of Q; then the network stage; then the prefix's own Q stands for all of its
         stages ("use Q_j instead in the iterative process").
         """
-        net_time, time = net[0] + net[1], stage[0] + stage[1]
-        forward = self.forward + net[0] + stage[0]
-        backward = self.backward + net[1] + stage[1]
-        behind = net[1] + stage[1]
-        tail = np.maximum(self.tail + behind, reduced + stage[1])
+        net_time, time = net[0] + net[1], stage.forward + stage.backward
+        behind = net[1] + stage.backward
+        forward = self.forward + net[0] + stage.forward
+        tail = np.maximum(self.tail + behind, stage.reduced + stage.backward)
         on_net = rounds * net_time > rounds * time
         pivot = np.where(on_net, net_time, time)
         gap = self.between + np.where(on_net, 0.0, net_time)
         on_old = rounds * self.pivot > rounds * pivot + gap
         return _Prefix(
             forward=forward,
-            backward=backward,
+            backward=self.backward + net[1] + stage.backward,
             tail=tail,
+            bottleneck=np.maximum(self.bottleneck, np.maximum(net_time, time)),
             pivot=np.where(on_old, self.pivot, pivot),
             warm_up=np.where(on_old, self.warm_up, np.where(on_net, self.forward + net[0], forward)),
             ending=np.where(
                 on_old,
-                np.maximum(self.ending, reduced - (self.after + behind)),
-                np.where(on_net, np.maximum(self.tail + net[1], reduced - behind), tail),
+                np.maximum(self.ending, stage.reduced - (self.after + behind)),
+                np.where(on_net, np.maximum(self.tail + net[1], stage.reduced - behind), tail),
             ),
             between=np.where(on_old, self.between + net_time + time, np.where(on_net, time, 0.0)),
-            after=np.where(on_old, self.after + behind, np.where(on_net, behind, stage[1])),
-            bottleneck=np.maximum(self.bottleneck, np.maximum(net_time, time)),
+            after=np.where(on_old, self.after + behind, np.where(on_net, behind, stage.backward)),
         )
+
+
+class _Stage(NamedTuple):
+    """Stages, in arrays."""
+
+    forward: Floats  # F
+    backward: Floats  # B
+    reduced: Floats  # AR, with the update
+    fits: npt.NDArray[np.bool_]  # in memory, and there is a sample for each replica
+
+    def take(self, *index: Ints | int | slice) -> _Stage:
+        """Returns the stages at an index of the arrays."""
+        return _Stage(self.forward[index], self.backward[index], self.reduced[index], self.fits[index])
+
+
+class _Ended(NamedTuple):
+    """Whole plans, in arrays: L, the group and the kept prefix before the last stage, and the last stage's step."""
+
+    latency: Floats
+    first: Ints
+    kept: Ints
+    step: Ints
 
 
 class _Run:
@@ -253,53 +279,67 @@ class _Run:
         self.batch = -(-global_batch_size // micro_batches)
         self.groups = len(search.ends)
         self.states = len(search.placements.states)
-        self.allowed = self.links.replicas <= global_batch_size // micro_batches
-        profile, replicas = search.profile, self.links.replicas
-        samples = -(-self.batch // replicas)
-        self.samples = samples.astype(float)
-        self.timed = np.maximum(samples, profile.least_samples).astype(float)
+        links = self.links
+        self.allowed = links.replicas <= global_batch_size // micro_batches
         entering, returning = self.ranges.entering, self.ranges.returning
         self.sent = entering[0] + entering[1] * self.batch
         self.returned = returning[0] + returning[1] * self.batch
         total = sum(search.placements.sizes)
         self.left = np.array([total - sum(state) for state in search.placements.states], float)
+        # Steps whose devices are alike give a stage the same times.
+        kinds = [column for kind in links.kinds for column in (kind.used, kind.share)]
+        alike = np.stack([links.replicas, links.speed, *links.inner, *links.outer, *kinds])
+        _, firsts, self.like = np.unique(alike, axis=1, return_index=True, return_inverse=True)
+        self.like = self.like.reshape(-1)
+        self.stages = self.all_stages(firsts)
+        # Of each step: the one that gives all remaining devices to one more stage, and the links between the two.
+        self.rest = np.maximum(links.rest[links.target], 0)
+        self.complete = links.rest[links.target] >= 0
+        self.rate, self.latency = self.between(np.arange(len(links.source)), self.rest)
 
     # ---- costs of a stage and of the transfer before it
 
-    def stage(self, first: Ints | int, stop: Ints, step: Ints) -> tuple[Floats, Floats, Floats, npt.NDArray[np.bool_]]:
-        """Returns F, B, AR and whether it fits in memory, for groups ``first`` to ``stop`` on a ``step``'s devices."""
-        ranges, links = self.ranges, self.links
-        speed, timed, samples = links.speed[step], self.timed[step], self.samples[step]
-        start = self.search.profile.task_seconds
-        forward = (start + ranges.forward[0][first, stop] + ranges.forward[1][first, stop] * timed) / speed
-        backward = (start + ranges.backward[0][first, stop] + ranges.backward[1][first, stop] * timed) / speed
-        size = ranges.parameters[first, stop]
-        reduced = links.all_reduce(step, size, Plan.bucket_bytes)
-        if self.search.overlap:
+    def all_stages(self, steps: Ints) -> _Stage:
+        """Returns all stages, as arrays over (first group, step, group after the last)."""
+        ranges, links, search = self.ranges, self.links, self.search
+        replicas = links.replicas[steps][None, :, None]
+        samples = (-(-self.batch // replicas)).astype(float)
+        timed = np.maximum(samples, search.profile.least_samples)
+        speed = links.speed[steps][None, :, None]
+        start = search.profile.task_seconds
+
+        def line(pair: tuple[Floats, Floats], at: Floats) -> Floats:
+            return np.asarray(pair[0][:, None, :] + pair[1][:, None, :] * at)
+
+        forward = (start + line(ranges.forward, timed)) / speed
+        backward = (start + line(ranges.backward, timed)) / speed
+        size = ranges.parameters[:, None, :]
+        reduced = links.all_reduce(steps[None, :, None], size, Plan.bucket_bytes)
+        if search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
-        reduced = reduced + ranges.apply[first, stop] / speed
-        in_flight = np.where(stop == self.groups, 1, self.in_flight)
-        reducing = size * (links.replicas[step] > 1)
-        fits = self.allowed[step]
+        reduced = reduced + ranges.apply[:, None, :] / speed
+        in_flight = np.full(self.groups + 1, float(self.in_flight))
+        in_flight[self.groups] = 1.0
+        fits = np.broadcast_to(self.allowed[steps][None, :, None], forward.shape)
         for kind in links.kinds:
             # If a slice in proportion to a device's speed doesn't fit, an equal one may: others then get more.
-            own = np.minimum(samples, np.ceil(samples * kind.share[step]))
-            kept = ranges.residual[0][first, stop] + ranges.residual[1][first, stop] * own
-            working = ranges.working[0][first, stop] + ranges.working[1][first, stop] * own
-            needed = ranges.stored[first, stop] + np.maximum(in_flight * kept + working, reducing)
-            fits = fits & (~kind.used[step] | (needed <= kind.memory))
-        return forward, backward, reduced, fits
+            own = np.minimum(samples, np.ceil(samples * kind.share[steps][None, :, None]))
+            running = in_flight * line(ranges.residual, own) + line(ranges.working, own)
+            needed = ranges.stored[:, None, :] + np.maximum(running, size * (replicas > 1))
+            fits = fits & (~kind.used[steps][None, :, None] | (needed <= kind.memory))
+        return _Stage(forward, backward, reduced, fits)
 
-    def net(self, before: Ints, step: Ints, cut: Ints | int) -> tuple[Floats, Floats]:
-        """Returns F and B of the network stage between two consecutive stages; 0 before the first stage."""
+    def between(self, before: Ints, step: Ints) -> tuple[Floats, Floats]:
+        """Returns seconds per byte and the latency between two consecutive steps; 0 before the first stage."""
         known = before >= 0
-        pair = np.where(known, self.links.pair(np.where(known, before, 0), step), 0)
-        pair = np.minimum(pair, max(0, self.links.per_byte.size - 1))
         if not self.links.per_byte.size:
-            zero = np.zeros(np.broadcast_shapes(before.shape, step.shape))
-            return zero, zero
-        rate = np.where(known, self.links.per_byte[pair], 0.0)
-        latency = np.where(known, self.links.latency[pair], 0.0)
+            return np.zeros(len(step)), np.zeros(len(step))
+        pair = np.where(known, self.links.pair(np.where(known, before, 0), step), 0)
+        pair = np.minimum(pair, self.links.per_byte.size - 1)
+        return np.where(known, self.links.per_byte[pair], 0.0), np.where(known, self.links.latency[pair], 0.0)
+
+    def net(self, rate: Floats, latency: Floats, cut: Ints | int) -> tuple[Floats, Floats]:
+        """Returns F and B of the network stage at a cut."""
         sent, returned = self.sent[cut], self.returned[cut]
         return rate * sent + latency * (sent > 0), rate * returned + latency * (returned > 0)
 
@@ -310,138 +350,129 @@ class _Run:
         shape = (groups + 1, states, _KEPT)
         value = np.full(shape, np.inf)  # the criterion of each kept prefix
         came = np.full((*shape, 3), -1)  # from which group, kept prefix and step it came
-        fields = {name: np.zeros(shape) for name in _Prefix._fields}
+        fields = np.zeros((len(_Prefix._fields), *shape))
         last = np.full(shape, -1)  # the step that gave the last stage its devices
         valid = np.zeros(shape, bool)
         valid[0, 0, 0] = True
-        ended: list[tuple[Floats, int, int, Ints]] = []
+        ended: list[_Ended] = []
         for first in range(groups):
             if first:
                 self.settle(first, came, fields, last, valid, value)
-            for kept in range(_KEPT):
-                steps = np.nonzero(valid[first, self.links.source, kept])[0]
-                if not steps.size:
-                    continue
-                source = self.links.source[steps]
-                stops = np.arange(first + 1, groups + 1)
-                prefix = _Prefix(*(fields[name][first, source, kept][:, None] for name in _Prefix._fields))
-                net = self.net(last[first, source, kept], steps, first)
-                forward, backward, reduced, fits = self.stage(first, stops[None, :], steps[:, None])
-                grown = prefix.extended((net[0][:, None], net[1][:, None]), (forward, backward), reduced, self.rounds)
-                self.memory_bound |= not fits[self.allowed[steps]].all()
-                whole = np.where(fits[:, -1], grown.latency(self.rounds)[:, -1], np.inf)
-                ended.append((whole, first, kept, steps))
-                self.bound = min(self.bound, float(whole.min()))
-                if stops.size > 1:
-                    part = _Prefix(*(array[:, :-1] for array in grown))
-                    self.offer(first, kept, steps, stops[:-1], part, fits[:, :-1], value, came)
+            kept, steps = np.nonzero(valid[first, self.links.source].T)
+            if not steps.size:
+                continue
+            source = self.links.source[steps]
+            prefix = _Prefix(*fields[:, first, source, kept])
+            rate, latency = self.between(last[first, source, kept], steps)
+            net = self.net(rate, latency, first)
+            like = self.like[steps]
+            self.memory_bound |= not self.stages.fits[first, np.unique(like[self.allowed[steps]]), first + 1 :].all()
+            whole = self.stages.take(first, like, groups)
+            grown = prefix.extended(net, whole, self.rounds).latency(self.rounds)
+            grown = np.where(whole.fits, grown, np.inf)
+            ended.append(_Ended(grown, np.full(steps.size, first), kept, steps))
+            self.bound = min(self.bound, float(grown.min()))
+            if first + 1 < groups:
+                self.offer(first, kept, steps, prefix, net, value, came)
         return self.best(ended, came, keep)
 
     def settle(
-        self, group: int, came: Ints, fields: dict[str, Floats], last: Ints, valid: npt.NDArray[np.bool_], value: Floats
+        self, group: int, came: Ints, fields: Floats, last: Ints, valid: npt.NDArray[np.bool_], value: Floats
     ) -> None:
         """Computes the fields of the prefixes that were kept for ``group``."""
-        for kept in range(_KEPT):
-            states = np.nonzero(np.isfinite(value[group, :, kept]))[0]
-            if kept:  # the same prefix isn't kept twice
-                same = [(came[group, states] == came[group, states, other][:, None]).all(axis=2)[:, kept]
-                        for other in range(kept)]  # fmt: skip
-                states = states[~np.any(same, axis=0)]
-            if not states.size:
-                continue
-            first, slot, step = (came[group, states, kept, part] for part in range(3))
-            source = self.links.source[step]
-            prefix = _Prefix(*(fields[name][first, source, slot] for name in _Prefix._fields))
-            net = self.net(last[first, source, slot], step, first)
-            forward, backward, reduced, _ = self.stage(first, np.full(states.size, group), step)
-            grown = prefix.extended(net, (forward, backward), reduced, self.rounds)
-            for name, array in zip(_Prefix._fields, grown, strict=True):
-                fields[name][group, states, kept] = array
-            last[group, states, kept] = step
-            valid[group, states, kept] = True
+        fresh = np.isfinite(value[group])
+        for kept in range(1, _KEPT):  # the same prefix isn't kept twice
+            for other in range(kept):
+                fresh[:, kept] &= (came[group, :, kept] != came[group, :, other]).any(axis=1)
+        states, kept_ = np.nonzero(fresh)
+        if not states.size:
+            return
+        first, slot, step = came[group, states, kept_].T
+        source = self.links.source[step]
+        prefix = _Prefix(*fields[:, first, source, slot])
+        net = self.net(*self.between(last[first, source, slot], step), first)
+        grown = prefix.extended(net, self.stages.take(first, self.like[step], group), self.rounds)
+        fields[:, group, states, kept_] = grown
+        last[group, states, kept_] = step
+        valid[group, states, kept_] = True
 
     def offer(
         self,
         first: int,
-        kept: int,
+        kept: Ints,
         steps: Ints,
-        stops: Ints,
-        grown: _Prefix,
-        fits: npt.NDArray[np.bool_],
+        prefix: _Prefix,
+        net: tuple[Floats, Floats],
         value: Floats,
         came: Ints,
     ) -> None:
-        """Replaces worse prefixes of their subproblems by new ones."""
+        """Appends each possible stage to each prefix; replaces worse prefixes of their subproblems by the new ones."""
+        stops = np.arange(first + 1, self.groups)
+        stage = self.stages.take(first, self.like[steps], slice(first + 1, self.groups))
+        forward, backward, tail = (field[:, None] for field in (prefix.forward, prefix.backward, prefix.tail))
+        behind = net[1][:, None] + stage.backward
+        time = stage.forward + stage.backward
+        slowest = np.maximum(np.maximum(prefix.bottleneck, net[0] + net[1])[:, None], time)
         target = self.links.target[steps]
-        rest = self.links.rest[target]
-        open_ = fits & (rest >= 0)[:, None]
-        rest = np.maximum(rest, 0)
-        net = self.net(steps[:, None], rest[:, None], stops[None, :])
-        ends = np.full(stops.shape, self.groups)
-        forward, backward, reduced, _ = self.stage(stops[None, :], ends[None, :], rest[:, None])
-        planned = grown.extended(net, (forward, backward), reduced, self.rounds).latency(self.rounds)
         left = np.maximum(1, self.left[target])[:, None]
-        ideal = (self.ranges.forward[1] + self.ranges.backward[1])[stops, ends] * self.batch / left
-        ideal = ideal + (self.ranges.forward[0] + self.ranges.backward[0])[stops, ends] / left
-        balanced = grown.forward + grown.backward + self.rounds * np.maximum(grown.bottleneck, ideal)
-        balanced = balanced + np.maximum(0.0, grown.tail - grown.backward)
-        open_ &= balanced < self.bound * (_SMALL_SLACK if self.states <= _FEW_STATES else _SLACK)
-        for slot, criterion in enumerate((planned, balanced, grown.bottleneck + 1e-6 * planned)):
-            self.keep(first, kept, steps, stops, np.where(open_, criterion, np.inf), slot, value, came)
-
-    def keep(
-        self,
-        first: int,
-        kept: int,
-        steps: Ints,
-        stops: Ints,
-        criterion: Floats,
-        slot: int,
-        value: Floats,
-        came: Ints,
-    ) -> None:
-        order = np.argsort(self.links.target[steps], kind="stable")
-        steps, criterion = steps[order], criterion[order]
-        target = self.links.target[steps]
-        heads = np.nonzero(np.r_[True, target[1:] != target[:-1]])[0]
-        least = np.minimum.reduceat(criterion, heads, axis=0)
-        segment = np.cumsum(np.r_[True, target[1:] != target[:-1]]) - 1
-        number = np.where(criterion == least[segment], np.arange(len(steps))[:, None], len(steps))
-        chosen = np.minimum.reduceat(number, heads, axis=0)
-        states = target[heads]
-        current = value[stops[None, :], states[:, None], slot]
-        better = least < current
-        where = np.nonzero(better)
-        if not where[0].size:
+        rest = self.ranges.forward[1] + self.ranges.backward[1]
+        fixed = self.ranges.forward[0] + self.ranges.backward[0]
+        ideal = (rest[stops, self.groups] * self.batch + fixed[stops, self.groups]) / left
+        passed = forward + backward + (net[0] + net[1])[:, None] + time
+        balanced = passed + self.rounds * np.maximum(slowest, ideal)
+        ending = np.maximum(tail + behind, stage.reduced + stage.backward)
+        balanced = balanced + np.maximum(0.0, ending - (backward + behind))
+        slack = _SMALL_SLACK if self.states <= _FEW_STATES else _SLACK
+        open_ = stage.fits & self.complete[steps][:, None] & (balanced < self.bound * slack)
+        rows, columns = np.nonzero(open_)
+        if not rows.size:
             return
-        at = (stops[where[1]], states[where[0]], np.full(where[0].size, slot))
-        value[at] = least[where]
-        came[at] = np.stack([np.full(where[0].size, first), np.full(where[0].size, kept), steps[chosen[where]]], axis=1)
+        step, stop, target = steps[rows], stops[columns], target[rows]
+        grown = prefix.take(rows).extended((net[0][rows], net[1][rows]), stage.take(rows, columns), self.rounds)
+        last = self.stages.take(stop, self.like[self.rest[step]], self.groups)
+        over = self.net(self.rate[step], self.latency[step], stop)
+        planned = grown.extended(over, last, self.rounds).latency(self.rounds)
+        # Subproblem by subproblem.
+        number = target * (self.groups + 1) + stop
+        order = np.argsort(number, kind="stable")
+        number = number[order]
+        heads = np.nonzero(np.r_[True, number[1:] != number[:-1]])[0]
+        segment = np.repeat(np.arange(heads.size), np.diff(np.r_[heads, number.size]))
+        origin = np.stack([np.full(rows.size, first), kept[rows], step], axis=1)[order]
+        at = stop[order[heads]], target[order[heads]]
+        for slot, criterion in enumerate((planned, balanced[rows, columns], grown.bottleneck + 1e-6 * planned)):
+            ordered = criterion[order]
+            least = np.minimum.reduceat(ordered, heads)
+            place = np.where(ordered == least[segment], np.arange(number.size), number.size)
+            chosen = np.minimum.reduceat(place, heads)
+            better = np.nonzero(least < value[at[0], at[1], slot])[0]
+            value[at[0][better], at[1][better], slot] = least[better]
+            came[at[0][better], at[1][better], slot] = origin[chosen[better]]
 
-    def best(self, ended: list[tuple[Floats, int, int, Ints]], came: Ints, keep: int) -> list[Candidate]:
+    def best(self, ended: list[_Ended], came: Ints, keep: int) -> list[Candidate]:
         if not ended:
             return []
-        latencies = np.concatenate([latency for latency, _, _, _ in ended])
-        owner = np.repeat(np.arange(len(ended)), [latency.size for latency, _, _, _ in ended])
-        last = np.concatenate([steps for _, _, _, steps in ended])
+        plans = _Ended(*map(np.concatenate, zip(*ended, strict=True)))
         # The same plan may occur several times.
-        order = np.argsort(latencies, kind="stable")[: 4 * keep]
-        entries = [
-            (float(latencies[index]), *ended[owner[index]][1:3], int(last[index]))
-            for index in order
-            if np.isfinite(latencies[index])
-        ]
+        order = np.argsort(plans.latency, kind="stable")[: 16 * keep]
         candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
-        for latency, first, kept, step in entries:
+        places: Counter[object] = Counter()
+        for index in order[np.isfinite(plans.latency[order])]:
+            group, slot, step = (int(array[index]) for array in plans[1:])
             bounds, path = [self.search.ends[-1]], [step]
-            group, slot, state = first, kept, int(self.links.source[step])
+            state = int(self.links.source[step])
             while group:
                 bounds.append(self.search.ends[group - 1])
                 group, slot, before = (int(number) for number in came[group, state, slot])
                 path.append(before)
                 state = int(self.links.source[before])
+            latency = float(plans.latency[index])
             candidate = Candidate(latency, self.in_flight, tuple(reversed(bounds)), tuple(reversed(path)))
-            candidates.setdefault((candidate.bounds, candidate.steps), candidate)
+            if (candidate.bounds, candidate.steps) not in candidates:
+                kind = (candidate.bounds, tuple(self.links.replicas[list(candidate.steps)].tolist()))
+                places[kind] += 1
+                if places[kind] <= _PLACES:
+                    candidates[candidate.bounds, candidate.steps] = candidate
             if len(candidates) == keep:
                 break
         return list(candidates.values())

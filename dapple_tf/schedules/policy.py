@@ -150,9 +150,11 @@ class Policy:
                 raise ScheduleError(f"{what} of policy {self.name} is {function!r}; give a function of a request")
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         if not isinstance(other, Policy):
             return NotImplemented
-        return self is other or (self.name == other.name and self._parts == other._parts)
+        return self.name == other.name and self._parts == other._parts
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -188,7 +188,15 @@ def make_schedule(
 
 
 def _schedule(policy: Policy, request: ScheduleRequest, active: Active | None) -> Schedule:
+    if active is None:
+        return _whole_schedule(policy, request)
     return _expand(policy.name, request, _orders(policy, request), active, policy.waits(request, active))
+
+
+@functools.lru_cache(maxsize=8)
+def _whole_schedule(policy: Policy, request: ScheduleRequest) -> Schedule:
+    """Returns the schedule with all slices; the planner asks for that of a plan several times in a row."""
+    return _expand(policy.name, request, _orders(policy, request), None, policy.waits(request, None))
 
 
 @functools.lru_cache(maxsize=64)
@@ -255,6 +263,12 @@ def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None
         raise ScheduleError(text if repr(policy.name) in text else f"schedule {policy.name!r}: {text}") from error
 
 
+@functools.lru_cache(maxsize=2**17)
+def _task(stage: int, phase: str, micro_batch: int, replica: int) -> Task:
+    """Returns a task; equal ones are one object, since plans that are compared have the same tasks."""
+    return Task(stage, Phase(phase), micro_batch, replica)
+
+
 def _forwards(request: ScheduleRequest) -> Orders:
     """Orders forwards alone: group after group, in rounds with one micro-batch for each group.
 
@@ -285,7 +299,7 @@ def _expand(
 
     def task(device: int, job: Job) -> Task:
         numbers = weights if job.phase is Phase.WEIGHT_GRAD else replicas
-        return Task(job.stage, job.phase, job.micro_batch, numbers[job.stage][device])
+        return _task(job.stage, job.phase._value_, job.micro_batch, numbers[job.stage][device])
 
     tasks = {
         device: tuple(

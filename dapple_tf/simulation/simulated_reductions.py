@@ -6,19 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.simulation.cost import CostModel
-from graph_passes.ir.tasks import Phase, Schedule, Task, piece_order, reduction_order
-
-_GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
+from graph_passes.ir.tasks import Schedule, Task, piece_order, reduction_order
 
 
 def last_gradients(schedule: Schedule) -> Mapping[tuple[int, int], Task]:
     """Maps (device, stage) to the task that completes the stage's gradients there; empty for a forward schedule."""
-    return {
-        (device, task.stage): task
-        for device, tasks in schedule.orders.items()
-        for task in tasks
-        if task.phase in _GRADIENTS
-    }
+    return schedule.last_gradients
 
 
 def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task, tuple[int, ...]]:
@@ -27,7 +20,7 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
     Unless ``wait_free``, all of a device's stages wait for the last of its tasks (conventional backpropagation).
     """
     completed: dict[Task, tuple[int, ...]] = {}
-    for (device, stage), task in last_gradients(schedule).items():
+    for (device, stage), task in schedule.last_gradients.items():
         end = task if wait_free else schedule.orders[device][-1]
         completed[end] = (*completed.get(end, ()), stage)
     return completed
@@ -113,7 +106,7 @@ class Reductions:
             sequence = [(number, piece) for number in order for piece in range(counts[number])]
         sequence = sorted(sequence, key=lambda entry: left_over.get(groups[entry[0]], len(left_over)))
         members: dict[int, int] = {}
-        for _, stage in last_gradients(schedule):
+        for _, stage in schedule.last_gradients:
             members[stage] = members.get(stage, 0) + 1
         self.units: list[Unit] = []
         self.of_stage: dict[int, list[int]] = {stage: [] for stage in range(costs.plan.num_stages)}

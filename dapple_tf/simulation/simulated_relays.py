@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -38,6 +39,7 @@ class Relays:
 
     Attributes:
         legs: the plan's.
+        due: (leg to the relay, micro-batch, replica, whether gradients) -> number of messages still to come.
     """
 
     def __init__(self, costs: CostModel, split: Collection[int], begun: Collection[Task]) -> None:
@@ -50,8 +52,14 @@ class Relays:
         """
         self.legs, self._costs, self._split = costs.legs, costs, split
         self._begun = {(task.stage, task.micro_batch) for task in begun}
-        self._awaited: dict[tuple[int, int, int, bool], int] = {}  # (leg to the relay, ..., whether gradients)
+        self.due: dict[tuple[int, int, int, bool], int] = {}
         self._numbers: dict[tuple[int, int, bool], Counter[int]] = {}
+
+    def copied(self) -> Relays:
+        """Returns a copy of the state."""
+        other = copy.copy(self)
+        other.due = dict(self.due)
+        return other
 
     def come(self, leg: Leg, micro_batch: int, replica: int, *, backward: bool) -> Iterator[Leg]:
         """Notes that a message has come to a relay's slice, or that its own backward is over.
@@ -66,10 +74,10 @@ class Relays:
             The legs over which the slice leaves now.
         """
         key = (leg.number, micro_batch, replica, backward)
-        if key not in self._awaited:
-            self._awaited[key] = self._number(leg, micro_batch, replica, backward)
-        self._awaited[key] -= 1
-        if not self._awaited[key]:
+        if key not in self.due:
+            self.due[key] = self._number(leg, micro_batch, replica, backward)
+        self.due[key] -= 1
+        if not self.due[key]:
             yield from [leg] if backward else self.onward(leg)
 
     def parcels(self, leg: Leg, sender: Task) -> Iterator[Parcel]:

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
-from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
-from dapple_tf.simulation.simulated_relays import Parcel, Relays
+from dapple_tf.simulation.saved_step import copied
+from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
+from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.step_tasks import Running, StepTasks, TooSlowError, device_orders
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
-
-def device_orders(
-    schedule: Schedule, next_forward: bool = False
-) -> tuple[Mapping[int, tuple[Task, ...]], frozenset[Task]]:
-    """Maps each device to its simulated tasks; returns also which of these are the next step's.
-
-    With ``next_forward`` these are the forwards before a device's first backward, moved to the end.
-    """
-    orders: dict[int, tuple[Task, ...]] = {}
-    following: set[Task] = set()
-    for device, tasks in schedule.orders.items():
-        moved = [*itertools.takewhile(lambda task: task.phase is Phase.FORWARD, tasks)] if next_forward else []
-        following.update(moved)
-        orders[device] = (*tasks[len(moved) :], *moved)
-    return orders, frozenset(following)
-
-
-_Ports = tuple[tuple[str, int], tuple[str, int]]
+_END = operator.attrgetter("end")
+ROUNDING = 1e-9
+"""Relative difference of times that may come from adding in another order."""
 _RETURNING = (Phase.BACKWARD, Phase.INPUT_GRAD)
 """The phases that give gradients of what a stage receives."""
+_Message = tuple[int, float, Leg | None]
+"""The number of the receiving task for micro-batch 0, bytes, and the leg; None from Bx to Bw."""
 
 
 class SimulatedStep:
-    """The state of a step that is being simulated; `run` does it."""
+    """The state of a step that is being simulated; `run` does it.
+
+    Tasks are numbers (`TaskNumbers`), which are positions in lists: most of planning is simulating.
+    """
 
     def __init__(
         self,
@@ -49,21 +42,27 @@ class SimulatedStep:
         reductions: Reductions,
         next_forward: bool,
         carried: Sequence[int] = (),
+        limit: float = math.inf,
     ) -> None:
         self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
         plan, cluster = costs.plan, costs.cluster
         orders, self.next = device_orders(schedule, next_forward)
-        self.orders = {device: tasks for device, tasks in orders.items() if tasks}
+        tasks = StepTasks(costs, {device: tasks for device, tasks in orders.items() if tasks})
+        self.orders, self.queues, self.numbers = tasks.orders, tasks.queues, tasks.numbers
+        self.tasks, self.device_of, self.seconds = tasks.tasks, tasks.device_of, tasks.seconds
         self.position = dict.fromkeys(self.orders, 0)
         self.free = dict.fromkeys(self.orders, True)
         self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
         self.spans: list[Span] = []
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.numbers = itertools.count()
-        self.now = 0.0
-        self.ports: dict[tuple[str, int], tuple[float, int | None]] = {}
-        self.routes: dict[tuple[int, int], tuple[_Ports, float, float]] = {}
-        self.messages: dict[tuple[int, int, int, str], list[Parcel]] = {}
+        self.sequence = itertools.count()
+        self.once = costs.profile.step_seconds
+        self.now = self.computed = 0.0
+        self.ports: dict[tuple[str, int], int] = {}
+        self.port_free: list[float] = []
+        self.port_last: list[int | None] = []
+        self.routes: dict[tuple[int, int], tuple[int, int, float, float]] = {}
+        self.messages: dict[tuple[int, int, int, str], list[_Message]] = {}
         self.relays = Relays(costs, schedule.split, self.next)
         self.incoming: dict[int, list[Leg]] = {stage: [] for stage in range(plan.num_stages)}
         self.outgoing: dict[int, list[Leg]] = {stage: [] for stage in range(plan.num_stages)}  # of what they make
@@ -72,39 +71,47 @@ class SimulatedStep:
             if leg.source is None:
                 self.outgoing[leg.sender].append(leg)
         self.split = schedule.split
-        self.device_of = {task: device for device, tasks in self.orders.items() for task in tasks}
-        self.followers: dict[Task, list[Task]] = {}
+        self.followers: dict[int, list[int]] = {}
         for task, other in schedule.after.items():
-            self.followers.setdefault(other, []).append(task)
-        self.waiting: dict[Task, int] = dict(self._waits())
-        self.arrived: dict[Task, int | None] = {}
+            self.followers.setdefault(self.numbers.of(other), []).append(self.numbers.of(task))
+        self.waiting = [0] * self.numbers.count
+        for task, count in self._waits():
+            self.waiting[self.numbers.of(task)] = count
+        self.arrived: list[int | None] = [None] * self.numbers.count
         # Servers whose devices share their cores: running tasks by device.
         self.server = [device.server for device in cluster.devices]
         self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
         self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
-        self.running: list[list[_Running]] = [[] for _ in range(cluster.num_servers)]
+        self.running: list[list[Running]] = [[] for _ in range(cluster.num_servers)]
         self.updated = [0.0] * cluster.num_servers
         self.version = [0] * cluster.num_servers
         # Updates: for each stage who makes them, whose gradients are complete, and who waits for a device.
-        self.ends = gradient_ends(schedule, wait_free=plan.wait_free)
+        ends = gradient_ends(schedule, wait_free=plan.wait_free)
+        self.ends = {self.numbers.of(task): stages for task, stages in ends.items()}
         self.members: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(plan.num_stages)}
-        for (device, stage), task in last_gradients(schedule).items():
+        for (device, stage), task in schedule.last_gradients.items():
             self.members[stage].append((device, task.replica))
         self.complete: dict[tuple[int, int], int | None] = {}
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
-        self.next_of_stage: dict[int, list[Task]] = {}
+        self.next_of_stage: dict[int, list[int]] = {}
+        self.next_numbers = frozenset(map(self.numbers.of, self.next))
         if next_forward:
             self._await_updates()
-        for task in self.device_of if carried else ():
-            if task.stage in carried and task.phase is Phase.FORWARD:
-                self.waiting[task] += 1
-                self.next_of_stage.setdefault(task.stage, []).append(task)
+        for order in self.orders.values() if carried else ():
+            for task in order:
+                if task.stage in carried and task.phase is Phase.FORWARD:
+                    self._await_update(task)
+        self.limit = limit * (1 + ROUNDING) - self.once
+        self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
+        # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
+        self.watched: frozenset[int] = frozenset()
+        self.saved: SimulatedStep | None = None
 
     def _waits(self) -> Iterator[tuple[Task, int]]:
         """Yields how many messages and other tasks each task waits for."""
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
-        for task in self.device_of:
+        for task in itertools.chain.from_iterable(self.orders.values()):
             number = int(task in self.schedule.after)
             if task.phase is Phase.WEIGHT_GRAD:
                 yield task, number + 1
@@ -124,29 +131,35 @@ class SimulatedStep:
         known = Relays(self.costs, self.split, self.next)
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
-                self.waiting[task] += 1
-                self.next_of_stage.setdefault(task.stage, []).append(task)
-            for parcel in self.sent(task):
-                self._already_came(known, task, parcel)
-            for follower in self.followers.get(task, ()):
-                if follower not in self.next:
-                    self.waiting[follower] -= 1
+                self._await_update(task)
+            for message in self.sent(task):
+                self._already_came(known, task.micro_batch, message)
+            for other in self.followers.get(self.numbers.of(task), ()):
+                if other not in self.next_numbers:
+                    self.waiting[other] -= 1
 
-    def _already_came(self, known: Relays, sender: Task, parcel: Parcel) -> None:
+    def _already_came(self, known: Relays, micro_batch: int, message: _Message) -> None:
         """Notes that an earlier step's message has come, and what relays made of it."""
-        receiver = Task(parcel.stage, parcel.phase, sender.micro_batch, parcel.replica)
-        if receiver not in self.next:
+        first, _, leg = message
+        receiver = first + micro_batch * self.numbers.stride
+        if receiver not in self.next_numbers:
             self.waiting[receiver] -= 1
-        if parcel.leg is not None and parcel.leg.onward:
-            for leg in known.come(parcel.leg, receiver.micro_batch, receiver.replica, backward=False):
-                for after in known.parcels(leg, receiver):
-                    self._already_came(known, receiver, after)
+        task = self.tasks[receiver]
+        if leg is not None and leg.onward and task is not None:
+            for onward in known.come(leg, micro_batch, task.replica, backward=False):
+                for after in self.over(onward, task):
+                    self._already_came(known, micro_batch, after)
+
+    def _await_update(self, task: Task) -> None:
+        number = self.numbers.of(task)
+        self.waiting[number] += 1
+        self.next_of_stage.setdefault(task.stage, []).append(number)
 
     # ---- events
 
     def at(self, time: float, action: Callable[..., None], data: tuple[Any, ...], turn: int = 0) -> None:
         """Schedules an event; among events at one time, the lowest turn comes first."""
-        heapq.heappush(self.events, (time, turn, next(self.numbers), action, data))
+        heapq.heappush(self.events, (time, turn, next(self.sequence), action, data))
 
     def run(self) -> Simulation:
         """Runs all events, in order of time."""
@@ -160,54 +173,88 @@ class SimulatedStep:
                 self.updatable(device, stage, None)
         for device in self.orders:
             self.start(device)
-        while self.events:
-            self.now, _, _, action, data = heapq.heappop(self.events)
+        return self.go_on()
+
+    def go_on(self) -> Simulation:
+        """Runs all events from the present state on."""
+        events, pop = self.events, heapq.heappop
+        while events:
+            self.now, _, _, action, data = pop(events)
             action(*data)
         stuck = [tasks[self.position[d]] for d, tasks in self.orders.items() if self.position[d] < len(tasks)]
         if stuck:
             raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
-        end = max((span.end for span in self.spans), default=0.0)
+        end = max(map(_END, self.spans), default=0.0)
         return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
+
+    # ---- the state as data
+
+    def keep(self) -> None:
+        """Lets `run` keep the state before all tasks that complete gradients (`saved`), unless updates are carried."""
+        before = {
+            queue[position - 1] if position else None
+            for queue in self.queues.values()
+            for position, number in enumerate(queue)
+            if number in self.ends
+        }
+        if None not in before and not self.carried:
+            self.watched = frozenset(number for number in before if number is not None)
+
+    def save(self) -> None:
+        """Keeps a copy of the state."""
+        self.saved = copied(self)
+
+    # ---- tasks
 
     def start(self, device: int) -> None:
         """Starts the device's next task if the device is free and the inputs are there; else a waiting update."""
         if not self.free[device]:
             return
-        tasks, position = self.orders[device], self.position[device]
-        if position == len(tasks) or self.waiting[tasks[position]]:
+        queue, position = self.queues[device], self.position[device]
+        if position == len(queue) or self.waiting[queue[position]]:
             if self.updates[device]:
                 self.at(self.now, self.update, (device,), 1)  # unless a task becomes ready at this very time
             return
-        task = tasks[position]
-        self.position[device] += 1
+        number, now = queue[position], self.now
+        if self.rest and now + self.rest[device][position] > self.limit:
+            raise TooSlowError
+        self.position[device] = position + 1
         self.free[device] = False
-        seconds = self.costs.seconds(task, device)
-        own, came = self.last[device], self.arrived.get(task)
-        cause = own
-        if came is not None and (own is None or self.spans[came].end > self.spans[own].end):
+        if number in self.watched:
+            self.watched = frozenset()
+            self.at(now, self.save, (), -1)
+        task = self.orders[device][position]
+        seconds = self.seconds[number]
+        cause, came = self.last[device], self.arrived[number]
+        if came is not None and (cause is None or self.spans[came].end > self.spans[cause].end):
             cause = came
-        server = self.server[device]
-        end = self.now + seconds
-        span = Span(task.phase.value, self.now, end, device, task.stage, task.micro_batch, task.replica, cause=cause)
-        if self.shared[server]:
-            self.begin(span, task)
-        else:
-            index = self.add(span)
-            self.at(end, self.finished, (device, task, index))  # before its last bucket: messages go first
-            for unit, part in self.early(task):
-                self.at(self.now + part * seconds, self.ready, (unit, index))
+        end = now + seconds
+        span = Span(
+            task.phase._value_, now, end, device, task.stage, task.micro_batch, task.replica, None, 0.0, cause
+        )  # fmt: skip
+        if self.shared[self.server[device]]:
+            self.begin(span, number)
+            return
+        index = len(self.spans)
+        self.spans.append(span)
+        # Before its last bucket: messages go first.
+        heapq.heappush(self.events, (end, 0, next(self.sequence), self.finished, (device, number, index)))
+        if number in self.ends:
+            for unit, part in self.early(number):
+                self.at(now + part * seconds, self.ready, (unit, index))
 
     def add(self, span: Span) -> int:
         """Records a span; returns its position."""
         self.spans.append(span)
         return len(self.spans) - 1
 
-    def finished(self, device: int, task: Task, index: int) -> None:
+    def finished(self, device: int, number: int, index: int) -> None:
         """Ends a task: sends its results, and lets its device continue."""
+        self.computed = self.now
         self.last[device] = index
         self.free[device] = True
-        self.send(task, index)
-        for stage in self.ends.get(task, ()):
+        self.send(device, number, index)
+        for stage in self.ends.get(number, ()):
             if stage in self.carried:
                 continue
             self.complete[device, stage] = index
@@ -219,7 +266,7 @@ class SimulatedStep:
 
     # ---- shared cores
 
-    def begin(self, span: Span, task: Task | None = None) -> None:
+    def begin(self, span: Span, task: int | None = None) -> None:
         """Starts work that would take the span's time undisturbed."""
         assert span.device is not None
         server, seconds = self.server[span.device], span.end - span.start
@@ -229,7 +276,7 @@ class SimulatedStep:
             ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
         )
         index = self.add(span) if marks else None
-        self.running[server].append(_Running(span, task, seconds, marks, index))
+        self.running[server].append(Running(span, task, seconds, marks, index))
         self.next_of(server)
 
     def advance(self, server: int) -> None:
@@ -268,122 +315,146 @@ class SimulatedStep:
                 index = self.add(span)
             else:
                 index, self.spans[item.index] = item.index, span
-            done, data = (self.finished, (item.task,)) if item.task else (self.is_updated, (item.span.stage,))
+            updated = item.task is None
+            done, data = (self.is_updated, (item.span.stage,)) if updated else (self.finished, (item.task,))
             self.at(self.now, done, (item.span.device, *data, index))
         self.next_of(server)
 
     # ---- transfers
 
-    def send(self, task: Task, index: int) -> None:
+    def send(self, device: int, number: int, index: int) -> None:
         """Sends a task's results, and releases what waited for the task itself."""
-        begun = task in self.next
-        for parcel in self.sent(task):
-            self.dispatch(task, index, parcel, begun)
-        for leg in self.incoming[task.stage] if task.phase in _RETURNING else ():
+        task = self.orders[device][self.position[device] - 1]
+        begun = number in self.next_numbers
+        shift = task.micro_batch * self.numbers.stride
+        for first, size, leg in self.sent(task):
+            receiver = first + shift
+            if not begun or receiver in self.next_numbers or self.relays.awaited(leg, task.micro_batch):
+                self.transfer(task, device, index, receiver, size, leg, begun)
+        for leg in self.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
             if self.relays.sums(leg):
                 self.hand_on(leg, task, index, begun)
-        for follower in self.followers.get(task, ()):
-            if not begun or follower in self.next:
+        for follower in self.followers.get(number, ()) if self.followers else ():
+            if not begun or follower in self.next_numbers:
                 self.arrive(follower, index)
 
-    def sent(self, task: Task) -> list[Parcel]:
+    def sent(self, task: Task) -> list[_Message]:
         """Returns what a task sends by itself."""
         key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, task.phase._value_)
         if key not in self.messages:
-            self.messages[key] = list(self._sent(task))
+            self.messages[key] = list(self._messages(task))
         return self.messages[key]
 
-    def _sent(self, task: Task) -> Iterator[Parcel]:
+    def _messages(self, task: Task) -> Iterator[_Message]:
         if task.phase is Phase.FORWARD:
             for leg in self.outgoing[task.stage]:
-                yield from self.relays.parcels(leg, task)
+                yield from self.over(leg, task)
         elif task.phase is not Phase.WEIGHT_GRAD:
             # The nearest stage first, and what its backward waits for before what it hands on.
             for leg in sorted(self.incoming[task.stage], key=lambda leg: -leg.sender):
                 if not self.relays.sums(leg):
-                    yield from self.relays.parcels(leg, task)
+                    yield from self.over(leg, task)
         if task.phase is Phase.INPUT_GRAD:
             samples = self.costs.slices(task.stage, task.micro_batch)[task.replica].size
             size = self.costs.delayed_bytes(task.stage, samples)
-            yield Parcel(None, task.stage, Phase.WEIGHT_GRAD, task.replica, size)
+            yield self.numbers.first(task.stage, Phase.WEIGHT_GRAD, task.replica), size, None
 
-    def dispatch(self, task: Task, index: int, parcel: Parcel, begun: bool) -> None:
-        """Sends a parcel; what the next step's forwards make goes only to others of them."""
-        receiver = Task(parcel.stage, parcel.phase, task.micro_batch, parcel.replica)
-        if not begun or receiver in self.next or self.relays.awaited(parcel.leg, task.micro_batch):
-            self.transfer(task, index, receiver, parcel, begun)
+    def over(self, leg: Leg, sender: Task) -> Iterator[_Message]:
+        """Yields what a task's slice sends over a leg: forward, or gradients back."""
+        for parcel in self.relays.parcels(leg, sender):
+            yield self.numbers.first(parcel.stage, parcel.phase, parcel.replica), parcel.bytes, leg
 
-    def landed(self, receiver: Task, leg: Leg, begun: bool, index: int) -> None:
+    def landed(self, number: int, leg: Leg, begun: bool, index: int) -> None:
         """Ends the way of a message over a leg to or from a relay."""
+        receiver = self.tasks[number]
+        assert receiver is not None
         backward = receiver.phase is not Phase.FORWARD
         if backward and leg.source is not None:
             self.hand_on(self.costs.legs[leg.source], receiver, index, begun)
             return
-        if not begun or receiver in self.next:
-            self.arrive(receiver, index)
+        if not begun or number in self.next_numbers:
+            self.arrive(number, index)
         if leg.onward and not backward:
             self.hand_on(leg, receiver, index, begun)
 
     def hand_on(self, leg: Leg, relay: Task, index: int, begun: bool) -> None:
         """Notes something that a relay's slice waits for; it leaves if that was the last."""
         backward = relay.phase is not Phase.FORWARD
+        source = self.costs.plan.devices[relay.stage][relay.replica]
+        shift = relay.micro_batch * self.numbers.stride
         for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward):
-            for parcel in self.relays.parcels(onward, relay):
-                self.dispatch(relay, index, parcel, begun)
+            for first, size, _ in self.over(onward, relay):
+                receiver = first + shift
+                if not begun or receiver in self.next_numbers or self.relays.awaited(onward, relay.micro_batch):
+                    self.transfer(relay, source, index, receiver, size, onward, begun)
 
-    def route(self, source: int, target: int) -> tuple[_Ports, float, float]:
-        """Returns the ports between two devices, with their bandwidth and latency."""
-        if (source, target) not in self.routes:
-            link = self.costs.cluster.link(source, target)
-            a, b = self.server[source], self.server[target]
-            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
-            self.routes[source, target] = (ports, link.bandwidth, link.latency)
-        return self.routes[source, target]
+    def port(self, kind: str, owner: int) -> int:
+        """Returns the number of a port of a device, or of a server's network card."""
+        if (kind, owner) not in self.ports:
+            self.ports[kind, owner] = len(self.ports)
+            self.port_free.append(0.0)
+            self.port_last.append(None)
+        return self.ports[kind, owner]
 
-    def transfer(self, task: Task, index: int, receiver: Task, parcel: Parcel, begun: bool) -> None:
-        """Sends a message from the device of a task to that of another."""
-        source, target = self.device_of[task], self.device_of[receiver]
-        leg, size = parcel.leg, parcel.bytes
-        relayed = leg is not None and (leg.onward or leg.source is not None)
+    def route(self, source: int, target: int) -> tuple[int, int, float, float]:
+        """Returns the ports between two devices, the bandwidth and the latency."""
+        link = self.costs.cluster.link(source, target)
+        a, b = self.server[source], self.server[target]
+        if a == b:
+            return self.port("out", source), self.port("in", target), link.bandwidth, link.latency
+        return self.port("card out", a), self.port("card in", b), link.bandwidth, link.latency
+
+    def transfer(
+        self, task: Task, source: int, index: int, receiver: int, size: float, leg: Leg | None, begun: bool
+    ) -> None:
+        """Sends a message from a task, on a device, to another task."""
+        target = self.device_of[receiver]
+        if target is None:
+            raise ValueError(f"{task} sends a message to a task that no device runs in schedule {self.schedule.name!r}")
+        relayed = leg is not None and (bool(leg.onward) or leg.source is not None)
         if source == target:
             if leg is not None and relayed:
                 self.landed(receiver, leg, begun, index)
             else:
                 self.arrive(receiver, index)
             return
-        ports, bandwidth, latency = self.route(source, target)
-        start, cause = self.reserve(ports, self.now, index)
+        route = self.routes.get((source, target))
+        if route is None:
+            route = self.routes[source, target] = self.route(source, target)
+        first, second, bandwidth, latency = route
+        start, cause = self.reserve((first, second), self.now, index)
         busy = size / bandwidth
         end = start + busy + latency
+        span = len(self.spans)
         own = (source, task.stage, task.micro_batch, task.replica, target, size, cause)
-        span = self.add(Span("send", start, end, *own, leg=None if leg is None else leg.number))
+        self.spans.append(Span("send", start, end, *own, leg=None if leg is None else leg.number))
         if busy:
-            for port in ports:
-                self.ports[port] = (start + busy, span)
+            self.port_free[first] = self.port_free[second] = start + busy
+            self.port_last[first] = self.port_last[second] = span
         if relayed:
             self.at(end, self.landed, (receiver, leg, begun, span))
         else:
-            self.at(end, self.arrive, (receiver, span))
+            heapq.heappush(self.events, (end, 0, next(self.sequence), self.arrive, (receiver, span)))
 
-    def reserve(self, ports: Sequence[tuple[str, int]], ready: float, cause: int | None) -> tuple[float, int | None]:
+    def reserve(self, ports: Sequence[int], ready: float, cause: int | None) -> tuple[float, int | None]:
         """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""
         start = ready
         for port in ports:
-            free, last = self.ports.get(port, (0.0, None))
-            if free > start:
-                start, cause = free, last
+            if self.port_free[port] > start:
+                start, cause = self.port_free[port], self.port_last[port]
         return start, cause
 
-    def arrive(self, task: Task, index: int | None) -> None:
+    def arrive(self, number: int, index: int | None) -> None:
         """Notes that something that a task waits for has arrived."""
-        self.waiting[task] -= 1
-        self.arrived[task] = index  # messages come in order of time
-        if not self.waiting[task]:
-            self.start(self.device_of[task])
+        self.waiting[number] -= 1
+        self.arrived[number] = index  # messages come in order of time
+        device = self.device_of[number]
+        if not self.waiting[number] and device is not None:
+            self.start(device)
 
     # ---- reductions and updates
 
-    def early(self, task: Task) -> list[tuple[int, float]]:
+    def early(self, task: int) -> list[tuple[int, float]]:
         """Returns the units whose gradients are complete before a task's end, and after which fraction of its time."""
         return [
             (unit, part)
@@ -404,15 +475,15 @@ class SimulatedStep:
         reduction = self.costs.reductions[number]
         servers = {self.server[device] for device in reduction.devices}
         if len(servers) > 1:
-            ports = [(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
+            ports = [self.port(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
         else:
-            ports = [(kind, device) for device in reduction.devices for kind in ("out", "in")]
+            ports = [self.port(kind, device) for device in reduction.devices for kind in ("out", "in")]
         start, cause = self.reserve(ports, self.now, index)
         end = start + self.costs.reduction_seconds(reduction, size)
         stage = reduction.stages[0]
         span = self.add(Span("all_reduce", start, end, None, stage, bytes=size, cause=cause, reduction=number))
         for port in ports:
-            self.ports[port] = (end, span)
+            self.port_free[port], self.port_last[port] = end, span
         self.at(end, self.is_reduced, (unit, span))
 
     def is_reduced(self, unit: int, index: int) -> None:
@@ -438,10 +509,10 @@ class SimulatedStep:
 
     def update(self, device: int) -> None:
         """Runs the longest-waiting update if the device is still idle."""
-        tasks, position = self.orders[device], self.position[device]
+        queue, position = self.queues[device], self.position[device]
         if not self.free[device] or not self.updates[device]:
             return
-        if position < len(tasks) and not self.waiting[tasks[position]]:
+        if position < len(queue) and not self.waiting[queue[position]]:
             return
         stage, cause = self.updates[device].popleft()
         self.free[device] = False
@@ -465,30 +536,7 @@ class SimulatedStep:
 
     def release(self, device: int, stage: int, index: int | None) -> None:
         """Releases the next step's forwards of a stage."""
-        for task in self.next_of_stage.get(stage, ()):
-            if (device, task.replica) in self.members[stage]:
-                self.arrive(task, index)
-
-
-@dataclass(eq=False)
-class _Running:
-    """A running task on a server whose devices share their cores.
-
-    Attributes:
-        span: as if it were undisturbed.
-        task: the task; None for an update.
-        left: the remaining undisturbed seconds.
-        marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
-        index: position of its span; None if that isn't recorded before its end.
-    """
-
-    span: Span
-    task: Task | None
-    left: float
-    marks: deque[tuple[float, int]]
-    index: int | None
-
-    @property
-    def next(self) -> float:
-        """The undisturbed seconds until its next piece ends, or itself."""
-        return self.left - self.marks[0][0] if self.marks else self.left
+        for number in self.next_of_stage.get(stage, ()):
+            task = self.tasks[number]
+            if task is not None and (device, task.replica) in self.members[stage]:
+                self.arrive(number, index)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.least_times import LeastTimes
+from dapple_tf.simulation.saved_step import resumed
 from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
-from dapple_tf.simulation.simulated_step import SimulatedStep
+from dapple_tf.simulation.simulated_step import ROUNDING, SimulatedStep
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.step_tasks import TooSlowError
 from graph_passes.ir.tasks import Schedule
 
-__all__ = ["Simulation", "last_gradients", "run", "simulate"]
+__all__ = ["Simulation", "last_gradients", "run", "simulate", "tried"]
 
 
 def simulate(
@@ -69,7 +74,87 @@ def run(
     next_forward: bool = False,
 ) -> Simulation:
     """Simulates the step that ``costs`` describes; see :func:`simulate`."""
+    return _step(costs, schedule, math.inf, reduction_order, next_forward).run()
+
+
+_COSTS, _STAGE_COSTS, _ORDER = 60.0, 8.0, 0.6
+"""Work of a plan's costs, of each of its stages and of ordering a task, relative to simulating a task."""
+
+
+@dataclass
+class Trial:
+    """A step that was simulated as far as it may be fast enough.
+
+    Attributes:
+        simulation: the step; None if it takes too long.
+        work: what that took, in tasks, transfers and others simulated.
+        tail: seconds of the step after its last task: the most that earlier all-reduces can gain.
+    """
+
+    simulation: Simulation | None
+    work: float
+    tail: float
+    _step: SimulatedStep | None
+
+    def with_cuts(self, costs: CostModel) -> Trial:
+        """Simulates the step with its last backwards cut: only what these may change.
+
+        Args:
+            costs: those of the same plan with other ``backward_cuts``.
+
+        Raises:
+            PlanError: reductions during backwards need more memory than there is.
+        """
+        if self._step is None or self._step.saved is None or costs.holds != self._step.costs.holds:
+            return tried(costs)
+        step = resumed(self._step.saved, costs)
+        before = len(step.spans)
+        simulation = step.go_on()
+        tail = simulation.latency - step.computed
+        work = _COSTS + _STAGE_COSTS * costs.plan.num_stages + len(step.spans) - before
+        return Trial(simulation, work, tail, None)
+
+
+def tried(costs: CostModel, limit: float = math.inf) -> Trial:
+    """Simulates a plan's step.
+
+    Args:
+        costs: the plan's costs.
+        limit: seconds; a step that takes longer even with its last backwards cut isn't simulated to the end.
+    """
+    stages = range(costs.plan.num_stages)
+    work = _COSTS + _STAGE_COSTS * len(stages)
+    if limit < math.inf:
+        costs.check_memory()
+        least = LeastTimes(
+            costs,
+            {stage for stage in stages if costs.delays(stage)},
+            carried=stages if costs.plan.carried_updates else (),
+        )
+        if least.busiest() + costs.profile.step_seconds > limit * (1 + ROUNDING):
+            return Trial(None, work, 0.0, None)
+    schedule = costs.schedule
+    work += _ORDER * sum(map(len, schedule.orders.values()))
+    try:
+        step = _step(costs, schedule, limit)
+    except TooSlowError:
+        return Trial(None, work, 0.0, None)
+    step.keep()
+    try:
+        simulation = step.run()
+    except TooSlowError:
+        return Trial(None, work + len(step.spans), 0.0, None)
+    return Trial(simulation, work + len(step.spans), simulation.latency - step.computed, step)
+
+
+def _step(
+    costs: CostModel,
+    schedule: Schedule | None,
+    limit: float,
+    reduction_order: Sequence[int] | None = None,
+    next_forward: bool = False,
+) -> SimulatedStep:
     schedule = costs.schedule if schedule is None else schedule
     carried = () if next_forward else carried_stages(costs, schedule)
     reductions = Reductions(costs, schedule, reduction_order, carried)
-    return SimulatedStep(costs, schedule, reductions, next_forward, carried).run()
+    return SimulatedStep(costs, schedule, reductions, next_forward, carried, limit)

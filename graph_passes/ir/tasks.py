@@ -171,7 +171,28 @@ class Schedule:
     @functools.cached_property
     def split(self) -> frozenset[int]:
         """The stages whose backward is two tasks, Bx and Bw."""
-        return frozenset(task.stage for task in self.tasks if task.phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD))
+        return frozenset(
+            task.stage for task in self.tasks if task.phase is Phase.INPUT_GRAD or task.phase is Phase.WEIGHT_GRAD
+        )
+
+    @functools.cached_property
+    def last_gradients(self) -> Mapping[tuple[int, int], Task]:
+        """(device, stage) -> the task that completes the stage's gradients there; empty for a forward schedule."""
+        return {
+            (device, task.stage): task
+            for device, tasks in self.orders.items()
+            for task in tasks
+            if task.phase is Phase.BACKWARD or task.phase is Phase.WEIGHT_GRAD
+        }
+
+    @functools.cached_property
+    def last_positions(self) -> Mapping[tuple[int, int], int]:
+        """(device, stage) -> the position of the stage's last task in the device's order."""
+        return {
+            (device, task.stage): position
+            for device, tasks in self.orders.items()
+            for position, task in enumerate(tasks)
+        }
 
     @functools.cached_property
     def _devices(self) -> dict[Task, int]:
@@ -221,10 +242,7 @@ def piece_order(
     Returns:
         (position in ``groups``, number of the piece).
     """
-    last: dict[tuple[int, int], int] = {}
-    for device, tasks in ({} if schedule is None else schedule.orders).items():
-        for position, task in enumerate(tasks):
-            last[device, task.stage] = position
+    last = {} if schedule is None else schedule.last_positions
 
     def complete(stages: tuple[int, ...]) -> int:
         return max((last.get((device, stage), 0) for stage in stages for device in devices[stage]), default=0)

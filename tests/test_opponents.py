@@ -1,0 +1,34 @@
+"""The default plan against those of others, on small cases."""
+
+from __future__ import annotations
+
+import pytest
+from hardware import cluster_of, profile_of
+
+from dapple_tf.tools.evaluation import opponents
+from dapple_tf.tools.evaluation.bench_planner import cluster_of as v100s
+
+
+@pytest.mark.parametrize(("blocks", "devices", "batch"), [(6, 4, 16), (12, 8, 32)])
+def test_no_expert_and_no_paper_is_faster_on_a_small_gpt(blocks: int, devices: int, batch: int) -> None:
+    case = opponents.Case("small", opponents.gpt(blocks, hidden=512), v100s(devices), batch, (1, 4, 8), ())
+    row = opponents.compared(case)
+    assert row["others"], "nobody comes near: the case shows nothing"
+    # A plan is chosen for its simplicity if others gain less than 1 %.
+    assert min(other["ms"] for other in row["others"].values()) >= row["ours_ms"] / 1.01
+    assert "small" in opponents.table([row])
+
+
+def test_pipedreams_partition_of_equal_layers_is_equal() -> None:
+    profile, cluster = profile_of(8, parameters=10**8), cluster_of(1, 1, 1, 1, inter_bandwidth=1e9)
+    assert opponents.pipedream(profile, cluster, 64).replicas == (1, 1, 1, 1)
+    light, fast = profile_of(8, parameters=10, size=1e9), cluster_of(4, inter_bandwidth=1e9)
+    assert opponents.pipedream(light, fast, 64).replicas == (4,)
+
+
+def test_megatrons_layouts_have_equal_blocks_on_all_devices() -> None:
+    case = opponents.Case("small", opponents.gpt(14), v100s(8), 32, (8,), ())
+    plans = [plan for _, plan in opponents.experts(case)]
+    assert {plan.replicas[0] * len(set(plan.devices)) for plan in plans} == {8}
+    assert {plan.num_stages // len(set(plan.devices)) for plan in plans} >= {1, 2, 4}
+    assert any(plan.devices[0] == (0, 1) for plan in plans) and any(plan.devices[0] == (0, 4) for plan in plans)
