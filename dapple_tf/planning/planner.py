@@ -109,7 +109,7 @@ def plan(
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
         only: the features that the plan may have besides stages under a policy, some of ``recompute``,
-            ``several_stages``, ``pieces``, ``chunks``, ``first_k`` and ``carried_updates``
+            ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and ``carried_updates``
             (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all. ``plan.report.restraints``
             says what those of the chosen plan cost besides time.
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
