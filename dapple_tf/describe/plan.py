@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
+from dapple_tf.describe.plan_text import header, remarks, rows
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
     PlanError,
@@ -33,10 +33,9 @@ from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
-from dapple_tf.text_table import ranges, table
-from dapple_tf.units import gib
+from dapple_tf.text_table import table
 from dapple_tf.view.notebook import Table, notebook_html
-from graph_passes.ir.batching import Interval, slice_intervals, split_evenly
+from graph_passes.ir.batching import Interval, slice_intervals
 from graph_passes.ir.tasks import Schedule
 
 if TYPE_CHECKING:
@@ -459,51 +458,11 @@ class Plan(JsonFile):
                     )
 
     def __str__(self) -> str:
-        return "\n".join([self._header(), table(self._rows()), *self._remarks()])
-
-    def _remarks(self) -> list[str]:
-        cut = [f"last backwards in pieces, cut after {', '.join(self.backward_cuts)}"] if self.backward_cuts else []
-        if self.all_reduce != "flat":
-            algorithms = [self.all_reduce] if isinstance(self.all_reduce, str) else self.all_reduce
-            cut.append(f"all-reduce {', '.join(algorithms)}")
-        cut += [f"stages {ranges(self.relays)} hand on what they read"] if self.relays else []
-        return [*cut, *([] if self.report is None else str(self.report).splitlines())]
+        return "\n".join([header(self), table(rows(self)), *remarks(self)])
 
     def _repr_html_(self) -> str:
         """Returns the plan for a notebook: its stages, and its timeline by `unit_timeline`."""
-        return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], self._remarks())
-
-    def _header(self) -> str:
-        sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
-        batches = " + ".join(f"{count} x {size}" for size, count in sizes.items())
-        return (
-            f"Plan: global batch {self.global_batch_size}, {self.micro_batches} "
-            f"micro-batch{'es' if self.micro_batches > 1 else ''} ({batches} samples), schedule {self.schedule}, "
-            f"recompute {self.recompute}, jit {'on' if self.jit_compile else 'off'}"
-            f"{'' if self.operator_devices is None else ', operators placed one by one'}"
-        )
-
-    def _rows(self) -> list[list[str]]:
-        """Returns a header and a row for each stage."""
-        sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
-        titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
-        report = self.report
-        rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
-        for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
-            layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
-            slices = " | ".join(
-                _runs(tuple(part.size for part in self.slices(stage, Interval(0, size)))) for size in sizes
-            )
-            row = [str(stage), layer, ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
-            if report is not None:
-                reported = report.stages[stage]
-                memory = gib(reported.memory_bytes)
-                if reported.memory_limit is not None:
-                    memory += f" of {gib(reported.memory_limit)}"
-                row[5] = str(reported.warm_up)
-                row += [str(reported.layers), f"{reported.share:.1%}", f"{reported.bubble:.1%}", memory]
-            rows.append(row)
-        return rows
+        return notebook_html(header(self), [Table("", rows(self))], [unit_timeline(self)], remarks(self))
 
     def _normalise(self) -> None:
         """Turns lists into tuples and number-like values into ints, and refuses all others."""
@@ -535,10 +494,3 @@ class Plan(JsonFile):
             object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
         if self.shares is not None:
             object.__setattr__(self, "shares", replica_shares(self.shares))
-
-
-def _runs(sizes: tuple[int, ...]) -> str:
-    """Abbreviates sizes: ``2+2+1``; for many replicas ``11x6 + 5x5``."""
-    if len(sizes) <= 4:
-        return "+".join(map(str, sizes))
-    return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())

@@ -1,0 +1,63 @@
+"""A plan as text: its settings, a row for each stage, and what else it decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from dapple_tf.text_table import ranges
+from dapple_tf.units import gib
+from graph_passes.ir.batching import Interval, split_evenly
+
+if TYPE_CHECKING:
+    from dapple_tf.describe.plan import Plan
+
+
+def header(plan: Plan) -> str:
+    """Returns the plan's settings in a line."""
+    sizes = Counter(split_evenly(plan.global_batch_size, plan.micro_batches))
+    batches = " + ".join(f"{count} x {size}" for size, count in sizes.items())
+    return (
+        f"Plan: global batch {plan.global_batch_size}, {plan.micro_batches} "
+        f"micro-batch{'es' if plan.micro_batches > 1 else ''} ({batches} samples), schedule {plan.schedule}, "
+        f"recompute {plan.recompute}, jit {'on' if plan.jit_compile else 'off'}"
+        f"{'' if plan.operator_devices is None else ', operators placed one by one'}"
+    )
+
+
+def rows(plan: Plan) -> list[list[str]]:
+    """Returns a header and a row for each stage."""
+    sizes = Counter(split_evenly(plan.global_batch_size, plan.micro_batches))
+    titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
+    report = plan.report
+    rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
+    for stage, (devices, warm_up) in enumerate(zip(plan.devices, plan.warm_up_counts(), strict=True)):
+        layer = plan.cuts[stage] if stage < len(plan.cuts) else "(last)"
+        slices = " | ".join(_runs(tuple(part.size for part in plan.slices(stage, Interval(0, size)))) for size in sizes)
+        row = [str(stage), layer, ranges(plan.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
+        if report is not None:
+            reported = report.stages[stage]
+            memory = gib(reported.memory_bytes)
+            if reported.memory_limit is not None:
+                memory += f" of {gib(reported.memory_limit)}"
+            row[5] = str(reported.warm_up)
+            row += [str(reported.layers), f"{reported.share:.1%}", f"{reported.bubble:.1%}", memory]
+        rows.append(row)
+    return rows
+
+
+def remarks(plan: Plan) -> list[str]:
+    """Returns lines about what the rows don't have, and the report."""
+    cut = [f"last backwards in pieces, cut after {', '.join(plan.backward_cuts)}"] if plan.backward_cuts else []
+    if plan.all_reduce != "flat":
+        algorithms = [plan.all_reduce] if isinstance(plan.all_reduce, str) else plan.all_reduce
+        cut.append(f"all-reduce {', '.join(algorithms)}")
+    cut += [f"stages {ranges(plan.relays)} hand on what they read"] if plan.relays else []
+    return [*cut, *([] if plan.report is None else str(plan.report).splitlines())]
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """Abbreviates sizes: ``2+2+1``; for many replicas ``11x6 + 5x5``."""
+    if len(sizes) <= 4:
+        return "+".join(map(str, sizes))
+    return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())
