@@ -30,7 +30,7 @@ def rows(plan: Plan) -> list[list[str]]:
     sizes = Counter(split_evenly(plan.global_batch_size, plan.micro_batches))
     titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
     report = plan.report
-    rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
+    lines = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
     for stage, (devices, warm_up) in enumerate(zip(plan.devices, plan.warm_up_counts(), strict=True)):
         layer = plan.cuts[stage] if stage < len(plan.cuts) else "(last)"
         slices = " | ".join(_runs(tuple(part.size for part in plan.slices(stage, Interval(0, size)))) for size in sizes)
@@ -42,8 +42,8 @@ def rows(plan: Plan) -> list[list[str]]:
                 memory += f" of {gib(reported.memory_limit)}"
             row[5] = str(reported.warm_up)
             row += [str(reported.layers), f"{reported.share:.1%}", f"{reported.bubble:.1%}", memory]
-        rows.append(row)
-    return rows
+        lines.append(row)
+    return lines
 
 
 def remarks(plan: Plan) -> list[str]:
