@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.measuring.cost_fit import nearest_cost, shares
 from dapple_tf.measuring.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
+from dapple_tf.measuring.layers_by_operator import stage_operators
 from dapple_tf.measuring.profiled_model import ProfiledModel
+from dapple_tf.measuring.recomputation import needed_later
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.measuring.timed_session import StepRuns
 from dapple_tf.measuring.timed_step import (
@@ -24,6 +27,7 @@ from dapple_tf.measuring.timed_step import (
     input_gradients_of,
     timed_step,
 )
+from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
@@ -169,6 +173,7 @@ class _Measuring:
         forward, backward = self._task_costs(_F, start_up), self._task_costs(_B, start_up)
         input_parts = self._input_parts(start_up)
         applied = self._apply_times(start_up)
+        later = self._needed_later(forward)
         variables = variable_bytes(self.program, self.profiled.updates, self.profiled.table)
         layers = [
             LayerProfile(
@@ -187,6 +192,7 @@ class _Measuring:
                 apply_seconds=float(applied[index]),
                 spread=self._spread(index),
                 buffers=memory.buffers[index],
+                needed_later=later[index],
             )
             for index, name in enumerate(self.profiled.stages.names)
         ]
@@ -216,6 +222,12 @@ class _Measuring:
             points.append(shares(each, start_up, whole - start_up))
             logger.debug("%s of %d samples: %.3g s in layers, %.3g s in one", phase, samples, each.sum(), whole)
         return [nearest_cost(self.sizes, [float(point[stage]) for point in points]) for stage in stages]
+
+    def _needed_later(self, forward: Sequence[Cost]) -> list[tuple[NeededLater, ...]]:
+        """Returns the parts of each layer's F that its B doesn't need, by the rooflines of its operators."""
+        costs, kind = OperatorCosts(), device_kind(self.profiled.device_name)
+        operators = stage_operators(self.program, self.profiled.sample_shapes, self.sizes[-1])
+        return needed_later(self.program, [each.estimates(costs, kind) for each in operators], forward)
 
     def _input_parts(self, start_up: float) -> np.ndarray:
         """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""
