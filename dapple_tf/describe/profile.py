@@ -18,7 +18,7 @@ from dapple_tf.text_table import table
 _FORMAT = "dapple_tf.profile/1"
 
 _ROUNDING = 1e-9
-"""Fraction by which parts of a time may exceed it: they are rounded."""
+"""Fraction by which the sum of shares may exceed 1: they are rounded."""
 
 
 class ProfileError(ValueError):
@@ -95,11 +95,14 @@ class NeededLater:
 
     Attributes:
         layer: index of the first layer whose backward needs them, a later one; the number of layers if none does.
-        forward: the part's time.
+        share: the part's share of F's time.
     """
 
     layer: int
-    forward: Cost
+    share: float
+
+    def __post_init__(self) -> None:
+        _check_amount("the share of F that is needed later", self.share)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,9 @@ class LayerProfile:
         apply_seconds: time of the optimizer's update of its parameters.
         spread: interquartile range of the measured F + B, as a fraction of its median.
         buffers: bytes that its tasks leave in memory, buffer by buffer; None if only the sums above are known.
+        recomputation: time that F and B take longer together if B computes all of F again. That is less than F's time:
+            an F of which nothing is kept is faster, and so is a B that reads what was computed just before. None if
+            unknown, taken as F's time.
         needed_later: the parts of F that the layer's own backward doesn't need. With ``recompute="boundary"`` they are
             computed again only in stages with the layers that need them; see `Profile.recomputed`. By default the
             layer's backward needs all of F.
@@ -144,19 +150,23 @@ class LayerProfile:
     apply_seconds: float = 0.0
     spread: float = 0.0
     buffers: LayerBuffers | None = None
+    recomputation: Cost | None = None
     needed_later: tuple[NeededLater, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
             _check_amount(f"{name} of layer {self.name!r}", getattr(self, name))
         object.__setattr__(self, "needed_later", tuple(self.needed_later))
-        for part in ("fixed", "per_sample"):
-            later, whole = sum(getattr(x.forward, part) for x in self.needed_later), getattr(self.forward, part)
-            if later > whole * (1 + _ROUNDING):
-                raise ProfileError(
-                    f"the parts of layer {self.name!r} that are needed later have a {part} time of {later!r} in all; "
-                    f"it must be at most that of its forward, {whole!r}"
-                )
+        shares = sum(later.share for later in self.needed_later)
+        if shares > 1 + _ROUNDING:
+            raise ProfileError(
+                f"the shares of layer {self.name!r} that are needed later add up to {shares!r}; it must be at most 1"
+            )
+
+    @property
+    def all_again(self) -> Cost:
+        """Time that computing all of F again adds to B."""
+        return self.forward if self.recomputation is None else self.recomputation
 
 
 @dataclass(frozen=True)
@@ -327,17 +337,15 @@ class Profile(JsonFile):
         return Cost(sum(cost.fixed for cost in costs), sum(cost.per_sample for cost in costs))
 
     def recomputed(self, start: int, stop: int) -> Cost:
-        """Returns the part of F of layers ``start`` to ``stop`` (excluded) that their backward needs.
+        """Returns the time that ``recompute="boundary"`` adds to layers ``start`` to ``stop`` (excluded) as one stage.
 
-        It is what B computes again with ``recompute="boundary"``.
+        B computes again what the backwards of these layers need of F.
         """
-        layers = self.layers[start:stop]
-        unneeded = [later.forward for layer in layers for later in layer.needed_later if later.layer >= stop]
-        fixed, per_sample = (
-            max(0.0, sum(getattr(layer.forward, part) for layer in layers) - sum(getattr(x, part) for x in unneeded))
-            for part in ("fixed", "per_sample")
-        )
-        return Cost(fixed, per_sample)
+        total = ZERO
+        for layer in self.layers[start:stop]:
+            needed = 1 - sum(later.share for later in layer.needed_later if later.layer >= stop)
+            total += layer.all_again * max(0.0, needed)
+        return total
 
     @property
     def parameter_bytes(self) -> int:
@@ -396,7 +404,7 @@ class Profile(JsonFile):
                 backward=layer.backward * seconds,
                 backward_weight=None if layer.backward_weight is None else layer.backward_weight * seconds,
                 apply_seconds=layer.apply_seconds * seconds,
-                needed_later=tuple(NeededLater(x.layer, x.forward * seconds) for x in layer.needed_later),
+                recomputation=None if layer.recomputation is None else layer.recomputation * seconds,
             )
             for layer in self.layers
         ]

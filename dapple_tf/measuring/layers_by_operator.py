@@ -157,8 +157,7 @@ def layers_by_operator(
         between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
         output[boundary.producer] = output[boundary.producer] + size
     variables = variable_bytes(program, None, table)
-    forward = [line((less.forward, more.forward)) for less, more in zip(few, many, strict=True)]
-    later = needed_later(program, seconds[ends[-1]], forward)
+    later = needed_later(program, seconds[ends[-1]])
     layers = []
     for index, name in enumerate(names):
         less, more = few[index], many[index]
@@ -167,7 +166,7 @@ def layers_by_operator(
         layers.append(
             LayerProfile(
                 name=name,
-                forward=forward[index],
+                forward=line((less.forward, more.forward)),
                 backward=backward,
                 backward_weight=backward * (more.weight / more.backward if more.backward else 0.0),
                 residual_bytes=line((less.residual, more.residual)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from dapple_tf.measuring.cost_fit import nearest_cost, shares
 from dapple_tf.measuring.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
 from dapple_tf.measuring.layers_by_operator import stage_operators
 from dapple_tf.measuring.profiled_model import ProfiledModel
-from dapple_tf.measuring.recomputation import needed_later
+from dapple_tf.measuring.recomputation import needed_later, with_recomputation
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.measuring.timed_session import StepRuns
 from dapple_tf.measuring.timed_step import (
@@ -49,8 +48,9 @@ _F, _B, _BX = Phase.FORWARD.value, Phase.BACKWARD.value, Phase.INPUT_GRAD.value
 def measured_layers(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
     """Measures each layer by itself.
 
-    Three steps run in turns, because a machine's speed drifts: one with a stage for each layer, timed from
-    within (`timed_step.py`), the same with a single stage, and a real step of the engine.
+    Four steps run in turns, because a machine's speed drifts: one with a stage for each layer, timed from within
+    (`timed_step.py`), the same with a single stage, that stage with its forward computed again by its backward, and a
+    real step of the engine.
 
     Args:
         profiled: the model.
@@ -67,11 +67,13 @@ class _Steps:
     Attributes:
         layered: a step with a stage for each layer.
         whole: a step with a single stage.
+        again: the same with ``recompute="boundary"``.
         nothing: calls of an empty function, of "1 sample".
     """
 
     layered: StepRuns
     whole: StepRuns
+    again: StepRuns
     nothing: StepRuns
 
 
@@ -89,13 +91,15 @@ class _Measuring:
         self.bar.step("tracing the optimizer", now=True)
         updates = profiled.updates
         self.bar.step("building steps", now=True)
-        whole = with_functions(with_gradients(profiled.flat, ()), "whole_")
+        single = with_gradients(profiled.flat, ())
+        whole, again = with_functions(single, "whole_"), with_functions(single, "again_", "boundary")
         whole_updates = group_updates(profiled.model, profiled.table, whole)
         with profiled.session([*updates, *whole_updates]) as session:
             layered = timed_step(self.program, updates, device, host_device, "layers_", input_gradients=True)
             self.steps = _Steps(
                 StepRuns(session, layered, "layered"),
                 StepRuns(session, timed_step(whole, whole_updates, device, host_device, "whole_"), "whole"),
+                StepRuns(session, timed_step(again, whole_updates, device, host_device, "again_"), "again"),
                 StepRuns(session, empty_calls(device, _EMPTY_CALLS), NOTHING),
             )
             self.steps.nothing.feed(1, {})
@@ -108,7 +112,7 @@ class _Measuring:
 
     def _feed(self, samples: int) -> None:
         values = self.profiled.batch(samples * MICRO_BATCHES)
-        for step in (self.steps.layered, self.steps.whole):
+        for step in (self.steps.layered, self.steps.whole, self.steps.again):
             step.feed(samples, values)
 
     # ---- measuring
@@ -116,7 +120,7 @@ class _Measuring:
     def _measure(self) -> np.ndarray:
         """Runs all steps in turns; returns the seconds of each real step of the smallest size."""
         steps = self.steps
-        runs = [(step, samples) for samples in self.sizes for step in (steps.layered, steps.whole)]
+        runs = [(step, samples) for samples in self.sizes for step in (steps.layered, steps.whole, steps.again)]
         runs.append((steps.nothing, 1))
         with self.profiled.engine_step(self.sizes[0], MICRO_BATCHES) as engine_step:
 
@@ -173,7 +177,7 @@ class _Measuring:
         forward, backward = self._task_costs(_F, start_up), self._task_costs(_B, start_up)
         input_parts = self._input_parts(start_up)
         applied = self._apply_times(start_up)
-        later = self._needed_later(forward)
+        later = self._needed_later()
         variables = variable_bytes(self.program, self.profiled.updates, self.profiled.table)
         layers = [
             LayerProfile(
@@ -205,7 +209,7 @@ class _Measuring:
             model=self.profiled.model.name,
             device=self.profiled.device_name,
             batch_sizes=self.sizes,
-            layers=tuple(layers),
+            layers=tuple(with_recomputation(layers, {samples: self._added(samples) for samples in self.sizes})),
             tensors=memory.tensors,
             shared=variables.shared,
             step_seconds=max(0.0, left),
@@ -223,11 +227,18 @@ class _Measuring:
             logger.debug("%s of %d samples: %.3g s in layers, %.3g s in one", phase, samples, each.sum(), whole)
         return [nearest_cost(self.sizes, [float(point[stage]) for point in points]) for stage in stages]
 
-    def _needed_later(self, forward: Sequence[Cost]) -> list[tuple[NeededLater, ...]]:
+    def _needed_later(self) -> list[tuple[NeededLater, ...]]:
         """Returns the parts of each layer's F that its B doesn't need, by the rooflines of its operators."""
         costs, kind = OperatorCosts(), device_kind(self.profiled.device_name)
         operators = stage_operators(self.program, self.profiled.sample_shapes, self.sizes[-1])
-        return needed_later(self.program, [each.estimates(costs, kind) for each in operators], forward)
+        return needed_later(self.program, [each.estimates(costs, kind) for each in operators])
+
+    def _added(self, samples: int) -> float:
+        """Returns the seconds that the single stage takes longer for a slice if B computes F again."""
+        again, once = (
+            sum(step.times(samples, phase) for phase in (_F, _B)) for step in (self.steps.again, self.steps.whole)
+        )
+        return float(np.median(again - once))
 
     def _input_parts(self, start_up: float) -> np.ndarray:
         """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""

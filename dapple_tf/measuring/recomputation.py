@@ -1,25 +1,21 @@
-"""Which part of each layer's F the backwards of stages need: what ``recompute="boundary"`` computes again."""
+"""What ``recompute="boundary"`` computes again, and how long that takes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.describe.profile import Cost, NeededLater
+from dapple_tf.describe.profile import LayerProfile, NeededLater
 from graph_passes.analysis.recomputed_nodes import needed_from
 from graph_passes.ir.program import Program
 
 
-def needed_later(
-    program: Program, seconds: Sequence[Mapping[str, float]], forward: Sequence[Cost]
-) -> list[tuple[NeededLater, ...]]:
+def needed_later(program: Program, seconds: Sequence[Mapping[str, float]]) -> list[tuple[NeededLater, ...]]:
     """Returns, for each layer, the parts of its F that its own backward doesn't need.
-
-    A part has the share of the layer's F that its operators have.
 
     Args:
         program: a stage for each layer, with functions.
         seconds: for each layer, operator -> its time, measured or estimated; others take none.
-        forward: the layers' F.
     """
     layers = []
     for index, (first, own) in enumerate(zip(needed_from(program), seconds, strict=True)):
@@ -28,5 +24,21 @@ def needed_later(
         for name, layer in first.items():
             if layer > index and own.get(name, 0.0) > 0:
                 parts[layer] = parts.get(layer, 0.0) + own[name]
-        layers.append(tuple(NeededLater(layer, forward[index] * (parts[layer] / total)) for layer in sorted(parts)))
+        layers.append(tuple(NeededLater(layer, parts[layer] / total) for layer in sorted(parts)))
     return layers
+
+
+def with_recomputation(layers: Sequence[LayerProfile], added: Mapping[int, float]) -> list[LayerProfile]:
+    """Returns layers with `LayerProfile.recomputation`, each in proportion to its F, and at most that.
+
+    Args:
+        layers: all of a model's layers.
+        added: samples of a slice -> seconds that one stage of all layers takes longer if it computes F again.
+    """
+    never = len(layers)
+    shares = [1 - sum(later.share for later in layer.needed_later if later.layer == never) for layer in layers]
+    again = sum(layer.forward.at(size) * share for size in added for layer, share in zip(layers, shares, strict=True))
+    if again <= 0:
+        return list(layers)
+    factor = min(1.0, max(0.0, sum(added.values()) / again))
+    return [dataclasses.replace(layer, recomputation=layer.forward * factor) for layer in layers]

@@ -168,7 +168,7 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
             working[part][first, first + 1 :] = np.maximum.accumulate(peaks[first:])
     if recompute == "boundary":
         later = _needed_later(profile, starts)
-        again = [np.maximum(0.0, whole - part) for whole, part in zip(forward, later, strict=True)]
+        again = [np.maximum(0.0, whole - part) for whole, part in zip(costs("all_again"), later, strict=True)]
         backward = (backward[0] + again[0], backward[1] + again[1])
         working = [working[0] + residual[0], working[1] + residual[1]]
         residual = (np.zeros((count, count)), np.zeros((count, count)))
@@ -193,7 +193,7 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
 
 
 def _needed_later(profile: Profile, starts: Sequence[int]) -> tuple[Floats, Floats]:
-    """Returns the part of F that the backward of each possible stage doesn't need, as arrays like those of `_Ranges`.
+    """Returns the time of the part of F that each possible stage's B needn't compute again, as arrays of `_Ranges`.
 
     Args:
         profile: the layers.
@@ -205,8 +205,8 @@ def _needed_later(profile: Profile, starts: Sequence[int]) -> tuple[Floats, Floa
         for later in layer.needed_later:
             # Stages that begin up to the layer, and end after it but before the one that needs the part.
             first, last = bisect.bisect_right(starts, index), bisect.bisect_right(starts, later.layer)
-            fixed[:first, first:last] += later.forward.fixed
-            per_sample[:first, first:last] += later.forward.per_sample
+            fixed[:first, first:last] += layer.all_again.fixed * later.share
+            per_sample[:first, first:last] += layer.all_again.per_sample * later.share
     return fixed, per_sample
 
 
