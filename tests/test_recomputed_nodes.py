@@ -37,7 +37,7 @@ def add(writer: Writer, name: str, first: Ref, second: Ref) -> Ref:
 
 @functools.cache
 def residual_layers() -> Program:
-    """a: tanh(x v). b: h w. c: h + b. d: tanh of c; and a skip from b to d, with a product beside that nothing reads."""
+    """a: tanh(x v). b: h w. c: h + b. d: tanh(c + 2 h w), which skips c."""
     writer = Writer()
     x = writer.input("x", (None, 2))
     v, w = writer.variable("v", (2, 2)), writer.variable("w", (2, 2))

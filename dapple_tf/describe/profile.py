@@ -160,7 +160,7 @@ class LayerProfile:
         shares = sum(later.share for later in self.needed_later)
         if shares > 1 + _ROUNDING:
             raise ProfileError(
-                f"the shares of layer {self.name!r} that are needed later add up to {shares!r}; it must be at most 1"
+                f"the shares of layer {self.name!r} that are needed later add up to {shares:.3g}; it must be at most 1"
             )
 
     @property
@@ -289,8 +289,8 @@ class Profile(JsonFile):
             for later in layer.needed_later:
                 if not index < later.layer <= len(self.layers):
                     raise ProfileError(
-                        f"a part of layer {index}, {layer.name!r}, is needed later by layer {later.layer}; this must be "
-                        f"{index + 1} to {len(self.layers)}, the number of layers"
+                        f"a part of layer {index}, {layer.name!r}, is needed later by layer {later.layer}; this must "
+                        f"be {index + 1} to {len(self.layers)}, the number of layers"
                     )
         for group in self.shared:
             if len(group.layers) < 2 or list(group.layers) != sorted(set(group.layers)):
