@@ -130,7 +130,7 @@ def test_parts_that_are_needed_by_no_later_layer_are_refused(later: tuple[Needed
     with pytest.raises(ProfileError) as caught:
         dataclasses.replace(PROFILE, layers=(FULL, dataclasses.replace(bare("b"), needed_later=later), bare("c")))
     assert str(caught.value).startswith(message)
-    with pytest.raises(ProfileError, match="the share of F that is needed later is -0.5; it must be a finite number"):
+    with pytest.raises(ProfileError, match=r"the share of F that is needed later is -0\.5; it must be a finite number"):
         NeededLater(2, -0.5)
 
 

@@ -236,9 +236,10 @@ class _Measuring:
     def _added(self, samples: int) -> float:
         """Returns the seconds that the single stage takes longer for a slice if B computes F again."""
         again, once = (
-            sum(step.times(samples, phase) for phase in (_F, _B)) for step in (self.steps.again, self.steps.whole)
+            sum(step.times(samples, phase, 0, number) for phase in (_F, _B) for number in range(MICRO_BATCHES))
+            for step in (self.steps.again, self.steps.whole)
         )
-        return float(np.median(again - once))
+        return float(np.median(again - once)) / MICRO_BATCHES
 
     def _input_parts(self, start_up: float) -> np.ndarray:
         """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""
