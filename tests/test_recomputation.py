@@ -17,23 +17,25 @@ def test_a_part_has_the_share_of_its_operators_times() -> None:
 
 
 LAYERS = [
-    LayerProfile("a", Cost(1.0, 3.0), Cost()),
-    LayerProfile("b", Cost(0.0, 2.0), Cost(), needed_later=(NeededLater(2, 0.5),)),
+    LayerProfile("a", Cost(1.0, 3.0), Cost(2.0, 4.0)),
+    LayerProfile("b", Cost(0.0, 2.0), Cost(0.0, 3.0), needed_later=(NeededLater(2, 0.5),)),
 ]
-"""F of all that any backward needs takes 1 + 4 n seconds."""
+"""F and B take 3 + 12 n seconds, F of all that any backward needs 1 + 4 n."""
 
 
 @pytest.mark.parametrize(
-    ("added", "factor"),
-    [({1: 2.5}, 0.5), ({1: 1.0, 2: 6.0}, 0.5), ({1: 9.0}, 1.0), ({1: -1.0}, 0.0)],
+    ("samples", "ratio", "factor"),
+    [(1, 1 + 2.5 / 15, 0.5), (2, 1 + 2.25 / 27, 0.25), (1, 2.0, 1.0), (1, 0.9, 0.0)],
 )
-def test_layers_share_what_recomputation_adds(added: dict[int, float], factor: float) -> None:
+def test_layers_share_what_recomputation_adds(samples: int, ratio: float, factor: float) -> None:
     """It adds at most F's time, whatever was measured, and never takes time off."""
-    again = with_recomputation(LAYERS, added)
-    assert [layer.recomputation for layer in again] == [layer.forward * factor for layer in LAYERS]
-    assert [layer.needed_later for layer in again] == [layer.needed_later for layer in LAYERS]
+    again = with_recomputation(LAYERS, samples, ratio)
+    for layer, before in zip(again, LAYERS, strict=True):
+        assert layer.recomputation is not None
+        assert layer.recomputation.at(samples) == pytest.approx(before.forward.at(samples) * factor)
+        assert layer.needed_later == before.needed_later
 
 
 def test_layers_without_a_forward_tell_nothing() -> None:
-    layers = [LayerProfile("a", Cost(), Cost())]
-    assert with_recomputation(layers, {1: 0.5}) == layers
+    layers = [LayerProfile("a", Cost(), Cost(0.0, 1.0))]
+    assert with_recomputation(layers, 1, 1.5) == layers

@@ -209,7 +209,7 @@ class _Measuring:
             model=self.profiled.model.name,
             device=self.profiled.device_name,
             batch_sizes=self.sizes,
-            layers=tuple(with_recomputation(layers, {samples: self._added(samples) for samples in self.sizes})),
+            layers=tuple(with_recomputation(layers, self.sizes[-1], self._ratio())),
             tensors=memory.tensors,
             shared=variables.shared,
             step_seconds=max(0.0, left),
@@ -233,13 +233,20 @@ class _Measuring:
         operators = stage_operators(self.program, self.profiled.sample_shapes, self.sizes[-1])
         return needed_later(self.program, [each.estimates(costs, kind) for each in operators])
 
-    def _added(self, samples: int) -> float:
-        """Returns the seconds that the single stage takes longer for a slice if B computes F again."""
+    def _ratio(self) -> float:
+        """Returns how many times as long the single stage's F and B take if B computes F again.
+
+        It is the median over all pairs of micro-batches that ran one after the other: the machine's speed drifts.
+        """
+
+        def both(step: StepRuns, samples: int, micro_batch: int) -> np.ndarray:
+            return np.asarray(sum(step.times(samples, phase, 0, micro_batch) for phase in (_F, _B)))
+
+        pairs = [(samples, number) for samples in self.sizes for number in range(MICRO_BATCHES)]
         again, once = (
-            sum(step.times(samples, phase, 0, number) for phase in (_F, _B) for number in range(MICRO_BATCHES))
-            for step in (self.steps.again, self.steps.whole)
+            np.concatenate([both(step, *pair) for pair in pairs]) for step in (self.steps.again, self.steps.whole)
         )
-        return float(np.median(again - once)) / MICRO_BATCHES
+        return float(np.median(again[once > 0] / once[once > 0])) if once.any() else 1.0
 
     def _input_parts(self, start_up: float) -> np.ndarray:
         """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""

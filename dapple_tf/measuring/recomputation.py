@@ -28,17 +28,21 @@ def needed_later(program: Program, seconds: Sequence[Mapping[str, float]]) -> li
     return layers
 
 
-def with_recomputation(layers: Sequence[LayerProfile], added: Mapping[int, float]) -> list[LayerProfile]:
+def with_recomputation(layers: Sequence[LayerProfile], samples: int, ratio: float) -> list[LayerProfile]:
     """Returns layers with `LayerProfile.recomputation`, each in proportion to its F, and at most that.
 
     Args:
         layers: all of a model's layers.
-        added: samples of a slice -> seconds that one stage of all layers takes longer if it computes F again.
+        samples: of a slice.
+        ratio: how many times as long F and B take together, as one stage of all layers that computes F again.
     """
     never = len(layers)
-    shares = [1 - sum(later.share for later in layer.needed_later if later.layer == never) for layer in layers]
-    again = sum(layer.forward.at(size) * share for size in added for layer, share in zip(layers, shares, strict=True))
+    once = sum(layer.forward.at(samples) + layer.backward.at(samples) for layer in layers)
+    again = sum(
+        layer.forward.at(samples) * (1 - sum(later.share for later in layer.needed_later if later.layer == never))
+        for layer in layers
+    )
     if again <= 0:
         return list(layers)
-    factor = min(1.0, max(0.0, sum(added.values()) / again))
+    factor = min(1.0, max(0.0, (ratio - 1) * once / again))
     return [dataclasses.replace(layer, recomputation=layer.forward * factor) for layer in layers]
