@@ -12,7 +12,7 @@ from hardware import cluster_of as cluster
 
 from dapple_tf.describe.cluster import Cluster, Device, Link, ReductionLinks, Server
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, NeededLater, Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time
 from dapple_tf.simulation.cost import CostModel, Message, gib, stage_cost
 from graph_passes.ir.batching import split_evenly
@@ -170,6 +170,20 @@ def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
     assert (boundary.backward.at(1), boundary.residual_bytes.at(1), boundary.recomputed_bytes.at(1)) == (3, 10, 100)
     cut = stage_cost(model, 1, 2, "min_cut")
     assert (cut.backward.at(1), cut.residual_bytes.at(1), cut.recomputed_bytes.at(1)) == (pytest.approx(2.1), 40, 0)
+
+
+def test_what_no_backward_of_the_stage_needs_is_not_computed_again() -> None:
+    """Half of layer a is needed by c first, a quarter of b by none; computing all of d again takes half of its F."""
+    a, b, c, d = letters(4)
+    a = dataclasses.replace(a, needed_later=(NeededLater(2, 0.5),))
+    b = dataclasses.replace(b, needed_later=(NeededLater(4, 0.25),))
+    d = dataclasses.replace(d, recomputation=d.forward * 0.5)
+    model = profile([a, b, c, d])
+    again = {(0, 1): 0.5, (0, 2): 1.25, (0, 3): 2.75, (1, 2): 0.75, (1, 3): 1.75, (2, 4): 1.5, (0, 4): 3.25}
+    for (start, stop), seconds in again.items():
+        cost = stage_cost(model, start, stop, "boundary")
+        assert cost.backward.at(1) == pytest.approx(2 * (stop - start) + seconds)
+        assert cost.forward == stage_cost(model, start, stop).forward
 
 
 # --- what goes between stages ---

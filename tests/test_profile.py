@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
+from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile, ProfileError, SharedParameters, Tensor
 
 FULL = LayerProfile(
     name="dense, größer",
@@ -30,6 +30,8 @@ FULL = LayerProfile(
     state_bytes=12,
     apply_seconds=1e-6,
     spread=0.125,
+    recomputation=Cost(8e-6, 1e-6),
+    needed_later=(NeededLater(1, 0.25), NeededLater(3, 0.5)),
 )
 
 
@@ -116,6 +118,29 @@ def test_a_profile_that_contradicts_itself_is_refused(fields: dict[str, Any], me
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ((NeededLater(1, 0.5),), "a part of layer 1, 'b', is needed later by layer 1; this must be 2 to 3, the number"),
+        ((NeededLater(4, 0.5),), "a part of layer 1, 'b', is needed later by layer 4; this must be 2 to 3, the number"),
+        ((NeededLater(2, 0.7), NeededLater(3, 0.6)), "the shares of layer 'b' that are needed later add up to 1.3"),
+    ],
+)
+def test_parts_that_are_needed_by_no_later_layer_are_refused(later: tuple[NeededLater, ...], message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        dataclasses.replace(PROFILE, layers=(FULL, dataclasses.replace(bare("b"), needed_later=later), bare("c")))
+    assert str(caught.value).startswith(message)
+    with pytest.raises(ProfileError, match=r"the share of F that is needed later is -0\.5; it must be a finite number"):
+        NeededLater(2, -0.5)
+
+
+def test_what_a_stage_computes_again_ends_where_it_ends() -> None:
+    assert PROFILE.recomputed(0, 1) == FULL.recomputation * 0.25
+    assert PROFILE.recomputed(0, 2) == FULL.recomputation * 0.5 + Cost(0.0, 1.0)
+    assert PROFILE.recomputed(0, 3) == FULL.recomputation * 0.5 + Cost(0.0, 2.0)
+    assert PROFILE.recomputed(1, 3) == Cost(0.0, 2.0)
+
+
 def test_totals_count_shared_parameters_once() -> None:
     assert PROFILE.parameter_bytes == 4096 + 400
     assert PROFILE.total("forward").at(2) == pytest.approx(1e-5 + 2 * (2e-6 + 1 + 1))
@@ -133,6 +158,7 @@ def test_scaling_changes_times_and_nothing_else() -> None:
     assert scaled.total("backward") == PROFILE.total("backward") * 2
     assert scaled.layers[0].backward_weight == Cost(2e-5, 4e-6)
     assert scaled.layers[0].apply_seconds == 2e-6
+    assert scaled.recomputed(0, 1) == PROFILE.recomputed(0, 1) * 2
     assert PROFILE.scaled(2.0).scaled(0.5) == PROFILE
 
 

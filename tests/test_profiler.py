@@ -47,6 +47,8 @@ def check(model_profile: Profile, model: keras.Model) -> None:
         assert layer.backward_weight is not None
         assert layer.backward_weight.fixed <= layer.backward.fixed
         assert layer.backward_weight.per_sample <= layer.backward.per_sample
+        if not model_profile.estimated:
+            assert layer.recomputation is not None and layer.recomputation.at(4) <= layer.forward.at(4) * (1 + 1e-9)
     assert model_profile.parameter_bytes == sum(nbytes(variable) for variable in model.trainable_variables)
     used = [v for v in program.roles.variables if v.kind is VariableKind.STATE and v.value is not None]
     state = sum(tf.dtypes.as_dtype(v.dtype).size * int(np.prod(v.shape)) for v in used)
@@ -84,6 +86,8 @@ def test_a_chain() -> None:
     # What tanh's gradient needs is its result, which the next layer's needs too.
     assert first.residual_bytes.at(10) == 240.0 and first.residual_bytes.fixed == 0
     assert model_profile.batch_sizes == (2, 8)
+    # tanh's gradient needs all of a layer; the last one has the loss besides, which no gradient needs.
+    assert [[later.layer for later in layer.needed_later] for layer in model_profile.layers] == [[], [], [3]]
     # No layer is without parameters, so that none tells what an update of nothing takes; yet no layer's is free.
     assert all(layer.apply_seconds > 0 for layer in model_profile.layers)
 
@@ -264,6 +268,7 @@ def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_
     assert [(t.producer, t.consumers, t.bytes) for t in quick.tensors] == [
         (t.producer, t.consumers, t.bytes) for t in full.tensors
     ]
+    assert [layer.needed_later for layer in quick.layers[:2]] == [(), ()]
     first, second, _ = quick.layers
     assert first.backward_weight == first.backward
     assert second.backward_weight is not None and ZERO.at(8) < second.backward_weight.at(8) < second.backward.at(8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 
 import pytest
@@ -9,11 +11,12 @@ from hardware import cluster_of
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile, Tensor
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.search import Search, coarsened
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.stage_cost import stage_cost
 
 
 def profile_of(times: list[float], *, size: float = 1e5, parameters: int = 10**6, batches: tuple[int, ...] = (1, 2)):
@@ -117,3 +120,29 @@ def test_more_stages_than_three_and_fewer_than_the_devices_are_proposed() -> Non
     search, _ = search_on(profile, cluster_of(*[1] * 16, inter_bandwidth=3e9))
     stage_counts = {len(candidate.steps) for count in (4, 8, 16) for candidate in search.run(count, 64)}
     assert stage_counts & set(range(4, 16))
+
+
+@pytest.mark.parametrize("recompute", ["none", "boundary"])
+@pytest.mark.parametrize("seed", range(5))
+def test_possible_stages_take_as_long_as_stages_do(seed: int, recompute: str) -> None:
+    """Also where parts of layers are needed by later layers only, within a coarsened model."""
+    draw = random.Random(seed)
+    profile = profile_of([draw.uniform(0.5, 2) for _ in range(9)])
+    layers = [
+        dataclasses.replace(
+            layer,
+            recomputation=draw.choice([None, layer.forward * 0.5]),
+            needed_later=[NeededLater(draw.randrange(index + 1, 10), draw.uniform(0, 0.5)) for _ in range(2)],
+        )
+        for index, layer in enumerate(profile.layers)
+    ]
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    placements = Placements(cluster_of(2))
+    ends = coarsened(profile, 5)
+    search = Search(profile, placements, links_of(placements, ["flat"], 1e6), ends, recompute=recompute)
+    starts = [0, *ends]
+    for first, stop in itertools.combinations(range(len(starts)), 2):
+        cost = stage_cost(profile, starts[first], starts[stop], recompute)
+        for parts, whole in ((search.ranges.forward, cost.forward), (search.ranges.backward, cost.backward)):
+            assert parts[0][first, stop] == pytest.approx(whole.fixed)
+            assert parts[1][first, stop] == pytest.approx(whole.per_sample)

@@ -17,6 +17,9 @@ from dapple_tf.text_table import table
 
 _FORMAT = "dapple_tf.profile/1"
 
+_ROUNDING = 1e-9
+"""Fraction by which the sum of shares may exceed 1: they are rounded."""
+
 
 class ProfileError(ValueError):
     """A profile contradicts itself, or a file isn't a profile."""
@@ -87,6 +90,22 @@ class LayerBuffers:
 
 
 @dataclass(frozen=True)
+class NeededLater:
+    """A part of a layer's F whose results the layer's own backward doesn't need.
+
+    Attributes:
+        layer: index of the first layer whose backward needs them, a later one; the number of layers if none does.
+        share: the part's share of F's time.
+    """
+
+    layer: int
+    share: float
+
+    def __post_init__(self) -> None:
+        _check_amount("the share of F that is needed later", self.share)
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """One layer, or several that can't be cut apart. Times are seconds on the profiled device.
 
@@ -108,6 +127,12 @@ class LayerProfile:
         apply_seconds: time of the optimizer's update of its parameters.
         spread: interquartile range of the measured F + B, as a fraction of its median.
         buffers: bytes that its tasks leave in memory, buffer by buffer; None if only the sums above are known.
+        recomputation: time that F and B take longer together if B computes all of F again. That is less than F's time:
+            an F of which nothing is kept is faster, and so is a B that reads what was computed just before. None if
+            unknown, taken as F's time.
+        needed_later: the parts of F that the layer's own backward doesn't need. With ``recompute="boundary"`` they are
+            computed again only in stages with the layers that need them; see `Profile.recomputed`. By default the
+            layer's backward needs all of F.
     """
 
     name: str
@@ -125,10 +150,23 @@ class LayerProfile:
     apply_seconds: float = 0.0
     spread: float = 0.0
     buffers: LayerBuffers | None = None
+    recomputation: Cost | None = None
+    needed_later: tuple[NeededLater, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
             _check_amount(f"{name} of layer {self.name!r}", getattr(self, name))
+        object.__setattr__(self, "needed_later", tuple(self.needed_later))
+        shares = sum(later.share for later in self.needed_later)
+        if shares > 1 + _ROUNDING:
+            raise ProfileError(
+                f"the shares of layer {self.name!r} that are needed later add up to {shares:.3g}; it must be at most 1"
+            )
+
+    @property
+    def all_again(self) -> Cost:
+        """Time that computing all of F again adds to B."""
+        return self.forward if self.recomputation is None else self.recomputation
 
 
 @dataclass(frozen=True)
@@ -247,6 +285,13 @@ class Profile(JsonFile):
                             f"a tensor of layer {tensor.producer} is {name} by layer {layer}, but there are "
                             f"{len(self.layers)}"
                         )
+        for index, layer in enumerate(self.layers):
+            for later in layer.needed_later:
+                if not index < later.layer <= len(self.layers):
+                    raise ProfileError(
+                        f"a part of layer {index}, {layer.name!r}, is needed later by layer {later.layer}; this must "
+                        f"be {index + 1} to {len(self.layers)}, the number of layers"
+                    )
         for group in self.shared:
             if len(group.layers) < 2 or list(group.layers) != sorted(set(group.layers)):
                 raise ProfileError(
@@ -290,6 +335,17 @@ class Profile(JsonFile):
         """Returns the sum of one of the layers' costs, such as ``forward``."""
         costs = [getattr(layer, what) for layer in self.layers]
         return Cost(sum(cost.fixed for cost in costs), sum(cost.per_sample for cost in costs))
+
+    def recomputed(self, start: int, stop: int) -> Cost:
+        """Returns the time that ``recompute="boundary"`` adds to layers ``start`` to ``stop`` (excluded) as one stage.
+
+        B computes again what the backwards of these layers need of F.
+        """
+        total = ZERO
+        for layer in self.layers[start:stop]:
+            needed = 1 - sum(later.share for later in layer.needed_later if later.layer >= stop)
+            total += layer.all_again * max(0.0, needed)
+        return total
 
     @property
     def parameter_bytes(self) -> int:
@@ -348,6 +404,7 @@ class Profile(JsonFile):
                 backward=layer.backward * seconds,
                 backward_weight=None if layer.backward_weight is None else layer.backward_weight * seconds,
                 apply_seconds=layer.apply_seconds * seconds,
+                recomputation=None if layer.recomputation is None else layer.recomputation * seconds,
             )
             for layer in self.layers
         ]
@@ -425,5 +482,11 @@ def _plain(entry: Any) -> Any:
     for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
         if field.default is dataclasses.MISSING or value != field.default:
-            data[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
+            data[field.name] = _data(value)
     return data
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_data(entry) for entry in value]
+    return _plain(value) if dataclasses.is_dataclass(value) else value

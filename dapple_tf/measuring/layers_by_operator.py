@@ -16,11 +16,13 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, stage_shapes, variable_bytes
+from dapple_tf.measuring.recomputation import needed_later
 from dapple_tf.measuring.timed_step import input_gradients_of
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.signatures import OpSignature
+from graph_passes.analysis.recomputed_nodes import forward_nodes
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.program import Program, Stage
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, takes_functions
@@ -86,9 +88,7 @@ class StageOperators:
         def behind(results: Sequence[Ref], start: Sequence[Ref]) -> set[str]:
             return set(graph.ancestors(results, start, control=False))
 
-        places = [stage.arguments.get(value, value.ref) for value in stage.own_forward.inputs]
-        ends = [stage.results.get(value, value.ref) for value in stage.own_forward.outputs]
-        forward = behind([ref for ref in ends if ref.node in graph.nodes], places)
+        forward = forward_nodes(stage)
         kept = [stage.arguments.get(value, value.ref) for value in stage.own_backward.inputs]
         backward = behind([stage.results[value] for value in stage.own_backward.outputs], kept)
         of_input = behind([stage.results[value] for value in input_gradients_of(self._program, stage)], kept)
@@ -157,6 +157,7 @@ def layers_by_operator(
         between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
         output[boundary.producer] = output[boundary.producer] + size
     variables = variable_bytes(program, None, table)
+    later = needed_later(program, seconds[ends[-1]])
     layers = []
     for index, name in enumerate(names):
         less, more = few[index], many[index]
@@ -175,6 +176,7 @@ def layers_by_operator(
                 slot_bytes=variables.slots[index],
                 state_bytes=variables.state[index],
                 apply_seconds=moved * seconds_of_byte,
+                needed_later=later[index],
             )
         )
     return dataclasses.replace(

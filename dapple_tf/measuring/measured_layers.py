@@ -8,11 +8,13 @@ import time
 
 import numpy as np
 
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.measuring.cost_fit import nearest_cost, shares
 from dapple_tf.measuring.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
+from dapple_tf.measuring.layers_by_operator import stage_operators
 from dapple_tf.measuring.profiled_model import ProfiledModel
+from dapple_tf.measuring.recomputation import needed_later, with_recomputation
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.measuring.timed_session import StepRuns
 from dapple_tf.measuring.timed_step import (
@@ -24,6 +26,7 @@ from dapple_tf.measuring.timed_step import (
     input_gradients_of,
     timed_step,
 )
+from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
@@ -45,8 +48,9 @@ _F, _B, _BX = Phase.FORWARD.value, Phase.BACKWARD.value, Phase.INPUT_GRAD.value
 def measured_layers(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
     """Measures each layer by itself.
 
-    Three steps run in turns, because a machine's speed drifts: one with a stage for each layer, timed from
-    within (`timed_step.py`), the same with a single stage, and a real step of the engine.
+    Four steps run in turns, because a machine's speed drifts: one with a stage for each layer, timed from within
+    (`timed_step.py`), the same with a single stage, that stage with its forward computed again by its backward, and a
+    real step of the engine.
 
     Args:
         profiled: the model.
@@ -63,11 +67,13 @@ class _Steps:
     Attributes:
         layered: a step with a stage for each layer.
         whole: a step with a single stage.
+        again: the same with ``recompute="boundary"``.
         nothing: calls of an empty function, of "1 sample".
     """
 
     layered: StepRuns
     whole: StepRuns
+    again: StepRuns
     nothing: StepRuns
 
 
@@ -85,13 +91,15 @@ class _Measuring:
         self.bar.step("tracing the optimizer", now=True)
         updates = profiled.updates
         self.bar.step("building steps", now=True)
-        whole = with_functions(with_gradients(profiled.flat, ()), "whole_")
+        single = with_gradients(profiled.flat, ())
+        whole, again = with_functions(single, "whole_"), with_functions(single, "again_", "boundary")
         whole_updates = group_updates(profiled.model, profiled.table, whole)
         with profiled.session([*updates, *whole_updates]) as session:
             layered = timed_step(self.program, updates, device, host_device, "layers_", input_gradients=True)
             self.steps = _Steps(
                 StepRuns(session, layered, "layered"),
                 StepRuns(session, timed_step(whole, whole_updates, device, host_device, "whole_"), "whole"),
+                StepRuns(session, timed_step(again, whole_updates, device, host_device, "again_"), "again"),
                 StepRuns(session, empty_calls(device, _EMPTY_CALLS), NOTHING),
             )
             self.steps.nothing.feed(1, {})
@@ -104,7 +112,7 @@ class _Measuring:
 
     def _feed(self, samples: int) -> None:
         values = self.profiled.batch(samples * MICRO_BATCHES)
-        for step in (self.steps.layered, self.steps.whole):
+        for step in (self.steps.layered, self.steps.whole, self.steps.again):
             step.feed(samples, values)
 
     # ---- measuring
@@ -112,7 +120,7 @@ class _Measuring:
     def _measure(self) -> np.ndarray:
         """Runs all steps in turns; returns the seconds of each real step of the smallest size."""
         steps = self.steps
-        runs = [(step, samples) for samples in self.sizes for step in (steps.layered, steps.whole)]
+        runs = [(step, samples) for samples in self.sizes for step in (steps.layered, steps.whole, steps.again)]
         runs.append((steps.nothing, 1))
         with self.profiled.engine_step(self.sizes[0], MICRO_BATCHES) as engine_step:
 
@@ -169,6 +177,7 @@ class _Measuring:
         forward, backward = self._task_costs(_F, start_up), self._task_costs(_B, start_up)
         input_parts = self._input_parts(start_up)
         applied = self._apply_times(start_up)
+        later = self._needed_later()
         variables = variable_bytes(self.program, self.profiled.updates, self.profiled.table)
         layers = [
             LayerProfile(
@@ -187,6 +196,7 @@ class _Measuring:
                 apply_seconds=float(applied[index]),
                 spread=self._spread(index),
                 buffers=memory.buffers[index],
+                needed_later=later[index],
             )
             for index, name in enumerate(self.profiled.stages.names)
         ]
@@ -199,7 +209,7 @@ class _Measuring:
             model=self.profiled.model.name,
             device=self.profiled.device_name,
             batch_sizes=self.sizes,
-            layers=tuple(layers),
+            layers=tuple(with_recomputation(layers, self.sizes[-1], self._ratio())),
             tensors=memory.tensors,
             shared=variables.shared,
             step_seconds=max(0.0, left),
@@ -216,6 +226,27 @@ class _Measuring:
             points.append(shares(each, start_up, whole - start_up))
             logger.debug("%s of %d samples: %.3g s in layers, %.3g s in one", phase, samples, each.sum(), whole)
         return [nearest_cost(self.sizes, [float(point[stage]) for point in points]) for stage in stages]
+
+    def _needed_later(self) -> list[tuple[NeededLater, ...]]:
+        """Returns the parts of each layer's F that its B doesn't need, by the rooflines of its operators."""
+        costs, kind = OperatorCosts(), device_kind(self.profiled.device_name)
+        operators = stage_operators(self.program, self.profiled.sample_shapes, self.sizes[-1])
+        return needed_later(self.program, [each.estimates(costs, kind) for each in operators])
+
+    def _ratio(self) -> float:
+        """Returns how many times as long the single stage's F and B take if B computes F again.
+
+        It is the median over all pairs of micro-batches that ran one after the other: the machine's speed drifts.
+        """
+
+        def both(step: StepRuns, samples: int, micro_batch: int) -> np.ndarray:
+            return np.asarray(sum(step.times(samples, phase, 0, micro_batch) for phase in (_F, _B)))
+
+        pairs = [(samples, number) for samples in self.sizes for number in range(MICRO_BATCHES)]
+        again, once = (
+            np.concatenate([both(step, *pair) for pair in pairs]) for step in (self.steps.again, self.steps.whole)
+        )
+        return float(np.median(again[once > 0] / once[once > 0])) if once.any() else 1.0
 
     def _input_parts(self, start_up: float) -> np.ndarray:
         """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""

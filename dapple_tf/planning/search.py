@@ -13,6 +13,7 @@ balanced ideally, and the one with the smallest bottleneck.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -169,7 +170,9 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
         for first in range(count - 1):
             working[part][first, first + 1 :] = np.maximum.accumulate(peaks[first:])
     if recompute == "boundary":
-        backward = (backward[0] + forward[0], backward[1] + forward[1])
+        later = _needed_later(profile, starts)
+        again = [np.maximum(0.0, whole - part) for whole, part in zip(costs("all_again"), later, strict=True)]
+        backward = (backward[0] + again[0], backward[1] + again[1])
         working = [working[0] + residual[0], working[1] + residual[1]]
         residual = (np.zeros((count, count)), np.zeros((count, count)))
     elif recompute == "min_cut":
@@ -190,6 +193,24 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
         forward, backward, residual, (working[0], working[1]), parameters, 2 * parameters + extra, apply,
         entering, returning,
     )  # fmt: skip
+
+
+def _needed_later(profile: Profile, starts: Sequence[int]) -> tuple[Floats, Floats]:
+    """Returns the time of the part of F that each possible stage's B needn't compute again, as arrays of `_Ranges`.
+
+    Args:
+        profile: the layers.
+        starts: the first layer of each group, and the number of layers.
+    """
+    count = len(starts)
+    fixed, per_sample = np.zeros((count, count)), np.zeros((count, count))
+    for index, layer in enumerate(profile.layers):
+        for later in layer.needed_later:
+            # Stages that begin up to the layer, and end after it but before the one that needs the part.
+            first, last = bisect.bisect_right(starts, index), bisect.bisect_right(starts, later.layer)
+            fixed[:first, first:last] += layer.all_again.fixed * later.share
+            per_sample[:first, first:last] += layer.all_again.per_sample * later.share
+    return fixed, per_sample
 
 
 class _Prefix(NamedTuple):

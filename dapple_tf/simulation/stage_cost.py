@@ -69,7 +69,7 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
     delayed = total(delays) if len(delays) == len(layers) else kept + entering  # what B recomputes is kept for Bw
     recomputed = ZERO
     if recompute == "boundary":
-        backward, recomputed, kept = backward + forward, kept, ZERO
+        backward, recomputed, kept = backward + profile.recomputed(start, stop), kept, ZERO
     elif recompute == "min_cut":
         backward += forward * MIN_CUT_SHARE
         kept = total(

@@ -8,6 +8,9 @@ from typing import Any
 from graph_passes.ir.graph import MICRO_BATCH_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, NodeDef
 from graph_passes.ir.tasks import Phase, Task
 
+METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs", "ConcatOffset"})
+"""The ops that read only the shape of a tensor."""
+
 
 class NodeKind(enum.Enum):
     """The purpose of a node of a step. Its value is the node's `PHASE_ATTR`.

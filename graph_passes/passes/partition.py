@@ -14,6 +14,7 @@ from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, shape_attr
+from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import dtype_of, outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 POLICIES = ("none", "boundary", "min_cut")
 
-# They read only the shape of a tensor: computed with the forward part, they keep a few integers instead of the tensor.
-_METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs", "ConcatOffset"})
 # Computing these again costs about as much as reading their result from memory: elementwise maths and data movement.
 _CHEAP_NAMES = """
     Abs Add AddN AddV2 BiasAdd BroadcastTo Cast ConcatV2 Cos Div DivNoNan Elu Equal Erf Exp ExpandDims Expm1
@@ -36,7 +35,7 @@ _CHEAP_NAMES = """
     StatelessRandomGetKeyCounter StatelessRandomUniform StatelessRandomUniformV2 StopGradient StridedSlice Sub
     Tanh Tile Transpose Unpack Xdivy Xlogy ZerosLike
 """
-_CHEAP = frozenset(_CHEAP_NAMES.split()) | _METADATA
+_CHEAP = frozenset(_CHEAP_NAMES.split()) | METADATA
 _CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 
 
@@ -267,7 +266,8 @@ def _with_metadata(graph: Graph, forward: set[str], given: set[Ref]) -> set[str]
     extended = set(forward)
     for node in graph:
         reads = graph.inputs(node.name)
-        if node.op in _METADATA and all(ref.node in extended or ref in given or _is_const(graph, ref) for ref in reads):
+        # Computed with the forward part, they keep a few integers instead of the tensor.
+        if node.op in METADATA and all(ref.node in extended or ref in given or _is_const(graph, ref) for ref in reads):
             extended.add(node.name)
     return extended
 
