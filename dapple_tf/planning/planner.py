@@ -44,8 +44,8 @@ _WORK = 30_000
 """Number of tasks and transfers to simulate in one search, for a small cluster."""
 _GROUPS = 36
 """Number of places at which the search considers cuts; the local search then moves them layer by layer."""
-_NEAR = 1.02
-"""Plans that are certainly slower than the best by this factor aren't simulated to the end."""
+_NEAR = 1.2
+"""Plans that are certainly slower than the best by this factor aren't simulated to the end; others may be varied."""
 _COUNTS = 3
 """Number of counts of micro-batches that the search runs with; the others are left to the local search."""
 _FEW_DEVICES = 8
