@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -209,10 +210,22 @@ def best(
 
 
 def _run(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
-    """Simulates a plan with this all-reduce, or the fastest for each stage.
+    """Simulates a plan with this all-reduce, or the fastest for each stage; with all relays where they make it faster.
 
     If they may ``overlap``, all-reduces run during the last backwards as far as that gains.
     """
+    if any(len(tensor.consumers) > 1 for tensor in profile.tensors) and plan.num_stages > 2 and not plan.relays:
+        ways = (plan, dataclasses.replace(plan, relays=tuple(range(plan.num_stages))))
+        runs = []
+        for way in ways:
+            with contextlib.suppress(PlanError):  # what waits at relays may not fit
+                runs.append(_simulated(way, profile, cluster, overlap, all_reduce))
+        if runs:
+            return min(runs, key=lambda run: run.latency)
+    return _simulated(plan, profile, cluster, overlap, all_reduce)
+
+
+def _simulated(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
     if all_reduce is None:
         plan = fastest_reductions(plan, profile, cluster)
     else:
