@@ -64,7 +64,7 @@ def algorithms(all_reduce: object) -> str | tuple[str, ...]:
         PlanValueError: one doesn't exist.
     """
     single = isinstance(all_reduce, str)
-    names = (all_reduce,) if single else _entries("all_reduce", all_reduce, "'flat', or a list with one for each stage")
+    names = (all_reduce,) if single else _entries("all_reduce", all_reduce, "['flat', 'flat'] with one for each stage")
     for name in names:
         if name not in ALL_REDUCE:
             raise PlanValueError(f"unknown all_reduce {short(name)}; use one of {', '.join(ALL_REDUCE)}")

@@ -103,6 +103,8 @@ class SimulatedStep:
                     self._await_update(task)
         self.limit = limit * (1 + ROUNDING) - self.once
         self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
+        # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
+        self.cuttable = plan.wait_free and not plan.backward_cuts and not carried
         # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
         self.watched: frozenset[int] = frozenset()
         self.saved: SimulatedStep | None = None
@@ -423,6 +425,8 @@ class SimulatedStep:
             route = self.routes[source, target] = self.route(source, target)
         first, second, bandwidth, latency = route
         start, cause = self.reserve((first, second), self.now, index)
+        if self.rest and self.cuttable and start > self.now and self._reduces(first, second):
+            self.rest = {}
         busy = size / bandwidth
         end = start + busy + latency
         span = len(self.spans)
@@ -435,6 +439,11 @@ class SimulatedStep:
             self.at(end, self.landed, (receiver, leg, begun, span))
         else:
             heapq.heappush(self.events, (end, 0, next(self.sequence), self.arrive, (receiver, span)))
+
+    def _reduces(self, *ports: int) -> bool:
+        """Returns whether ports are reserved for an all-reduce."""
+        users = (self.port_last[port] for port in ports if self.port_free[port] > self.now)
+        return any(user is not None and self.spans[user].kind == "all_reduce" for user in users)
 
     def reserve(self, ports: Sequence[int], ready: float, cause: int | None) -> tuple[float, int | None]:
         """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""
@@ -531,6 +540,9 @@ class SimulatedStep:
         """Ends an update."""
         self.last[device] = index
         self.free[device] = True
+        queue, position = self.queues[device], self.position[device]
+        if self.rest and self.cuttable and position < len(queue) and not self.waiting[queue[position]]:
+            self.rest = {}
         self.release(device, stage, index)
         self.start(device)
 
