@@ -130,17 +130,16 @@ class SimulatedStep:
 
     def _await_updates(self) -> None:
         """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
-        known = Relays(self.costs, self.split, self.next)
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
                 self._await_update(task)
             for message in self.sent(task):
-                self._already_came(known, task.micro_batch, message)
+                self._already_came(task.micro_batch, message)
             for other in self.followers.get(self.numbers.of(task), ()):
                 if other not in self.next_numbers:
                     self.waiting[other] -= 1
 
-    def _already_came(self, known: Relays, micro_batch: int, message: _Message) -> None:
+    def _already_came(self, micro_batch: int, message: _Message) -> None:
         """Notes that an earlier step's message has come, and what relays made of it."""
         first, _, leg = message
         receiver = first + micro_batch * self.numbers.stride
@@ -148,9 +147,9 @@ class SimulatedStep:
             self.waiting[receiver] -= 1
         task = self.tasks[receiver]
         if leg is not None and leg.onward and task is not None:
-            for onward in known.come(leg, micro_batch, task.replica, backward=False):
+            for onward in self.relays.come(leg, micro_batch, task.replica, backward=False):
                 for after in self.over(onward, task):
-                    self._already_came(known, micro_batch, after)
+                    self._already_came(micro_batch, after)
 
     def _await_update(self, task: Task) -> None:
         number = self.numbers.of(task)
@@ -384,7 +383,7 @@ class SimulatedStep:
         backward = relay.phase is not Phase.FORWARD
         source = self.costs.plan.devices[relay.stage][relay.replica]
         shift = relay.micro_batch * self.numbers.stride
-        for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward):
+        for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward, begun=begun):
             for first, size, _ in self.over(onward, relay):
                 receiver = first + shift
                 if not begun or receiver in self.next_numbers or self.relays.awaited(onward, relay.micro_batch):
