@@ -62,9 +62,7 @@ class Relays:
         other.due = dict(self.due)
         return other
 
-    def come(
-        self, leg: Leg, micro_batch: int, replica: int, *, backward: bool, begun: bool = False
-    ) -> Iterator[Leg]:
+    def come(self, leg: Leg, micro_batch: int, replica: int, *, backward: bool, begun: bool = False) -> Iterator[Leg]:
         """Notes that a message has come to a relay's slice, or that its own backward is over.
 
         Args:
