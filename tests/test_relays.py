@@ -183,6 +183,14 @@ def test_forwards_of_the_next_step_get_what_relays_hand_on() -> None:
     assert len(sends(relayed)) == len(sends(direct))
 
 
+def test_replicas_whose_devices_begin_the_next_step_at_other_times_send_what_a_relay_hands_on() -> None:
+    """Devices 1 and 2 run stage 0's forwards first, device 0 only that of the first micro-batch: it has all stages."""
+    plan = Plan.manual(["l0", "l1"], [[0, 1, 2], [3, 0], [0]], 2, 26, "modulo", relays=[1])
+    step = simulate(plan, skips(3, parameter_bytes=4), slow(4), next_forward=True)
+    direct = simulate(dataclasses.replace(plan, relays=()), skips(3, parameter_bytes=4), slow(4), next_forward=True)
+    assert {kind_of(span) for span in step.spans} == {kind_of(span) for span in direct.spans}
+
+
 def kind_of(span: Span) -> tuple[str, int, int | None]:
     return ("send", 0, 0) if span.kind == "send" else (span.kind, span.stage, span.micro_batch)
 

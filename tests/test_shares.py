@@ -53,6 +53,8 @@ def test_shares_stand_in_the_file_and_count_in_the_fingerprint() -> None:
     ("shares", "told"),
     [
         ([[1, 2]], r"shares has \[2\] numbers for stages of \[2, 3\] replicas; give one for each replica"),
+        ([], r"shares has \[\] numbers for stages of \[2, 3\] replicas; give one for each replica"),
+        ([[1, 1], [1]], r"shares has \[2, 1\] numbers for stages of \[2, 3\] replicas; give one for each replica"),
         ([[1, 0], [1, 1, 1]], r"shares of stage 0 are \[1, 0\]; give each replica a whole number of at least 1"),
         ([[1, 0.5], [1, 1, 1]], "shares of stage 0: 0.5 isn't a whole number"),
         ("1:2", r"shares is '1:2'; give a list, such as \[\[2, 1\], \[1\]\]"),

@@ -26,6 +26,7 @@ from dapple_tf.describe.plan_values import (
     integers,
     layer_names,
     replica_shares,
+    share_lists,
     task_times,
 )
 from dapple_tf.describe.unit_timeline import unit_timeline
@@ -152,6 +153,8 @@ class Plan(JsonFile):
     def __post_init__(self) -> None:
         self._normalise()
         check_stages(self)
+        if self.shares is not None:
+            object.__setattr__(self, "shares", replica_shares(self.shares))
         check_batches(self)
         check_options(self)
 
@@ -493,4 +496,4 @@ class Plan(JsonFile):
         if self.operator_devices is not None:
             object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
         if self.shares is not None:
-            object.__setattr__(self, "shares", replica_shares(self.shares))
+            object.__setattr__(self, "shares", share_lists(self.shares))

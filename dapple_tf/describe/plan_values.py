@@ -64,15 +64,15 @@ def algorithms(all_reduce: object) -> str | tuple[str, ...]:
         PlanValueError: one doesn't exist.
     """
     single = isinstance(all_reduce, str)
-    names = (all_reduce,) if single else _entries("all_reduce", all_reduce, "'flat', or a list with one for each stage")
+    names = (all_reduce,) if single else _entries("all_reduce", all_reduce, "['flat', 'flat'] with one for each stage")
     for name in names:
         if name not in ALL_REDUCE:
             raise PlanValueError(f"unknown all_reduce {short(name)}; use one of {', '.join(ALL_REDUCE)}")
     return names[0] if single else names
 
 
-def replica_shares(shares: object) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the shares of each stage's replicas as tuples in lowest terms; None if all are equal.
+def share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
+    """Returns the shares of each stage's replicas as tuples in lowest terms.
 
     Raises:
         PlanValueError: a stage's shares aren't whole numbers of at least 1.
@@ -86,7 +86,17 @@ def replica_shares(shares: object) -> tuple[tuple[int, ...], ...] | None:
             )
         common = math.gcd(*numbers)
         stages.append(tuple(number // common for number in numbers))
-    return tuple(stages) if any(len(set(numbers)) > 1 for numbers in stages) else None
+    return tuple(stages)
+
+
+def replica_shares(shares: object) -> tuple[tuple[int, ...], ...] | None:
+    """Returns `share_lists`; None if all shares of each stage are equal.
+
+    Raises:
+        PlanValueError: as `share_lists`.
+    """
+    stages = share_lists(shares)
+    return stages if any(len(set(numbers)) > 1 for numbers in stages) else None
 
 
 def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:

@@ -71,7 +71,7 @@ def early_reductions(costs: CostModel) -> Iterator[Plan]:
     """
     cuts: list[str] = []
     count = 0
-    for stage in range(len(costs.stages)):
+    for stage in range(len(costs.stages)) if costs.plan.wait_free else ():
         own = _cuts(costs, stage)
         cuts += own
         count += bool(own)

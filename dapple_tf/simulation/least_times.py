@@ -139,8 +139,13 @@ class LeastTimes:
         return message.bytes / link.bandwidth + link.latency
 
     def _updated(self, stage: int) -> float:
-        """Returns the seconds of a stage's update, and of the last of many all-reduces if it has some of its own."""
+        """Returns the seconds of a stage's update, and of the last of many all-reduces if it has some of its own.
+
+        If the stage's first layer has no gradients, the last all-reduce may be over before the backward that is cut.
+        """
         costs = self.costs
         seconds = min(costs.apply_seconds(stage, device) for device in costs.owner_devices[stage])
+        if not costs.layer_gradients(stage)[0]:
+            return seconds
         own = [costs.reduction_seconds(item, _NOTHING) for item in costs.reductions if item.stages == (stage,)]
         return seconds + sum(own)

@@ -39,7 +39,8 @@ class Relays:
 
     Attributes:
         legs: the plan's.
-        due: (leg to the relay, micro-batch, replica, whether gradients) -> number of messages still to come.
+        due: (leg to the relay, micro-batch, replica, whether gradients, whether of the next step) -> number of messages
+            still to come.
     """
 
     def __init__(self, costs: CostModel, split: Collection[int], begun: Collection[Task]) -> None:
@@ -52,7 +53,7 @@ class Relays:
         """
         self.legs, self._costs, self._split = costs.legs, costs, split
         self._begun = {(task.stage, task.micro_batch) for task in begun}
-        self.due: dict[tuple[int, int, int, bool], int] = {}
+        self.due: dict[tuple[int, int, int, bool, bool], int] = {}
         self._numbers: dict[tuple[int, int, bool], Counter[int]] = {}
 
     def copied(self) -> Relays:
@@ -61,7 +62,7 @@ class Relays:
         other.due = dict(self.due)
         return other
 
-    def come(self, leg: Leg, micro_batch: int, replica: int, *, backward: bool) -> Iterator[Leg]:
+    def come(self, leg: Leg, micro_batch: int, replica: int, *, backward: bool, begun: bool = False) -> Iterator[Leg]:
         """Notes that a message has come to a relay's slice, or that its own backward is over.
 
         Args:
@@ -69,11 +70,12 @@ class Relays:
             micro_batch: the micro-batch.
             replica: the relay's replica.
             backward: whether it is a gradient.
+            begun: whether it is of the next step.
 
         Yields:
             The legs over which the slice leaves now.
         """
-        key = (leg.number, micro_batch, replica, backward)
+        key = (leg.number, micro_batch, replica, backward, begun)
         if key not in self.due:
             self.due[key] = self._number(leg, micro_batch, replica, backward)
         self.due[key] -= 1

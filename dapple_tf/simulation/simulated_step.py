@@ -103,6 +103,8 @@ class SimulatedStep:
                     self._await_update(task)
         self.limit = limit * (1 + ROUNDING) - self.once
         self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
+        # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
+        self.cuttable = plan.wait_free and not plan.backward_cuts and not carried
         # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
         self.watched: frozenset[int] = frozenset()
         self.saved: SimulatedStep | None = None
@@ -128,17 +130,16 @@ class SimulatedStep:
 
     def _await_updates(self) -> None:
         """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
-        known = Relays(self.costs, self.split, self.next)
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
                 self._await_update(task)
             for message in self.sent(task):
-                self._already_came(known, task.micro_batch, message)
+                self._already_came(task.micro_batch, message)
             for other in self.followers.get(self.numbers.of(task), ()):
                 if other not in self.next_numbers:
                     self.waiting[other] -= 1
 
-    def _already_came(self, known: Relays, micro_batch: int, message: _Message) -> None:
+    def _already_came(self, micro_batch: int, message: _Message) -> None:
         """Notes that an earlier step's message has come, and what relays made of it."""
         first, _, leg = message
         receiver = first + micro_batch * self.numbers.stride
@@ -146,9 +147,9 @@ class SimulatedStep:
             self.waiting[receiver] -= 1
         task = self.tasks[receiver]
         if leg is not None and leg.onward and task is not None:
-            for onward in known.come(leg, micro_batch, task.replica, backward=False):
+            for onward in self.relays.come(leg, micro_batch, task.replica, backward=False):
                 for after in self.over(onward, task):
-                    self._already_came(known, micro_batch, after)
+                    self._already_came(micro_batch, after)
 
     def _await_update(self, task: Task) -> None:
         number = self.numbers.of(task)
@@ -382,7 +383,7 @@ class SimulatedStep:
         backward = relay.phase is not Phase.FORWARD
         source = self.costs.plan.devices[relay.stage][relay.replica]
         shift = relay.micro_batch * self.numbers.stride
-        for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward):
+        for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward, begun=begun):
             for first, size, _ in self.over(onward, relay):
                 receiver = first + shift
                 if not begun or receiver in self.next_numbers or self.relays.awaited(onward, relay.micro_batch):
@@ -423,6 +424,8 @@ class SimulatedStep:
             route = self.routes[source, target] = self.route(source, target)
         first, second, bandwidth, latency = route
         start, cause = self.reserve((first, second), self.now, index)
+        if self.rest and self.cuttable and start > self.now and self._reduces(first, second):
+            self.rest = {}
         busy = size / bandwidth
         end = start + busy + latency
         span = len(self.spans)
@@ -435,6 +438,11 @@ class SimulatedStep:
             self.at(end, self.landed, (receiver, leg, begun, span))
         else:
             heapq.heappush(self.events, (end, 0, next(self.sequence), self.arrive, (receiver, span)))
+
+    def _reduces(self, *ports: int) -> bool:
+        """Returns whether ports are reserved for an all-reduce."""
+        users = (self.port_last[port] for port in ports if self.port_free[port] > self.now)
+        return any(user is not None and self.spans[user].kind == "all_reduce" for user in users)
 
     def reserve(self, ports: Sequence[int], ready: float, cause: int | None) -> tuple[float, int | None]:
         """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""
@@ -531,6 +539,9 @@ class SimulatedStep:
         """Ends an update."""
         self.last[device] = index
         self.free[device] = True
+        queue, position = self.queues[device], self.position[device]
+        if self.rest and self.cuttable and position < len(queue) and not self.waiting[queue[position]]:
+            self.rest = {}
         self.release(device, stage, index)
         self.start(device)
 
