@@ -367,7 +367,7 @@ def test_nothing_is_advised_where_no_plan_gains() -> None:
     watch, tasks = StageDrift(simulation), simulated_tasks(simulation)
     for _ in range(2):
         told = watch.check(slower_replica(tasks, 1, 1.3))
-    assert told[1].endswith("and no new plan is at least 3% faster")
+    assert told[1].endswith("and no new plan is at least 1% faster")
 
 
 def test_stages_of_tiny_tasks_are_left_out() -> None:
