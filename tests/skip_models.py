@@ -40,8 +40,8 @@ class Block(keras.layers.Layer):
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
         hidden, embedded, positions = inputs
-        kept = keras.ops.expand_dims(keras.ops.cast(mask[0], hidden.dtype), -1)
-        return self.dense(hidden + positions) * kept + 0.5 * embedded * positions
+        present = keras.ops.expand_dims(keras.ops.cast(mask[0], hidden.dtype), -1)
+        return self.dense(hidden + positions) * present + 0.5 * embedded * positions
 
     def compute_mask(self, _inputs: Any, previous_mask: Any = None) -> Any:
         return None if previous_mask is None else previous_mask[1]  # the embedding's

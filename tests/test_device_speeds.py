@@ -89,7 +89,7 @@ def test_a_class_has_the_median_of_its_ratios(
 ) -> None:
     with_times(monkeypatch, [1.0, 2.0, 1.0, 1.0, 1.0], [2.0, 4.0, 2.5, 1.25, 2.0])
     own = None if model is None else model()
-    before = None if own is None else [np.array(value) for value in own.get_weights()]
+    before = [] if own is None else [np.array(value) for value in own.get_weights()]
     with caplog.at_level(logging.INFO, device_speeds.__name__):
         measured = measure_speeds(unlike(), own)
     assert [device.speed for device in measured.devices] == [1.0, 1.0, 0.5]
@@ -97,7 +97,7 @@ def test_a_class_has_the_median_of_its_ratios(
     assert "device 2 (other) computes 0.5 times (+- 0) as fast as device 0" in caplog.text
     assert "device 2: other: speed 0.5" in str(measured) and "devices 0 1: " in str(measured)
     if own is not None:
-        assert all(np.array_equal(old, new) for old, new in zip(before, own.get_weights(), strict=True))  # type: ignore[arg-type]
+        assert all(np.array_equal(old, new) for old, new in zip(before, own.get_weights(), strict=True))
 
 
 def test_a_class_within_its_spread_of_the_reference_counts_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from hardware import cluster_of, profile_of
@@ -62,9 +63,9 @@ def test_recomputation_is_left_out_where_it_isnt_named() -> None:
         ({"only": ["chunks"], "recompute": "boundary"}, "recompute is 'boundary', but only doesn't have recompute"),
     ],
 )
-def test_a_wrong_choice_is_refused(options: dict[str, object], text: str) -> None:
+def test_a_wrong_choice_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text):
-        plan(profile_of(), cluster_of(2), 8, **options)  # type: ignore[arg-type]
+        plan(profile_of(), cluster_of(2), 8, **options)
 
 
 def test_the_report_says_what_restrains_the_user() -> None:

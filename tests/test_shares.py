@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 from hardware import cluster_of, profile_of
@@ -65,9 +67,9 @@ def test_shares_stand_in_the_file_and_count_in_the_fingerprint() -> None:
         ),
     ],
 )
-def test_wrong_shares_are_refused(shares: object, told: str) -> None:
+def test_wrong_shares_are_refused(shares: Any, told: str) -> None:
     with pytest.raises(PlanError, match=told):
-        Plan.manual(["layer_3"], [[0, 1], [2, 3, 4]], 2, 30, shares=shares)  # type: ignore[arg-type]
+        Plan.manual(["layer_3"], [[0, 1], [2, 3, 4]], 2, 30, shares=shares)
 
 
 def test_chunks_inherit_shares() -> None:
@@ -132,11 +134,14 @@ def test_no_other_split_ends_earlier(seed: int) -> None:
     lines = [(draw.choice([0.0, 1.0, 3.0]), draw.choice([0.5, 1.0, 1.7])) for _ in range(workers)]
     most = [draw.randint(1, samples) for _ in range(workers)]
 
+    def line(start: float, each: float, count: int) -> float:
+        return start + each * count
+
     def last(sizes: tuple[int, ...]) -> float:
         return max(start + each * size for size, (start, each) in zip(sizes, lines, strict=True))
 
     legal = [sizes for sizes in itertools.product(*(range(1, limit + 1) for limit in most)) if sum(sizes) == samples]
-    split = best_split(samples, [lambda n, own=own: own[0] + own[1] * n for own in lines], most)  # type: ignore[misc]
+    split = best_split(samples, [functools.partial(line, *own) for own in lines], most)
     assert (split is None) == (not legal)
     if split is not None:
         assert split in legal
@@ -146,7 +151,7 @@ def test_no_other_split_ends_earlier(seed: int) -> None:
 def test_like_devices_have_equal_shares() -> None:
     cluster = cluster_of(2, 2, speeds=(2.0, 2.0, 0.5, 0.5))
     wanted = Plan.manual(["layer_3"], [[0, 1], [2, 3]], 2, 30)
-    assert with_shares(dataclasses.replace(wanted, shares=[[1, 3], [1, 1]]), profile_of(8), cluster) == wanted  # type: ignore[arg-type]
+    assert with_shares(dataclasses.replace(wanted, shares=((1, 3), (1, 1))), profile_of(8), cluster) == wanted
 
 
 def test_a_fixed_time_per_slice_counts() -> None:

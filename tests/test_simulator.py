@@ -699,9 +699,9 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
     plan = cut_everywhere(plan, model) if draw.random() < 0.5 and plan.wait_free else plan
     if seed % 3 == 0:
         other = random.Random(seed)
-        unequal = [[other.choice([1, 1, 2, 3]) for _ in group] for group in devices]
+        unequal = tuple(tuple(other.choice([1, 1, 2, 3]) for _ in group) for group in devices)
         with contextlib.suppress(PlanError):  # Some replica gets no sample.
-            plan = dataclasses.replace(plan, shares=unequal)  # type: ignore[arg-type]
+            plan = dataclasses.replace(plan, shares=unequal)
     return plan, model, where
 
 

@@ -8,14 +8,13 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.data_files import Decoder, parse_object, short
-from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, ReductionLinks, Server
+from dapple_tf.describe.devices import LINKS, REDUCTION, REDUCTION_LINKS, Device, Link, ReductionLinks, Server
 from dapple_tf.errors import ClusterError
 
 if TYPE_CHECKING:
     from dapple_tf.describe.cluster import Cluster
 
 FORMAT = "dapple_tf.cluster/1"
-_MEASURED = ("ring", "inside", "between", "exchange")
 MOST_DEVICES = 100_000
 """Most devices of a cluster; more is a mistake."""
 
@@ -90,8 +89,8 @@ def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict
 def _reductions(data: object, source: str) -> ReductionLinks:
     """Returns measured all-reduces."""
     if not isinstance(data, dict):
-        raise ClusterError(f"{source} is {short(data)}; it must be an object with {', '.join(_MEASURED)}")
-    _DECODER.check_keys(data, (), (*_MEASURED, "error"), source)
+        raise ClusterError(f"{source} is {short(data)}; it must be an object with {', '.join(REDUCTION_LINKS)}")
+    _DECODER.check_keys(data, (), (*REDUCTION_LINKS, "error"), source)
     links = {}
     for name, entry in data.items():
         if name == "error":

@@ -11,6 +11,8 @@ from dapple_tf.errors import ClusterError
 
 LINKS = ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
 REDUCTION = ("reduce_bandwidth", "reduce_latency")
+REDUCTION_LINKS = ("ring", "inside", "between", "exchange")
+"""The links of `ReductionLinks`."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ class ReductionLinks:
     @property
     def links(self) -> dict[str, Link]:
         """Name -> link, of those that are known."""
-        named = {"ring": self.ring, "inside": self.inside, "between": self.between, "exchange": self.exchange}
-        return {name: link for name, link in named.items() if link is not None}
+        return {name: link for name in REDUCTION_LINKS if (link := getattr(self, name)) is not None}
 
 
 def check_addresses(addresses: Sequence[str]) -> None:

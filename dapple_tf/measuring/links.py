@@ -334,11 +334,11 @@ def all_reduces(
     """
     names = [cluster.device_names[device] for device in devices]
     with tf.Graph().as_default() as parts:
-        made = [(name, [_on(name, tf.random.uniform, [size]) for size in sizes]) for name in names]
-        before = _clock([vector for _, vectors in made for vector in vectors], _host(names[0]))
+        on = {name: [_on(name, tf.random.uniform, [size]) for size in sizes] for name in names}
+        before = _clock([vector for vectors in on.values() for vector in vectors], _host(names[0]))
         with tf.control_dependencies([before]):
-            started = {name: [_on(name, tf.identity, vector) for vector in vectors] for name, vectors in made}
-            nothing = [_on(name, lambda vector: vector[:1], vectors[-1]) for name, vectors in made]
+            started = {name: [_on(name, tf.identity, vector) for vector in vectors] for name, vectors in on.items()}
+            nothing = [_on(name, lambda vector: vector[:1], vectors[-1]) for name, vectors in on.items()]
         alone = _clock(nothing, _host(names[0]))
     graph = parts.as_graph_def()
     builder, first_key = Builder(graph), collective_keys()

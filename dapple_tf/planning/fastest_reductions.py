@@ -32,7 +32,8 @@ def with_fastest_reductions(costs: CostModel, algorithms: Sequence[str] = ALL_RE
     """
     plan = costs.plan
     seconds: dict[int, dict[str, float]] = {}
-    for reduction in costs.reductions if len(algorithms) > 1 else ():
+    # Inside one server there is one way.
+    for reduction in costs.reductions if len(algorithms) > 1 and costs.cluster.num_servers > 1 else ():
         own = seconds.setdefault(min(reduction.stages), dict.fromkeys(algorithms, 0.0))
         for algorithm in algorithms:
             own[algorithm] += costs.reduction_seconds(reduction, algorithm=algorithm)

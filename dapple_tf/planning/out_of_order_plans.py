@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
@@ -205,12 +206,12 @@ def _one_group_per_device(plan: Plan) -> bool:
     return len(used) == len(set(used))
 
 
-def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
+def _legal(base: Plan, request: PlanRequest, **changes: Any) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
-        dropped: dict[str, object] = {"task_seconds": None, "backward_cuts": (), "all_reduce": "flat", "relays": ()}
+        dropped: dict[str, Any] = {"task_seconds": None, "backward_cuts": (), "all_reduce": "flat", "relays": ()}
         dropped |= {"shares": None, "report": None}
-        plan = request.shared(dataclasses.replace(base, **(dropped | changes)))  # type: ignore[arg-type]
+        plan = request.shared(dataclasses.replace(base, **(dropped | changes)))
         if isinstance(request.reverse_first_k, int):
             k = min(request.reverse_first_k, plan.num_stages)
             plan = dataclasses.replace(plan, reverse_first_k=k)

@@ -115,7 +115,7 @@ class StageDrift:
         return {device: statistics.fmean(own) for device, own in factors.items()}, uneven
 
     def _check_devices(self, factors: Mapping[int, float]) -> list[str]:
-        """Checks the devices that are so many times slower than predicted, and logs warnings."""
+        """Checks devices by how many times slower than predicted they are, and logs warnings."""
         devices = self._simulation.costs.cluster.devices
         warnings = []
         for device in sorted(factors.keys() & self.suspected_devices):

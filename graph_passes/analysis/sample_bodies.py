@@ -53,14 +53,14 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
     refs = interpreter.graph.inputs(node.name)
     spreads = _used(interpreter, node)
     try:
-        given = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
+        results = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
     except PassError:  # The body takes other numbers of samples only.
-        given = [None, None]
-    if given[0] is None or given[1] is None:
+        results = [None, None]
+    if results[0] is None or results[1] is None:
         _unknown(interpreter, node)
         return None
-    body = interpreter.body(node.attr["body"].func.name, given[0], given[1])
-    condition = interpreter.body(node.attr["cond"].func.name, given[0], given[1])
+    body = interpreter.body(node.attr["body"].func.name, results[0], results[1])
+    condition = interpreter.body(node.attr["cond"].func.name, results[0], results[1])
     if body is None or condition is None:
         _unknown(interpreter, node)
         return None

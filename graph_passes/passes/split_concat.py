@@ -110,9 +110,9 @@ class _Connection:
                 (task, interval, tensors[task, value])
                 for task, interval in self._slices(source, Phase.FORWARD, micro_batch)
             ]
-            made = source == boundary.producer
+            original = source == boundary.producer
             for (receiver, _), tensor in zip(
-                receivers, self._move(boundary, sources, receivers, made=made), strict=True
+                receivers, self._move(boundary, sources, receivers, original=original), strict=True
             ):
                 self.bound[self.step.pending[receiver, value]] = tensor
                 if onward:
@@ -169,7 +169,7 @@ class _Connection:
             sums: what relays among the readers send: their own gradients and those that they were sent.
         """
         value = Value(boundary.ref, ValueKind.GRADIENT)
-        micro_batch, made = receivers[0][0].micro_batch, receivers[0][0].stage == boundary.producer
+        micro_batch, original = receivers[0][0].micro_batch, receivers[0][0].stage == boundary.producer
         parts: list[list[Ref]] = [[] for _ in receivers]
         for stage in readers:
             sources = [
@@ -179,7 +179,7 @@ class _Connection:
             ]
             if not sources:
                 continue
-            if boundary.batch_axis is None and not made:
+            if boundary.batch_axis is None and not original:
                 for index, (_, interval) in enumerate(receivers):
                     parts[index] += [
                         tensor for _, wanted, tensor in sources if self._first(receivers, wanted) == interval
@@ -209,7 +209,7 @@ class _Connection:
         receivers: list[tuple[Task, Interval]],
         *,
         backward: bool = False,
-        made: bool = True,
+        original: bool = True,
     ) -> list[Ref]:
         """Returns the tensor as each receiver needs it.
 
@@ -218,14 +218,14 @@ class _Connection:
             sources: slices of it, or of its gradient.
             receivers: the slices that are wanted.
             backward: whether it is the gradient.
-            made: whether the sources' stage makes the tensor; a relay's slices of one without a batch axis are means
-                already.
+            original: whether the sources' stage makes the tensor; a relay's slices of one without a batch axis are
+                means already.
         """
         axis = boundary.batch_axis
         if axis is None:
             if backward:
                 return self._share(boundary, sources, receivers)
-            if not made:
+            if not original:
                 tensors = {interval: tensor for _, interval, tensor in sources}
                 slices = [(task, interval) for task, interval, _ in sources]
                 return [tensors[self._first(slices, wanted)] for _, wanted in receivers]

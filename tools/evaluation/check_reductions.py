@@ -11,15 +11,11 @@ several buckets.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import pathlib
 import signal
 import statistics
 import sys
-import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +30,7 @@ from dapple_tf.simulation.all_reduce import all_reduce_time
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _RATES = flags.DEFINE_list("rates", ["100", "400"], "Mbit/s of the link in each direction, one table each.")
@@ -47,7 +44,7 @@ _REPEATS = flags.DEFINE_integer(
     "repeats", 9, "Number of times that each is measured; the median counts.", lower_bound=1
 )
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers and the machine's facts to.")
-_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client within the first host, and its task.")
+_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client in the first host, and its task's file.")
 
 
 def _measure(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,25 +86,15 @@ def _measure(task: Mapping[str, Any]) -> dict[str, Any]:
 def run(rate: float) -> dict[str, Any]:
     """Measures on fresh hosts with links of this many Mbit/s."""
     cores = sorted(os.sched_getaffinity(0))
-    with (
-        Hosts(
-            _HOSTS.value, devices=_DEVICES.value, cores=[cores[n % len(cores)] for n in range(_HOSTS.value)]
-        ) as hosts,
-        tempfile.TemporaryDirectory() as directory,
-    ):
+    task = {
+        "sizes": [int(float(mib) * 2**20) // 4 * 4 for mib in _MIB.value],
+        "bucket": int(_BUCKET.value * 2**20),
+        "repeats": _REPEATS.value,
+    }
+    with Hosts(_HOSTS.value, _DEVICES.value, cores=[cores[n % len(cores)] for n in range(_HOSTS.value)]) as hosts:
         hosts.limit(rate)
-        result = pathlib.Path(directory) / "result.json"
-        task = {
-            "addresses": hosts.addresses,
-            "sizes": [int(float(mib) * 2**20) // 4 * 4 for mib in _MIB.value],
-            "bucket": int(_BUCKET.value * 2**20),
-            "repeats": _REPEATS.value,
-            "result": str(result),
-        }
-        program = [sys.executable, "-m", "tools.evaluation.check_reductions", f"--inside={json.dumps(task)}"]
-        if code := hosts.run(0, [*program, "--verbosity=-1"]).returncode:
-            raise HostsError(f"the client in host 0 ended with code {code}; see above")
-        return {"rate_mbit": rate, "hosts": _HOSTS.value, "devices": _DEVICES.value, **json.loads(result.read_text())}
+        measured = run_inside(hosts, "tools.evaluation.check_reductions", task)
+    return {"rate_mbit": rate, "hosts": _HOSTS.value, "devices": _DEVICES.value, **measured}
 
 
 def text(result: Mapping[str, Any]) -> str:
@@ -137,14 +124,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     if _INSIDE.value is not None:
-        task = json.loads(_INSIDE.value)
-        try:
-            pathlib.Path(task["result"]).write_text(json.dumps(_measure(task)))
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # After a failed collective, sessions may wait forever to be closed.
-        os._exit(0)
+        inside(_INSIDE.value, _measure)
     check_output(_JSON.value)
     for flag, values in (("rates", _RATES.value), ("mib", _MIB.value)):
         for value in values:

@@ -16,14 +16,10 @@ simulation of the plan with this profile and these links.
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import signal
 import statistics
 import sys
-import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +36,7 @@ from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _NAMES = (
@@ -58,6 +55,7 @@ _STEPS = flags.DEFINE_integer("steps", 5, "Measured steps of each plan; the medi
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers and the machine's facts to.")
 _INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client within the first host; its task's file.")
 
+_MODULE = "tools.evaluation.slow_links"
 _UNCOUNTED = 3
 """Steps that warm everything up: predictions leave out the first two."""
 
@@ -178,18 +176,6 @@ def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(hosts: Hosts, task: Mapping[str, Any]) -> Any:
-    """Runs this program's other half in the first host; returns its result."""
-    with tempfile.TemporaryDirectory() as directory:
-        folder = pathlib.Path(directory)
-        told = folder / "task.json"
-        told.write_text(json.dumps({**task, "addresses": hosts.addresses, "result": str(folder / "result.json")}))
-        program = [sys.executable, "-m", "tools.evaluation.slow_links", f"--inside={told}", "--verbosity=-2"]
-        if code := hosts.run(0, program).returncode:
-            raise HostsError(f"the client in host 0 ended with code {code}; see above")
-        return json.loads((folder / "result.json").read_text())
-
-
 def _task() -> dict[str, Any]:
     work = _WORK.value
     return {
@@ -211,13 +197,13 @@ def run(shape: str, transfers: Sequence[float]) -> Iterator[dict[str, Any]]:
     stages = _HOSTS.value if shape == "straight" else 2
     cores = sorted(os.sched_getaffinity(0))
     with Hosts(_HOSTS.value, cores=[cores[host % len(cores)] for host in range(_HOSTS.value)]) as hosts:
-        profiled = _run(hosts, {**task, "what": "profile"})
+        profiled = run_inside(hosts, _MODULE, {**task, "what": "profile"})
         size = 4 * task["width"] * task["samples"]
         for transfer in transfers:
             rate = size * 8 / 1e6 / (transfer * profiled["forward"] / stages)
             command.say(f"{shape}, transfers of {transfer:g}: {size / 2**20:.2f} MiB at {rate:.0f} Mbit/s")
             hosts.limit(rate)
-            rows = _run(hosts, {**task, "what": "measure", "profile": profiled["profile"]})
+            rows = run_inside(hosts, _MODULE, {**task, "what": "measure", "profile": profiled["profile"]})
             yield {
                 **{"hosts": _HOSTS.value, "work": _WORK.value, "plan": shape, "transfer": transfer},
                 **{"rate_mbit": rate, "message_bytes": size, "rows": rows},
@@ -251,15 +237,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     if _INSIDE.value is not None:
-        task = json.loads(pathlib.Path(_INSIDE.value).read_text())
-        try:
-            result = _profiled(task) if task["what"] == "profile" else _measure(task)
-            pathlib.Path(task["result"]).write_text(json.dumps(result))
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # After a failed collective, sessions may wait forever to be closed.
-        os._exit(0)
+        inside(_INSIDE.value, lambda task: _profiled(task) if task["what"] == "profile" else _measure(task))
     check_output(_JSON.value)
     command.check_choices(_SCHEDULES, (*POLICIES, "auto"))
     command.check_choices(_PLANS, ("straight", "2:2"))
