@@ -13,6 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
 
 _OPTIONS = (
     "--headless=new",
@@ -78,6 +79,9 @@ class Page:
         driver.get("about:blank")  # Else a page that differs by its hash only wouldn't load again.
         driver.get_log("browser")
         driver.get(address + (f"#{hash}" if hash else ""))
+        # On a busy machine get() has been seen to return while the page before was still there, or half of this one.
+        loaded = "return location.href !== 'about:blank' && document.readyState === 'complete'"
+        WebDriverWait(driver, 60, poll_frequency=0.02).until(lambda driver: driver.execute_script(loaded))
 
     @classmethod
     def of(cls, driver: webdriver.Chrome, text: str, folder: pathlib.Path, hash: str = "") -> Page:

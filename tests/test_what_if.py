@@ -442,6 +442,7 @@ class WhatIfPage:
         from browser import Page
 
         self.page: Page = Page(driver, server.address)
+        assert self.page.run("return 'whatIf' in window"), self.page.errors()
         self.settle()
 
     def settle(self) -> None:
