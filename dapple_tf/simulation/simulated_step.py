@@ -114,11 +114,11 @@ class SimulatedStep:
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
         for task in itertools.chain.from_iterable(self.orders.values()):
-            number = int(task in self.schedule.after)
-            if task.phase is Phase.WEIGHT_GRAD:
-                yield task, number + 1
-                continue
+            number = int(task in self.schedule.after) + int(task.phase is Phase.WEIGHT_GRAD)
             backward = task.phase is not Phase.FORWARD
+            if backward and task.phase is not costs.gradient_phase(task.stage, task.stage in self.split):
+                yield task, number
+                continue
             key = (task.stage, costs.micro_batches[task.micro_batch].size, backward)
             if key not in counts:
                 numbers = [0] * len(costs.plan.devices[task.stage])

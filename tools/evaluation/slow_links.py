@@ -107,6 +107,8 @@ def model_of(task: Mapping[str, Any]) -> keras.Model:
             layers.append(Waiting(task["seconds"], name=f"block_{number}"))
         else:
             layers.append(keras.layers.Dense(task["width"], activation="relu", name=f"block_{number}"))
+    # Labels come from the client in the first host: wide ones would take more of the link than the stages do.
+    layers.append(keras.layers.Dense(1, name="output"))
     model = keras.Sequential([keras.Input((task["width"],)), *layers])
     model.compile(keras.optimizers.SGD(1e-3), "mse")
     return model
@@ -124,19 +126,20 @@ def plan_of(schedule: str, shape: str, task: Mapping[str, Any]) -> dapple.Plan:
     return dapple.Plan.manual([f"block_{end - 1}" for end in ends], groups, count, count * task["samples"], schedule)
 
 
-def _batch(task: Mapping[str, Any], samples: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(samples, task["width"])).astype("float32")
+def _batch(task: Mapping[str, Any], samples: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(samples, width)).astype("float32") for width in (task["width"], 1))
 
 
 def _profiled(task: Mapping[str, Any]) -> dict[str, Any]:
     """Profiles the model; runs in the first host."""
     samples = task["samples"]
-    x = _batch(task, samples)
+    x, y = _batch(task, samples)
     cluster = dapple.Cluster.of_servers(task["addresses"])
     with connected(cluster):
         # Replicas have a part of a micro-batch.
         sizes = sorted({samples // 4, samples // 2, samples})
-        profile = dapple.profile(model_of(task), sizes, cluster=cluster, x=x, y=x, cache=False)
+        profile = dapple.profile(model_of(task), sizes, cluster=cluster, x=x, y=y, cache=False)
     return {"profile": profile.to_json(), "forward": sum(layer.forward.at(samples) for layer in profile.layers)}
 
 
@@ -144,7 +147,7 @@ def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Trains and measures; runs in the first host."""
     model, count = model_of(task), task["micro_batches"]
     batch = count * task["samples"]
-    x = _batch(task, batch)
+    x, y = _batch(task, batch)
     profile = dapple.Profile.from_json(task["profile"])
     rows = []
     cluster = dapple.Cluster.of_servers(task["addresses"])
@@ -159,7 +162,7 @@ def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
         trainers = {name: dapple.transform(model, cluster, plan, profile=profile) for name, plan in plans.items()}
         for _ in range(task["steps"] + _UNCOUNTED):
             for trainer in trainers.values():
-                trainer.train_on_batch(x, x)
+                trainer.train_on_batch(x, y)
         for name, trainer in trainers.items():
             prediction = trainer.prediction
             assert prediction is not None
