@@ -376,8 +376,8 @@ def test_weight_gradients_fill_the_wait_for_input_gradients() -> None:
         "1Bw1 6.000000..7.000000",
         "1apply 7.000000..7.500000",
     ]
-    # The first stage has no input gradients: Bx takes no time and waits for nothing, Bw is the whole backward and starts
-    # with the first gradient that comes, as in a real step, where such a Bx is a NoOp.
+    # The first stage has no input gradients: Bx takes no time and waits for nothing, Bw is the whole backward and
+    # starts with the first gradient that comes, as in a real step, where such a Bx is a NoOp.
     assert [str(span) for span in step.timeline[0]] == [
         "0F0 0.000000..1.000000",
         "0F1 1.000000..2.000000",

@@ -128,7 +128,8 @@ def plan_of(schedule: str, shape: str, task: Mapping[str, Any]) -> dapple.Plan:
 
 def _batch(task: Mapping[str, Any], samples: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
-    return tuple(random.normal(size=(samples, width)).astype("float32") for width in (task["width"], 1))
+    x, y = (random.normal(size=(samples, width)).astype("float32") for width in (task["width"], 1))
+    return x, y
 
 
 def _profiled(task: Mapping[str, Any]) -> dict[str, Any]:
