@@ -146,7 +146,7 @@ def _profiled(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Trains and measures; runs in the first host."""
-    model, count = model_of(task), task["micro_batches"]
+    count = task["micro_batches"]
     batch = count * task["samples"]
     x, y = _batch(task, batch)
     profile = dapple.Profile.from_json(task["profile"])
@@ -160,7 +160,10 @@ def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
             else plan_of(name, task["shape"], task)
             for name in task["schedules"]
         }
-        trainers = {name: dapple.transform(model, cluster, plan, profile=profile) for name, plan in plans.items()}
+        # Models of their own: trainers of one model would send each other its values between their steps.
+        trainers = {
+            name: dapple.transform(model_of(task), cluster, plan, profile=profile) for name, plan in plans.items()
+        }
         for _ in range(task["steps"] + _UNCOUNTED):
             for trainer in trainers.values():
                 trainer.train_on_batch(x, y)
@@ -260,7 +263,7 @@ def main(argv: list[str]) -> None:
                 sys.stdout.write(text(result) + "\n")
                 sys.stdout.flush()
                 if _JSON.value:
-                    write_results(_JSON.value, "slow_links", results)
+                    write_results(_JSON.value, f"slow_links_{_HOSTS.value}_hosts", results)
         except HostsError as error:
             sys.exit(str(error))
 
