@@ -54,4 +54,6 @@ def test_training_is_the_same(name: str) -> None:
     plan = dapple.Plan.manual(cuts, device_lists(replicas), 2, 24, **options)
     pipelined = dapple.transform(model, cluster_of(servers), plan)
     rng = np.random.default_rng(0)
-    assert_same_training(pipelined, plain, [specimen.batch(rng, size) for size in (24, 24, 11)])
+    # Updates that are carried over meet a batch of another size.
+    sizes = (24, 24, 11) if plan.carried_updates else (24, 24)
+    assert_same_training(pipelined, plain, [specimen.batch(rng, size) for size in sizes])
