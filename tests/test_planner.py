@@ -265,8 +265,8 @@ def test_a_foreign_plan_is_refused_by_the_profile_and_the_cluster() -> None:
 
 @pytest.mark.slow
 def test_planning_is_deterministic() -> None:
-    cluster = cluster_of(3, 3, intra_bandwidth=1e10, inter_bandwidth=1e9)
-    plans = {plan(profile_of(parameters=10**7), cluster, 48).to_json() for _ in range(2)}
+    cluster = cluster_of(2, 2, intra_bandwidth=1e10, inter_bandwidth=1e9)
+    plans = {plan(profile_of(parameters=10**7), cluster, 24).to_json() for _ in range(2)}
     assert len(plans) == 1
 
 
