@@ -79,6 +79,7 @@ def kinds(step: Emulation) -> dict[str, int]:
 # --- as long as simulated ---
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize("replicas", [[2, 1], thorough([1])])
 def test_two_stages_with_a_network(schedule: str, replicas: Sequence[int]) -> None:
@@ -136,6 +137,7 @@ def test_large_pipelines(
     measured(*pipeline(stages, micro_batches, schedule, replicas, network))
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(40), 5))
 def test_any_plan(seed: int) -> None:
