@@ -34,6 +34,7 @@ Blocks wait (F 15 ms, Bx 30 ms, without using a core; Bw takes next to nothing),
 workers; gradients, transfers, all-reduces and updates are real. `tc tbf` limits the links so that what a stage sends
 takes the given part of its forward. All plans of a size train in turns; medians of the measured steps, ms. "Predicted"
 is the simulation by a profile of the model and links measured at that rate. A 2:2 plan has two stages of two replicas.
+With skips every block reads the first one's results, too; "relays" are stages that hand them on.
 
 {tally}
 """
@@ -73,7 +74,8 @@ def document(results: Mapping[str, Any]) -> str:
 
 def name(record: Mapping[str, Any]) -> str:
     """Returns what was measured together, for people."""
-    return f"{record['hosts']} hosts, {record['plan']}, transfers of {record['transfer']:g} of a forward"
+    skips = ", skips" if record.get("skips") else ""
+    return f"{record['hosts']} hosts{skips}, {record['plan']}, transfers of {record['transfer']:g} of a forward"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
