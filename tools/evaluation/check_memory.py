@@ -65,7 +65,7 @@ class Model:
     batch: Callable[[int], Arrays]
     samples: int
     cuts: Mapping[int, Sequence[str]]
-    pieces: str
+    pieces: str = ""
     micro_batches: int = 8
     chunks: int = 4
 
