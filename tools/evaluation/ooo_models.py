@@ -178,18 +178,13 @@ def chain(name: str, layers: Sequence[LayerProfile]) -> Profile:
 # ---- models
 
 
-def units(layers: int, first: float = 1.0) -> Profile:
-    """Returns layers whose F, Bx and Bw take a unit of time each (figures 5, 6 and 12), for one sample.
-
-    Args:
-        layers: their number.
-        first: units of the first layer's backward, which needs no Bx.
-    """
+def units(layers: int) -> Profile:
+    """Returns layers whose F, Bx and Bw take a unit of time each (figures 5, 6 and 12); the first needs no Bx."""
     return chain(
         f"{layers} layers",
         [
             LayerProfile(
-                f"{index}", Cost(1.0), Cost(2.0 if index else first), Cost(1.0), residual_bytes=Cost(1.0),
+                f"{index}", Cost(1.0), Cost(2.0 if index else 1.0), Cost(1.0), residual_bytes=Cost(1.0),
                 delayed_bytes=Cost(1.0), parameter_bytes=1,
             )
             for index in range(layers)

@@ -285,7 +285,8 @@ def k_45(kind: str, traffic: str) -> Record:
     plain = systems.step(kind)
     assert plain is not None, "the network fits"
     return {
-        "traffic": traffic, "step": kind, "compute": compute, "prioritised": waiting, "k = 45": step.latency,
+        "traffic": traffic, "step": kind, "compute": compute, "wait-free": plain.latency, "prioritised": waiting,
+        "k = 45": step.latency, "waiting, wait-free": plain.latency - compute,
         "Bw of layers 2 to 45": hidden,
         "waiting, prioritised": waiting - compute, "waiting, k = 45": step.latency - compute,
         "GB, k = 0": max(plain.peak_bytes.values()) / 1e9, "GB, k = 45": max(step.peak_bytes.values()) / 1e9,

@@ -140,25 +140,24 @@ def fastest(
 def unit_steps() -> list[Record]:
     """Figures 5, 6 and 12, and the 16 layers of section 8.4.1: steps in units, on links that take no time."""
     cases = (
-        ("figure 5", 8, 2, 1, 1.0, ("23", "19", "16")),
-        ("figure 6", 8, 2, 2, 1.0, (None, None, None)),
-        ("figure 12", 8, 4, 4, 1.0, (None, None, None)),
-        ("section 8.4.1", 16, 4, 4, 1.0, (None, None, None)),
+        ("figure 5", 8, 2, 1),
+        ("figure 6", 8, 2, 2),
+        ("figure 12", 8, 4, 4),
+        ("section 8.4.1", 16, 4, 4),
     )
     records: list[Record] = []
-    for name, layers, devices, count, first, paper in cases:
-        profile = units(layers, first)
+    for name, layers, devices, count in cases:
+        profile = units(layers)
         cluster = Cluster(tuple(Device(f"/device:GPU:{index}", 0) for index in range(devices)), real=False)
         even = straight(profile, devices)[:1]
         ways = (("gpipe", even), ("fast_forward", even), ("modulo", modulo(profile, devices)))
         record: dict[str, str | float | int | None] = {
             "figure": name, "layers": layers, "GPUs": devices, "M": count,
         }  # fmt: skip
-        for (policy, layouts), units_there in zip(ways, paper, strict=True):
+        for policy, layouts in ways:
             run = fastest(layouts, profile, cluster, count, [count], [policy])
             assert run is not None, name
             record[policy] = run.latency
-            record[f"paper's {policy}"] = None if units_there is None else float(units_there)
         records.append(record)
     return records
 
@@ -172,12 +171,15 @@ FINE_COUNTS = (1, 2, 4, 8, 16, 32)
 """Numbers that a system may choose from where it has its best one."""
 
 
+FINE_TUNED_MODELS = ("BERT-24", "RNN", "FFNN")
+
+
 def fine_tuned(model: str) -> tuple[Profile, int]:
     """Returns a model of figure 11 and its batch; the paper doesn't say FFNN's, which is RNN's here."""
     return {"BERT-24": (FINE_TUNED.profile(), 96), "RNN": (rnn(), 1024), "FFNN": (ffnn(), 1024)}[model]
 
 
-def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequence[int] = (1,)) -> Record:
+def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequence[int] = (1, 2)) -> Record:
     """Figure 11: a model on four V100s.
 
     Args:
@@ -213,12 +215,13 @@ def _single(profile: Profile, cluster: Cluster, batch: int) -> float | None:
     return None if run is None else run.latency
 
 
-def transfer_ratio(network: str) -> float:
-    """Returns the time of a block's output on a network, relative to the block's F, for a micro-batch of figure 11."""
+def transfer(network: str) -> Record:
+    """Section 8.4.1: the time of a block's output on a network over the block's F, for a micro-batch of figure 11."""
     profile, batch = fine_tuned("BERT-24")
     block = profile.layers[profile.index["block_1"]]
     samples = batch / FINE_TUNING
-    return block.output_bytes.at(samples) / FOUR[network].cluster(4).link(0, 1).bandwidth / block.forward.at(samples)
+    seconds = block.output_bytes.at(samples) / FOUR[network].cluster(4).link(0, 1).bandwidth
+    return {"network": network, "transfer / F": seconds / block.forward.at(samples)}
 
 
 # ---- figure 13: pre-training
@@ -226,8 +229,8 @@ def transfer_ratio(network: str) -> float:
 
 SCRIPTS = {8: (12, 480, 30), 16: (24, 320, 32), 24: (36, 380, 38), 32: (48, 320, 40)}
 """GPUs -> blocks of BERT, batch and number of micro-batches in the published scripts for pre-training."""
-STRONG = (48, 320, 40)
-"""The same for BERT-48 on any number of GPUs: those of its script."""
+STRONG = {24: (320, 32), 48: (320, 40)}
+"""Blocks of BERT -> batch and micro-batches on any number of GPUs: those of its script."""
 POLICIES = {
     "GPipe": ("gpipe",),
     "DAPPLE": ("dapple_a", "dapple_b"),
@@ -242,8 +245,8 @@ def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[
     """Returns the numbers of micro-batches of a setting.
 
     Args:
-        setting: ``scripts``; ``figure 12``: as many as devices; or ``best``: each system's best of one, two, three and four
-            times the devices and the script's.
+        setting: ``scripts``; ``figure 12``: as many as devices; or ``best``: each system's best of as many, twice as
+            many, and the script's.
         script: the script's number.
         devices: number of devices.
         batch: samples of a step.
@@ -252,7 +255,7 @@ def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[
         return (script,)
     if setting == "figure 12":
         return (devices,)
-    return tuple(sorted({count for count in (script, devices, 2 * devices, 4 * devices) if count <= batch}))
+    return tuple(sorted({count for count in (script, devices, 2 * devices) if count <= batch}))
 
 
 def pre_training(blocks: int, devices: int, batch: int, script: int, setting: str, systems: Sequence[str]) -> Record:
@@ -282,6 +285,31 @@ def pre_training(blocks: int, devices: int, batch: int, script: int, setting: st
 def _bound(place: Layout, profile: Profile, cluster: Cluster, batch: int, count: int) -> float:
     costs = CostModel(place.plan(profile, batch, count, "dapple_a"), profile, cluster)
     return count * max(f + x + w for f, x, w in costs.task_seconds)
+
+
+def weak_scaling(devices: int, setting: str) -> Record:
+    """Figure 13 (a): the BERT of the script for ``devices`` GPUs."""
+    blocks, batch, script = SCRIPTS[devices]
+    return pre_training(
+        blocks, devices, batch, script, setting, ("GPipe", "PipeDream's bound", "OOO-Pipe1", "OOO-Pipe2")
+    )
+
+
+def strong_settings() -> list[tuple[int, int, str]]:
+    """Returns (blocks, devices, setting) of figure 13 (b)'s BERTs."""
+    return [
+        (blocks, devices, setting)
+        for blocks in STRONG
+        for setting in ("scripts", "figure 12")
+        for devices in SCRIPTS
+    ]
+
+
+def strong_scaling(blocks: int, devices: int, setting: str) -> Record:
+    """Figure 13 (b): a BERT on more and more GPUs; only BERT-48 has opponents in the paper."""
+    batch, script = STRONG[blocks]
+    systems = ("GPipe", "DAPPLE", "Megatron", "fast-forwarded Megatron", "OOO-Pipe2")
+    return pre_training(blocks, devices, batch, script, setting, systems if blocks == 48 else ("GPipe", "OOO-Pipe2"))
 
 
 def gpt_3(devices: int) -> Record:
