@@ -1,4 +1,4 @@
-"""The convolutional networks of Out-Of-Order BackProp's evaluation (EuroSys'22, section 8), from their published shapes.
+"""The convolutional networks of Out-Of-Order BackProp's evaluation (EuroSys'22, section 8), by published shapes.
 
 Each profile has a layer for each convolution, with its normalisation and activation, and one for each dense layer.
 What branches, such as a shortcut or DenseNet's concatenation, stands in the order in which it runs: on one device, or
@@ -132,7 +132,9 @@ def _densenet(blocks: Sequence[int], growth: int, image: int) -> Iterator[Convol
     """Yields a DenseNet with bottlenecks of 4 growth and halving transitions, for images of 224 or 32 pixels."""
     channels = 2 * growth
     small = image < 64
-    yield Convolution("stem", 3 if small else 7, 1 if small else 2, image if small else image // 2, 3, channels, added=2)
+    yield Convolution(
+        "stem", 3 if small else 7, 1 if small else 2, image if small else image // 2, 3, channels, added=2
+    )
     image = image if small else image // 4
     for group, count in enumerate(blocks):
         for number in range(count):

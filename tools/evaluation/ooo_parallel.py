@@ -284,11 +284,11 @@ def k_45(kind: str, traffic: str) -> Record:
     step = min(steps, key=lambda step: step.latency)
     plain = systems.step(kind)
     assert plain is not None, "the network fits"
+    ways = {"wait-free": plain.latency, "prioritised": waiting, "k = 45": step.latency}
     return {
-        "traffic": traffic, "step": kind, "compute": compute, "wait-free": plain.latency, "prioritised": waiting,
-        "k = 45": step.latency, "waiting, wait-free": plain.latency - compute,
+        "traffic": traffic, "step": kind, "compute": compute, **ways,
+        **{f"waiting, {way}": max(0.0, round(seconds - compute, 9)) for way, seconds in ways.items()},
         "Bw of layers 2 to 45": hidden,
-        "waiting, prioritised": waiting - compute, "waiting, k = 45": step.latency - compute,
         "GB, k = 0": max(plain.peak_bytes.values()) / 1e9, "GB, k = 45": max(step.peak_bytes.values()) / 1e9,
     }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Out-Of-Order BackProp's experiments with pipelines (EuroSys'22, sections 5.2 and 8.4), simulated: figures 5, 6, 11 to 13.
+"""Out-Of-Order BackProp's experiments with pipelines (EuroSys'22, sections 5.2 and 8.4), simulated.
 
-What the paper calls OOO-Pipe1 is the policy ``fast_forward`` on GPipe's stages; OOO-Pipe2 is ``modulo``, with each group
-of blocks on the device of its number modulo the number of devices. Each system has the same candidates: two ways to
-share out the blocks, and recomputation where nothing else fits a device's memory.
+Figures 5, 6, 11, 12 and 13. What the paper calls OOO-Pipe1 is the policy ``fast_forward`` on GPipe's stages; OOO-Pipe2
+is ``modulo``, with each group of blocks on the device of its number modulo the number of devices. Each system has the
+same candidates: two ways to share out the blocks, and recomputation where memory is short.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def layout(profile: Profile, sizes: Sequence[int], devices: Sequence[int], head:
 
 
 def straight(profile: Profile, count: int) -> list[Layout]:
-    """Returns pipelines with a stage on each device: equally many blocks, as in the paper's scripts, and equal times."""
+    """Returns pipelines with a stage on each device: as many blocks each, as in its scripts, or equal times."""
     each, more = divmod(len(blocks_of(profile)), count)
     even = layout(profile, [each + (stage < more) for stage in range(count)], range(count)) if each else None
     cuts = by_time(profile, count, [1.0] * count)
@@ -83,7 +83,7 @@ def straight(profile: Profile, count: int) -> list[Layout]:
 
 
 def modulo(profile: Profile, count: int, group: int = 1) -> list[Layout]:
-    """Returns modulo allocations: group i on device i mod ``count``, the head with the last group or on the next device."""
+    """Returns modulo allocations: group i on device i mod ``count``, the head with the last or on the next device."""
     whole, rest = divmod(len(blocks_of(profile)), group)
     sizes = [group] * whole + [rest] * bool(rest)
     devices = [index % count for index in range(len(sizes))]
@@ -231,6 +231,9 @@ SCRIPTS = {8: (12, 480, 30), 16: (24, 320, 32), 24: (36, 380, 38), 32: (48, 320,
 """GPUs -> blocks of BERT, batch and number of micro-batches in the published scripts for pre-training."""
 STRONG = {24: (320, 32), 48: (320, 40)}
 """Blocks of BERT -> batch and micro-batches on any number of GPUs: those of its script."""
+SETTINGS = ("scripts", "figure 12", "best")
+"""Which numbers of micro-batches systems have, see `micro_batches`."""
+GPT_3_DEVICES = (8, 12, 16, 24, 32)
 POLICIES = {
     "GPipe": ("gpipe",),
     "DAPPLE": ("dapple_a", "dapple_b"),
@@ -271,7 +274,9 @@ def pre_training(blocks: int, devices: int, batch: int, script: int, setting: st
     }  # fmt: skip
     for system in systems:
         if system == "PipeDream's bound":
-            record[system] = min(_bound(each, profile, cluster, batch, count) for each in straight(profile, devices) for count in counts)
+            record[system] = min(
+                _bound(each, profile, cluster, batch, count) for each in straight(profile, devices) for count in counts
+            )
             continue
         layouts = {"OOO-Pipe2": modulo, "Megatron": interleaved, "fast-forwarded Megatron": interleaved}.get(
             system, straight
@@ -298,10 +303,7 @@ def weak_scaling(devices: int, setting: str) -> Record:
 def strong_settings() -> list[tuple[int, int, str]]:
     """Returns (blocks, devices, setting) of figure 13 (b)'s BERTs."""
     return [
-        (blocks, devices, setting)
-        for blocks in STRONG
-        for setting in ("scripts", "figure 12")
-        for devices in SCRIPTS
+        (blocks, devices, setting) for blocks in STRONG for setting in ("scripts", "figure 12") for devices in SCRIPTS
     ]
 
 
@@ -349,8 +351,12 @@ def ours(model: str, network: str) -> Record:
     runs = [fastest(layouts, profile, cluster, batch, FINE_COUNTS, [policy]) for layouts, policy in theirs]
     paper = min(run.latency for run in runs if run is not None)
     run = simulate(chosen, profile, cluster)
-    name = f"{chosen.num_stages} stages, {max(chosen.replicas)} replicas, {chosen.policy}, M={chosen.micro_batches}"
-    return {"model": model, "network": network, "ours": run.latency, "OOO-Pipe": paper, "plan": name}
+    if len(set(chosen.devices)) == 1:
+        name = f"data parallelism in {chosen.num_stages} chunks" if chosen.num_stages > 1 else "data parallelism"
+    else:
+        name = f"{chosen.num_stages} stages, replicas {' '.join(map(str, chosen.replicas))}, {chosen.policy}"
+    name += f", M={chosen.micro_batches}"
+    return {"model": model, "network": network, "OOO-Pipe": paper, "ours": run.latency, "plan": name}
 
 
 def straight_and_modulo(profile: Profile, count: int, groups: Sequence[int]) -> Iterator[tuple[list[Layout], str]]:

@@ -1,20 +1,23 @@
 """Reproduces the evaluation of Out-Of-Order BackProp (EuroSys'22, section 8) in the simulator.
 
-    python -m tools.evaluation.reproduce_ooo            # all of it, three minutes; writes docs/results/ooo.md and ooo.json
+    python -m tools.evaluation.reproduce_ooo            # all of it, in two to three minutes
     python -m tools.evaluation.reproduce_ooo --check    # computes, compares with the stored numbers, writes nothing
 
-Figures 4, 5, 6 and 10 to 13 and the discussion of k = 45. Exits with 1, and names them, if a claim has another verdict
-than the stored one or a number differs from the stored one by more than 2 %; --bless stores them all the same.
+Writes ooo.md and ooo.json to docs/results: figures 4, 5, 6 and 10 to 13 and the discussion of k = 45. Exits with 1, and
+names them, if a claim has another verdict than the stored one or a number differs from the stored one by more than 2 %;
+--bless stores them all the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from absl import flags
@@ -23,6 +26,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import ooo_parallel as parallel
 from dapple_tf.tools.evaluation import ooo_pipelines as pipelines
 from dapple_tf.tools.evaluation.ooo_claims import NOT, STATUSES, Record, claims
+from dapple_tf.tools.evaluation.ooo_models import FOUR
 from dapple_tf.tools.evaluation.ooo_report import claim_records, rounded, write
 
 FLAGS = flags.FlagValues()
@@ -43,36 +47,26 @@ Work = Callable[[], Record | Sequence[Record]]
 def work() -> Iterator[tuple[str, Work]]:
     """Yields (group of records, how to compute some of them), in the order of the document."""
     yield "units", pipelines.unit_steps
-    yield "figure_4", lambda: [parallel.figure_4(*times) for times in (parallel.FITTED_4, *parallel.OTHERS_4)]
-    settings = [(model, network) for model in pipelines.FINE_TUNED_MODELS for network in pipelines.FOUR]
+    for times in (parallel.FITTED_4, *parallel.OTHERS_4):
+        yield "figure_4", partial(parallel.figure_4, *times)
+    models = list(itertools.product(pipelines.FINE_TUNED_MODELS, FOUR))
     for counts in ((pipelines.FINE_TUNING,), pipelines.FINE_COUNTS):
-        for model, network in settings:
-            yield (
-                "fine_tuning",
-                lambda model=model, network=network, counts=counts: pipelines.fine_tuning(model, network, counts),
-            )
-    for network in pipelines.FOUR:
-        yield "transfers", lambda network=network: pipelines.transfer(network)
-    for model, network in settings:
-        yield "ours", lambda model=model, network=network: pipelines.ours(model, network)
-    for devices in pipelines.SCRIPTS:
-        for setting in ("scripts", "figure 12", "best"):
-            yield (
-                "pre_training",
-                lambda devices=devices, setting=setting: pipelines.weak_scaling(devices, setting),
-            )
-    for model, devices, setting in pipelines.strong_settings():
-        yield (
-            "strong",
-            lambda model=model, devices=devices, setting=setting: pipelines.strong_scaling(model, devices, setting),
-        )
-    for devices in (8, 12, 16, 24, 32):
-        yield "gpt_3", lambda devices=devices: pipelines.gpt_3(devices)
+        for model, network in models:
+            yield "fine_tuning", partial(pipelines.fine_tuning, model, network, counts)
+    for network in FOUR:
+        yield "transfers", partial(pipelines.transfer, network)
+    for model, network in models:
+        yield "ours", partial(pipelines.ours, model, network)
+    for devices, setting in itertools.product(pipelines.SCRIPTS, pipelines.SETTINGS):
+        yield "pre_training", partial(pipelines.weak_scaling, devices, setting)
+    for strong in pipelines.strong_settings():
+        yield "strong", partial(pipelines.strong_scaling, *strong)
+    for devices in pipelines.GPT_3_DEVICES:
+        yield "gpt_3", partial(pipelines.gpt_3, devices)
     for row in parallel.figure_10_settings():
-        yield "figure_10", lambda row=row: parallel.figure_10(*row)
-    for traffic in (parallel.RING, parallel.APART):
-        for kind in (parallel.RUNS, parallel.SECTION_2):
-            yield "k_45", lambda kind=kind, traffic=traffic: parallel.k_45(kind, traffic)
+        yield "figure_10", partial(parallel.figure_10, *row)
+    for traffic, kind in itertools.product((parallel.RING, parallel.APART), (parallel.RUNS, parallel.SECTION_2)):
+        yield "k_45", partial(parallel.k_45, kind, traffic)
 
 
 def reproduce() -> dict[str, list[dict[str, Any]]]:
@@ -106,8 +100,10 @@ def differences(records: Mapping[str, Sequence[Record]], stored: Mapping[str, An
                 for key in dict.fromkeys((*row, *other))
                 if _differ(row.get(key), other.get(key))
             ]
-    now, then = ({row["claim"]: row["status"] for row in rows} for rows in (claim_records(claims(records)), stored.get("claims", [])))
-    texts += [f"{name}: {now.get(name)}, stored {then.get(name)}" for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
+    now = {str(row["claim"]): row["status"] for row in claim_records(claims(records))}
+    then = {row["claim"]: row["status"] for row in stored.get("claims", [])}
+    names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
+    texts += [f"{name}: {now.get(name)}, stored {then.get(name)}" for name in names]
     return texts
 
 
