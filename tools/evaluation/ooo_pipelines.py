@@ -248,8 +248,8 @@ def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[
     """Returns the numbers of micro-batches of a setting.
 
     Args:
-        setting: ``scripts``; ``figure 12``: as many as devices; or ``best``: each system's best of as many, twice as
-            many, and the script's.
+        setting: ``scripts``; ``figure 12``: as many as devices; or ``best``: each system's best of as many, twice and
+            four times as many, and the script's.
         script: the script's number.
         devices: number of devices.
         batch: samples of a step.
@@ -258,7 +258,7 @@ def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[
         return (script,)
     if setting == "figure 12":
         return (devices,)
-    return tuple(sorted({count for count in (script, devices, 2 * devices) if count <= batch}))
+    return tuple(sorted({count for count in (script, devices, 2 * devices, 4 * devices) if count <= batch}))
 
 
 def pre_training(blocks: int, devices: int, batch: int, script: int, setting: str, systems: Sequence[str]) -> Record:

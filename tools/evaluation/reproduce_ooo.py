@@ -25,6 +25,7 @@ from absl import flags
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import ooo_parallel as parallel
 from dapple_tf.tools.evaluation import ooo_pipelines as pipelines
+from dapple_tf.tools.evaluation import ooo_streams as streams
 from dapple_tf.tools.evaluation.ooo_claims import NOT, STATUSES, Record, claims
 from dapple_tf.tools.evaluation.ooo_models import FOUR
 from dapple_tf.tools.evaluation.ooo_report import claim_records, rounded, write
@@ -49,6 +50,8 @@ def work() -> Iterator[tuple[str, Work]]:
     yield "units", pipelines.unit_steps
     for times in (parallel.FITTED_4, *parallel.OTHERS_4):
         yield "figure_4", partial(parallel.figure_4, *times)
+    for one in streams.settings():
+        yield "one_gpu", partial(streams.one_gpu, *one)
     models = list(itertools.product(pipelines.FINE_TUNED_MODELS, FOUR))
     for counts in ((pipelines.FINE_TUNING,), pipelines.FINE_COUNTS):
         for model, network in models:
