@@ -253,8 +253,8 @@ def _tables(records: Records) -> list[tuple[Table, str]]:
         ),
         (
             _plain("fine_tuning", "Figure 11: fine-tuning on four V100s", records["fine_tuning"], _FINE),
-            "Milliseconds of a step, and GB of the fullest device. M = 4, then each system at its best M. MP is cross-layer "
-            "model parallelism, without micro-batches.\n\n",
+            "Milliseconds of a step, and GB of the fullest device. M = 4, then each system at its best M. MP is "
+            "cross-layer model parallelism, without micro-batches.\n\n",
         ),
         (_plain("transfers", "Section 8.4.1: transfers over computation", records["transfers"]), ""),
         (
