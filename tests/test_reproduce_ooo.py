@@ -181,6 +181,7 @@ def test_check_and_bless_exclude_each_other() -> None:
         (ooo_networks.resnet(152), 60.2),
         (ooo_networks.densenet(121), 7.98),
         (ooo_networks.densenet(169), 14.15),
+        (ooo_networks.mobilenet(), 5.4),
         (BERTS[24].profile(), 366),
         (BERTS[12].profile(), 133),
     ],

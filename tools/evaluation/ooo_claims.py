@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf.tools.evaluation.ooo_parallel import APART, RING, RUNS
+from dapple_tf.tools.evaluation.ooo_parallel import APART, RING, RUNS, SHOWN
 
 BAND, GAIN = 0.10, 2.0
 NEAR_BAND, NEAR_GAIN = 0.25, 3.0
@@ -298,10 +298,14 @@ def _parallel(records: Records) -> Iterator[Claim]:
     rows = records["figure_10"]
 
     def gains(traffic: str, above: str, **values: str | int) -> list[float]:
+        """Returns the gains of the records with these values, of the figure's ResNets if no network is given."""
         fitting = [
             row
             for row in rows
-            if row["traffic"] == traffic and row["step"] == RUNS and all(row[n] == v for n, v in values.items())
+            if row["traffic"] == traffic
+            and row["step"] == RUNS
+            and ("network" in values or row["network"] in SHOWN)
+            and all(row[name] == value for name, value in values.items())
         ]
         return [ratio(row, above, "reverse first-k") for row in fitting]
 

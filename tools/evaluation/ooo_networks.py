@@ -157,7 +157,10 @@ _MOBILE = (
 
 
 def _mobilenet(alpha: float) -> Iterator[Convolution]:
-    """Yields MobileNetV3 large for images of 224 x 224; squeeze and excitation counts as passes over the output."""
+    """Yields MobileNetV3 large for images of 224 x 224.
+
+    Squeeze and excitation is two dense layers, and passes over what it scales.
+    """
 
     def wide(channels: float) -> int:
         """Returns the channels, multiplied by alpha, as a multiple of eight."""
@@ -174,6 +177,10 @@ def _mobilenet(alpha: float) -> Iterator[Convolution]:
         image //= stride
         squeezed = 3 if size == 5 or number > 9 else 0
         yield Convolution(f"{name}_depthwise", size, stride, image, inner, inner, True, squeezed)
+        if squeezed:
+            few = wide(expanded / 4)
+            yield Convolution(f"{name}_squeeze", 1, 1, 1, inner, few)
+            yield Convolution(f"{name}_excite", 1, 1, 1, few, inner)
         yield Convolution(f"{name}_project", 1, 1, image, inner, wide(outputs), added=1)
         channels = wide(outputs)
     yield Convolution("last", 1, 1, image, channels, wide(960))
@@ -198,16 +205,6 @@ def densenet(depth: int, device: Roofline = V100, *, growth: int = 32, image: in
 def mobilenet(device: Roofline = V100, *, alpha: float = 1.0) -> Profile:
     """Returns MobileNetV3 large for ImageNet."""
     return chain("MobileNetV3", [each.profile(device) for each in _mobilenet(alpha)])
-
-
-def densenet_convolutions(depth: int, growth: int, image: int) -> list[Convolution]:
-    """Returns the convolutions of a DenseNet."""
-    return list(_densenet(DENSENETS[depth], growth, image))
-
-
-def mobilenet_convolutions(alpha: float) -> list[Convolution]:
-    """Returns the convolutions of MobileNetV3 large."""
-    return list(_mobilenet(alpha))
 
 
 def resnet_convolutions(depth: int) -> list[Convolution]:
