@@ -17,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs pictures results results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures results results-operators results-ooo accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,6 +50,9 @@ results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper
 
 results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
+
+results-ooo: $(STAMP) ## regenerate docs/results/ooo.md, the evaluation of the Out-Of-Order BackProp paper; fails when a number changed
+	$(BIN)/python -m tools.evaluation.reproduce_ooo
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
 	$(BIN)/python -m tools.evaluation.check_simulator
