@@ -7,6 +7,7 @@ from hardware import cluster_of, profile_of
 
 from dapple_tf.tools.evaluation import opponents
 from dapple_tf.tools.evaluation.bench_planner import cluster_of as v100s
+from dapple_tf.tools.evaluation.pipedream import pipedream
 
 
 @pytest.mark.parametrize(("blocks", "devices", "batch"), [(6, 4, 16), (12, 8, 32)])
@@ -21,9 +22,9 @@ def test_no_expert_and_no_paper_is_faster_on_a_small_gpt(blocks: int, devices: i
 
 def test_pipedreams_partition_of_equal_layers_is_equal() -> None:
     profile, cluster = profile_of(8, parameters=10**8), cluster_of(1, 1, 1, 1, inter_bandwidth=1e9)
-    assert opponents.pipedream(profile, cluster, 64).replicas == (1, 1, 1, 1)
+    assert pipedream(profile, cluster).replicas == (1, 1, 1, 1)
     light, fast = profile_of(8, parameters=10, size=1e9), cluster_of(4, inter_bandwidth=1e9)
-    assert opponents.pipedream(light, fast, 64).replicas == (4,)
+    assert pipedream(light, fast).replicas == (4,)
 
 
 def test_megatrons_layouts_have_equal_blocks_on_all_devices() -> None:
