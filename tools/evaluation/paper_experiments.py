@@ -70,7 +70,9 @@ def run_row(row: PaperRow) -> Record:
     balanced = [straight(profile, cluster.num_devices)]
     dream = pipedream_partition(row, profile)
     read_as = [
-        partition for partition in theirs if tuple(profile.layers[cut].name for cut in partition.cuts) == paper.plan.cuts
+        partition
+        for partition in theirs
+        if tuple(profile.layers[cut].name for cut in partition.cuts) == paper.plan.cuts
     ]
     own_dream = None
     if row.table == 6:
@@ -110,7 +112,7 @@ def run_opponents(row: PaperRow) -> Record:
     counts = micro_batch_counts(profile, row.batch, theirs)
     case = Case(row.key, profile, cluster, row.batch, counts, ())
     ours = make_plan(profile, cluster, row.batch, counts, everything=True)
-    others = {who: record(outcome) for who, outcome in strongest(case, theirs).items()}
+    others = {who: record(outcome) for who, outcome in strongest(case, theirs, ours.seconds).items()}
     return {"ours": record(ours), **others}
 
 
@@ -212,7 +214,7 @@ def run_policies(model: str) -> Record:
 def run_table_5() -> Record:
     """BERT-48 as two equal stages on two devices of config B, 2 samples per micro-batch, with the memory of Table 5."""
     profile, cluster = measured_bert(), hardware(2, 1, 25)
-    lines = {}
+    lines: Record = {}
     for line in TABLE_5:
         plan = Plan.straight(
             ["layer_23"], 2 * line.micro_batches, line.micro_batches, line.schedule, recompute=line.recompute

@@ -30,9 +30,11 @@ from dapple_tf.tools.evaluation.pipedream import pipedream
 
 _NEAR = 1.05
 """A plan that is slower than its owner's best by this factor under P_B isn't tried under other policies."""
-_VARIED = 3
+_VARIED = 2
 """Number of an owner's leading plans that are tried under every policy."""
-_CHUNKS = (4, 16)
+_CHUNKS = (8,)
+_HOPELESS = 1.1
+"""Layouts of Megatron's that are slower than our plan by this factor aren't simulated to the end."""
 _FIRST = ("dapple_b", "interleaved")
 """The policies that rank an owner's plans, with one stage on each device and with several."""
 
@@ -40,8 +42,8 @@ _FIRST = ("dapple_b", "interleaved")
 class _Search:
     """The best of the plans of one owner."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, case: Case, limit: float) -> None:
+        self.case, self.limit = case, limit
         self.request = PlanRequest.of(case.profile, case.cluster, case.batch, case.counts)
         self.handed_on = RelayGuess(self.request)
         self.read_by_several = any(len(tensor.consumers) > 1 for tensor in case.profile.tensors)
@@ -66,7 +68,7 @@ class _Search:
     def _try(self, plan: Plan) -> float:
         costs = CostModel(with_task_seconds(plan, self.request), self.case.profile, self.case.cluster)
         costs = with_fastest_reductions(costs)
-        trial = tried(costs, self.seconds * _NEAR)
+        trial = tried(costs, min(self.limit, self.seconds * _NEAR))
         if trial.simulation is None:
             return math.inf
         least = self._noted(trial.simulation)
@@ -103,7 +105,7 @@ class _Search:
             for chunks in _CHUNKS:
                 parts = chunked(best, self.case.profile, chunks)
                 if parts != best:
-                    for k in (0, parts.num_stages // 2, parts.num_stages):
+                    for k in (0, parts.num_stages):
                         self.add(_changed(parts, reverse_first_k=k))
 
 
@@ -133,12 +135,13 @@ def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:
             continue  # fewer samples than replicas
 
 
-def strongest(case: Case, published: Sequence[Partition]) -> dict[str, Outcome | None]:
-    """Returns whose -> the fastest of their plans; None where none fits.
+def strongest(case: Case, published: Sequence[Partition], ours: float) -> dict[str, Outcome | None]:
+    """Returns whose -> the fastest of their plans; None where none fits, or Megatron's is hopeless.
 
     Args:
         case: the model, cluster, batch and numbers of micro-batches.
         published: stages of DAPPLE's paper.
+        ours: seconds of our plan's step.
     """
     everywhere = [Partition((), (case.cluster.num_devices,))]
     streams = {
@@ -149,7 +152,7 @@ def strongest(case: Case, published: Sequence[Partition]) -> dict[str, Outcome |
     }
     outcomes: dict[str, Outcome | None] = {}
     for who, plans in streams.items():
-        search = _Search(case)
+        search = _Search(case, _HOPELESS * ours if who == "Megatron" else math.inf)
         search.add(plans, both=False)
         search.vary()
         outcomes[who] = None if search.best is None else Outcome(search.best)

@@ -38,6 +38,7 @@ _MOST_MICRO_BATCHES = 64
 Record = dict[str, Any]
 """What is stored of an experiment: numbers, texts, truth values, and lists and dicts of them."""
 
+
 @dataclass(frozen=True)
 class Outcome:
     """A plan and the time of its step.
@@ -61,6 +62,7 @@ class Outcome:
     def seconds(self) -> float:
         """Seconds of one step."""
         return self.simulation.latency
+
 
 # ---- texts
 

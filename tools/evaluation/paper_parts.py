@@ -35,7 +35,10 @@ def parts() -> dict[str, Callable[[], Record]]:
         **{f"figure 11, flat ring: {m}": functools.partial(experiments.run_flat, m) for m in FIGURE_11_MODELS},
         **{f"figure 11, GBS 128: {m}/{c}": functools.partial(experiments.run_small_batch, m, c) for m, c in configs},
         **{f"table 3: {model}": functools.partial(experiments.run_policies, model) for model in TABLE_3},
-        **{f"gain over ACR: {model}": functools.partial(transfers.run_ratios, model) for model in ("gnmt-16", "bert-48")},
+        **{
+            f"gain over ACR: {model}": functools.partial(transfers.run_ratios, model)
+            for model in ("gnmt-16", "bert-48")
+        },
         "figure 8": transfers.run_figure_8,
         "table 5": experiments.run_table_5,
         **{line.key: functools.partial(experiments.run_table_7, line) for line in TABLE_7},

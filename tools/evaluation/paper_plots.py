@@ -130,7 +130,9 @@ def _scaling(results: Results) -> Any:
         for index, (label, column) in enumerate(names.items()):
             points = speedups_14(results[f"figure 14: {model}"], column)
             if points:
-                axes.plot(*zip(*points.items(), strict=True), marker="o", markersize=3, color=_COLOURS[index], label=label)
+                axes.plot(
+                    *zip(*points.items(), strict=True), marker="o", markersize=3, color=_COLOURS[index], label=label
+                )
         axes.set_title(f"{model}, GBS {FIGURE_14_BATCHES[model]}", fontsize=9)
         axes.set_xticks(FIGURE_14_DEVICES)
         axes.set_ylim(0, 16)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from dapple_tf.planning import planner
+from dapple_tf.planning.search import coarsened
 from dapple_tf.simulation.cost import CostModel, Message
 from dapple_tf.tools.evaluation import paper_figures, paper_models, paper_outcomes
 from dapple_tf.tools.evaluation.paper_outcomes import Record
@@ -95,8 +95,7 @@ def _other_split() -> AbstractContextManager[object]:
 
 
 def _coarser_planner() -> AbstractContextManager[object]:
-    original = planner.coarsened
-    return mock.patch.object(planner, "coarsened", lambda profile, limit: original(profile, 6))
+    return mock.patch("dapple_tf.planning.planner.coarsened", lambda profile, limit: coarsened(profile, min(limit, 6)))
 
 
 CHANGES = (

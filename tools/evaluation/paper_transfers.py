@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Sequence
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, TABLE_4, Partition, hardware, paper_partitions
 from dapple_tf.tools.evaluation.paper_outcomes import Record
@@ -79,7 +79,7 @@ def run_ratios(model: str) -> Record:
 
 
 def _two_stages() -> Profile:
-    """Returns two layers; two samples take two units of F on the first, and one on the second; B takes twice as long."""
+    """Returns two layers: two samples take two units of F on the first, one on the second, and B twice as long."""
 
     def layer(name: str, units: float) -> LayerProfile:
         return LayerProfile(name, Cost(0.0, units), Cost(0.0, 2 * units), Cost())

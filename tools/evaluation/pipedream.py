@@ -93,7 +93,7 @@ def _level(base: _Floats, sizes: _Floats, crossing: Sequence[float], bandwidth: 
     times = np.array(alone)
     stops = np.full(times.shape, -1, np.int64)
     own = np.repeat(np.arange(1, count + 1), layers * layers).reshape(times.shape).astype(np.int64)
-    for m, last in ((m, last) for m in range(2, count + 1) for last in range(1, m)):
+    for m, last in ((total, part) for total in range(2, count + 1) for part in range(1, total)):
         for stop in range(layers - 1):
             before, after = times[m - last - 1][: stop + 1, stop], alone[last - 1][stop + 1, stop + 1 :]
             slowest = np.maximum(np.maximum(before[:, None], after[None, :]), crossing[stop] / bandwidth)
@@ -118,8 +118,7 @@ def _stages(levels: Sequence[_Level], first: int, last: int) -> list[tuple[int, 
         inner = _stages(below, begin, stop) if below else [(stop, [0])]
         used = range(components - count, components)
         stages = [
-            (end, [part * each + device for part, device in itertools.product(used, devices)])
-            for end, devices in inner
+            (end, [part * each + device for part, device in itertools.product(used, devices)]) for end, devices in inner
         ] + stages
         if before < 0:
             return stages

@@ -4,7 +4,7 @@
     python -m tools.evaluation.reproduce_dapple --only=vgg-19/C,'table 5'    # only parts whose name has one of these
     python -m tools.evaluation.reproduce_dapple --write                      # accepts what differs
 
-From the layer profiles in docs/profiles: Tables 3 to 7, figures 8, 11, 12 and 14, and our plans beside strong opponents.
+From the layer profiles in docs/profiles: Tables 3 to 7, figures 8, 11, 12 and 14, our plans beside strong opponents.
 Exits with 1, and says which, if a claim has another verdict than the stored one, a number differs by more than 2 % in
 either direction, a text differs, or the documents aren't those of the stored results. ``--write`` leaves in
 ``--directory``:
@@ -57,7 +57,8 @@ def selected(only: list[str]) -> list[str]:
     names = list(parts())
     for text in only:
         command.check(
-            any(text in name for name in names), f"--only={text}: no part has it in its name; the parts are: {', '.join(names)}"
+            any(text in name for name in names),
+            f"--only={text}: no part has it in its name; the parts are: {', '.join(names)}",
         )
     return [name for name in names if not only or any(text in name for text in only)]
 
@@ -73,17 +74,24 @@ def _change(number: int, results: Mapping[str, Any]) -> Record:
     return paper_sensitivity.tried(paper_sensitivity.CHANGES[number], results)
 
 
-def _all(
-    pool: concurrent.futures.Executor, tasks: Mapping[str, tuple[Callable[..., Record], tuple[Any, ...]]]
-) -> dict[str, Record]:
+def _all(tasks: Mapping[str, tuple[Callable[..., Record], tuple[Any, ...]]], jobs: int) -> dict[str, Record]:
     """Returns name -> record, with a line on standard error as each is done."""
     began = time.monotonic()
-    futures = {pool.submit(task, *arguments): name for name, (task, arguments) in tasks.items()}
-    records = {}
-    for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-        name = futures[future]
-        records[name] = future.result()
-        print(f"[{done}/{len(futures)}, {time.monotonic() - began:.0f} s] {name}", file=sys.stderr, flush=True)
+    records: dict[str, Record] = {}
+
+    def done(name: str, record: Record) -> None:
+        records[name] = record
+        passed = time.monotonic() - began
+        print(f"[{len(records)}/{len(tasks)}, {passed:.0f} s] {name}", file=sys.stderr, flush=True)
+
+    if jobs == 1:
+        for name, (task, arguments) in tasks.items():
+            done(name, task(*arguments))
+    else:
+        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = {pool.submit(task, *arguments): name for name, (task, arguments) in tasks.items()}
+            for future in concurrent.futures.as_completed(futures):
+                done(futures[future], future.result())
     return {name: records[name] for name in tasks}
 
 
@@ -96,13 +104,11 @@ def compute(names: list[str], stored: Mapping[str, Any], jobs: int, *, sensitivi
         jobs: processes.
         sensitivity: whether changes are tried, too.
     """
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        fresh: dict[str, Any] = _all(pool, {name: (_compute, (name,)) for name in names})
-        if sensitivity:
-            results = {**stored, **fresh}
-            tasks = {change.text: (_change, (index, results)) for index, change in enumerate(paper_sensitivity.CHANGES)}
-            fresh["sensitivity"] = _all(pool, tasks)
+    fresh: dict[str, Any] = _all({name: (_compute, (name,)) for name in names}, jobs)
+    if sensitivity:
+        results = {**stored, **fresh}
+        tried = {change.text: (_change, (index, results)) for index, change in enumerate(paper_sensitivity.CHANGES)}
+        fresh["sensitivity"] = _all(tried, jobs)
     return fresh
 
 
@@ -142,7 +148,9 @@ def main() -> None:
     """Computes, compares and says what differs, or writes it."""
     directory = pathlib.Path(_DIRECTORY.value)
     path = directory / "results.json"
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"claims": {}, "parts": {}}
+    stored: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"claims": {}, "parts": {}}
+    )
     names = selected(_ONLY.value)
     jobs = _JOBS.value or len(os.sched_getaffinity(0))
     fresh = compute(names, stored["parts"], jobs, sensitivity=not _ONLY.value)
