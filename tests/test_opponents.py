@@ -33,3 +33,20 @@ def test_megatrons_layouts_have_equal_blocks_on_all_devices() -> None:
     assert {plan.replicas[0] * len(set(plan.devices)) for plan in plans} == {8}
     assert {plan.num_stages // len(set(plan.devices)) for plan in plans} >= {1, 2, 4}
     assert any(plan.devices[0] == (0, 1) for plan in plans) and any(plan.devices[0] == (0, 4) for plan in plans)
+
+
+def test_pipedream_by_levels_reduces_inside_servers() -> None:
+    """Weights that are cheap to reduce inside a server, and too much between two."""
+    profile = profile_of(8, parameters=10**8)
+    cluster = cluster_of(4, 4, intra_bandwidth=1e13, inter_bandwidth=1e9)
+    levels = pipedream(profile, cluster, flat=False)
+    assert levels.replicas == (4, 4) and levels.devices == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert pipedream(profile, cluster).replicas == (1,) * 8
+
+
+def test_pipedream_by_levels_may_have_a_pipeline_in_each_server() -> None:
+    """Three layers split into three equal stages, not into two; only between servers is there a fast network."""
+    cluster = cluster_of(3, 3, intra_bandwidth=1e7, inter_bandwidth=1e12)
+    partition = pipedream(profile_of(3, parameters=10**8, size=10.0), cluster, flat=False)
+    assert partition.cuts == (0, 1)
+    assert partition.devices == ((0, 3), (1, 4), (2, 5))

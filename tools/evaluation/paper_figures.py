@@ -403,8 +403,7 @@ def _checks(results: Results) -> Iterator[Claim]:
             yield check(f"{row.key}: our plan isn't slower than the paper's, same schedules", ours, factor > 1 - TIE)
     for row in TABLE_4:
         key = f"opponents, {row.key}"
-        if key in results:
-            others = opponents_of(results[key])
+        if key in results and (others := opponents_of(results[key])):
             factors = {who: times_of(results[key]["ours"], other) for who, other in others.items()}
             who = min(factors, key=lambda name: factors[name])
             ours = f"{factors[who]:.3f} times as fast as {who}'s: {others[who]['plan']}, M={others[who]['M']}"

@@ -246,11 +246,11 @@ def _reasons(number: int, rows: Sequence[PaperRow], results: Results) -> Table:
 def _opponents(results: Results) -> Table:
     lines: list[list[Cell]] = []
     for row in TABLE_4:
-        if (record := results.get(f"opponents, {row.key}")) is not None:
+        record = results.get(f"opponents, {row.key}", {})
+        if others := opponents_of(record):
             cells: list[Cell] = [row.model, row.config, plan_text(record["ours"]), record["ours"]["ms"]]
             for who in ("data parallelism", "HPGO", "PipeDream", "Megatron"):
                 cells.append(_ms(record[who]))
-            others = opponents_of(record)
             who = min(others, key=lambda name: others[name]["ms"])
             best = f"{who}: {plan_text(others[who])}, {_schedule(others[who])}"
             lines.append([*cells, best, times_of(record["ours"], others[who])])
