@@ -13,6 +13,8 @@ TORCH_PYTHON ?= $(BIN)/python
 TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd_dps profile_text split_graph)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# Each process of a test run would compile all modules and rewrite all tests anew: ten seconds. `make clean` removes it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train docs pictures results results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean

@@ -50,6 +50,12 @@ _NETWORKS = flags.DEFINE_list(
 _REDUCE_EARLY = flags.DEFINE_boolean(
     "reduce_early", False, "All-reduce during last backwards, in pieces, as far as that gains.", flag_values=FLAGS
 )
+_CATCH_UP = flags.DEFINE_boolean(
+    "catch_up", True, "Shorten waits that the executor starts up to 1 ms late by that.", flag_values=FLAGS
+)
+_SCALE = flags.DEFINE_float(
+    "scale", None, "Seconds that are waited for a simulated one; none for as few as is exact.", 1e-3, flag_values=FLAGS
+)
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps per row; the median counts.", lower_bound=1, flag_values=FLAGS)
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0, flag_values=FLAGS)
 _ATTEMPTS = flags.DEFINE_integer(
@@ -108,7 +114,7 @@ def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
     for _ in range(_ATTEMPTS.value):
         if _REDUCE_EARLY.value:
             plan = reduced_early(plan, profile, cluster)
-        emulation = emulate(plan, profile, cluster, steps=_STEPS.value)
+        emulation = emulate(plan, profile, cluster, steps=_STEPS.value, scale=_SCALE.value, catch_up=_CATCH_UP.value)
         if best is None or abs(emulation.error) < abs(best.error):
             best = emulation
         if abs(best.error) <= _TOLERANCE.value:
