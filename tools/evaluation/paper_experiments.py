@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
@@ -93,6 +93,18 @@ def run_row(row: PaperRow) -> Record:
         "everything": record(make_plan(profile, cluster, row.batch, counts, everything=True)),
         "choice": _choice(ours, paper, theirs),
         "ACR": None if row.acr is None else communication_ratio(read_as[0], profile, cluster),
+        **_other_readings(row, [partition for partition in theirs if partition != read_as[0]], profile, cluster),
+    }
+
+
+def _other_readings(row: PaperRow, others: Sequence[Partition], profile: Profile, cluster: Cluster) -> Record:
+    """Returns the ACR of the paper's plan if its text is read otherwise."""
+    if row.acr is None or not others:
+        return {}
+    return {
+        "ACR otherwise": {
+            f"cut at {','.join(map(str, other.cuts))}": communication_ratio(other, profile, cluster) for other in others
+        }
     }
 
 

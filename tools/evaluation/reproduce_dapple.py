@@ -39,6 +39,8 @@ from dapple_tf.tools.evaluation.paper_report import files
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _SHOWN = 60
+_SENSITIVITY = "sensitivity"
+"""The part that changes others on purpose, from what the others gave."""
 
 FLAGS = flags.FlagValues()
 
@@ -54,7 +56,7 @@ def selected(only: list[str]) -> list[str]:
     Raises:
         CommandError: a text is in no name.
     """
-    names = list(parts())
+    names = [*parts(), _SENSITIVITY]
     for text in only:
         command.check(
             any(text in name for name in names),
@@ -95,20 +97,19 @@ def _all(tasks: Mapping[str, tuple[Callable[..., Record], tuple[Any, ...]]], job
     return {name: records[name] for name in tasks}
 
 
-def compute(names: list[str], stored: Mapping[str, Any], jobs: int, *, sensitivity: bool) -> dict[str, Any]:
-    """Returns the records of these parts, and of the changes that must be noticed, if asked.
+def compute(names: list[str], stored: Mapping[str, Any], jobs: int) -> dict[str, Any]:
+    """Returns the records of these parts.
 
     Args:
         names: parts.
         stored: records of parts that may not be among them.
         jobs: processes.
-        sensitivity: whether changes are tried, too.
     """
-    fresh: dict[str, Any] = _all({name: (_compute, (name,)) for name in names}, jobs)
-    if sensitivity:
+    fresh: dict[str, Any] = _all({name: (_compute, (name,)) for name in names if name != _SENSITIVITY}, jobs)
+    if _SENSITIVITY in names:
         results = {**stored, **fresh}
         tried = {change.text: (_change, (index, results)) for index, change in enumerate(paper_sensitivity.CHANGES)}
-        fresh["sensitivity"] = _all(tried, jobs)
+        fresh[_SENSITIVITY] = _all(tried, jobs)
     return fresh
 
 
@@ -121,7 +122,7 @@ def changes(stored: Mapping[str, Any], fresh: Mapping[str, Any], directory: path
         directory: folder of the documents.
     """
     before = stored["parts"]
-    said = [f"{name}: is stored, but there is no such part" for name in before if name not in {*parts(), "sensitivity"}]
+    said = [f"{name}: is stored, but there is no such part" for name in before if name not in {*parts(), _SENSITIVITY}]
     for name, record in fresh.items():
         said += differences(before.get(name, {}), record, name)
     said += differences(stored["claims"], verdicts({**before, **fresh}), "claims")
@@ -153,14 +154,14 @@ def main() -> None:
     )
     names = selected(_ONLY.value)
     jobs = _JOBS.value or len(os.sched_getaffinity(0))
-    fresh = compute(names, stored["parts"], jobs, sensitivity=not _ONLY.value)
+    fresh = compute(names, stored["parts"], jobs)
     said = changes(stored, fresh, directory)
     for text in said[:_SHOWN]:
         print(text)
     if len(said) > _SHOWN:
         print(f"and {len(said) - _SHOWN} more")
     if _WRITE.value:
-        order = [*parts(), "sensitivity"]
+        order = [*parts(), _SENSITIVITY]
         merged = {**stored["parts"], **fresh}
         write({name: merged[name] for name in order if name in merged}, directory)
         print(f"{len(said)} differences, which are stored now; {directory / 'dapple.md'}")
