@@ -338,13 +338,16 @@ def test_tasks_out_of_order_are_found() -> None:
 
 @pytest.mark.slow
 def test_the_tool_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--shapes=2x4,6x4", "--schedules=gpipe", "--replicas=6", "--networks=0.3", "--tolerance=1e9"]
+    """The sweep stopped where a shape has too few stages for a policy."""
+    arguments = ["--shapes=2x4,6x4", "--schedules=gpipe,zb_v", "--replicas=6", "--networks=0.3", "--tolerance=1e9"]
+    arguments.append("--nocatch_up")
     assert command.run(check_simulator.main, check_simulator.FLAGS, arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "S M schedule replicas network simulated ms emulated ms error late ms"
     assert lines[1].split()[:5] == ["2", "4", "gpipe", "6", "30%"]
-    assert lines[2].endswith("36 devices, more than 32")
-    assert lines[3].startswith("1 rows in ")
+    assert "zb_v wants stages i and 2 - 1 - i on the same devices" in lines[2]
+    assert lines[3].endswith("36 devices, more than 32")
+    assert lines[-1].startswith("2 rows in ")  # zb_v goes there and back over half of the devices
 
 
 @pytest.mark.parametrize(

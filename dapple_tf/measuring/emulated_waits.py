@@ -179,7 +179,9 @@ class StepClock:
         with self.lock:
             if wait.span not in self.reserved:
                 order = sorted((round(came, 5), one.turn, span) for span, (one, came, _) in self.asked.items())
-                for _, _, span in order[: order.index((round(ready, 5), wait.turn, wait.span)) + 1]:
+                # Members of a collective may have been ready at other times: the first of them asked.
+                place = [span for _, _, span in order].index(wait.span)
+                for _, _, span in order[: place + 1]:
                     self.reserved[span] = self._take(*self.asked.pop(span))
             return self.reserved[wait.span]
 

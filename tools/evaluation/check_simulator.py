@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
@@ -152,9 +152,13 @@ def main() -> None:
     print(_ROW.format("S", "M", "schedule", "replicas", "network", "simulated ms", "emulated ms", "error", "late ms"))
     worst, failed, rows = 0.0, 0, 0
     for (stages, count), policy, pattern, network in itertools.product(_shapes(), _SCHEDULES.value, patterns, networks):
-        plan, profile, cluster = pipeline(stages, count, policy, pattern, network)
         name = ":".join(map(str, pattern))
         cells = (stages, count, policy, name, f"{network:.0%}")
+        try:
+            plan, profile, cluster = pipeline(stages, count, policy, pattern, network)
+        except PlanError as error:  # Some policies need more stages than others.
+            print(_ROW.format(*cells, "-", "-", "-", error), flush=True)
+            continue
         if cluster.num_devices > MAX_DEVICES:
             print(_ROW.format(*cells, "-", "-", "-", f"{cluster.num_devices} devices, more than {MAX_DEVICES}"))
             continue

@@ -118,7 +118,7 @@ def model_of(task: Mapping[str, Any]) -> keras.Model:
         reads_first = task["skips"] and 1 < number < len(layers) - 1
         last = layer(keras.layers.Add(name=f"add_{number}")([last, first]) if reads_first else last)
     model = keras.Model(inputs, last)
-    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    model.compile(keras.optimizers.SGD(1e-9), "mse")
     return model
 
 
