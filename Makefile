@@ -45,7 +45,7 @@ pictures: $(STAMP) ## run the documents' examples, and draw their pictures and s
 	$(BIN)/python -m tools.evaluation.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
 	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
 
-results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper; fails when a claim no longer holds
+results: $(STAMP) ## compute the evaluation of the DAPPLE paper again; fails when it isn't what docs/results has
 	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
 results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
