@@ -18,6 +18,7 @@ from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import ooo_networks, ooo_parallel, ooo_pipelines, ooo_streams, reproduce_ooo
 from dapple_tf.tools.evaluation.ooo_claims import NEAR, NOT, OTHERWISE, REPRODUCED, STATUSES, Claim, claims, only
+from dapple_tf.tools.evaluation.ooo_measured import measurements
 from dapple_tf.tools.evaluation.ooo_models import BERTS, FOUR, PRIV_A, PUB_A, PUB_B, V100, Hardware
 from dapple_tf.tools.evaluation.ooo_parallel import APART, RING, RUNS, SECTION_2, Systems
 from dapple_tf.tools.evaluation.ooo_report import claim_records, document, rounded, to_json
@@ -45,7 +46,7 @@ def test_stored_verdicts_are_those_of_the_stored_numbers() -> None:
 def test_the_document_is_that_of_the_stored_numbers() -> None:
     judged = claims(RECORDS)
     text = (RESULTS / "ooo.md").read_text()
-    assert text == document(RECORDS, judged)
+    assert text == document(RECORDS, judged, measurements(RESULTS))
     for status in STATUSES:
         assert f"| {status} | {sum(claim.status == status for claim in judged)} |" in text
 

@@ -40,6 +40,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import dapple_tf
+from dapple_tf.tools.cpu_quota import cpu_quota
 
 ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
 """Folder from which Python imports this package."""
@@ -372,10 +373,16 @@ class Hosts(LocalWorkers):
         *,
         arguments: Sequence[str] = (),
         cores: Sequence[int] | None = None,
+        share: float | None = None,
         echo: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Describes the hosts, which are made on entry. For the arguments see `LocalWorkers`."""
+        """Describes the hosts, which are made on entry.
+
+        For the arguments see `LocalWorkers`; ``share`` limits each worker to that many cores' time.
+        """
         super().__init__(count, devices, ports=range(count), arguments=arguments, cores=cores, echo=echo)
+        self._share = share
+        self._quotas: list[list[str]] = []
         self.ips = [f"{_PREFIX}{host + 1}" for host in range(count)]
         self.addresses = [f"{ip}:{_PORT}" for ip in self.ips]
         self.namespaces = [Namespace() for _ in range(count)]
@@ -392,9 +399,11 @@ class Hosts(LocalWorkers):
             join(namespace, "eth0", self._switch, f"port{host}")
             self._switch.call("ip", "link", "set", f"port{host}", "master", "bridge")
             namespace.call("ip", "addr", "add", f"{ip}/24", "dev", "eth0")
+            if self._share is not None:
+                self._quotas.append(stack.enter_context(cpu_quota(self._share)))
 
     def _prefix(self, worker: int) -> list[str]:
-        return self.namespaces[worker].prefix
+        return [*self.namespaces[worker].prefix, *(self._quotas[worker] if self._quotas else ())]
 
     def limit(self, rate: float | None) -> None:
         """Limits what each host sends and receives to ``rate`` Mbit/s; None lifts the limit."""

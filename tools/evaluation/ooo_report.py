@@ -21,19 +21,22 @@ from dapple_tf.tools.evaluation.ooo_claims import (
     only,
     ratio,
 )
+from dapple_tf.tools.evaluation.ooo_measured import measurements, section
 from dapple_tf.tools.evaluation.ooo_parallel import APART, FITTED_4, RING, RUNS
 from dapple_tf.tools.evaluation.paper_report import Cell, Table
 
 COMMAND = "python -m tools.evaluation.reproduce_ooo"
+MEASURED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
+"""Folder with what was measured on hosts."""
 BETTER = 0.01
 """Fraction by which our plan's step must be shorter to count as better."""
 
 _TITLE = f"""# Out-Of-Order BackProp's evaluation, simulated again
 
 Made by `make results-ooo` (`{COMMAND}`, two to three minutes of one core of any
-machine, with the same result on each); don't edit. The paper is Oh et al., EuroSys'22. **Simulated, all of it**, but
-for figure 7, which is arithmetic: no GPU was there, and nothing was measured. The same numbers are in
-[ooo.json](ooo.json).
+machine, with the same result on each); don't edit. The paper is Oh et al., EuroSys'22. **Simulated**, but for figure 7,
+which is arithmetic, and the section *Measured*, of two CPU cores, in which no claim is made: no GPU was there. The same
+numbers are in [ooo.json](ooo.json).
 
 """
 
@@ -57,7 +60,8 @@ _ASSUMED = """## What was assumed
   900 GB/s, P100 9.3 and 732, Titan Xp 12.15 and 548, single precision); the shares are fitted to another paper (FD-DPS,
   table 6). Layers are those of the networks' own papers, with a profile for each convolution and each transformer.
 * **Settings of the text**: batches of sections 8.1 to 8.4, networks of 50, 16 and 1 GB/s for figure 11 (8.4.1), line
-  rates for table 2. **Settings of the published scripts** (github.com/mlsys-seo/ooo-backprop) where the text has
+  rates for table 2 (at first 1 GB/s was tried there, too; line rates were taken after some rows had been seen).
+  **Settings of the published scripts** (github.com/mlsys-seo/ooo-backprop) where the text has
   none: 4 micro-batches for fine-tuning; BERT-12, 24, 36 and 48 with batches of 480, 320, 380 and 320 in 30, 32, 38 and
   40 micro-batches on 8, 16, 24 and 32 GPUs; BERT-12 768 wide, the others 1024; k = 45.
 * **Guesses**, where neither has anything: FFNN's layers have 2048 units and its batch is 1024; RNN's cells have 1024
@@ -86,7 +90,8 @@ def write(records: Records, directory: pathlib.Path) -> list[Claim]:
     records = rounded(records)
     judged = claims(records)
     (directory / "ooo.json").write_text(to_json(records, judged), encoding="utf-8")
-    (directory / "ooo.md").write_text(document(records, judged), encoding="utf-8")
+    text = document(records, judged, measurements(MEASURED))
+    (directory / "ooo.md").write_text(text, encoding="utf-8")
     return judged
 
 
@@ -126,9 +131,15 @@ def to_json(records: Records, judged: Sequence[Claim]) -> str:
     return "{\n" + ",\n".join([f' "command": {json.dumps(COMMAND)}', ' "kind": "simulated"', *parts]) + "\n}\n"
 
 
-def document(records: Records, judged: Sequence[Claim]) -> str:
-    """Returns the text of ooo.md."""
-    parts = [_TITLE + _summary(records, judged), _LIMITS, _ASSUMED]
+def document(records: Records, judged: Sequence[Claim], measured: Mapping[str, Any]) -> str:
+    """Returns the text of ooo.md.
+
+    Args:
+        records: computed records.
+        judged: their claims.
+        measured: see `ooo_measured.measurements`.
+    """
+    parts = [_TITLE + _summary(records, judged), section(measured), _LIMITS, _ASSUMED]
     rows: list[list[Cell]] = [
         [claim.name, claim.place, claim.paper, _digits(claim.ours, 4), claim.status, claim.remark] for claim in judged
     ]

@@ -2,13 +2,15 @@
 
     python -m tools.evaluation.slow_links --work=dense --json=docs/results/slow_links.json
     python -m tools.evaluation.slow_links --hosts=4 --plans=straight,2:2 --transfers=0.5 --schedules=dapple_a,dapple_b
+    python -m tools.evaluation.slow_links --hosts=4 --work=units --blocks=16 --micro_batches=4 --transfers=0.05
 
 The hosts are network namespaces with real workers, joined by links with a token bucket filter (`tc tbf`), whose rate is
 such that what a stage sends takes --transfers of its forward. The model is equal blocks:
 
 * dense: dense layers, which need a core for each host;
 * waits: layers that scale their input; F and Bx of a block wait for --block ms and twice as long without using a core,
-  so that two cores carry four workers. All else is real: gradients, transfers, all-reduces, updates.
+  so that two cores carry four workers. All else is real: gradients, transfers, all-reduces, updates;
+* units: the same, but F, Bx and Bw of a block wait equally long, as in Out-Of-Order BackProp's figures.
 
 The model is profiled once, links are measured for each rate; then all plans train in turns. "predicted" is the
 simulation of the plan with this profile and these links.
@@ -46,7 +48,7 @@ _HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts, with one device each
 _PLANS = flags.DEFINE_list("plans", ["straight"], "straight, or 2:2 on four hosts.")
 _TRANSFERS = flags.DEFINE_list("transfers", ["0.05", "0.2", "0.5", "1.0"], "Transfers, of a stage's forward time.")
 _SCHEDULES = flags.DEFINE_list("schedules", list(_NAMES), f"Some of {', '.join(POLICIES)}, auto.")
-_WORK = flags.DEFINE_enum("work", "waits", ["dense", "waits"], "What blocks do, see above.")
+_WORK = flags.DEFINE_enum("work", "waits", ["dense", "waits", "units"], "What blocks do, see above.")
 _WIDTH = flags.DEFINE_integer("width", 0, "Width of the blocks; 0 for 2048 if dense, else 65536.", 0, 2**20)
 _SKIPS = flags.DEFINE_bool(
     "skips", False, "Let every block read the first one's results, too, and add plans in which stages relay them."
@@ -62,8 +64,11 @@ _MODULE = "tools.evaluation.slow_links"
 _UNCOUNTED = 3
 """Steps that warm everything up: predictions leave out the first two."""
 
-_SAMPLES = {"dense": 96, "waits": 4}
+_SAMPLES = {"dense": 96, "waits": 4, "units": 4}
 """Samples of a micro-batch."""
+
+_WAITS = {"waits": (1.0, 2.0, 0.0), "units": (1.0, 1.0, 1.0)}
+"""How often F, Bx and Bw of a block wait for --block ms."""
 
 
 def waited(after: tf.Tensor, seconds: float) -> tf.Tensor:
@@ -78,11 +83,11 @@ def waited(after: tf.Tensor, seconds: float) -> tf.Tensor:
 
 
 class Waiting(keras.layers.Layer):
-    """Scales its input by trained weights; F waits, and Bx twice as long."""
+    """Scales its input by trained weights; F, Bx and Bw wait so many seconds."""
 
-    def __init__(self, seconds: float, **options: Any) -> None:
+    def __init__(self, forward: float, input_gradient: float, weight_gradient: float, **options: Any) -> None:
         super().__init__(**options)
-        self.seconds = seconds
+        self.forward, self.input_gradient, self.weight_gradient = forward, input_gradient, weight_gradient
 
     def build(self, shape: Sequence[int | None]) -> None:
         """Makes the weights."""
@@ -94,9 +99,12 @@ class Waiting(keras.layers.Layer):
         @tf.custom_gradient
         def scaled(x: tf.Tensor, scale: tf.Tensor) -> Any:
             def gradients(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                return upstream * scale + waited(upstream, 2 * self.seconds), tf.reduce_sum(upstream * x, 0)
+                weights = tf.reduce_sum(upstream * x, 0)
+                if self.weight_gradient:
+                    weights += waited(upstream, self.weight_gradient)
+                return upstream * scale + waited(upstream, self.input_gradient), weights
 
-            return x * scale + waited(x, self.seconds), gradients
+            return x * scale + waited(x, self.forward), gradients
 
         return scaled(inputs, tf.convert_to_tensor(self.scale))
 
@@ -106,10 +114,11 @@ def model_of(task: Mapping[str, Any]) -> keras.Model:
     keras.utils.set_random_seed(1)
     layers: list[keras.layers.Layer] = []
     for number in range(task["blocks"]):
-        if task["work"] == "waits":
-            layers.append(Waiting(task["seconds"], name=f"block_{number}"))
-        else:
+        if task["work"] == "dense":
             layers.append(keras.layers.Dense(task["width"], activation="relu", name=f"block_{number}"))
+        else:
+            waits = (times * task["seconds"] for times in _WAITS[task["work"]])
+            layers.append(Waiting(*waits, name=f"block_{number}"))
     # Labels come from the client in the first host: wide ones would take more of the link than the stages do.
     layers.append(keras.layers.Dense(1, name="output"))
     inputs = keras.Input((task["width"],))
@@ -130,7 +139,9 @@ def plan_of(schedule: str, shape: str, task: Mapping[str, Any], *, relayed: bool
     hosts, blocks = task["hosts"], task["blocks"]
     groups = [[host] for host in range(hosts)] if shape == "straight" else [[0, 1], [2, 3]]
     placements = policy_of(schedule).planning.placements
-    if Placement.STRAIGHT not in placements:
+    if task["work"] == "units" and schedule == "modulo":
+        groups *= blocks // len(groups)  # Out-Of-Order BackProp's modulo allocation: block by block.
+    elif Placement.STRAIGHT not in placements:
         groups = groups + (groups[::-1] if Placement.VEE in placements else groups)
     ends = [blocks * (stage + 1) // len(groups) for stage in range(len(groups) - 1)]
     count = task["micro_batches"]
@@ -211,7 +222,7 @@ def _task() -> dict[str, Any]:
         "hosts": _HOSTS.value,
         "work": work,
         "blocks": _BLOCKS.value,
-        "width": _WIDTH.value or {"dense": 2048, "waits": 65536}[work],
+        "width": _WIDTH.value or (2048 if work == "dense" else 65536),
         "seconds": _BLOCK.value / 1e3,
         "samples": _SAMPLES[work],
         "skips": _SKIPS.value,
@@ -236,13 +247,15 @@ def run(shape: str, transfers: Sequence[float]) -> Iterator[dict[str, Any]]:
             rows = run_inside(hosts, _MODULE, {**task, "what": "measure", "profile": profiled["profile"]})
             yield {
                 **{"hosts": _HOSTS.value, "work": _WORK.value, "skips": _SKIPS.value},
-                **{"plan": shape, "transfer": transfer},
+                **{"plan": shape, "blocks": _BLOCKS.value, "micro_batches": _MICRO_BATCHES.value},
+                **{"block_seconds": _BLOCK.value / 1e3, "transfer": transfer},
                 **{"rate_mbit": rate, "message_bytes": size, "rows": rows},
             }
 
 
 def _name() -> str:
-    return f"slow_links_{_HOSTS.value}_hosts{'_skips' if _SKIPS.value else ''}"
+    units = f"_units_{_BLOCKS.value}_{_MICRO_BATCHES.value}" if _WORK.value == "units" else ""
+    return f"slow_links_{_HOSTS.value}_hosts{'_skips' if _SKIPS.value else ''}{units}"
 
 
 def text(result: Mapping[str, Any]) -> str:

@@ -34,7 +34,8 @@ Blocks wait (F 15 ms, Bx 30 ms, without using a core; Bw takes next to nothing),
 workers; gradients, transfers, all-reduces and updates are real. `tc tbf` limits the links so that what a stage sends
 takes the given part of its forward. All plans of a size train in turns; medians of the measured steps, ms. "Predicted"
 is the simulation by a profile of the model and links measured at that rate. A 2:2 plan has two stages of two replicas.
-With skips every block reads the first one's results, too; "relays" are stages that hand them on.
+With skips every block reads the first one's results, too; "relays" are stages that hand them on. In units F, Bx and Bw
+of a block wait equally long, as in Out-Of-Order BackProp's figures, and modulo allocates block by block.
 
 {tally}
 """
@@ -75,16 +76,19 @@ def document(results: Mapping[str, Any]) -> str:
 def name(record: Mapping[str, Any]) -> str:
     """Returns what was measured together, for people."""
     skips = ", skips" if record.get("skips") else ""
+    if record.get("work") == "units":
+        skips = f", units, {record['blocks']} blocks, M={record['micro_batches']}"
     return f"{record['hosts']} hosts{skips}, {record['plan']}, transfers of {record['transfer']:g} of a forward"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     medians = {row["schedule"]: statistics.median(row["steps"]) for row in rows}
-    head = ("schedule", "plan", "predicted", "measured", "least", "most", "error", "dapple_a / this")
+    base = "dapple_a" if "dapple_a" in medians else "gpipe"
+    head = ("schedule", "plan", "predicted", "measured", "least", "most", "error", f"{base} / this")
     lines: list[Sequence[object]] = [head]
     for row in rows:
         times = row["predicted"], medians[row["schedule"]], min(row["steps"]), max(row["steps"])
-        ratio = f"{medians['dapple_a'] / medians[row['schedule']]:.3f}" if "dapple_a" in medians else "-"
+        ratio = f"{medians[base] / medians[row['schedule']]:.3f}" if base in medians else "-"
         lines.append(
             (row["schedule"], row["plan"], *(f"{time * 1e3:.0f}" for time in times), f"{error(row):+.1%}", ratio)
         )

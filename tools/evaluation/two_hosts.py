@@ -52,6 +52,7 @@ from dapple_tf.models.vgg import vgg
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
 from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
+from dapple_tf.tools.evaluation.quiet import undisturbed
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "Models to train: resnet or vgg.")
@@ -71,10 +72,6 @@ _NOISE = 0.1
 """Cores that other processes may use during an undisturbed step."""
 _KEY = 2_000_000_000
 """First collective key of `Client.all_reduce`; steps count theirs from 1."""
-
-
-_FEWEST = 4
-"""Minimum number of steps that count for each variant: the least disturbed ones if fewer are undisturbed."""
 
 
 class Example(NamedTuple):
@@ -347,12 +344,9 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """Returns a model's numbers for people."""
-    most = result["noise"]
-    counted = {name: sorted(measured, key=lambda step: step[1]) for name, measured in result["samples"].items()}
     seconds, noise = {}, {}
-    for name, steps in counted.items():
-        quiet = max(_FEWEST, sum(noise <= most for _, noise in steps))
-        seconds[name], noise[name] = np.array(steps[:quiet]).T
+    for name, steps in result["samples"].items():
+        seconds[name], noise[name] = np.array(undisturbed(steps, result["noise"])).T
     typical = {name: float(np.median(times)) for name, times in seconds.items()}
     compute, all_reduce = typical["compute"], typical["all_reduce"]
     rows = [("variant", "steps", "median ms", "min", "max", "others", "speed-up", "hidden")]
