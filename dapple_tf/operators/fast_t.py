@@ -34,24 +34,25 @@ def fast_t(graph: OpGraph, topology: Topology) -> OpPlacement:
     return placed_by(fast_t_candidate(base, by_batch(base) if topology.count > 1 else None))
 
 
-def fast_t_candidate(base: Variant, start: Candidate | None) -> Candidate:
+def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = True) -> Candidate:
     """Returns FastT's placement.
 
     Args:
         base: the graph without splits.
         start: data parallelism; None begins with the operators as they are.
+        split: whether OS-DPOS splits operators.
     """
     best = _dpos(base if start is None else start.variant)
-    for op in _whole_and_critical(best.variant.problem):
-        name = best.variant.problem.graph.names[op]
+    graph, devices = base.problem.graph, base.problem.devices
+    number = {name: op for op, name in enumerate(graph.names)}
+    for name in _whole_and_critical(best.variant.problem) if split else ():
         better = best
-        for rule in best.variant.problem.graph.splits[op]:
-            parts = min(base.problem.devices, rule.length)
-            if parts < 2:
-                continue
-            splits = {**best.variant.splits, name: Split(rule.dimension, parts)}
-            graph = apply_splits(base.problem.graph, splits)
-            better = min(better, _dpos(variant_of(graph, base.problem.topology, splits)), key=lambda one: one.rank)
+        for rule in graph.splits[number[name]]:
+            parts = min(devices, rule.length)
+            if parts > 1:
+                splits = {**best.variant.splits, name: Split(rule.dimension, parts)}
+                variant = variant_of(apply_splits(graph, splits), base.problem.topology, splits)
+                better = min(better, _dpos(variant), key=lambda one: one.rank)
         if better is best:
             break
         best = better
@@ -62,8 +63,8 @@ def _dpos(variant: Variant) -> Candidate:
     return judged(variant, *fast_t_schedule(variant.problem), "FastT")
 
 
-def _whole_and_critical(problem: PlacementProblem) -> list[int]:
-    """Returns operators on the critical path that can be split, the longest first."""
+def _whole_and_critical(problem: PlacementProblem) -> list[str]:
+    """Returns the names of operators on the critical path that can be split, the longest first."""
     if problem.devices == 1:
         return []
     free = [
@@ -73,7 +74,8 @@ def _whole_and_critical(problem: PlacementProblem) -> list[int]:
         and len(problem.members[problem.group[op]]) == 1
         and problem.pinned[problem.group[op]] < 0
     ]
-    return sorted(free, key=lambda op: (-problem.mean_seconds[op], op))[:_MOST_SPLITS]
+    longest = sorted(free, key=lambda op: (-problem.mean_seconds[op], op))[:_MOST_SPLITS]
+    return [problem.graph.names[op] for op in longest]
 
 
 def fast_t_schedule(problem: PlacementProblem) -> tuple[list[int], list[int]]:

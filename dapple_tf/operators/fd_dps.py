@@ -113,7 +113,8 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
     alike = _alike(graph, topology)
     candidates = []
     start = by_batch(base) if topology.count > 1 and splits in ("batch", "regions") else None
-    for one in (fast_t_candidate(base, start), judged(base, *heft_schedule(problem), "HEFT")):
+    static = fast_t_candidate(base, start, split=splits == "regions")
+    for one in (static, judged(base, *heft_schedule(problem), "HEFT")):
         candidates += [one, scheduled(one.variant, one.devices, one.origin)]
     for device in range(topology.count):
         alone = [device if problem.pinned[group] < 0 else problem.pinned[group] for group in problem.group]
