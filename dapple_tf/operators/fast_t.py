@@ -42,7 +42,7 @@ def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = Tr
         start: data parallelism; None begins with the operators as they are.
         split: whether OS-DPOS splits operators.
     """
-    best = _dpos(base if start is None else start.variant)
+    best = dpos(base if start is None else start.variant)
     graph, devices = base.problem.graph, base.problem.devices
     number = {name: op for op, name in enumerate(graph.names)}
     for name in _whole_and_critical(best.variant.problem) if split else ():
@@ -52,14 +52,15 @@ def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = Tr
             if parts > 1:
                 splits = {**best.variant.splits, name: Split(rule.dimension, parts)}
                 variant = variant_of(apply_splits(graph, splits), base.problem.topology, splits)
-                better = min(better, _dpos(variant), key=lambda one: one.rank)
+                better = min(better, dpos(variant), key=lambda one: one.rank)
         if better is best:
             break
         best = better
     return best if start is None else min(best, start, key=lambda one: one.rank)
 
 
-def _dpos(variant: Variant) -> Candidate:
+def dpos(variant: Variant) -> Candidate:
+    """Returns the placement and order of DPOS, simulated: without further splits, and without going back."""
     return judged(variant, *fast_t_schedule(variant.problem), "FastT")
 
 

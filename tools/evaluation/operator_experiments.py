@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import dapple_tf as dapple
 from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.build_op_graph import build_op_graph
-from dapple_tf.operators.fast_t import fast_t
+from dapple_tf.operators.fast_t import dpos, fast_t
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.islands import largest_island, on_island
 from dapple_tf.operators.list_placement import fits
@@ -42,9 +42,16 @@ def _graph_of_data_parallelism(graph: OpGraph, topology: Topology) -> OpPlacemen
     return single_device(graph, topology) if start is None else placed_by(start)
 
 
+def _dpos_alone(graph: OpGraph, topology: Topology) -> OpPlacement:
+    base = variant_of(graph, topology, {})
+    start = by_batch(base)
+    return placed_by(dpos(base if start is None else start.variant))
+
+
 SEARCHES: Mapping[str, Callable[[OpGraph, Topology], OpPlacement]] = {
     "single": single_device,
     "split_by_batch": _graph_of_data_parallelism,
+    "dpos": _dpos_alone,
     "fast_t": fast_t,
     "mp_dps": mp_dps,
     "d_dps": lambda graph, topology: fd_dps(graph, topology, splits="batch"),
@@ -55,7 +62,7 @@ SEARCHES: Mapping[str, Callable[[OpGraph, Topology], OpPlacement]] = {
 """The compared searches, in the order in which they run."""
 _OF_TABLE_7 = frozenset({"one_copy", "alone"})
 """Searches on four devices alone."""
-_ALSO_ON_ONE_DOCKER = frozenset({"split_by_batch", "fast_t", "mp_dps"})
+_ALSO_ON_ONE_DOCKER = frozenset({"split_by_batch", "dpos", "fast_t", "mp_dps"})
 """Searches that may leave a docker idle as FD-DPS may, which tries that itself."""
 
 
