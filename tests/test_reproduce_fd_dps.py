@@ -204,16 +204,22 @@ def test_verdicts_on_the_papers_figures() -> None:
     assert "even shares of one device's work would be 50.0% faster" in claims["FD-DPS faster than FastT"].reason
 
 
-def test_splits_one_at_a_time_are_another_way_to_the_papers_figures() -> None:
-    setting = Setting("VGG-16", 4)
-    one = with_lines(row(setting, d_dps=1.51, alone=5.65), Split("batch", 4), None)
-    claims = {claim.name: claim for claim in claims_of([one]) if claim.part in ("table 6", "table 7")}
-    verdicts = {name.partition(": ")[2]: claim.verdict for name, claim in claims.items()}
-    assert verdicts == {
-        **{name: "reproduced" if split else "reproduced otherwise" for name, (_, _, split) in TABLE_6.items()},
-        "FD-DPS faster than D-DPS(-F)": "reproduced otherwise",
+def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
+    one = row(Setting("ResNet-200", 8), fast_t=1.8, split_by_batch=1.8)
+    claims = {claim.name.partition(": ")[2]: claim for claim in claims_of([one])}
+    assert claims["FastT's step over DP's"].verdict == "reproduced otherwise"
+    assert "goes back to DP's graph (1800 ms); DPOS alone takes 3000 ms" in claims["FastT's step over DP's"].reason
+
+
+def test_tables_6_and_7() -> None:
+    one = with_lines(row(Setting("VGG-16", 4), d_dps=1.6, alone=5.65), Split("batch", 4), None)
+    claims = [claim for claim in claims_of([one]) if claim.part.startswith(("table 6", "table 7"))]
+    assert {claim.name.partition(": ")[2]: claim.verdict for claim in claims} == {
+        **{name: "reproduced" if split else "not reproduced" for name, (_, _, split) in TABLE_6.items()},
+        "FD-DPS faster than D-DPS(-F)": "reproduced",
+        "one copy is faster with splits of one operator at a time": "reproduced",
     }
-    assert counts_of(list(claims.values()))["table 6"] == {"reproduced": 2, "reproduced otherwise": 4}
+    assert counts_of(claims)["table 6"] == {"reproduced": 2, "not reproduced": 4}
 
 
 def test_document(tmp_path: pathlib.Path) -> None:
