@@ -27,8 +27,8 @@ be shown.
 BANDS = f"""## What is reproduced
 
 A figure is *reproduced* if ours is within {REPRODUCED_WITHIN:.0%} of the paper's, above or below, *near* within
-{NEAR_WITHIN:.0%}. *Reproduced otherwise* is within the first band, but in another way than the paper's, which the reason
-names: a strategy whose step is data parallelism's because it goes back to it.
+{NEAR_WITHIN:.0%}. *Reproduced otherwise* is within the first band, but in another way than the paper's, which the
+reason names: a strategy whose step is data parallelism's because it goes back to it.
 *Better* is a figure of FD-DPS outside both bands on the good side; it isn't reproduced. Bands are shares of the figure
 itself: of a margin of 10 %, ours is reproduced from 9 to 11 %. Table 6's milliseconds fitted the roofline, and aren't
 counted; nor is what holds by construction: FD-DPS isn't slower than FastT, one device and data parallelism's graph,
@@ -172,8 +172,8 @@ def _search(rows: Sequence[Row]) -> str:
         f"**Figure 5.** FD-DPS's search takes {_span(times, '.0f')} times FastT's, in the paper less for large models. "
         f"To make one divided graph, place and simulate it takes {_span(one)} s; FastT does that once or twice and "
         f"places by DPOS; FD-DPS has FastT's placement among its candidates, does the same for several ways to "
-        f"split, and moves what bounds the best: as long as {_span(graphs, '.0f')} such graphs. The paper's FastT takes "
-        f"minutes; it doesn't say what for."
+        f"split, and moves what bounds the best: as long as {_span(graphs, '.0f')} such graphs. The paper's FastT "
+        f"takes minutes; it doesn't say what for."
     )
 
 
