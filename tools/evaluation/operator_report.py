@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from dapple_tf.tools.evaluation.operator_claims import NAMES, OF_THE_PAPER, Claim, claims_of, counts_of, least_possible
-from dapple_tf.tools.evaluation.operator_experiments import Operator, Outcome, Row, from_record, to_record
+from dapple_tf.tools.evaluation.operator_experiments import Operator, Outcome, Row, from_record, settings, to_record
 from dapple_tf.tools.evaluation.operator_models import MODELS
 from dapple_tf.tools.evaluation.operator_paper import FIGURE_4, TABLE_5, TABLE_6, TABLE_7
 from dapple_tf.tools.evaluation.operator_text import ASSUMED, BANDS, TITLE, reasons
@@ -202,8 +202,10 @@ def summary(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
         "all",
     ]
     counted = Table("summary", "", header, lines).markdown()
+    missing = [str(one) for one in settings(list(MODELS)) if one not in {row.setting for row in rows}]
+    lacking = f"Not computed: {'; '.join(missing)}.\n\n" if missing else ""
     held = f"Of {len(own)} demands on our own results {failed} fail.\n" if own else ""
-    return f"{BANDS}\n{counted}\n\n{held}\n{reasons(rows, claims)}"
+    return f"{BANDS}\n{counted}\n\n{lacking}{held}\n{reasons(rows, claims)}"
 
 
 # ---- files
@@ -264,8 +266,8 @@ def differences(before: Sequence[Row], after: Sequence[Row], search_seconds: flo
         for name, (one, other) in pairs.items():
             if abs(other - one) > MOST_CHANGED * abs(one):
                 lines.append(f"{row.setting}: {name}: {one:.6g} is stored, {other:.6g} computed")
-        for one, other in zip(claims_of([old], search_seconds), claims_of([row], search_seconds), strict=True):
-            timed = one.part == "figure 5" or "searched in" in one.name
-            if one.verdict != other.verdict and not timed:
-                lines.append(f"{one.name}: was {one.verdict} ({one.ours}), is {other.verdict} ({other.ours})")
+        for was, now in zip(claims_of([old], search_seconds), claims_of([row], search_seconds), strict=True):
+            timed = was.part == "figure 5" or "searched in" in was.name
+            if was.verdict != now.verdict and not timed:
+                lines.append(f"{was.name}: was {was.verdict} ({was.ours}), is {now.verdict} ({now.ours})")
     return lines

@@ -3,6 +3,7 @@
     python -m tools.evaluation.reproduce_fd_dps                                              # all of it
     python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --output_dir=... # one row
     python -m tools.evaluation.reproduce_fd_dps --check --models=VGG-16                      # against what is stored
+    python -m tools.evaluation.reproduce_fd_dps --missing                                    # rows that aren't stored
     python -m tools.evaluation.reproduce_fd_dps --render                                     # the document alone
 
 Tables 3, 5, 6 and 7 and figures 4 and 5: the training steps of VGG-16, Inception-V3, ResNet-50, ResNet-200,
@@ -46,6 +47,9 @@ _DOCKERS = flags.DEFINE_boolean(
 )
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
 _CHECK = flags.DEFINE_boolean("check", False, "Compare with the stored results; write nothing.", flag_values=FLAGS)
+_MISSING = flags.DEFINE_boolean(
+    "missing", False, "Compute only the chosen rows that aren't stored, and add them.", flag_values=FLAGS
+)
 _RENDER = flags.DEFINE_boolean(
     "render", False, "Write the document again from the stored rows; compute nothing.", flag_values=FLAGS
 )
@@ -112,18 +116,23 @@ def main() -> None:
         bool(counts) and len(counts) == len(_DEVICES.value),
         f"--devices: {','.join(_DEVICES.value)!r}; give numbers from 2, such as 2,4,8",
     )
-    command.check(not (_CHECK.value and _RENDER.value), "--check and --render exclude each other")
+    modes = _CHECK.value + _RENDER.value + _MISSING.value
+    command.check(modes < 2, "--check, --missing and --render exclude each other; give one")
     directory = pathlib.Path(_OUTPUT_DIR.value)
     partial = set(_MODELS.value) != set(MODELS) or set(counts) != set(DEVICES) or not _DOCKERS.value
     command.check(
-        _CHECK.value or not (partial and directory.resolve() == _DEFAULT.resolve()),
+        modes > 0 or not (partial and directory.resolve() == _DEFAULT.resolve()),
         "a part of the results would replace all of them in docs/results; give an --output_dir",
     )
     _quiet()
-    if _RENDER.value:
-        rows = stored(directory / "fd_dps.json")[0]
-    else:
-        rows = reproduce(settings(_MODELS.value, counts, dockers=_DOCKERS.value), _JOBS.value)
+    chosen = settings(_MODELS.value, counts, dockers=_DOCKERS.value)
+    known = stored(directory / "fd_dps.json")[0] if _RENDER.value or _MISSING.value else []
+    if _MISSING.value:
+        chosen = [setting for setting in chosen if setting not in {row.setting for row in known}]
+    rows = [*known, *(reproduce(chosen, _JOBS.value) if chosen and not _RENDER.value else ())]
+    if known:
+        order = [str(setting) for setting in settings(list(MODELS))]
+        rows.sort(key=lambda row: order.index(str(row.setting)))
     if _CHECK.value:
         _compare(rows, directory / "fd_dps.json")
         return
