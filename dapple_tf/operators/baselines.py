@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,9 +51,10 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     """Simulates the whole step on each device for 1/V of the batch, with gradients all-reduced in a ring.
 
     Operators on samples take launch + (seconds - launch) / V; the rest, such as updates of variables, take as long as
-    before, on every device. A tensor of the batch that an update reads is reduced as soon as all devices have it, one
-    after another in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators run;
-    each device adds (V - 1)/V of its bytes, as long as `apply_splits` lets a sum take. Updates come last.
+    before, on every device. Tensors of the batch that an update reads are reduced as soon as all devices have them,
+    singly or in buckets of the size that is best, one after another in 2 (V - 1) steps of 1/V of the bytes at the
+    slowest link of the ring, while other operators run; each device adds (V - 1)/V of the bytes, as long as
+    `apply_splits` lets a sum take. Updates come last.
 
     Sums over the batch that operators on samples read, such as the mean in BatchNormalization, are exchanged where they
     are made: each device sends its own to all others, and adds. Only then is it the step that one device would run.
@@ -84,9 +86,8 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     hops = [(device, (device + 1) % count) for device in range(count)] if count > 1 else []
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
 
-    def ring(tensor: int) -> float:
-        size = problem.size[tensor] / count
-        return 2 * (count - 1) * max((topology.seconds(size, *hop) for hop in hops), default=0.0)
+    def ring(size: float) -> float:
+        return 2 * (count - 1) * max((topology.seconds(size / count, *hop) for hop in hops), default=0.0)
 
     def adding(tensor: int, part: float) -> np.ndarray:
         return np.asarray(graph.launch_seconds + part * problem.size[tensor] * graph.copy_seconds)
@@ -106,19 +107,44 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
             behind = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
             updates[[*behind, *problem.waiters[op]]] = True
     ends = (np.cumsum(np.where(updates[:, None], 0.0, share), axis=0) + np.cumsum(statistics)[:, None]).max(axis=1)
-    link = 0.0
-    for tensor in sorted(reduced, key=lambda tensor: ends[problem.producer[tensor]]):
-        link = max(link, float(ends[problem.producer[tensor]])) + ring(tensor)
+    reduced.sort(key=lambda tensor: ends[problem.producer[tensor]])
+    gradients = [(float(ends[problem.producer[tensor]]), problem.size[tensor]) for tensor in reduced]
+    by_size = [_buckets(gradients, least) for least in _BUCKETS]
+    link, buckets = min((_reduced_by(buckets, ring), buckets) for buckets in by_size)
     computed = float(ends.max(initial=0.0))
     stored = float(graph.stored_bytes.sum())
     return DataParallelStep(
         seconds=max(computed, link) + float(share[updates].sum(axis=0).max(initial=0.0)),
         compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
-        reduce_seconds=sum(map(ring, reduced)),
+        reduce_seconds=sum(ring(size) for _, size in buckets),
         statistics_seconds=float(statistics.sum()),
         gradient_bytes=sum(problem.size[tensor] for tensor in reduced),
         peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
     )
+
+
+_BUCKETS = (0.0, 1e6, 4e6, 16e6, 64e6, np.inf)
+"""Bytes from which a bucket of gradients is reduced; the best is taken."""
+
+
+def _buckets(gradients: Sequence[tuple[float, float]], least: float) -> list[tuple[float, float]]:
+    """Joins gradients to buckets of at least some bytes; returns when each is complete, and its bytes."""
+    buckets: list[tuple[float, float]] = []
+    size = 0.0
+    for index, (ready, one) in enumerate(gradients):
+        size += one
+        if size >= least or index == len(gradients) - 1:
+            buckets.append((ready, size))
+            size = 0.0
+    return buckets
+
+
+def _reduced_by(buckets: Sequence[tuple[float, float]], ring: Callable[[float], float]) -> float:
+    """Returns when the last of the buckets is reduced, one after another."""
+    link = 0.0
+    for ready, size in buckets:
+        link = max(link, ready) + ring(size)
+    return link
 
 
 def _batch_sums(graph: OpGraph) -> list[int]:
