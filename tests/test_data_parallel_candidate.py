@@ -72,6 +72,11 @@ def test_gradients_are_added_as_fast_as_other_sums() -> None:
     assert data_parallel(graph, links).compute_seconds == pytest.approx(compute + LAUNCH + 0.5 * 4e3 * 2 / 5e11)
 
 
+def test_gradients_are_reduced_in_buckets_where_that_is_faster() -> None:
+    graph = chain_network(4, layers=3)
+    assert data_parallel(graph, topology(4, latency=1.0)).reduce_seconds == pytest.approx(6.0, abs=0.01)
+
+
 @pytest.mark.parametrize(("devices", "bandwidth"), [(2, 12e9), (4, 1e9), (4, 1e8), (8, 12e9)])
 def test_fd_dps_is_never_slower_than_data_parallelism_fast_t_and_mp_dps(devices: int, bandwidth: float) -> None:
     graph, links = chain_network(devices, layers=3), topology(devices, bandwidth)

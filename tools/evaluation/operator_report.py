@@ -194,7 +194,7 @@ def summary(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
     ]
     totals = [sum(numbers[verdict] for numbers in counts.values()) for verdict in OF_THE_PAPER]
     lines.append(["all", *totals, sum(totals)])
-    own = [claim for claim in claims if not claim.paper]
+    own = [claim for claim in claims if claim.part == "must hold"]
     failed = sum(claim.verdict == "FAILED" for claim in own)
     header = [
         "the paper's",
