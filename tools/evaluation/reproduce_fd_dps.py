@@ -13,8 +13,9 @@ training, and cached in build/operator_steps until something that they depend on
     fd_dps.md       the verdicts, the tables, with the paper's numbers, and what was assumed
     fd_dps.json     the rows that it is made of
 
-Exits with 1, and names them, if demands on our own results fail: FD-DPS needs too much memory; its search takes more than 120 s of one core. ``--check`` writes nothing; it exits with 1 if a step differs
-from the stored one by more than 2 %, or a verdict from the stored one.
+Exits with 1, and names them, if demands on our own results fail: FD-DPS needs too much memory; its search takes more
+than 120 s of one core. ``--check`` writes nothing; it exits with 1 if a step differs from the stored one by more than
+2 %, or a verdict from the stored one.
 """
 
 from __future__ import annotations
