@@ -13,9 +13,11 @@ TORCH_PYTHON ?= $(BIN)/python
 TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd_dps profile_text split_graph)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# Each process of a test run would compile all modules and rewrite all tests anew: ten seconds. `make clean` removes it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs pictures results results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures results results-operators results-ooo accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,11 +45,14 @@ pictures: $(STAMP) ## run the documents' examples, and draw their pictures and s
 	$(BIN)/python -m tools.evaluation.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
 	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
 
-results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper; fails when a claim no longer holds
+results: $(STAMP) ## compute the evaluation of the DAPPLE paper again; fails when it isn't what docs/results has
 	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
 results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
+
+results-ooo: $(STAMP) ## regenerate docs/results/ooo.md, the evaluation of the Out-Of-Order BackProp paper; fails when a number changed
+	$(BIN)/python -m tools.evaluation.reproduce_ooo
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
 	$(BIN)/python -m tools.evaluation.check_simulator

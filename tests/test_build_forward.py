@@ -100,7 +100,7 @@ def test_a_weight_of_several_stages_is_an_argument_of_each() -> None:
 def test_nodes_of_no_stage_are_copied_to_each_that_needs_them() -> None:
     x = keras.Input((4,), name="x", dtype="int32")
     h = keras.layers.Embedding(5, 2, mask_zero=True, name="embedding", dtype="float64")(x)
-    h = keras.layers.TimeDistributed(dense("dense", 2), name="each", dtype="float64")(h)
+    h = dense("dense", 2)(h)
     h = keras.layers.GlobalAveragePooling1D(name="pool", dtype="float64")(h)
     program = captured(compiled(x, dense("head", 1)(h)), np.zeros((4, 4), "int32"), np.zeros((4, 1)))
     program = forward(program, "embedding")

@@ -352,9 +352,11 @@ def test_from_a_resolver(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_measured_links(cluster: dapple.Cluster) -> None:
     measured = measure_links(cluster, repeats=3)
-    for name in ("inter_bandwidth", "inter_latency", "reduce_bandwidth", "reduce_latency"):
+    for name in ("inter_bandwidth", "inter_latency"):
         value = getattr(measured, name)
         assert value is not None and 0 < value < math.inf, name
+    between = measured.reductions.between or measured.reductions.ring
+    assert between is not None and 0 < between.bandwidth < math.inf
     assert measured.intra_bandwidth is None
     assert [server.capacity for server in measured.servers] == [1.0, 1.0]
 
@@ -392,16 +394,24 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
 
 @pytest.mark.slow
 def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
-    """Also when nothing runs; once it goes on, it finds out that its client has given it up."""
+    """Also when nothing runs; once it goes on, it finds out that its client has given it up.
+
+    Nor does a session wait for it that is closed, or forgotten: Python frees that whenever it collects garbage, in
+    whatever thread; TensorFlow waited there.
+    """
     graph, made = graph_on(cluster, endless)
     with held(cluster):
-        session = open_session(cluster, graph)
+        session, forgotten = (open_session(cluster, graph) for _ in range(2))
         thread, failures = running(session, made)
+        other, _ = running(forgotten, made)
         workers.stop(1)
         thread.join(PATIENCE)
+        other.join(PATIENCE)
         assert_lost(failures, cluster.addresses[1])
         started = time.monotonic()
         session.close()
+        del forgotten, other
+        gc.collect()
         assert time.monotonic() - started < PATIENCE / 2
     wait_until(lambda: all(reachable(cluster.addresses[:1], PATIENCE)))
     workers.cont(1)
@@ -444,24 +454,6 @@ def test_a_run_that_takes_too_long(cluster: dapple.Cluster) -> None:
             session.run(made)
         assert raised.value.task is None
         session.close()
-    assert works(cluster)
-
-
-@pytest.mark.slow
-def test_forgetting_a_session_waits_for_no_lost_worker(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
-    """Python frees it whenever it collects garbage, in whatever thread; TensorFlow waited there."""
-    graph, made = graph_on(cluster, endless)
-    with held(cluster) as connection:
-        session = open_session(cluster, graph)
-        thread, _ = running(session, made)
-        workers.stop(1)
-        thread.join(PATIENCE)
-        assert connection.lost is not None
-        started = time.monotonic()
-        del session, thread
-        gc.collect()
-        assert time.monotonic() - started < PATIENCE / 2
-    workers.cont(1)
     assert works(cluster)
 
 

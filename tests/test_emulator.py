@@ -79,6 +79,7 @@ def kinds(step: Emulation) -> dict[str, int]:
 # --- as long as simulated ---
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize("replicas", [[2, 1], thorough([1])])
 def test_two_stages_with_a_network(schedule: str, replicas: Sequence[int]) -> None:
@@ -86,6 +87,24 @@ def test_two_stages_with_a_network(schedule: str, replicas: Sequence[int]) -> No
     step = measured(plan, model, where)
     assert step.order.orders == step.costs.schedule.orders
     assert kinds(step) == kinds_of(step.simulated.spans)
+
+
+def test_without_catching_up_no_chain_of_waits_is_shorter_than_simulated() -> None:
+    plan, model, where = pipeline(2, 2, "dapple_a", [1], 0.0)
+    step = emulate(plan, model, where, steps=2, catch_up=False)
+    assert min(step.latencies) >= step.simulated.latency
+    lengths = [(span.end - span.start, other.end - other.start) for span, other in paired(step)]
+    assert all(emulated >= 0.999 * simulated for emulated, simulated in lengths)
+
+
+def paired(step: Emulation) -> list[tuple[Span, Span]]:
+    """The emulated and the simulated span of each task."""
+
+    def tasks(spans: Sequence[Span]) -> dict[Any, Span]:
+        return {(s.kind, s.stage, s.micro_batch, s.replica): s for s in spans}
+
+    simulated = tasks(step.simulated.spans)
+    return [(span, simulated[key]) for key, span in tasks(step.spans).items()]
 
 
 def kinds_of(spans: Sequence[Span]) -> dict[str, int]:
@@ -118,6 +137,7 @@ def test_large_pipelines(
     measured(*pipeline(stages, micro_batches, schedule, replicas, network))
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(40), 5))
 def test_any_plan(seed: int) -> None:
@@ -318,13 +338,16 @@ def test_tasks_out_of_order_are_found() -> None:
 
 @pytest.mark.slow
 def test_the_tool_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--shapes=2x4,6x4", "--schedules=gpipe", "--replicas=6", "--networks=0.3", "--tolerance=1e9"]
+    """The sweep stopped where a shape has too few stages for a policy."""
+    arguments = ["--shapes=2x4,6x4", "--schedules=gpipe,zb_v", "--replicas=6", "--networks=0.3", "--tolerance=1e9"]
+    arguments.append("--nocatch_up")
     assert command.run(check_simulator.main, check_simulator.FLAGS, arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "S M schedule replicas network simulated ms emulated ms error late ms"
     assert lines[1].split()[:5] == ["2", "4", "gpipe", "6", "30%"]
-    assert lines[2].endswith("36 devices, more than 32")
-    assert lines[3].startswith("1 rows in ")
+    assert "zb_v wants stages i and 2 - 1 - i on the same devices" in lines[2]
+    assert lines[3].endswith("36 devices, more than 32")
+    assert lines[-1].startswith("2 rows in ")  # zb_v goes there and back over half of the devices
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Pipelined training gives what plain Keras gives on one device: loss, every gradient, every variable after three
-steps.
+"""Pipelined training gives what plain Keras gives on one device: loss, every gradient, every variable after two or
+three steps.
 
 The sweep takes every list of replicas three times, with all that varies going round: each pair of values meets, of
 models, numbers of stages, micro-batches, schedules and recomputation, and of replicas and each but the model.
@@ -80,7 +80,9 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         recompute=case.recompute,
     )
     cluster = dapple.Cluster.local(sum(case.replicas), kind="cpu")
-    assert_equal_training(ZOO[case.model], cluster, plan, reference(case.model), monkeypatch)
+    # A batch of another size takes as long to prepare again: with one of the schedules there is one.
+    steps = 3 if case.schedule == "dapple_a" else 2
+    assert_equal_training(ZOO[case.model], cluster, plan, reference(case.model), monkeypatch, steps=steps)
 
 
 def in_float64() -> list[Any]:
@@ -106,7 +108,7 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
     ("model", "jit_compile"),
     [
         *(thorough((name, False)) for name in ("multi_output", "transformer", "lstm")),
-        *sampled(((name, True) for name in ("cnn", "branches", "tied")), 3),
+        *sampled(((name, True) for name in ("tied", "cnn", "branches")), 3),
     ],
 )
 def test_every_structure_trains_as_plain_keras_where_a_step_is_one_function(
@@ -140,7 +142,7 @@ def test_backwards_in_pieces_train_as_plain_keras(
         cuts, device_lists(replicas), micro_batches, SAMPLES, schedule, backward_cuts=pieces, bucket_bytes=100
     )
     cluster = dapple.Cluster.local(sum(replicas), kind="cpu")
-    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch)
+    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch, steps=2)
 
 
 # The example trains a transformer in float32, and verifies it: test_train_gpt.py.

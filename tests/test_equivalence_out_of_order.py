@@ -110,13 +110,18 @@ def in_turn() -> list[tuple[str, Case]]:
 
 
 def shape(pair: tuple[str, Case]) -> tuple[bool, bool, frozenset[str]]:
-    """What tasks there are: split or not, whether stages share a device, two streams, carried updates.
+    """What tasks there are: split or not, whether whole ones' stages share a device, two streams, carried updates.
 
-    Of cases of one shape the policies give other orders, which change nothing: test_schedule_pass.py.
+    Of cases of one shape the policies give other orders, which change nothing: test_schedule_pass.py. One case of
+    carried updates, split, stands for all: those of whole backwards are in test_equivalence_reductions.py.
     """
     _, case = pair
-    split = case.schedule in ("modulo", "zero_bubble") or case.schedule.startswith(("fast_forward", "zb_"))
-    several = any(sum(device in devices for devices in case.devices) > 1 for device in range(3))
+    split = (
+        "carried_updates" in case.options
+        or case.schedule in ("modulo", "zero_bubble")
+        or case.schedule.startswith(("fast_forward", "zb_"))
+    )
+    several = split or any(sum(device in devices for devices in case.devices) > 1 for device in range(3))
     return split, several, frozenset(case.options.keys() & {"weight_devices", "carried_updates"})
 
 

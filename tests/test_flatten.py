@@ -300,7 +300,7 @@ def test_a_flat_step_is_the_step_to_the_last_bit(name: str) -> None:
         assert_same_training(program, flat, [batch] * 3)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_pipelines_become_flat(seed: int) -> None:

@@ -115,10 +115,10 @@ def test_every_parameter_learns(tied: bool) -> None:
     """A tiny model learns one batch by heart, and no parameter is left out."""
     model = gpt.gpt_tiny(tied=tied)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-2), loss, run_eagerly=True)  # A few steps take less time than a trace.
+    model.compile(keras.optimizers.Adam(2e-2), loss, run_eagerly=True)  # A few steps take less time than a trace.
     before = [variable.numpy() for variable in model.trainable_variables]
     targets = np.roll(TOKENS, -1, axis=1)
-    losses = [float(model.train_on_batch(TOKENS, targets)) for _ in range(15)]
+    losses = [float(model.train_on_batch(TOKENS, targets)) for _ in range(9)]
     assert losses[0] == pytest.approx(math.log(256), abs=0.2)
     for variable, old in zip(model.trainable_variables, before, strict=True):
         # A bias of the keys shifts all scores of a query alike, which the softmax takes back: its gradient is zero.

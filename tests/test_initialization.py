@@ -233,7 +233,7 @@ def test_each_device_computes_for_itself_unless_values_would_differ() -> None:
 def test_training_is_that_of_an_ordinary_model(assigned: list[str], largest_feed: Callable[[], int]) -> None:
     keras.utils.set_random_seed(1)
     ordinary = transform(classifier())
-    x, y, _ = samples(20)
+    x, y, _ = samples(14)
     history = ordinary.fit(x, y, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
     assigned.clear()
     pipelined = transform(deferred())

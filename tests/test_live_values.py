@@ -143,25 +143,22 @@ def test_train_on_batch_and_look(pair: Pair, tmp_path: pathlib.Path) -> None:
     plain, model = pair.plain, pair.model
     raw = model.get_layer("first").kernel.value
 
-    def looks(model: keras.Model) -> list[Any]:
-        traced = tf.function(model)
-        checkpoint = tf.train.Checkpoint(model=model)
-        return [
-            *([] if model is plain else [raw.numpy()]),
-            traced(X).numpy(),
-            model(X).numpy(),
-            keras.ops.convert_to_numpy(model.get_layer("second").bias),
-            model.predict(X, verbose=0),
-            np.array(
-                tf.train.load_variable(checkpoint.save(tmp_path / "check"), "save_counter/.ATTRIBUTES/VARIABLE_VALUE")
-            ),
-        ]
+    def saved(model: keras.Model) -> Any:
+        path = tf.train.Checkpoint(model=model).save(tmp_path / "check")
+        return np.array(tf.train.load_variable(path, "save_counter/.ATTRIBUTES/VARIABLE_VALUE"))
 
-    for way in range(5):
+    ways: list[Callable[[keras.Model], Any]] = [
+        lambda own: (raw if own is model else own.get_layer("first").kernel).numpy(),
+        lambda model: tf.function(model)(X).numpy(),
+        lambda model: model(X).numpy(),
+        lambda model: keras.ops.convert_to_numpy(model.get_layer("second").bias),
+        lambda model: model.predict(X, verbose=0),
+        saved,
+    ]
+    for way in ways:
         for each_model in (plain, pair.pipelined):
             each_model.train_on_batch(X[:7], Y[:7])
-        ours, theirs = looks(model)[1:], looks(plain)
-        assert_close(ours[way], theirs[way])
+        assert_close(way(model), way(plain))
         assert_close(raw.numpy(), plain.get_layer("first").kernel.numpy())
     model.save(tmp_path / "model.keras")
     assert_same_values(keras.saving.load_model(tmp_path / "model.keras"), plain)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 import textwrap
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from selection import one_of_each
 
-from dapple_tf.models import registry
+from dapple_tf.models import registry, text
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS
 from dapple_tf.models.registry import MODELS, find_data, find_model
 from dapple_tf.models.sources import ModelError, ModelSource
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _text_read_once() -> Iterator[None]:
+    """The standard library's 10 MB, which take a second to read: test_text_data.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "standard_library", functools.cache(text.standard_library))
+        yield
+
 
 TINY = [name for name in MODELS if name.endswith(":tiny")]
 
@@ -31,9 +43,8 @@ def test_all_data_are_described() -> None:
         assert f"`{name}`" in document or f"`{name}:" in document, name
 
 
-@pytest.mark.few(5)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", one_of_each(TINY, lambda name: MODELS[name].data.name))
 def test_models_come_compiled_with_data_that_fit(name: str) -> None:
     source = find_model(name)
     model = source.build()

@@ -7,6 +7,7 @@ from hardware import cluster_of, profile_of
 
 from dapple_tf.tools.evaluation import opponents
 from dapple_tf.tools.evaluation.bench_planner import cluster_of as v100s
+from dapple_tf.tools.evaluation.pipedream import pipedream
 
 
 @pytest.mark.parametrize(("blocks", "devices", "batch"), [(6, 4, 16), (12, 8, 32)])
@@ -21,9 +22,9 @@ def test_no_expert_and_no_paper_is_faster_on_a_small_gpt(blocks: int, devices: i
 
 def test_pipedreams_partition_of_equal_layers_is_equal() -> None:
     profile, cluster = profile_of(8, parameters=10**8), cluster_of(1, 1, 1, 1, inter_bandwidth=1e9)
-    assert opponents.pipedream(profile, cluster, 64).replicas == (1, 1, 1, 1)
+    assert pipedream(profile, cluster).replicas == (1, 1, 1, 1)
     light, fast = profile_of(8, parameters=10, size=1e9), cluster_of(4, inter_bandwidth=1e9)
-    assert opponents.pipedream(light, fast, 64).replicas == (4,)
+    assert pipedream(light, fast).replicas == (4,)
 
 
 def test_megatrons_layouts_have_equal_blocks_on_all_devices() -> None:
@@ -32,3 +33,20 @@ def test_megatrons_layouts_have_equal_blocks_on_all_devices() -> None:
     assert {plan.replicas[0] * len(set(plan.devices)) for plan in plans} == {8}
     assert {plan.num_stages // len(set(plan.devices)) for plan in plans} >= {1, 2, 4}
     assert any(plan.devices[0] == (0, 1) for plan in plans) and any(plan.devices[0] == (0, 4) for plan in plans)
+
+
+def test_pipedream_by_levels_reduces_inside_servers() -> None:
+    """Weights that are cheap to reduce inside a server, and too much between two."""
+    profile = profile_of(8, parameters=10**8)
+    cluster = cluster_of(4, 4, intra_bandwidth=1e13, inter_bandwidth=1e9)
+    levels = pipedream(profile, cluster, flat=False)
+    assert levels.replicas == (4, 4) and levels.devices == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert pipedream(profile, cluster).replicas == (1,) * 8
+
+
+def test_pipedream_by_levels_may_have_a_pipeline_in_each_server() -> None:
+    """Three layers split into three equal stages, not into two; only between servers is there a fast network."""
+    cluster = cluster_of(3, 3, intra_bandwidth=1e7, inter_bandwidth=1e12)
+    partition = pipedream(profile_of(3, parameters=10**8, size=10.0), cluster, flat=False)
+    assert partition.cuts == (0, 1)
+    assert partition.devices == ((0, 3), (1, 4), (2, 5))

@@ -70,7 +70,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 QUICK = ("adam", "momentum", "adafactor", "schedule", "global_clipnorm", "ema", "accumulation", "loss_scale_optimizer")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in SETTINGS])
 def test_settings_update_as_in_plain_keras(name: str) -> None:
     use_float64()

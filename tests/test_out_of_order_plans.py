@@ -236,6 +236,7 @@ def test_auto_is_never_slower_and_fits_in_memory(case: str) -> None:
     assert sum(stage.share for stage in auto.report.stages) == pytest.approx(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policies", ["zb_h1", "interleaved", ["modulo", "zb_v"], ["dapple_a", "fast_forward"]])
 def test_policies_can_be_given(policies: Any) -> None:
     chosen = plan(profile_of(), FOUR, 8, micro_batches=4, schedule=policies)

@@ -95,6 +95,7 @@ def _random_profile(rng: random.Random) -> Profile:
     return dataclasses.replace(profile, layers=tuple(layers), step_seconds=rng.choice([0.0, 1e-3]))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_reported_is_what_is_simulated_whatever_was_asked(seed: int) -> None:
     rng = random.Random(seed)

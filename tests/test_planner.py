@@ -265,8 +265,8 @@ def test_a_foreign_plan_is_refused_by_the_profile_and_the_cluster() -> None:
 
 @pytest.mark.slow
 def test_planning_is_deterministic() -> None:
-    cluster = cluster_of(3, 3, intra_bandwidth=1e10, inter_bandwidth=1e9)
-    plans = {plan(profile_of(parameters=10**7), cluster, 48).to_json() for _ in range(2)}
+    cluster = cluster_of(2, 2, intra_bandwidth=1e10, inter_bandwidth=1e9)
+    plans = {plan(profile_of(parameters=10**7), cluster, 24).to_json() for _ in range(2)}
     assert len(plans) == 1
 
 
@@ -336,6 +336,7 @@ def test_no_choice_at_all_is_refused(name: str) -> None:
         plan(profile_of(), cluster_of(2), 8, **{name: []})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bandwidth", [2e5, 1e6, 5e6, 1e9])
 def test_every_figure_is_of_one_simulator_and_small_gains_arent_worth_more_devices(bandwidth: float) -> None:
     """A report said "454 ms, 1.22x one device" and, as the runner-up, "one device: 456 ms"."""

@@ -91,7 +91,7 @@ def brute_force(profile: Profile, cluster: Cluster, batch: int, micro_batches: i
 SEEDS = [*range(60), *map(thorough, range(60, 180))]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_is_faster_than_the_planners(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import pathlib
@@ -28,6 +29,12 @@ layers = keras.layers
 
 def measured(model: keras.Model, batch_size: Any = 4, **options: Any) -> Profile:
     return profile(model, batch_size, **({"cache": False, "repeats": 1, "progress": False} | options))
+
+
+@functools.cache
+def mlp_by_layer() -> Profile:
+    """A profile of `mlp` of slices of 2 and 8 samples, measured layer by layer."""
+    return measured(mlp(), [2, 8], budget=hurried("layers"))
 
 
 def nbytes(variable: keras.Variable) -> int:
@@ -69,9 +76,8 @@ def test_every_cut_of_a_profile_is_legal_and_every_variable_counts_once(name: st
 
 
 def test_a_chain() -> None:
-    model = mlp()
-    model_profile = measured(model, [2, 8])
-    check(model_profile, model)
+    model_profile = mlp_by_layer()
+    check(model_profile, mlp())
     assert [layer.name for layer in model_profile.layers] == ["first", "second", "logits"]
     assert [(t.producer, t.consumers, t.bytes.at(1)) for t in model_profile.tensors] == [
         (0, (1,), 24.0),
@@ -189,7 +195,7 @@ def test_the_model_keeps_its_values() -> None:
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     before = [variable.numpy() for variable in variables]
     state = tf.random.get_global_generator().state.numpy()
-    measured(model, [2, 4])
+    measured(model)
     for variable, value in zip(variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
     np.testing.assert_array_equal(tf.random.get_global_generator().state.numpy(), state)
@@ -232,7 +238,7 @@ def test_what_weight_gradients_are_computed_from() -> None:
     The first layer has no Bx, so that its Bw is the whole B: it reads tanh's results and the gradient of these.
     Features aren't kept, they are there for the whole step.
     """
-    model_profile = measured(mlp(), [4, 8])
+    model_profile = mlp_by_layer()
     kept = [layer.delayed_bytes.at(1) for layer in model_profile.layers if layer.delayed_bytes is not None]
     assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]
 
@@ -253,7 +259,7 @@ def hurried(method: str) -> TimeBudget:
 )
 def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_may(method: str, said: str) -> None:
     """MobileNetV3Small took 78 s, for steps of 50 ms. What isn't a time or a working buffer is as when measured."""
-    full, quick = measured(mlp(), [2, 8], budget=hurried("layers")), measured(mlp(), [2, 8], budget=hurried(method))
+    full, quick = mlp_by_layer(), measured(mlp(), [2, 8], budget=hurried(method))
     assert (full.method, quick.method) == ("layers", method)
     assert quick.estimated and not full.estimated
     check(quick, mlp())

@@ -26,6 +26,7 @@ from programs import (
     two_layers,
     updated,
 )
+from selection import thorough
 
 from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.view.step_graph import task_graph
@@ -195,8 +196,15 @@ def test_what_is_carried_over_is_reduced_alike() -> None:
 # ---- numbers
 
 
-@pytest.mark.parametrize("servers", [[2, 2], [3, 2], [1, 3], [2, 2, 2], [4, 1, 2]])
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("servers", "bucket_bytes"),
+    # Equal and unequal servers, one part and two, in one bucket and in several.
+    [
+        *(([2, 2], 1), ([4, 1, 2], 1 << 20), ([3, 2], 1 << 20)),
+        *map(thorough, [([2, 2], 1 << 20), ([4, 1, 2], 1), ([3, 2], 1)]),
+        *map(thorough, itertools.product([[1, 3], [2, 2, 2]], [1, 1 << 20])),
+    ],
+)
 def test_each_device_gets_the_sum_of_all(servers: list[int], bucket_bytes: int) -> None:
     count = sum(servers)
     program = updated(staged(two_layers()), layout([count], count), bucket_bytes=bucket_bytes)

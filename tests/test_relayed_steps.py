@@ -188,13 +188,15 @@ def test_a_relay_stands_on_its_own_device() -> None:
 
 BLOCKS = ("block_0", "block_1", "block_3")
 CASES: list[Any] = [
-    ("straight", BLOCKS, [[0], [1], [2], [3]], "dapple_a", {}),
+    # From replicas to others, and twice over the same devices, split and whole; the rest differ in numbers of them.
     ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "zb_h1", {"recompute": "boundary"}),
-    ("2:2", BLOCKS, [[0, 1], [2, 3], [0, 1], [2, 3]], "interleaved", {"recompute": "min_cut"}),
-    ("two on a device", BLOCKS, [[0], [1], [0], [1]], "modulo", {}),
+    ("two on a device", BLOCKS, [[0], [1], [0], [1]], "interleaved", {}),
     *(
         thorough(case)
         for case in [
+            ("straight", BLOCKS, [[0], [1], [2], [3]], "dapple_a", {}),
+            ("2:2", BLOCKS, [[0, 1], [2, 3], [0, 1], [2, 3]], "interleaved", {"recompute": "min_cut"}),
+            ("two on a device", BLOCKS, [[0], [1], [0], [1]], "modulo", {}),
             ("straight", BLOCKS, [[0], [1], [2], [3]], "zb_h1", {"relays": [2]}),
             ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "dapple_a", {"jit_compile": True}),
             ("2:2:2", BLOCKS[:2], device_lists((2, 2, 2)), "zb_h1", {"recompute": "min_cut"}),
@@ -214,13 +216,13 @@ def test_a_skip_to_every_layer_trains_as_plain_keras(
 ) -> None:
     use_float64()
     rng = np.random.default_rng(0)
-    batches = [(*skip_batch(rng, size), None) for size in (12, 12, 7)]
+    batches = [(*skip_batch(rng, size), None) for size in (12, 7)]
     own, plain = pair(skips)
-    plan = dapple.Plan.manual(cuts, devices, 4, 12, schedule, **{"relays": range(len(devices)), **options})
+    plan = dapple.Plan.manual(cuts, devices, 3, 12, schedule, **{"relays": range(len(devices)), **options})
     cluster = dapple.Cluster.local(1 + max(itertools.chain(*devices)), kind="cpu")
     pipelined = dapple.transform(own, cluster, plan)
     assert_same_training(pipelined, plain, batches, tolerance=1e-12)
-    x, y, _ = batches[2]
+    x, y, _ = batches[1]
     np.testing.assert_allclose(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-12)
     np.testing.assert_allclose(pipelined.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-6)
 

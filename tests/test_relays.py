@@ -285,6 +285,7 @@ def skips_of(draw: random.Random, count: int) -> Profile:
     return Profile("skips", "none", (1,), tuple(layers), tuple(tensors))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_a_plan_with_relays_promises_is_what_is_simulated(seed: int) -> None:
     draw = random.Random(seed)

@@ -112,15 +112,15 @@ def model_of(loss: Any, *middle: layers.Layer, metrics: Any = ()) -> keras.Model
 
 
 def check(build: Callable[[], keras.Model], cut: str = "first", replicas: tuple[int, int] = (2, 1)) -> None:
-    """Three steps of two micro-batches, replicated first stage, one of the batches smaller; then an evaluation."""
+    """Two steps of two micro-batches, replicated first stage, the second batch smaller; then its evaluation."""
     own, plain = pair(build)
     pipelined = pipeline(own, [cut], replicas, 2, 7)
     rng = np.random.default_rng(0)
-    for count in (7, 5, 7):
+    for count in (7, 5):
         x, y = rng.normal(size=(count, 4)), rng.normal(size=(count, 3))
         logs = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
         assert np.allclose(*logs, rtol=1e-5)
-        assert np.allclose(pipelined.test_on_batch(x, y), plain.test_on_batch(x, y), rtol=1e-5)
+    assert np.allclose(pipelined.test_on_batch(x, y), plain.test_on_batch(x, y), rtol=1e-5)
     pipelined.sync()
     assert_same_variables(own, plain, TOLERANCE["float64"])
     assert pipelined.notes == ()

@@ -279,6 +279,7 @@ PLACES: dict[str, tuple[tuple[str, ...], list[list[int]]]] = {
 """Policies that have the same tasks, and where: whole B or both halves."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("model", ["mlp", "tied", "attention"])
 @pytest.mark.parametrize("places", PLACES)
 def test_complete_steps_of_all_policies_compute_the_same(places: str, model: str) -> None:

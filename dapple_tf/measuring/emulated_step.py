@@ -161,9 +161,9 @@ class EmulatedStep:
 
     def _sources(self, task: Task) -> Iterable[list[_Part]]:
         """Yields a task's inputs over each leg, in the order of samples."""
-        if task.phase is Phase.WEIGHT_GRAD:
-            return
         backward = task.phase is not Phase.FORWARD
+        if backward and task.phase is not self.costs.gradient_phase(task.stage, task.stage in self.schedule.split):
+            return
         for leg in self.costs.legs:
             ends = leg.source is None and task.stage == leg.sender if backward else task.stage == leg.receiver
             if ends and (parts := self._parts_of(leg, task)):

@@ -73,12 +73,12 @@ class StepClock:
     """Waits, and records one step: what has ended, and until when ports are taken.
 
     A wait ends its own length after its inputs arrived, however late the executor starts it, so that the executor's
-    overhead doesn't add up along a chain of tasks; unless it is late by more than `GRACE`. Times are wall-clock
-    seconds from the start of the step.
+    overhead doesn't add up along a chain of tasks; unless it is late by more than `GRACE`, or ``catch_up`` is False.
+    Times are wall-clock seconds from the start of the step.
     """
 
-    def __init__(self, costs: CostModel, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, costs: CostModel, scale: float, *, catch_up: bool = True) -> None:
+        self.scale, self.catch_up = scale, catch_up
         cluster = costs.cluster
         self.cores = {
             server: SharedCores(cluster.capacity(server), self.now)
@@ -140,6 +140,8 @@ class StepClock:
             self.ended[wait] = 0.0
             return
         self.late.append(entered - ready)
+        if not self.catch_up:
+            ready = max(ready, entered)
         start = ready
         if wait.server is not None:
             end = self.cores[wait.server].run(wait, max(ready, entered - GRACE), wait.busy)
@@ -177,7 +179,9 @@ class StepClock:
         with self.lock:
             if wait.span not in self.reserved:
                 order = sorted((round(came, 5), one.turn, span) for span, (one, came, _) in self.asked.items())
-                for _, _, span in order[: order.index((round(ready, 5), wait.turn, wait.span)) + 1]:
+                # Members of a collective may have been ready at other times: the first of them asked.
+                place = [span for _, _, span in order].index(wait.span)
+                for _, _, span in order[: place + 1]:
                     self.reserved[span] = self._take(*self.asked.pop(span))
             return self.reserved[wait.span]
 

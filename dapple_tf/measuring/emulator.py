@@ -104,6 +104,7 @@ def emulate(
     next_forward: bool = False,
     scale: float | None = None,
     steps: int = 3,
+    catch_up: bool = True,
 ) -> Emulation:
     """Runs a plan's step on logical CPU devices of this machine, with waits in place of computation and transfers.
 
@@ -117,6 +118,8 @@ def emulate(
         scale: wall-clock seconds per second of the profile; None chooses one for which the waits are long enough
             to be exact.
         steps: number of measured steps, after a warm-up step.
+        catch_up: whether a wait that the executor starts up to 1 ms late is shorter by that. Otherwise the executor's
+            delays add up along the step, and only a large ``scale`` makes them small.
 
     Raises:
         EmulationError: too many devices; or the executor ran a task out of order, or before its inputs.
@@ -142,7 +145,7 @@ def emulate(
     simulated = simulate_costs(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
     if scale is None:
         scale = _choose_scale(simulated)
-    clock = StepClock(costs, scale)
+    clock = StepClock(costs, scale, catch_up=catch_up)
     step = EmulatedStep(costs, schedule, clock, simulated, reduction_order, next_forward)
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False, device_count={"CPU": len(devices), "GPU": 0})
     config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16

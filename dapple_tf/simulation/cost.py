@@ -130,6 +130,19 @@ class CostModel:
             return self.stages[stage].parameter_bytes > 0
         return phase is not Phase.INPUT_GRAD or stage in self._receives or not self.stages[stage].parameter_bytes
 
+    def gradient_phase(self, stage: int, split: bool) -> Phase:
+        """Returns the phase of a stage that takes the gradients of what it has sent.
+
+        A Bx without work keeps its place in the device's order, but waits for nothing: Bw takes them.
+
+        Args:
+            stage: the stage.
+            split: whether its backward is Bx and Bw.
+        """
+        if not split:
+            return Phase.BACKWARD
+        return Phase.INPUT_GRAD if self.computes(stage, Phase.INPUT_GRAD) else Phase.WEIGHT_GRAD
+
     def seconds(self, task: Task, device: int | None = None) -> float:
         """Returns the undisturbed seconds of a task on its device, or on ``device``."""
         seconds = self.whole_seconds(task, device)

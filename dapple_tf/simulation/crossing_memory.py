@@ -33,6 +33,8 @@ class SliceTimes(NamedTuple):
         samples: number of its samples.
         device: where F and Bx run.
         owner_device: where Bw runs.
+        gradient_device: where the task runs that takes the gradients of what was sent: B or Bx, or Bw if Bx has nothing
+            to do.
         forward: start and end of F.
         backward: start and end of B or Bx; as Bw where Bx has nothing to do.
         weight: start and end of B or Bw.
@@ -41,6 +43,7 @@ class SliceTimes(NamedTuple):
     samples: int
     device: int
     owner_device: int
+    gradient_device: int
     forward: tuple[float, float]
     backward: tuple[float, float]
     weight: tuple[float, float]
@@ -174,7 +177,7 @@ class CrossingTensor:
 
     def _returned(self, own: _Slice) -> list[tuple[_Part, float]]:
         """Returns the gradients that come back to a slice: of which parts, and when."""
-        device = self.times[own].device
+        device = self.times[own].gradient_device
         return [
             (part, self.memory.arrival(part.receiver, device, part.leg, self.ready[part.receiver]))
             for part in self.parts[own]
@@ -195,10 +198,11 @@ class CrossingTensor:
             yield Life(times.device, times.backward[1], joined, self.tensor.bytes.at(times.samples))
         for part, arrival in returned:
             ready = self.ready[part.receiver]
-            shared, size = self._shares(part.sender, part.receiver), self.tensor.bytes.at(part.samples)
+            maker = self.times[part.receiver].device
+            shared, size = self.memory.shares(times.gradient_device, maker), self.tensor.bytes.at(part.samples)
             end = joined if several else use
-            yield Life(self.times[part.receiver].device, ready, max(end if shared else arrival, ready), size)
+            yield Life(maker, ready, max(end if shared else arrival, ready), size)
             if not shared:
-                yield Life(times.device, arrival, max(arrival, end), size)
+                yield Life(times.gradient_device, arrival, max(arrival, end), size)
         if several:
-            yield Life(times.device, joined, max(joined, use), self.tensor.bytes.at(times.samples))
+            yield Life(times.gradient_device, joined, max(joined, use), self.tensor.bytes.at(times.samples))

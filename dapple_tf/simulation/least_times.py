@@ -34,7 +34,7 @@ class LeastTimes:
             carried: the stages whose updates are made in the next step.
             forward_only: whether the step has no backwards.
         """
-        self.costs = costs
+        self.costs, self._split = costs, split
         stages = range(costs.plan.num_stages)
         self.before = [0.0] * len(stages)
         self.after: dict[tuple[int, Phase], float] = {}
@@ -57,7 +57,7 @@ class LeastTimes:
             for leg in incoming[stage]:
                 sent = self._sent(leg, backward=True)
                 if sent is not None:
-                    phase = BX if leg.sender in split else B
+                    phase = costs.gradient_phase(leg.sender, leg.sender in split)
                     after.append(sent + self._seconds(leg.sender, phase) + self.after[leg.sender, phase])
             if stage in split:
                 self.after[stage, BW] = updated
@@ -126,7 +126,8 @@ class LeastTimes:
         messages = costs.leg_messages(leg, len(costs.micro_batches) - 1, backward=backward)
         senders, receivers = costs.plan.devices[leg.sender], costs.plan.devices[leg.receiver]
         if backward:
-            senders, receivers = receivers, senders
+            elsewhere = costs.gradient_phase(leg.sender, leg.sender in self._split) is BW
+            senders, receivers = receivers, costs.owner_devices[leg.sender] if elsewhere else senders
         if not messages:
             return None
         return min(self._message(message, senders, receivers) for message in messages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dapple_tf.simulation.cost import CostModel
@@ -36,12 +35,12 @@ def resumed(saved: SimulatedStep, costs: CostModel) -> SimulatedStep:
 def copied(step: SimulatedStep) -> SimulatedStep:
     """Returns a copy of a state, without the progress of reductions."""
     other = copy.copy(step)
-    names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes", "messages")
-    for name in (*names, "waiting", "arrived", "complete", "updated", "version"):
+    names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes")
+    for name in (*names, "waiting", "arrived", "complete"):
         setattr(other, name, copy.copy(getattr(step, name)))
     other.relays = step.relays.copied()
     other.updates = {device: deque(waiting) for device, waiting in step.updates.items()}
-    other.running = [[replace(item, marks=deque(item.marks)) for item in items] for items in step.running]
+    other.cores = step.cores.copied()
     number = next(step.sequence)
     step.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
     # Actions are methods of the step itself.

@@ -87,7 +87,7 @@ class Relays:
         stage, phase, backward = leg.receiver, Phase.FORWARD, sender.phase is not Phase.FORWARD
         if backward:
             stage = leg.sender
-            phase = Phase.INPUT_GRAD if stage in self._split else Phase.BACKWARD
+            phase = self._costs.gradient_phase(stage, stage in self._split)
         for message in self._costs.leg_messages(leg, sender.micro_batch, backward=backward):
             if message.sender == sender.replica:
                 yield Parcel(leg, stage, phase, message.receiver, message.bytes)

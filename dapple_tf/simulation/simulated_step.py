@@ -13,10 +13,12 @@ from typing import Any
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.saved_step import copied
+from dapple_tf.simulation.shared_cores import Running, SharedCores
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
 from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.step_tasks import Running, StepTasks, TooSlowError, device_orders
+from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError, device_orders
+from dapple_tf.simulation.task_messages import Message, TaskMessages
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
@@ -25,8 +27,6 @@ ROUNDING = 1e-9
 """Relative difference of times that may come from adding in another order."""
 _RETURNING = (Phase.BACKWARD, Phase.INPUT_GRAD)
 """The phases that give gradients of what a stage receives."""
-_Message = tuple[int, float, Leg | None]
-"""The number of the receiving task for micro-batch 0, bytes, and the leg; None from Bx to Bw."""
 
 
 class SimulatedStep:
@@ -62,14 +62,8 @@ class SimulatedStep:
         self.port_free: list[float] = []
         self.port_last: list[int | None] = []
         self.routes: dict[tuple[int, int], tuple[int, int, float, float]] = {}
-        self.messages: dict[tuple[int, int, int, str], list[_Message]] = {}
         self.relays = Relays(costs, schedule.split, self.next)
-        self.incoming: dict[int, list[Leg]] = {stage: [] for stage in range(plan.num_stages)}
-        self.outgoing: dict[int, list[Leg]] = {stage: [] for stage in range(plan.num_stages)}  # of what they make
-        for leg in costs.legs:
-            self.incoming[leg.receiver].append(leg)
-            if leg.source is None:
-                self.outgoing[leg.sender].append(leg)
+        self.messages = TaskMessages(costs, self.numbers, self.relays)
         self.split = schedule.split
         self.followers: dict[int, list[int]] = {}
         for task, other in schedule.after.items():
@@ -78,13 +72,8 @@ class SimulatedStep:
         for task, count in self._waits():
             self.waiting[self.numbers.of(task)] = count
         self.arrived: list[int | None] = [None] * self.numbers.count
-        # Servers whose devices share their cores: running tasks by device.
         self.server = [device.server for device in cluster.devices]
-        self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
-        self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
-        self.running: list[list[Running]] = [[] for _ in range(cluster.num_servers)]
-        self.updated = [0.0] * cluster.num_servers
-        self.version = [0] * cluster.num_servers
+        self.cores = SharedCores(cluster)
         # Updates: for each stage who makes them, whose gradients are complete, and who waits for a device.
         ends = gradient_ends(schedule, wait_free=plan.wait_free)
         self.ends = {self.numbers.of(task): stages for task, stages in ends.items()}
@@ -114,15 +103,15 @@ class SimulatedStep:
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
         for task in itertools.chain.from_iterable(self.orders.values()):
-            number = int(task in self.schedule.after)
-            if task.phase is Phase.WEIGHT_GRAD:
-                yield task, number + 1
-                continue
+            number = int(task in self.schedule.after) + int(task.phase is Phase.WEIGHT_GRAD)
             backward = task.phase is not Phase.FORWARD
+            if backward and task.phase is not costs.gradient_phase(task.stage, task.stage in self.split):
+                yield task, number
+                continue
             key = (task.stage, costs.micro_batches[task.micro_batch].size, backward)
             if key not in counts:
                 numbers = [0] * len(costs.plan.devices[task.stage])
-                for leg in self.outgoing[task.stage] if backward else self.incoming[task.stage]:
+                for leg in self.messages.outgoing[task.stage] if backward else self.messages.incoming[task.stage]:
                     for message in costs.leg_messages(leg, task.micro_batch, backward=backward):
                         numbers[message.receiver] += 1
                 counts[key] = numbers
@@ -133,13 +122,13 @@ class SimulatedStep:
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
                 self._await_update(task)
-            for message in self.sent(task):
+            for message in self.messages.of(task):
                 self._already_came(task.micro_batch, message)
             for other in self.followers.get(self.numbers.of(task), ()):
                 if other not in self.next_numbers:
                     self.waiting[other] -= 1
 
-    def _already_came(self, micro_batch: int, message: _Message) -> None:
+    def _already_came(self, micro_batch: int, message: Message) -> None:
         """Notes that an earlier step's message has come, and what relays made of it."""
         first, _, leg = message
         receiver = first + micro_batch * self.numbers.stride
@@ -148,7 +137,7 @@ class SimulatedStep:
         task = self.tasks[receiver]
         if leg is not None and leg.onward and task is not None:
             for onward in self.relays.come(leg, micro_batch, task.replica, backward=False):
-                for after in self.over(onward, task):
+                for after in self.messages.over(onward, task):
                     self._already_came(micro_batch, after)
 
     def _await_update(self, task: Task) -> None:
@@ -233,7 +222,7 @@ class SimulatedStep:
         span = Span(
             task.phase._value_, now, end, device, task.stage, task.micro_batch, task.replica, None, 0.0, cause
         )  # fmt: skip
-        if self.shared[self.server[device]]:
+        if self.cores.shared[self.server[device]]:
             self.begin(span, number)
             return
         index = len(self.spans)
@@ -271,46 +260,28 @@ class SimulatedStep:
         """Starts work that would take the span's time undisturbed."""
         assert span.device is not None
         server, seconds = self.server[span.device], span.end - span.start
-        self.advance(server)
         early = [] if task is None else self.early(task)
         marks = deque(
             ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
         )
         index = self.add(span) if marks else None
-        self.running[server].append(Running(span, task, seconds, marks, index))
+        self.cores.begin(server, Running(span, task, seconds, marks, index), self.now)
         self.next_of(server)
 
-    def advance(self, server: int) -> None:
-        """Updates the remaining work of a server's tasks."""
-        running = self.running[server]
-        if running:
-            rate = min(1.0, self.capacity[server] / len(running))
-            for item in running:
-                item.left -= (self.now - self.updated[server]) * rate
-        self.updated[server] = self.now
-
     def next_of(self, server: int) -> None:
-        """Predicts which task of a server ends next, if nothing else starts or ends before."""
-        self.version[server] += 1
-        running = self.running[server]
-        if running:
-            rate = min(1.0, self.capacity[server] / len(running))
-            left = min(item.next for item in running)
-            self.at(self.now + max(0.0, left) / rate, self.shared_event, (server, self.version[server]))
+        """Schedules the next end of a piece of a server's work, if nothing else starts or ends before."""
+        following = self.cores.next(server, self.now)
+        if following is not None:
+            time, version = following
+            self.at(time, self.shared_event, (server, version))
 
     def shared_event(self, server: int, version: int) -> None:
         """Ends the predicted tasks or pieces, unless the prediction is outdated."""
-        if version != self.version[server]:
-            return
-        self.advance(server)
-        running = self.running[server]
-        least = min(item.next for item in running)
-        for item in [item for item in running if item.next <= least + 1e-9 * (item.span.end - item.span.start)]:
-            if item.marks:
-                _, unit = item.marks.popleft()
+        ended = [*self.cores.over(server, version, self.now)]
+        for item, unit in ended:
+            if unit is not None:
                 self.at(self.now, self.ready, (unit, item.index))
                 continue
-            running.remove(item)
             span = item.span._replace(end=self.now)
             if item.index is None:
                 index = self.add(span)
@@ -319,7 +290,8 @@ class SimulatedStep:
             updated = item.task is None
             done, data = (self.is_updated, (item.span.stage,)) if updated else (self.finished, (item.task,))
             self.at(self.now, done, (item.span.device, *data, index))
-        self.next_of(server)
+        if ended:
+            self.next_of(server)
 
     # ---- transfers
 
@@ -328,42 +300,16 @@ class SimulatedStep:
         task = self.orders[device][self.position[device] - 1]
         begun = number in self.next_numbers
         shift = task.micro_batch * self.numbers.stride
-        for first, size, leg in self.sent(task):
+        for first, size, leg in self.messages.of(task):
             receiver = first + shift
             if not begun or receiver in self.next_numbers or self.relays.awaited(leg, task.micro_batch):
                 self.transfer(task, device, index, receiver, size, leg, begun)
-        for leg in self.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
+        for leg in self.messages.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
             if self.relays.sums(leg):
                 self.hand_on(leg, task, index, begun)
         for follower in self.followers.get(number, ()) if self.followers else ():
             if not begun or follower in self.next_numbers:
                 self.arrive(follower, index)
-
-    def sent(self, task: Task) -> list[_Message]:
-        """Returns what a task sends by itself."""
-        key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, task.phase._value_)
-        if key not in self.messages:
-            self.messages[key] = list(self._messages(task))
-        return self.messages[key]
-
-    def _messages(self, task: Task) -> Iterator[_Message]:
-        if task.phase is Phase.FORWARD:
-            for leg in self.outgoing[task.stage]:
-                yield from self.over(leg, task)
-        elif task.phase is not Phase.WEIGHT_GRAD:
-            # The nearest stage first, and what its backward waits for before what it hands on.
-            for leg in sorted(self.incoming[task.stage], key=lambda leg: -leg.sender):
-                if not self.relays.sums(leg):
-                    yield from self.over(leg, task)
-        if task.phase is Phase.INPUT_GRAD:
-            samples = self.costs.slices(task.stage, task.micro_batch)[task.replica].size
-            size = self.costs.delayed_bytes(task.stage, samples)
-            yield self.numbers.first(task.stage, Phase.WEIGHT_GRAD, task.replica), size, None
-
-    def over(self, leg: Leg, sender: Task) -> Iterator[_Message]:
-        """Yields what a task's slice sends over a leg: forward, or gradients back."""
-        for parcel in self.relays.parcels(leg, sender):
-            yield self.numbers.first(parcel.stage, parcel.phase, parcel.replica), parcel.bytes, leg
 
     def landed(self, number: int, leg: Leg, begun: bool, index: int) -> None:
         """Ends the way of a message over a leg to or from a relay."""
@@ -384,7 +330,7 @@ class SimulatedStep:
         source = self.costs.plan.devices[relay.stage][relay.replica]
         shift = relay.micro_batch * self.numbers.stride
         for onward in self.relays.come(leg, relay.micro_batch, relay.replica, backward=backward, begun=begun):
-            for first, size, _ in self.over(onward, relay):
+            for first, size, _ in self.messages.over(onward, relay):
                 receiver = first + shift
                 if not begun or receiver in self.next_numbers or self.relays.awaited(onward, relay.micro_batch):
                     self.transfer(relay, source, index, receiver, size, onward, begun)
@@ -530,7 +476,7 @@ class SimulatedStep:
         replica = next(replica for member, replica in self.members[stage] if member == device)
         end = self.now + self.costs.apply_seconds(stage, device)
         span = Span("apply", self.now, end, device, stage, replica=replica, cause=cause)
-        if self.shared[self.server[device]]:
+        if self.cores.shared[self.server[device]]:
             self.begin(span)
         else:
             self.at(end, self.is_updated, (device, stage, self.add(span)))

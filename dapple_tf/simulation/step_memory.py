@@ -78,10 +78,12 @@ class StepMemory:
                 weight = backward
         else:
             backward = weight
+        devices = self.plan.devices[stage][replica], self.costs.owner_devices[stage][replica]
+        takes = self.costs.gradient_phase(stage, stage in self.split)
         return SliceTimes(
             samples,
-            self.plan.devices[stage][replica],
-            self.costs.owner_devices[stage][replica],
+            *devices,
+            devices[takes is Phase.WEIGHT_GRAD],
             forward or (0.0, 0.0),
             backward or (self.end, self.end),
             weight or (self.end, self.end),

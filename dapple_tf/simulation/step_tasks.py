@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.least_times import LeastTimes
-from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 
@@ -120,27 +117,3 @@ class StepTasks:
             if least.before[tasks[0].stage] + rest[device][0] > limit:
                 raise TooSlowError
         return rest
-
-
-@dataclass(eq=False)
-class Running:
-    """A running task on a server whose devices share their cores.
-
-    Attributes:
-        span: as if it were undisturbed.
-        task: the task's number; None for an update.
-        left: the remaining undisturbed seconds.
-        marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
-        index: position of its span; None if that isn't recorded before its end.
-    """
-
-    span: Span
-    task: int | None
-    left: float
-    marks: deque[tuple[float, int]]
-    index: int | None
-
-    @property
-    def next(self) -> float:
-        """The undisturbed seconds until its next piece ends, or itself."""
-        return self.left - self.marks[0][0] if self.marks else self.left

@@ -199,6 +199,6 @@ def _takes(maker: Span, taker: Span) -> bool:
     """Returns whether a task may read another's results for its micro-batch."""
     if maker.kind == "F":
         return taker.kind == "F" and taker.stage > maker.stage
-    if taker.kind == "Bw":
-        return maker.kind == "Bx" and taker.stage == maker.stage
-    return taker.kind in ("B", "Bx") and taker.stage < maker.stage
+    if taker.stage == maker.stage:
+        return maker.kind == "Bx" and taker.kind == "Bw"
+    return taker.kind != "F" and taker.stage < maker.stage  # Bw where Bx has nothing to do

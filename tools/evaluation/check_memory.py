@@ -56,6 +56,7 @@ class Model:
         batch: function that returns a batch of a number of samples.
         samples: samples of a global batch.
         cuts: number of stages -> their last layers.
+        pieces: layer within the first of two stages after which its last backward is cut, where plans ask for pieces.
         micro_batches: M in pipelines.
         chunks: chunks of data parallelism.
     """
@@ -64,6 +65,7 @@ class Model:
     batch: Callable[[int], Arrays]
     samples: int
     cuts: Mapping[int, Sequence[str]]
+    pieces: str = ""
     micro_batches: int = 8
     chunks: int = 4
 
@@ -72,6 +74,19 @@ def mlp() -> keras.Model:
     """Returns dense layers of equal size."""
     hidden = [keras.layers.Dense(512, activation="relu", name=f"dense_{i}") for i in range(16)]
     model = keras.Sequential([keras.Input((512,)), *hidden, keras.layers.Dense(10, name="logits")], name="mlp")
+    model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def skips() -> keras.Model:
+    """Returns dense layers of equal size, all of which read the first one's results as well."""
+    inputs = keras.Input((512,))
+    first = last = keras.layers.Dense(512, activation="relu", name="dense_0")(inputs)
+    for i in range(1, 12):
+        last = keras.layers.Add(name=f"add_{i}")(
+            [keras.layers.Dense(512, activation="relu", name=f"dense_{i}")(last), first]
+        )
+    model = keras.Model(inputs, keras.layers.Dense(10, name="logits")(last), name="skips")
     model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -110,23 +125,34 @@ MODELS = {
         mlp,
         _vectors,
         4096,
-        {3: ["dense_4", "dense_9"], 4: ["dense_3", "dense_7", "dense_11"]},
+        {2: ["dense_7"], 3: ["dense_4", "dense_9"], 4: ["dense_3", "dense_7", "dense_11"]},
+        "dense_3",
+    ),
+    "skips": Model(
+        skips,
+        _vectors,
+        4096,
+        {2: ["add_5"], 3: ["add_3", "add_7"], 4: ["add_2", "add_5", "add_8"]},
+        "add_2",
     ),
     "gpt": Model(
         transformer,
         _tokens,
         64,
-        {3: ["block_0", "block_2"], 4: ["block_0", "block_1", "block_2"]},
+        {2: ["block_1"], 3: ["block_0", "block_2"], 4: ["block_0", "block_1", "block_2"]},
+        "block_0",
     ),
     "resnet": Model(
         residual,
         _images,
         128,
         {
+            2: ["block_2"],
             3: ["block_0", "block_2"],
             4: ["block_0", "block_2", "block_4"],
             8: ["stem", "block_0", "block_1", "block_2", "block_3", "block_4", "pool"],
         },
+        "block_0",
         micro_batches=4,
         chunks=8,
     ),
@@ -135,7 +161,9 @@ MODELS = {
 STRAIGHT = [[0], [1], [2]]
 PERIODIC = [[0], [1], [0], [1]]
 VEE = [[0], [1], [1], [0]]
+REPLICAS = [[0, 1], [2]]
 CHUNKS = [[0, 1]]
+PIECES = "pieces"
 POLICIES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
     "gpipe": ("gpipe", STRAIGHT, {}),
     "dapple_a": ("dapple_a", STRAIGHT, {}),
@@ -157,6 +185,11 @@ POLICIES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
     "reverse_first_2": ("dapple_a", CHUNKS, {"reverse_first_k": 2}),
     "reverse_first_3": ("dapple_a", CHUNKS, {"reverse_first_k": 3}),
     "reverse_first_4": ("dapple_a", CHUNKS, {"reverse_first_k": 4}),
+    "pieces": ("dapple_a", REPLICAS, {"backward_cuts": PIECES}),
+    "shares": ("dapple_a", REPLICAS, {"shares": ((3, 1), (1,))}),
+    "recompute": ("dapple_a", STRAIGHT, {"recompute": "boundary"}),
+    "relays": ("dapple_a", STRAIGHT, {"relays": (1,)}),
+    "relays_zb_h1": ("zb_h1", STRAIGHT, {"relays": (1,)}),
     "carried_updates": ("dapple_a", CHUNKS, {"reverse_first_k": 2, "carried_updates": 2}),
 }
 """Name -> schedule, devices of each stage, further options. `CHUNKS` stands for data parallelism of one micro-batch."""
@@ -168,6 +201,8 @@ def plan_of(model: Model, policy: str) -> dapple.Plan:
     micro_batches, samples = model.micro_batches, model.samples
     if devices == CHUNKS:  # as many samples at a time as in a pipeline
         devices, micro_batches, samples = CHUNKS * model.chunks, 1, 2 * samples // micro_batches
+    if options.get("backward_cuts") == PIECES:
+        options = {**options, "backward_cuts": (model.pieces,)}
     return dapple.Plan.manual(model.cuts[len(devices)], devices, micro_batches, samples, schedule, **options)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
@@ -49,6 +49,12 @@ _NETWORKS = flags.DEFINE_list(
 )
 _REDUCE_EARLY = flags.DEFINE_boolean(
     "reduce_early", False, "All-reduce during last backwards, in pieces, as far as that gains.", flag_values=FLAGS
+)
+_CATCH_UP = flags.DEFINE_boolean(
+    "catch_up", True, "Shorten waits that the executor starts up to 1 ms late by that.", flag_values=FLAGS
+)
+_SCALE = flags.DEFINE_float(
+    "scale", None, "Seconds that are waited for a simulated one; none for as few as is exact.", 1e-3, flag_values=FLAGS
 )
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps per row; the median counts.", lower_bound=1, flag_values=FLAGS)
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0, flag_values=FLAGS)
@@ -108,7 +114,7 @@ def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
     for _ in range(_ATTEMPTS.value):
         if _REDUCE_EARLY.value:
             plan = reduced_early(plan, profile, cluster)
-        emulation = emulate(plan, profile, cluster, steps=_STEPS.value)
+        emulation = emulate(plan, profile, cluster, steps=_STEPS.value, scale=_SCALE.value, catch_up=_CATCH_UP.value)
         if best is None or abs(emulation.error) < abs(best.error):
             best = emulation
         if abs(best.error) <= _TOLERANCE.value:
@@ -146,9 +152,13 @@ def main() -> None:
     print(_ROW.format("S", "M", "schedule", "replicas", "network", "simulated ms", "emulated ms", "error", "late ms"))
     worst, failed, rows = 0.0, 0, 0
     for (stages, count), policy, pattern, network in itertools.product(_shapes(), _SCHEDULES.value, patterns, networks):
-        plan, profile, cluster = pipeline(stages, count, policy, pattern, network)
         name = ":".join(map(str, pattern))
         cells = (stages, count, policy, name, f"{network:.0%}")
+        try:
+            plan, profile, cluster = pipeline(stages, count, policy, pattern, network)
+        except PlanError as error:  # Some policies need more stages than others.
+            print(_ROW.format(*cells, "-", "-", "-", error), flush=True)
+            continue
         if cluster.num_devices > MAX_DEVICES:
             print(_ROW.format(*cells, "-", "-", "-", f"{cluster.num_devices} devices, more than {MAX_DEVICES}"))
             continue

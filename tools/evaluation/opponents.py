@@ -35,7 +35,6 @@ from dapple_tf.simulation.simulator import tried
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_planner import cluster_of
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, numbers
-from dapple_tf.tools.evaluation.paper_experiments import micro_batch_counts, shape
 from dapple_tf.tools.evaluation.paper_models import (
     CONFIGS,
     MODELS,
@@ -46,6 +45,8 @@ from dapple_tf.tools.evaluation.paper_models import (
     pipedream_partition,
     straight,
 )
+from dapple_tf.tools.evaluation.paper_outcomes import micro_batch_counts, shape
+from dapple_tf.tools.evaluation.pipedream import pipedream
 
 FLAGS = flags.FlagValues()
 
@@ -140,40 +141,11 @@ def gpt_cases(devices: Sequence[int], layers: Sequence[int]) -> Iterator[Case]:
         yield Case(f"gpt-{blocks}, batch {batch}, {count} devices", profile, cluster_of(count), batch, counts, ())
 
 
-def pipedream(profile: Profile, cluster: Cluster, batch: int) -> Partition:
-    """Returns the partition of PipeDream's algorithm: the least time of the slowest stage or link (formula 1).
-
-    Bandwidth is that between servers, as on its flat topologies; a stage's time is the larger of its computation and of
-    its all-reduce, which PipeDream makes for every mini-batch.
-    """
-    layers, samples, devices = profile.layers, profile.batch_sizes[-1], cluster.num_devices
-    rate = 1 / (cluster.inter_bandwidth or float("inf"))
-    times = [0.0, *itertools.accumulate(layer.forward.at(samples) + layer.backward.at(samples) for layer in layers)]
-    sizes = [0.0, *itertools.accumulate(layer.parameter_bytes for layer in layers)]
-    crossing = [sum(cost.at(samples) for cost in pair) * rate for pair in profile.crossing]
-    most = min(devices, batch)
-
-    def stage(first: int, stop: int, count: int) -> float:
-        reduced = 2 * (count - 1) / count * (sizes[stop] - sizes[first]) * rate
-        return max((times[stop] - times[first]) / count, reduced / count)
-
-    best: dict[tuple[int, int], tuple[float, tuple[int, ...], tuple[int, ...]]] = {}
-    for stop, count in itertools.product(range(1, len(layers) + 1), range(1, most + 1)):
-        choices: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(stage(0, stop, count), (), (count,))]
-        for cut, own in itertools.product(range(1, stop), range(1, count)):
-            slowest, cuts, replicas = best[cut, count - own]
-            bound = max(slowest, crossing[cut - 1], stage(cut, stop, own))
-            choices.append((bound, (*cuts, cut - 1), (*replicas, own)))
-        best[stop, count] = min(choices, key=lambda choice: (choice[0], len(choice[1])))
-    _, cuts, replicas = best[len(layers), devices]
-    return Partition(cuts, replicas)
-
-
 def literature(case: Case) -> Iterator[tuple[str, Plan]]:
     """Yields (whose, plan) of the papers' stages under DAPPLE's policies."""
     partitions = [*case.partitions, ("data parallelism", Partition((), (case.cluster.num_devices,)))]
     if len(case.profile.layers) <= 200 and case.cluster.num_devices <= 16:
-        partitions.append(("PipeDream", pipedream(case.profile, case.cluster, case.batch)))
+        partitions.append(("PipeDream", pipedream(case.profile, case.cluster)))
     for who, partition in partitions:
         cuts = [case.profile.layers[cut].name for cut in partition.cuts]
         for count, policy, mode in itertools.product(

@@ -62,9 +62,9 @@ class Measured:
     gigabytes: float | None
 
     @property
-    def gigabytes_as_bytes(self) -> float:
-        """Average peak memory; 0 where it is unknown."""
-        return (self.gigabytes or 0.0) * 1e9
+    def key(self) -> str:
+        """Its name, such as ``gpipe + RC, M=2``."""
+        return f"{self.schedule}{' + RC' if self.recompute != 'none' else ''}, M={self.micro_batches}"
 
 
 TABLE_5 = (
@@ -274,14 +274,18 @@ class Partition:
     Attributes:
         cuts: index of the last layer of each stage but the last.
         replicas: of each stage, on devices in order.
+        places: devices of each stage where they aren't in order.
     """
 
     cuts: tuple[int, ...]
     replicas: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage."""
+        if self.places is not None:
+            return self.places
         ends = list(itertools.accumulate(self.replicas))
         return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
 
@@ -368,6 +372,10 @@ TABLE_3 = {"bert-48": 1.0, "xlnet-36": 1.02, "vgg-19": 1.1, "gnmt-16": 1.31}
 """Throughput of P_B over that of P_A, in config A."""
 FIGURE_11 = {"A": 1.71, "B": 1.37, "C": 1.79}
 """Average speedup of the best hybrid plan over data parallelism with overlap."""
+FIGURE_11_LARGEST = 2.32
+"""The largest of these speedups: GNMT-16 in config C."""
+PIPEDREAM_LARGEST = 3.23
+"""The most that the planner's plans gain over PipeDream's; of the abstract, for models and sizes of figure 12."""
 
 
 @dataclass(frozen=True)
@@ -377,6 +385,11 @@ class LargeBert:
     devices: int
     layers: int
     utilization: float
+
+    @property
+    def key(self) -> str:
+        """Its name, such as ``table 7: 2 devices``."""
+        return f"table 7: {self.devices} device{'s' if self.devices > 1 else ''}"
 
 
 RATIO_5 = {"throughput": 1.6, "memory": 0.88}
@@ -389,7 +402,7 @@ def measured_bert() -> Profile:
     """BERT-48 with the memory of Table 5 rather than of Table 1: see docs/results."""
     model = MODELS["bert-48"]
     parameters = model.published().parameter_bytes / 4 * model.bytes_per_parameter
-    return model.profile(2 * STAGE_RESIDUALS, TABLE_5[0].gigabytes_as_bytes - 2 * STAGE_RESIDUALS - parameters / 2)
+    return model.profile(2 * STAGE_RESIDUALS, 12.1e9 - 2 * STAGE_RESIDUALS - parameters / 2)
 
 
 def deep_bert(layers: int) -> Profile:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib import pyplot
 
-from dapple_tf.tools.evaluation.paper_claims import Results, average_speedups
-from dapple_tf.tools.evaluation.paper_experiments import Outcome, RowResult
-from dapple_tf.tools.evaluation.paper_models import FIGURE_11, TABLE_5
+from dapple_tf.tools.evaluation.paper_experiments import FIGURE_14_BATCHES, FIGURE_14_DEVICES
+from dapple_tf.tools.evaluation.paper_figures import Results, average, speedups_14
+from dapple_tf.tools.evaluation.paper_models import FIGURE_11, TABLE_4, TABLE_5, TABLE_6, TABLE_7, PaperRow
 
 _COLOURS = ("#1b6ca8", "#7fb2dd", "#d1495b", "#edae49", "#8d99ae", "#5b8c5a")
 _SETTINGS: Any = {
@@ -33,17 +33,19 @@ def draw(results: Results, directory: pathlib.Path) -> None:
     matplotlib.use("Agg")
     directory.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_SETTINGS):
-        rows = [row for row in results.rows if row.row.table == 4]
+        rows = [row for row in TABLE_4 if row.key in results]
         if rows:
-            _save(_speedups(rows), directory / "speedups.svg")
-        rows = [row for row in results.rows if row.row.table == 6]
+            _save(_speedups(rows, results), directory / "speedups.svg")
+        rows = [row for row in TABLE_6 if row.key in results]
         if rows:
-            _save(_pipedream(rows), directory / "pipedream.svg")
-        if average_speedups(results.hybrids):
+            _save(_pipedream(rows, results), directory / "pipedream.svg")
+        if average(results, "Table 4's GBS", "A") is not None:
             _save(_averages(results), directory / "figure11.svg")
-        if results.table_5:
-            _save(_gpipe(results), directory / "gpipe.svg")
-        if results.table_7:
+        if any(f"figure 14: {model}" in results for model in FIGURE_14_BATCHES):
+            _save(_scaling(results), directory / "scaling.svg")
+        if "table 5" in results:
+            _save(_gpipe(results["table 5"]), directory / "gpipe.svg")
+        if all(line.key in results for line in TABLE_7):
             _save(_largest(results), directory / "largest_bert.svg")
 
 
@@ -68,27 +70,27 @@ def _bars(
     axes.tick_params(axis="x", length=0)
 
 
-def _values(rows: Sequence[RowResult], outcomes: Sequence[Outcome | None]) -> list[float | None]:
-    return [
-        row.speedup(outcome) if outcome is not None and outcome.fits else None
-        for row, outcome in zip(rows, outcomes, strict=True)
-    ]
+def _values(rows: Sequence[PaperRow], results: Results, column: str) -> list[float | None]:
+    values: list[float | None] = []
+    for row in rows:
+        record = results[row.key]
+        other = record[column]
+        values.append(record["single ms"] / other["ms"] if other is not None and other["fits"] else None)
+    return values
 
 
-def _speedups(rows: Sequence[RowResult]) -> Any:
-    """Draws figure 11: speedups over one device, a panel for each config."""
-    configs = sorted({row.row.config for row in rows})
+def _speedups(rows: Sequence[PaperRow], results: Results) -> Any:
+    """Draws speedups over one device, a panel for each config."""
+    configs = sorted({row.config for row in rows})
     figure, panels = pyplot.subplots(len(configs), 1, figsize=(9, 2.5 * len(configs)), squeeze=False)
+    names = {
+        "our plan": "ours", "the paper's plan": "paper", "DP overlap": "overlap", "DP no overlap": "no overlap",
+        "GPipe": "gpipe",
+    }  # fmt: skip
     for axes, config in zip(panels[:, 0], configs, strict=True):
-        own = [row for row in rows if row.row.config == config]
-        groups = [
-            ("our plan", _values(own, [row.ours for row in own])),
-            ("the paper's plan", _values(own, [row.paper for row in own])),
-            ("DP overlap", _values(own, [row.overlap for row in own])),
-            ("DP no overlap", _values(own, [row.no_overlap for row in own])),
-            ("GPipe", _values(own, [row.gpipe for row in own])),
-        ]
-        _bars(axes, [f"{row.row.model}\nGBS {row.row.batch}" for row in own], groups)
+        own = [row for row in rows if row.config == config]
+        groups = [(label, _values(own, results, column)) for label, column in names.items()]
+        _bars(axes, [f"{row.model}\nGBS {row.batch}" for row in own], groups)
         axes.set_ylabel(f"config {config}: speedup")
         axes.set_ylim(0, 18)
     panels[0, 0].legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
@@ -96,15 +98,11 @@ def _speedups(rows: Sequence[RowResult]) -> Any:
     return figure
 
 
-def _pipedream(rows: Sequence[RowResult]) -> Any:
+def _pipedream(rows: Sequence[PaperRow], results: Results) -> Any:
     figure, axes = pyplot.subplots(figsize=(7, 3))
-    groups = [
-        ("our plan", _values(rows, [row.ours for row in rows])),
-        ("the paper's plan", _values(rows, [row.paper for row in rows])),
-        ("DP overlap", _values(rows, [row.overlap for row in rows])),
-        ("PipeDream's plan", _values(rows, [row.pipedream for row in rows])),
-    ]
-    _bars(axes, [f"{row.row.model}\nGBS {row.row.batch}" for row in rows], groups)
+    names = {"our plan": "ours", "the paper's plan": "paper", "DP overlap": "overlap", "PipeDream's plan": "pipedream"}
+    groups = [(label, _values(rows, results, column)) for label, column in names.items()]
+    _bars(axes, [f"{row.model}\nGBS {row.batch}" for row in rows], groups)
     axes.set_ylabel("speedup over one device")
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     axes.set_xlabel("2 servers of 8, 25 Gbit/s; × doesn't fit in memory")
@@ -113,45 +111,53 @@ def _pipedream(rows: Sequence[RowResult]) -> Any:
 
 def _averages(results: Results) -> Any:
     figure, axes = pyplot.subplots(figsize=(6, 3))
-    averages = average_speedups(results.hybrids)
-    configs = list(FIGURE_11)
+    names = {"Table 4's GBS": "hierarchical all-reduce", "flat ring": "flat ring"}
     groups: list[tuple[str, list[float | None]]] = [
-        (variant, [averages.get((variant, config)) for config in configs])
-        for variant in dict.fromkeys(variant for variant, _ in averages)
-        if variant != "GBS 128"
+        (label, [average(results, setting, config) for config in FIGURE_11]) for setting, label in names.items()
     ]
     groups.append(("paper", list(FIGURE_11.values())))
-    if any(variant == "flat ring" for variant, _ in groups):  # the same in B and C, which have one device per server
-        usual = dict(groups)["Table 4's GBS"]
-        groups = [
-            (name, [value or usual[i] for i, value in enumerate(values)] if name == "flat ring" else values)
-            for name, values in groups
-        ]
-    names = {"Table 4's GBS": "hierarchical all-reduce", "flat ring": "flat ring"}
-    _bars(axes, [f"config {config}" for config in configs], [(names.get(n, n), v) for n, v in groups], digits=2)
+    _bars(axes, [f"config {config}" for config in FIGURE_11], groups, digits=2)
     axes.set_ylabel("average speedup\nover DP with overlap")
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     return figure
 
 
-def _gpipe(results: Results) -> Any:
+def _scaling(results: Results) -> Any:
+    models = [model for model in FIGURE_14_BATCHES if f"figure 14: {model}" in results]
+    figure, panels = pyplot.subplots(1, len(models), figsize=(2.6 * len(models), 2.8), squeeze=False)
+    names = {"our plan": "ours", "DP overlap": "overlap", "DP no overlap": "no overlap"}
+    for axes, model in zip(panels[0], models, strict=True):
+        for index, (label, column) in enumerate(names.items()):
+            points = speedups_14(results[f"figure 14: {model}"], column)
+            if points:
+                axes.plot(
+                    *zip(*points.items(), strict=True), marker="o", markersize=3, color=_COLOURS[index], label=label
+                )
+        axes.set_title(f"{model}, GBS {FIGURE_14_BATCHES[model]}", fontsize=9)
+        axes.set_xticks(FIGURE_14_DEVICES)
+        axes.set_ylim(0, 16)
+        axes.set_xlabel("devices")
+    panels[0, 0].set_ylabel("speedup over one device")
+    panels[0, 0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _gpipe(record: Mapping[str, Any]) -> Any:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
     styles = {"gpipe": ("GPipe", _COLOURS[2]), "dapple_a": ("DAPPLE", _COLOURS[0])}
     for schedule, (name, colour) in styles.items():
         for recompute, marker in (("none", "o"), ("boundary", "s")):
-            lines = [
-                line
-                for line in results.table_5
-                if (line.measured.schedule, line.measured.recompute) == (schedule, recompute)
-            ]
+            lines = [line for line in TABLE_5 if (line.schedule, line.recompute) == (schedule, recompute)]
+            ours = [record[line.key] for line in lines]
             label = name + (" + RC" if recompute != "none" else "")
-            for axes, ours, paper in (
-                (left, [line.throughput for line in lines], [line.measured.throughput for line in lines]),
-                (right, [line.memory and line.memory / 1e9 for line in lines], [x.measured.gigabytes for x in lines]),
+            for axes, what, paper in (
+                (left, "samples/s", [line.throughput for line in lines]),
+                (right, "GB", [line.gigabytes for line in lines]),
             ):
-                counts = [line.measured.micro_batches for line in lines]
+                counts = [line.micro_batches for line in lines]
                 line_style = "-" if recompute == "none" else "--"
-                _line(axes, counts, ours, label, colour, marker, line_style, full=True)
+                values = [None if own[what] == "OOM" else own[what] for own in ours]
+                _line(axes, counts, values, label, colour, marker, line_style, full=True)
                 _line(axes, counts, paper, None, colour, marker, ":", full=False)
     left.set_ylabel("samples/s")
     right.set_ylabel("average peak memory, GB")
@@ -176,12 +182,11 @@ def _line(
 
 def _largest(results: Results) -> Any:
     figure, axes = pyplot.subplots(figsize=(5, 3))
-    lines = results.table_7
     groups: list[tuple[str, list[float | None]]] = [
-        ("ours", [float(line.layers) for line in lines]),
-        ("paper", [float(line.paper.layers) for line in lines]),
+        ("ours", [float(results[line.key]["layers"]) for line in TABLE_7]),
+        ("paper", [float(line.layers) for line in TABLE_7]),
     ]
-    _bars(axes, [str(line.paper.devices) for line in lines], groups, digits=0)
+    _bars(axes, [str(line.devices) for line in TABLE_7], groups, digits=0)
     axes.set_ylabel("encoder layers")
     axes.set_xlabel("V100s of 16 GB")
     axes.legend(loc="upper left", frameon=False)

@@ -1,161 +1,175 @@
 """Reproduces the evaluation of DAPPLE (PPoPP'21, section 6): plans its models for its hardware, and simulates them.
 
-    python -m tools.evaluation.reproduce_dapple                                         # all of it, two minutes
-    python -m tools.evaluation.reproduce_dapple --models=vgg-19 --output_dir=./results  # one model
+    python -m tools.evaluation.reproduce_dapple                              # compares everything with what is stored
+    python -m tools.evaluation.reproduce_dapple --only=vgg-19/C,'table 5'    # only parts whose name has one of these
+    python -m tools.evaluation.reproduce_dapple --write                      # accepts what differs
 
-From the layer profiles in docs/profiles: Table 4 (plans on hardware A, B, C) and Table 6 (against PipeDream), Figure 11
-(against data parallelism), Table 3 (P_B against P_A), Table 5 (against GPipe) and Table 7 (the largest BERT). Leaves in
-``--output_dir``:
+From the layer profiles in docs/profiles: Tables 3 to 7, figures 8, 11, 12 and 14, our plans beside strong opponents.
+Exits with 1, and says which, if a claim has another verdict than the stored one, a number differs by more than 2 % in
+either direction, a text differs, or the documents aren't those of the stored results. ``--write`` leaves in
+``--directory``:
 
-    dapple.md              the tables, with the paper's numbers, reasons and plots
-    *.csv, results.json    the same numbers
-    *.svg                  plots
+    results.json    what is stored: the record of each part, and the verdicts
+    dapple.md       the document, with the paper's numbers and reasons
+    *.csv, *.svg    its tables and plots
 
-docs/results/README.md lists the assumptions. Exits with 1, and names them, if claims don't hold: our plan is
-slower than the paper's in the same simulation, planning takes too long, or a figure is worse than before.
+docs/results/README.md lists the assumptions.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import logging
+import multiprocessing
+import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import paper_experiments as experiments
-from dapple_tf.tools.evaluation.paper_claims import Results, check, check_times, reached
-from dapple_tf.tools.evaluation.paper_models import FIGURE_11_MODELS, ROWS, TABLE_3, TABLE_6, TABLE_7
-from dapple_tf.tools.evaluation.paper_report import write
+from dapple_tf.tools.evaluation import paper_sensitivity
+from dapple_tf.tools.evaluation.paper_outcomes import Record
+from dapple_tf.tools.evaluation.paper_parts import differences, parts, rounded, verdicts
+from dapple_tf.tools.evaluation.paper_report import files
 
-_NAMES = tuple(dict.fromkeys(row.model for row in ROWS))
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
-_BOUNDS = _DEFAULT / "bounds.json"
+_SHOWN = 60
+_SENSITIVITY = "sensitivity"
+"""The part that changes others on purpose, from what the others gave."""
 
 FLAGS = flags.FlagValues()
 
-_MODELS = flags.DEFINE_list(
-    "models", list(_NAMES), f"Models to plan, from {', '.join(_NAMES)}; averages need all.", flag_values=FLAGS
-)
-_CONFIGS = flags.DEFINE_list("configs", ["A", "B", "C"], "Hardware to plan for in Table 4.", flag_values=FLAGS)
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
-_PLANNER_SECONDS = flags.DEFINE_float(
-    "planner_seconds",
-    1.0,
-    "Maximum seconds of one core for planning a row; measured at most three times.",
-    0.0,
-    flag_values=FLAGS,
-)
-_BLESS = flags.DEFINE_boolean(
-    "bless",
-    False,
-    "Store these figures, better or worse, in docs/results/bounds.json as the bounds of later results.",
-    flag_values=FLAGS,
-)
-_PLOTS = flags.DEFINE_boolean("plots", True, "Draw the plots, too; needs matplotlib.", flag_values=FLAGS)
-
-_Found = TypeVar("_Found")
+_ONLY = flags.DEFINE_list("only", [], "Compute only parts whose name has one of these in it.", flag_values=FLAGS)
+_WRITE = flags.DEFINE_boolean("write", False, "Store the results, and write the documents.", flag_values=FLAGS)
+_DIRECTORY = flags.DEFINE_string("directory", str(_DEFAULT), "Folder of what is stored.", flag_values=FLAGS)
+_JOBS = flags.DEFINE_integer("jobs", None, "Processes; by default one for each core.", 1, flag_values=FLAGS)
 
 
-class _Work:
-    """Runs the work one by one, with a line on standard error for each."""
+def selected(only: list[str]) -> list[str]:
+    """Returns the names of the parts to compute.
 
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.done = 0
-        self.total = 0
-
-    def all(self, tasks: Sequence[tuple[str, Callable[[], _Found]]]) -> list[_Found]:
-        results = []
-        for name, task in tasks:
-            self.done += 1
-            passed = time.monotonic() - self.began
-            print(f"[{self.done}/{self.total}, {passed:.0f} s] {name}", file=sys.stderr, flush=True)
-            results.append(task())
-        return results
+    Raises:
+        CommandError: a text is in no name.
+    """
+    names = [*parts(), _SENSITIVITY]
+    for text in only:
+        command.check(
+            any(text in name for name in names),
+            f"--only={text}: no part has it in its name; the parts are: {', '.join(names)}",
+        )
+    return [name for name in names if not only or any(text in name for text in only)]
 
 
-def reproduce(models: Sequence[str], configs: Sequence[str], planner_seconds: float) -> Results:
-    """Plans and simulates everything about these models and configs."""
-    rows = [row for row in ROWS if row.model in models and (row.config in configs or row.table == 6)]
-    everything = set(FIGURE_11_MODELS) <= set(models) and set(configs) == set("ABC")
-    small = [(model, config) for config in "ABC" for model in FIGURE_11_MODELS] if everything else []
-    larger = [row for row in TABLE_6 if row.model in models] if everything else []
-    policies = [model for model in TABLE_3 if model in models]
-    bert = "bert-48" in models
-
-    row_tasks = [(row.key, lambda row=row: experiments.run_row(row, planner_seconds)) for row in rows]
-    flat_tasks = [
-        (f"figure 11, flat ring: {model}", lambda model=model: experiments.run_flat(model))
-        for model in (FIGURE_11_MODELS if everything else ())
-    ]
-    small_tasks = [
-        (f"figure 11, GBS 128: {model}/{config}", lambda m=model, c=config: experiments.run_small_batch(m, c))
-        for model, config in small
-    ]
-    larger_tasks = [(f"figure 12, 4 x 8: {row.model}", lambda row=row: experiments.run_larger(row)) for row in larger]
-    policy_tasks = [(f"table 3: {model}", lambda model=model: experiments.run_policies(model)) for model in policies]
-    gpipe_tasks = [("table 5", experiments.run_table_5)] if bert else []
-    largest_tasks = [
-        (f"table 7: {line.devices} devices", lambda line=line: experiments.run_table_7(line))
-        for line in (TABLE_7 if bert else ())
-    ]
-    work = _Work()
-    groups: tuple[Sequence[object], ...] = (
-        row_tasks, flat_tasks, small_tasks, larger_tasks, policy_tasks, gpipe_tasks, largest_tasks,
-    )  # fmt: skip
-    work.total = sum(len(tasks) for tasks in groups)
-    row_results = work.all(row_tasks)
-    return Results(
-        rows=row_results,
-        hybrids=[*experiments.table_4_hybrids(row_results), *work.all(flat_tasks), *work.all(small_tasks)],
-        larger=work.all(larger_tasks),
-        policies=work.all(policy_tasks),
-        table_5=[line for lines in work.all(gpipe_tasks) for line in lines],
-        table_7=work.all(largest_tasks),
-    )
+def _compute(name: str) -> Record:
+    logging.getLogger("dapple_tf").setLevel(logging.WARNING)
+    record: Record = rounded(parts()[name]())
+    return record
 
 
-def _bounds() -> dict[str, float]:
-    bounds: dict[str, float] = json.loads(_BOUNDS.read_text(encoding="utf-8")) if _BOUNDS.exists() else {}
-    return bounds
+def _change(number: int, results: Mapping[str, Any]) -> Record:
+    logging.getLogger("dapple_tf").setLevel(logging.WARNING)
+    return paper_sensitivity.tried(paper_sensitivity.CHANGES[number], results)
+
+
+def _all(tasks: Mapping[str, tuple[Callable[..., Record], tuple[Any, ...]]], jobs: int) -> dict[str, Record]:
+    """Returns name -> record, with a line on standard error as each is done."""
+    began = time.monotonic()
+    records: dict[str, Record] = {}
+
+    def done(name: str, record: Record) -> None:
+        records[name] = record
+        passed = time.monotonic() - began
+        print(f"[{len(records)}/{len(tasks)}, {passed:.0f} s] {name}", file=sys.stderr, flush=True)
+
+    if jobs == 1:
+        for name, (task, arguments) in tasks.items():
+            done(name, task(*arguments))
+    else:
+        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = {pool.submit(task, *arguments): name for name, (task, arguments) in tasks.items()}
+            for future in concurrent.futures.as_completed(futures):
+                done(futures[future], future.result())
+    return {name: records[name] for name in tasks}
+
+
+def compute(names: list[str], stored: Mapping[str, Any], jobs: int) -> dict[str, Any]:
+    """Returns the records of these parts.
+
+    Args:
+        names: parts.
+        stored: records of parts that may not be among them.
+        jobs: processes.
+    """
+    fresh: dict[str, Any] = _all({name: (_compute, (name,)) for name in names if name != _SENSITIVITY}, jobs)
+    if _SENSITIVITY in names:
+        results = {**stored, **fresh}
+        tried = {change.text: (_change, (index, results)) for index, change in enumerate(paper_sensitivity.CHANGES)}
+        fresh[_SENSITIVITY] = _all(tried, jobs)
+    return fresh
+
+
+def changes(stored: Mapping[str, Any], fresh: Mapping[str, Any], directory: pathlib.Path) -> list[str]:
+    """Returns what differs between what is stored and the records that were computed.
+
+    Args:
+        stored: what results.json has: ``parts`` and ``claims``.
+        fresh: part -> its record.
+        directory: folder of the documents.
+    """
+    before = stored["parts"]
+    said = [f"{name}: is stored, but there is no such part" for name in before if name not in {*parts(), _SENSITIVITY}]
+    for name, record in fresh.items():
+        said += differences(before.get(name, {}), record, name)
+    said += differences(stored["claims"], verdicts({**before, **fresh}), "claims")
+    for name, text in files(before).items():
+        path = directory / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            said.append(f"{path}: isn't what the stored results give; write it with --write")
+    return said
+
+
+def write(results: Mapping[str, Any], directory: pathlib.Path) -> None:
+    """Writes what is stored, the document, the tables and the plots."""
+    from dapple_tf.tools.evaluation.paper_plots import draw  # matplotlib is an extra
+
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"claims": verdicts(results), "parts": results}
+    (directory / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for name, text in files(results).items():
+        (directory / name).write_text(text, encoding="utf-8")
+    draw(results, directory)
 
 
 def main() -> None:
-    """Computes, writes, and names failing claims."""
-    command.check_choices(_MODELS, _NAMES)
-    command.check_choices(_CONFIGS, "ABC")
-    directory = pathlib.Path(_OUTPUT_DIR.value)
-    partial = set(_MODELS.value) != set(_NAMES) or set(_CONFIGS.value) != set("ABC")
-    if partial and directory.resolve() == _DEFAULT.resolve():
-        raise app.UsageError("a part of the results would replace all of them in docs/results; give an --output_dir")
-    if partial and _BLESS.value:
-        raise app.UsageError("--bless needs all models and configs")
-    logging.getLogger("dapple_tf").setLevel(logging.WARNING)
-    results = reproduce(_MODELS.value, _CONFIGS.value, _PLANNER_SECONDS.value)
-    claims = check(results, _bounds())
-    if _BLESS.value:
-        _BOUNDS.write_text(json.dumps(reached(claims), indent=1) + "\n", encoding="utf-8")
-        claims = check(results, _bounds())
-    write(results, claims, directory)
-    if _PLOTS.value:
-        from dapple_tf.tools.evaluation.paper_plots import draw  # matplotlib is an extra
-
-        draw(results, directory)
-    slowest = max(results.rows, key=lambda row: row.planner_seconds)
-    claims += check_times(results.rows, _PLANNER_SECONDS.value)
-    failed = [claim for claim in claims if not claim.holds]
-    print(f"{len(claims)} claims, {len(failed)} of which fail; {directory / 'dapple.md'}")
-    print(f"planner: at most {slowest.planner_seconds:.2f} s of one core, for {slowest.row.key}")
-    for claim in failed:
-        print(f"FAILED: {claim.name}: {claim.ours}" + (f", paper {claim.paper}" if claim.paper else ""))
-    if failed:
+    """Computes, compares and says what differs, or writes it."""
+    directory = pathlib.Path(_DIRECTORY.value)
+    path = directory / "results.json"
+    stored: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"claims": {}, "parts": {}}
+    )
+    names = selected(_ONLY.value)
+    jobs = _JOBS.value or len(os.sched_getaffinity(0))
+    fresh = compute(names, stored["parts"], jobs)
+    said = changes(stored, fresh, directory)
+    for text in said[:_SHOWN]:
+        print(text)
+    if len(said) > _SHOWN:
+        print(f"and {len(said) - _SHOWN} more")
+    if _WRITE.value:
+        order = [*parts(), _SENSITIVITY]
+        merged = {**stored["parts"], **fresh}
+        write({name: merged[name] for name in order if name in merged}, directory)
+        print(f"{len(said)} differences, which are stored now; {directory / 'dapple.md'}")
+    elif said:
+        print(f"FAILED: {len(said)} differences from {path}; --write accepts them")
         sys.exit(1)
+    else:
+        print(f"{len(names)} parts and {len(stored['claims'])} claims are as stored in {path}")
 
 
 if __name__ == "__main__":

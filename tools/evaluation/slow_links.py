@@ -48,6 +48,9 @@ _TRANSFERS = flags.DEFINE_list("transfers", ["0.05", "0.2", "0.5", "1.0"], "Tran
 _SCHEDULES = flags.DEFINE_list("schedules", list(_NAMES), f"Some of {', '.join(POLICIES)}, auto.")
 _WORK = flags.DEFINE_enum("work", "waits", ["dense", "waits"], "What blocks do, see above.")
 _WIDTH = flags.DEFINE_integer("width", 0, "Width of the blocks; 0 for 2048 if dense, else 65536.", 0, 2**20)
+_SKIPS = flags.DEFINE_bool(
+    "skips", False, "Let every block read the first one's results, too, and add plans in which stages relay them."
+)
 _BLOCK = flags.DEFINE_float("block", 15.0, "Milliseconds that F of a block waits.", 0.1, 1e4)
 _BLOCKS = flags.DEFINE_integer("blocks", 8, "Number of blocks.", 2, 64)
 _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 8, "Micro-batches of a step.", 1, 64)
@@ -107,13 +110,23 @@ def model_of(task: Mapping[str, Any]) -> keras.Model:
             layers.append(Waiting(task["seconds"], name=f"block_{number}"))
         else:
             layers.append(keras.layers.Dense(task["width"], activation="relu", name=f"block_{number}"))
-    model = keras.Sequential([keras.Input((task["width"],)), *layers])
-    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    # Labels come from the client in the first host: wide ones would take more of the link than the stages do.
+    layers.append(keras.layers.Dense(1, name="output"))
+    inputs = keras.Input((task["width"],))
+    first = last = layers[0](inputs)
+    for number, layer in enumerate(layers[1:], 1):
+        reads_first = task["skips"] and 1 < number < len(layers) - 1
+        last = layer(keras.layers.Add(name=f"add_{number}")([last, first]) if reads_first else last)
+    model = keras.Model(inputs, last)
+    model.compile(keras.optimizers.SGD(1e-9), "mse")
     return model
 
 
-def plan_of(schedule: str, shape: str, task: Mapping[str, Any]) -> dapple.Plan:
-    """Returns the plan of a shape under a policy, with as many stages on each device as it needs."""
+def plan_of(schedule: str, shape: str, task: Mapping[str, Any], *, relayed: bool = False) -> dapple.Plan:
+    """Returns the plan of a shape under a policy, with as many stages on each device as it needs.
+
+    When ``relayed``, stages hand on what they read.
+    """
     hosts, blocks = task["hosts"], task["blocks"]
     groups = [[host] for host in range(hosts)] if shape == "straight" else [[0, 1], [2, 3]]
     placements = policy_of(schedule).planning.placements
@@ -121,45 +134,61 @@ def plan_of(schedule: str, shape: str, task: Mapping[str, Any]) -> dapple.Plan:
         groups = groups + (groups[::-1] if Placement.VEE in placements else groups)
     ends = [blocks * (stage + 1) // len(groups) for stage in range(len(groups) - 1)]
     count = task["micro_batches"]
-    return dapple.Plan.manual([f"block_{end - 1}" for end in ends], groups, count, count * task["samples"], schedule)
+    relays = tuple(range(1, len(groups) - 1)) if relayed else ()
+    cuts = [f"block_{end - 1}" for end in ends]
+    return dapple.Plan.manual(cuts, groups, count, count * task["samples"], schedule, relays=relays)
 
 
-def _batch(task: Mapping[str, Any], samples: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(samples, task["width"])).astype("float32")
+def plans_of(profile: dapple.Profile, cluster: dapple.Cluster, task: Mapping[str, Any]) -> dict[str, dapple.Plan]:
+    """Returns the plans of all schedules."""
+    plans = {}
+    for name in task["schedules"]:
+        if name != "auto":
+            plans[name] = plan_of(name, task["shape"], task)
+            if task["skips"] and len(plans[name].devices) > 2:
+                plans[f"{name}, relays"] = plan_of(name, task["shape"], task, relayed=True)
+            continue
+        count = task["micro_batches"]
+        plans[name] = dapple.plan(profile, cluster, count * task["samples"], micro_batches=count, schedule="auto")
+    return plans
+
+
+def _batch(task: Mapping[str, Any], samples: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(samples, width)).astype("float32") for width in (task["width"], 1))
+    return x, y
 
 
 def _profiled(task: Mapping[str, Any]) -> dict[str, Any]:
     """Profiles the model; runs in the first host."""
     samples = task["samples"]
-    x = _batch(task, samples)
+    x, y = _batch(task, samples)
     cluster = dapple.Cluster.of_servers(task["addresses"])
     with connected(cluster):
         # Replicas have a part of a micro-batch.
         sizes = sorted({samples // 4, samples // 2, samples})
-        profile = dapple.profile(model_of(task), sizes, cluster=cluster, x=x, y=x, cache=False)
+        profile = dapple.profile(model_of(task), sizes, cluster=cluster, x=x, y=y, cache=False)
     return {"profile": profile.to_json(), "forward": sum(layer.forward.at(samples) for layer in profile.layers)}
 
 
 def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Trains and measures; runs in the first host."""
-    model, count = model_of(task), task["micro_batches"]
+    count = task["micro_batches"]
     batch = count * task["samples"]
-    x = _batch(task, batch)
+    x, y = _batch(task, batch)
     profile = dapple.Profile.from_json(task["profile"])
     rows = []
     cluster = dapple.Cluster.of_servers(task["addresses"])
     with connected(cluster):
         cluster = measure_links(cluster, repeats=5, capacity=False)
-        plans = {
-            name: dapple.plan(profile, cluster, batch, micro_batches=count, schedule="auto")
-            if name == "auto"
-            else plan_of(name, task["shape"], task)
-            for name in task["schedules"]
+        plans = plans_of(profile, cluster, task)
+        # Models of their own: trainers of one model would send each other its values between their steps.
+        trainers = {
+            name: dapple.transform(model_of(task), cluster, plan, profile=profile) for name, plan in plans.items()
         }
-        trainers = {name: dapple.transform(model, cluster, plan, profile=profile) for name, plan in plans.items()}
         for _ in range(task["steps"] + _UNCOUNTED):
             for trainer in trainers.values():
-                trainer.train_on_batch(x, x)
+                trainer.train_on_batch(x, y)
         for name, trainer in trainers.items():
             prediction = trainer.prediction
             assert prediction is not None
@@ -185,6 +214,7 @@ def _task() -> dict[str, Any]:
         "width": _WIDTH.value or {"dense": 2048, "waits": 65536}[work],
         "seconds": _BLOCK.value / 1e3,
         "samples": _SAMPLES[work],
+        "skips": _SKIPS.value,
         "micro_batches": _MICRO_BATCHES.value,
         "schedules": _SCHEDULES.value,
         "steps": _STEPS.value,
@@ -205,9 +235,14 @@ def run(shape: str, transfers: Sequence[float]) -> Iterator[dict[str, Any]]:
             hosts.limit(rate)
             rows = run_inside(hosts, _MODULE, {**task, "what": "measure", "profile": profiled["profile"]})
             yield {
-                **{"hosts": _HOSTS.value, "work": _WORK.value, "plan": shape, "transfer": transfer},
+                **{"hosts": _HOSTS.value, "work": _WORK.value, "skips": _SKIPS.value},
+                **{"plan": shape, "transfer": transfer},
                 **{"rate_mbit": rate, "message_bytes": size, "rows": rows},
             }
+
+
+def _name() -> str:
+    return f"slow_links_{_HOSTS.value}_hosts{'_skips' if _SKIPS.value else ''}"
 
 
 def text(result: Mapping[str, Any]) -> str:
@@ -256,7 +291,7 @@ def main(argv: list[str]) -> None:
                 sys.stdout.write(text(result) + "\n")
                 sys.stdout.flush()
                 if _JSON.value:
-                    write_results(_JSON.value, "slow_links", results)
+                    write_results(_JSON.value, _name(), results)
         except HostsError as error:
             sys.exit(str(error))
 

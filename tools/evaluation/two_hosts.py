@@ -29,16 +29,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +51,7 @@ from dapple_tf.models.resnet import resnet
 from dapple_tf.models.vgg import vgg
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "Models to train: resnet or vgg.")
@@ -67,7 +65,7 @@ _QUIET = flags.DEFINE_integer("quiet", 10, "Undisturbed steps of each variant to
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "Maximum rounds, while waiting for a quiet machine.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 2, "Steps of each variant in a round.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers and the machine's facts to.")
-_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client within the first host, and its task.")
+_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client within the first host; its task's file.")
 
 _NOISE = 0.1
 """Cores that other processes may use during an undisturbed step."""
@@ -104,14 +102,8 @@ _EXAMPLES = {
 
 def run(hosts: Hosts, task: Mapping[str, Any]) -> dict[str, Any]:
     """Runs this program's other half in the first host; returns its result."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = pathlib.Path(directory) / "result.json"
-        workers = [process.pid for process in hosts.processes]
-        told = json.dumps({**task, "addresses": hosts.addresses, "workers": workers, "result": str(result)})
-        command = [sys.executable, "-m", "tools.evaluation.two_hosts", f"--inside={told}", "--verbosity=-1"]
-        if code := hosts.run(0, command).returncode:
-            raise HostsError(f"the client in host 0 ended with code {code}; see above")
-        return json.loads(result.read_text())
+    workers = [process.pid for process in hosts.processes]
+    return dict(run_inside(hosts, "tools.evaluation.two_hosts", {**task, "workers": workers}))
 
 
 # ---- what runs in the first host
@@ -320,11 +312,10 @@ def _others(workers: Sequence[int]) -> float:
     return total - sum(map(_cpu_seconds, (*workers, os.getpid())))
 
 
-def _inside(task: Mapping[str, Any]) -> None:
+def _work(task: Mapping[str, Any]) -> Any:
     client = Client(task)
     with connected(client.cluster):
-        result = client.measure() if task["what"] == "measure" else client.compute_seconds()
-    pathlib.Path(task["result"]).write_text(json.dumps(result))
+        return client.measure() if task["what"] == "measure" else client.compute_seconds()
 
 
 # ---- the whole
@@ -420,13 +411,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     if _INSIDE.value is not None:
-        try:
-            _inside(json.loads(_INSIDE.value))
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # After a failed collective, sessions may wait forever to be closed.
-        os._exit(0)
+        inside(_INSIDE.value, _work)
     _check()
     rate = _rate()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

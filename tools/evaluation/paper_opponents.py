@@ -1,0 +1,159 @@
+"""Others' plans with every policy and feature that ours may have: the strongest that can stand against our plan.
+
+Who: data parallelism, in chunks whose gradients are reduced one by one and in another order where that gains; the plans
+that DAPPLE's paper publishes, which its planner HPGO found; PipeDream's own planner; Megatron's layouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.early_reductions import cut_trials
+from dapple_tf.planning.fastest_reductions import with_fastest_reductions
+from dapple_tf.planning.out_of_order_plans import with_task_seconds
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.relays import RelayGuess
+from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import Simulation, tried
+from dapple_tf.tools.evaluation.opponents import Case, experts
+from dapple_tf.tools.evaluation.paper_models import Partition
+from dapple_tf.tools.evaluation.paper_outcomes import Outcome
+from dapple_tf.tools.evaluation.pipedream import pipedream
+
+_NEAR = 1.05
+"""A plan that is slower than its owner's best by this factor under P_B isn't tried under other policies."""
+_VARIED = 2
+"""Number of an owner's leading plans that are tried under every policy."""
+_CHUNKS = (8,)
+_HOPELESS = 1.1
+"""Layouts of Megatron's that are slower than our plan by this factor aren't simulated to the end."""
+_FIRST = ("dapple_b", "interleaved")
+"""The policies that rank an owner's plans, with one stage on each device and with several."""
+
+
+class _Search:
+    """The best of the plans of one owner."""
+
+    def __init__(self, case: Case, limit: float) -> None:
+        self.case, self.limit = case, limit
+        self.request = PlanRequest.of(case.profile, case.cluster, case.batch, case.counts)
+        self.handed_on = RelayGuess(self.request)
+        self.read_by_several = any(len(tensor.consumers) > 1 for tensor in case.profile.tensors)
+        self.best: Simulation | None = None
+        self.times: dict[Plan, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.best is None else self.best.latency
+
+    def add(self, plans: Iterable[Plan], *, both: bool = True) -> None:
+        """Simulates plans; where several stages read a tensor, with relays and without, or as `RelayGuess` has it."""
+        for plan in plans:
+            with contextlib.suppress(PlanError, ScheduleError):  # doesn't fit, or isn't what this policy orders
+                ways = [self.handed_on(plan)]
+                if both and self.read_by_several and plan.num_stages > 2:
+                    ways = [dataclasses.replace(plan, relays=relays) for relays in ((), tuple(range(plan.num_stages)))]
+                for way in ways:
+                    with contextlib.suppress(PlanError, ScheduleError):
+                        self.times[plan] = min(self._try(way), self.times.get(plan, math.inf))
+
+    def _try(self, plan: Plan) -> float:
+        costs = CostModel(with_task_seconds(plan, self.request), self.case.profile, self.case.cluster)
+        costs = with_fastest_reductions(costs)
+        trial = tried(costs, min(self.limit, self.seconds * _NEAR))
+        if trial.simulation is None:
+            return math.inf
+        least = self._noted(trial.simulation)
+        if trial.simulation.latency - trial.tail < self.seconds:
+            for other in cut_trials(costs, trial):
+                if other.simulation is not None:
+                    least = min(least, self._noted(other.simulation))
+        return least
+
+    def _noted(self, simulation: Simulation) -> float:
+        if simulation.latency < self.seconds * (1 - 1e-9):
+            if not simulation.fits:
+                return math.inf
+            self.best = simulation
+        return simulation.latency
+
+    def vary(self) -> None:
+        """Tries the leading plans, and the best of each kind of stages if there are few, under every policy.
+
+        The best of all is then tried in chunks.
+        """
+        ranked = sorted(self.times, key=lambda plan: self.times[plan])
+        kinds: dict[object, Plan] = {}
+        for plan in ranked:
+            kinds.setdefault((plan.cuts, plan.devices), plan)
+        leaders = [plan for plan in ranked if self.times[plan] <= self.seconds * _NEAR][:_VARIED]
+        if len(kinds) <= _VARIED:
+            leaders = list(dict.fromkeys([*leaders, *kinds.values()]))
+        for plan in leaders:
+            if plan.num_stages > 1:
+                self.add(_under(plan, [name for name in POLICIES if name not in _FIRST]))
+        if self.best is not None:
+            best = dataclasses.replace(self.best.costs.plan, backward_cuts=(), relays=(), report=None)
+            for chunks in _CHUNKS:
+                parts = chunked(best, self.case.profile, chunks)
+                if parts != best:
+                    for k in (0, parts.num_stages):
+                        self.add(_changed(parts, reverse_first_k=k))
+
+
+def _changed(plan: Plan, **changes: int) -> Iterator[Plan]:
+    try:
+        yield dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+    except PlanError:
+        return
+
+
+def _under(plan: Plan, policies: Sequence[str]) -> Iterator[Plan]:
+    for policy in policies:
+        try:
+            yield dataclasses.replace(plan, schedule=policy)
+        except PlanError:
+            continue  # this policy has other placements
+
+
+def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:
+    """Yields the plans of these stages under P_B."""
+    for partition, count, mode in itertools.product(partitions, case.counts, ("none", "boundary")):
+        cuts = [case.profile.layers[cut].name for cut in partition.cuts]
+        policy = "dapple_b" if cuts else "dapple_a"
+        try:
+            yield Plan.manual(cuts, partition.devices, count, case.batch, policy, recompute=mode)
+        except PlanError:
+            continue  # fewer samples than replicas
+
+
+def strongest(case: Case, published: Sequence[Partition], ours: float) -> dict[str, Outcome | None]:
+    """Returns whose -> the fastest of their plans; None where none fits, or Megatron's is hopeless.
+
+    Args:
+        case: the model, cluster, batch and numbers of micro-batches.
+        published: stages of DAPPLE's paper.
+        ours: seconds of our plan's step.
+    """
+    everywhere = [Partition((), (case.cluster.num_devices,))]
+    streams = {
+        "data parallelism": _plans(everywhere, case),
+        "HPGO": _plans(published, case),
+        "PipeDream": _plans([pipedream(case.profile, case.cluster, flat=flat) for flat in (True, False)], case),
+        "Megatron": (plan for _, plan in experts(case) if str(plan.schedule) in _FIRST),
+    }
+    outcomes: dict[str, Outcome | None] = {}
+    for who, plans in streams.items():
+        search = _Search(case, _HOPELESS * ours if who == "Megatron" else math.inf)
+        search.add(plans, both=False)
+        search.vary()
+        outcomes[who] = None if search.best is None else Outcome(search.best)
+    return outcomes

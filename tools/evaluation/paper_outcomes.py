@@ -1,0 +1,251 @@
+"""Plans and how fast they are at their best, in one simulation: what every experiment of DAPPLE's evaluation asks.
+
+Two freedoms, the same for every plan of a table:
+
+* `SAME`: what DAPPLE's runtime has: its schedules (GPipe's, P_A and P_B), recomputation, all-reduces during the last
+  backward, tensors that several stages read sent once.
+* everything: all policies and features of ours that train the same steps (`paper_opponents` for others' plans).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
+from dapple_tf.planning import planner
+from dapple_tf.planning.early_reductions import reduced_early
+from dapple_tf.planning.fastest_reductions import fastest_reductions
+from dapple_tf.planning.features import NAMES
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import Simulation, simulate
+from dapple_tf.tools.evaluation.paper_models import Partition
+
+SAME = ("gpipe", "dapple_a", "dapple_b")
+"""Schedules that DAPPLE's runtime has."""
+_FEATURES = ("recompute", "pieces", "relays")
+"""Features of plans (`dapple_tf.planning.features`) that DAPPLE's runtime has or leaves open."""
+_EVERYTHING = tuple(name for name in NAMES if name != "carried_updates")
+"""All features but the one that moves updates into the next step, which no other column has."""
+_MOST_MICRO_BATCHES = 64
+
+Record = dict[str, Any]
+"""What is stored of an experiment: numbers, texts, truth values, and lists and dicts of them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan and the time of its step.
+
+    Attributes:
+        simulation: simulation of one step.
+        fits: whether the devices have the memory; if not, the simulation ignores the limit.
+        note: the missing memory.
+    """
+
+    simulation: Simulation
+    fits: bool = True
+    note: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.simulation.costs.plan
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one step."""
+        return self.simulation.latency
+
+
+# ---- texts
+
+
+def shape(plan: Plan) -> str:
+    """Returns a plan in the paper's notation, equal stages joined: ``8:8``, ``1x9:2x2``, ``straight (16)``, ``DP``."""
+    if plan.num_stages == 1:
+        return "DP"
+    if set(plan.replicas) == {1} and plan.num_stages > 2:
+        return f"straight ({plan.num_stages})"
+    if plan.num_stages <= 4:
+        return ":".join(map(str, plan.replicas))
+    runs = [(count, len(list(group))) for count, group in itertools.groupby(plan.replicas)]
+    return ":".join(f"{count}x{length}" if length > 1 else f"{count}" for count, length in runs)
+
+
+def path_parts(simulation: Simulation) -> dict[str, float]:
+    """Returns the ms of each kind of work on the critical path."""
+    names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "Apply"}
+    parts = dict.fromkeys(("computing", *names.values()), 0.0)
+    path = simulation.critical_path
+    for span, after in itertools.zip_longest(path, path[1:]):
+        end = span.end if after is None else min(span.end, after.start)
+        parts[names.get(span.kind, "computing")] += 1e3 * (end - span.start)
+    return parts
+
+
+def record(outcome: Outcome | None) -> Record | None:
+    """Returns what is stored of a plan and its step."""
+    if outcome is None:
+        return None
+    plan, simulation = outcome.plan, outcome.simulation
+    profile = simulation.costs.profile
+    return {
+        "plan": shape(plan),
+        "cuts": ",".join(str(profile.index[cut]) for cut in plan.cuts),
+        "replicas": ":".join(map(str, plan.replicas)),
+        "M": plan.micro_batches,
+        "schedule": str(plan.schedule) if plan.num_stages > 1 else "-",
+        "recompute": plan.recompute,
+        "ms": 1e3 * outcome.seconds,
+        "path": path_parts(simulation),
+        "GB": max(simulation.peak_bytes.values()) / 1e9,
+        "fits": outcome.fits,
+        "note": outcome.note,
+    }
+
+
+# ---- plans at their best
+
+
+def micro_batch_counts(profile: Profile, batch: int, partitions: Iterable[Partition] = ()) -> tuple[int, ...]:
+    """Returns powers of two whose slices have at least the profiled size, and the maximum of each partition."""
+    most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
+    counts = {2**power for power in range(most.bit_length())}
+    for partition in partitions:
+        fitting = batch // (max(partition.replicas) * profile.least_samples)
+        if fitting >= 1:
+            counts.add(min(fitting, most))
+    return tuple(sorted(count for count in counts if count <= most))
+
+
+def best(
+    partitions: Iterable[Partition],
+    profile: Profile,
+    cluster: Cluster,
+    batch: int,
+    counts: Sequence[int],
+    *,
+    overlap: bool = True,
+    all_reduce: str | None = None,
+    schedules: Sequence[str] = SAME,
+    recompute: Sequence[str] = ("none", "boundary"),
+) -> Outcome | None:
+    """Returns the fastest way to run any of these partitions; None if none is legal.
+
+    If none fits the devices, the one with the least missing memory, simulated without the limit.
+    """
+    fastest: Outcome | None = None
+    unfit: list[tuple[float, Plan]] = []
+    for partition, count, mode in itertools.product(tuple(partitions), counts, recompute):
+        cuts = [profile.layers[cut].name for cut in partition.cuts]
+        for schedule in schedules if cuts else ("dapple_a",):
+            try:
+                plan = Plan.manual(cuts, partition.devices, count, batch, schedule, recompute=mode)
+            except PlanError:
+                continue  # fewer samples than replicas
+            try:
+                run = _run(plan, profile, cluster, overlap, all_reduce)
+            except PlanError:
+                unfit.append((_shortage(plan, profile, cluster)[0], plan))
+                continue
+            if fastest is None or run.latency < fastest.seconds * (1 - 1e-9):
+                fastest = Outcome(run)
+    if fastest is not None or not unfit:
+        return fastest
+    devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in cluster.devices)
+    unlimited = dataclasses.replace(cluster, devices=devices)
+    least = min(unfit, key=lambda entry: entry[0])[0]
+    nearest = [plan for over, plan in unfit if over <= least + 1]
+    runs = [_run(plan, profile, unlimited, overlap, all_reduce) for plan in nearest]
+    run = min(runs, key=lambda run: run.latency)
+    return Outcome(run, False, _shortage(run.costs.plan, profile, cluster)[1])
+
+
+def _run(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
+    """Simulates a plan with this all-reduce, or the fastest for each stage; with all relays where they make it faster.
+
+    If they may ``overlap``, all-reduces run during the last backwards as far as that gains.
+    """
+    if any(len(tensor.consumers) > 1 for tensor in profile.tensors) and plan.num_stages > 2 and not plan.relays:
+        ways = (plan, dataclasses.replace(plan, relays=tuple(range(plan.num_stages))))
+        runs = []
+        for way in ways:
+            with contextlib.suppress(PlanError):  # what waits at relays may not fit
+                runs.append(_simulated(way, profile, cluster, overlap, all_reduce))
+        if runs:
+            return min(runs, key=lambda run: run.latency)
+    return _simulated(plan, profile, cluster, overlap, all_reduce)
+
+
+def _simulated(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
+    if all_reduce is None:
+        plan = fastest_reductions(plan, profile, cluster)
+    else:
+        plan = dataclasses.replace(plan, all_reduce=all_reduce)
+    if overlap:
+        plan = reduced_early(plan, profile, cluster)
+    return simulate(plan, profile, cluster)
+
+
+def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, str]:
+    """Returns how many bytes a plan lacks at its worst stage, also as a text."""
+    costs = CostModel(plan, profile, cluster)
+    flight = [count if plan.policy.needs_all else 1 for count in plan.warm_up_counts()]
+    needs = [costs.needed_bytes(stage, count) for stage, count in enumerate(flight)]
+    stage = max(range(plan.num_stages), key=lambda i: needs[i] - (costs.memory_limit(i) or 0))
+    limit = costs.memory_limit(stage) or 0
+    samples = costs.samples(stage)
+    held = f"{flight[stage]} slice{'s' if flight[stage] > 1 else ''} of {samples} sample{'s' if samples > 1 else ''}"
+    return needs[stage] - limit, f"stage {stage} needs {needs[stage] / 1e9:.1f} of {limit / 1e9:.1f} GB for {held}"
+
+
+def data_parallel(
+    profile: Profile,
+    cluster: Cluster,
+    batch: int,
+    counts: Sequence[int],
+    *,
+    overlap: bool = True,
+    all_reduce: str | None = None,
+) -> Outcome | None:
+    """Returns data parallelism on all devices; None if it doesn't fit."""
+    everywhere = [Partition((), (cluster.num_devices,))]
+    outcome = best(
+        everywhere, profile, cluster, batch, counts, overlap=overlap, all_reduce=all_reduce, recompute=("none",)
+    )
+    return outcome if outcome is not None and outcome.fits else None
+
+
+def make_plan(
+    profile: Profile,
+    cluster: Cluster,
+    batch: int,
+    counts: Sequence[int],
+    *,
+    everything: bool = False,
+    all_reduce: str | None = None,
+) -> Outcome:
+    """Returns our planner's plan, with `SAME` freedom or with everything."""
+    plan = planner.plan(
+        profile,
+        cluster,
+        batch,
+        micro_batches=counts,
+        schedule="auto" if everything else SAME,
+        only=_EVERYTHING if everything else _FEATURES,
+        all_reduce=all_reduce,
+        least_gain=0.0,
+    )
+    return Outcome(simulate(plan, profile, cluster))
+
+
+def times_of(record: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Returns how many times as long the ``other`` step takes."""
+    return float(other["ms"] / record["ms"])

@@ -1,0 +1,142 @@
+"""Reproduces the evaluation of Out-Of-Order BackProp (EuroSys'22, section 8) in the simulator.
+
+    python -m tools.evaluation.reproduce_ooo            # all of it, in two to three minutes
+    python -m tools.evaluation.reproduce_ooo --check    # computes, compares with the stored numbers, writes nothing
+
+Writes ooo.md and ooo.json to docs/results: figures 4, 5, 6 and 10 to 13 and the discussion of k = 45. Exits with 1, and
+names them, if a claim has another verdict than the stored one or a number differs from the stored one by more than 2 %;
+--bless stores them all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from absl import flags
+
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import ooo_parallel as parallel
+from dapple_tf.tools.evaluation import ooo_pipelines as pipelines
+from dapple_tf.tools.evaluation import ooo_streams as streams
+from dapple_tf.tools.evaluation.ooo_claims import NOT, STATUSES, Record, claims
+from dapple_tf.tools.evaluation.ooo_models import FOUR
+from dapple_tf.tools.evaluation.ooo_report import claim_records, rounded, write
+
+FLAGS = flags.FlagValues()
+_DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
+
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
+_CHECK = flags.DEFINE_boolean("check", False, "Compare with the stored numbers, and write nothing.", flag_values=FLAGS)
+_BLESS = flags.DEFINE_boolean(
+    "bless", False, "Store numbers and verdicts that differ from the stored ones.", flag_values=FLAGS
+)
+
+DRIFT = 0.02
+"""Fraction by which a number may differ from the stored one."""
+
+Work = Callable[[], Record | Sequence[Record]]
+
+
+def work() -> Iterator[tuple[str, Work]]:
+    """Yields (group of records, how to compute some of them), in the order of the document."""
+    yield "units", pipelines.unit_steps
+    for times in (parallel.FITTED_4, *parallel.OTHERS_4):
+        yield "figure_4", partial(parallel.figure_4, *times)
+    for one in streams.settings():
+        yield "one_gpu", partial(streams.one_gpu, *one)
+    models = list(itertools.product(pipelines.FINE_TUNED_MODELS, FOUR))
+    for counts in ((pipelines.FINE_TUNING,), pipelines.FINE_COUNTS):
+        for model, network in models:
+            yield "fine_tuning", partial(pipelines.fine_tuning, model, network, counts)
+    for network in FOUR:
+        yield "transfers", partial(pipelines.transfer, network)
+    for model, network in models:
+        yield "ours", partial(pipelines.ours, model, network)
+    for devices, setting in itertools.product(pipelines.SCRIPTS, pipelines.SETTINGS):
+        yield "pre_training", partial(pipelines.weak_scaling, devices, setting)
+    for strong in pipelines.strong_settings():
+        yield "strong", partial(pipelines.strong_scaling, *strong)
+    for devices in pipelines.GPT_3_DEVICES:
+        yield "gpt_3", partial(pipelines.gpt_3, devices)
+    for row in parallel.figure_10_settings():
+        yield "figure_10", partial(parallel.figure_10, *row)
+    for traffic, kind in itertools.product((parallel.RING, parallel.APART), (parallel.RUNS, parallel.SECTION_2)):
+        yield "k_45", partial(parallel.k_45, kind, traffic)
+
+
+def reproduce() -> dict[str, list[dict[str, Any]]]:
+    """Computes all records, with a line on standard error for each group."""
+    began = time.monotonic()
+    records: dict[str, list[Record]] = {}
+    for group, compute in work():
+        if group not in records:
+            print(f"[{time.monotonic() - began:.0f} s] {group}", file=sys.stderr, flush=True)
+        some = compute()
+        records.setdefault(group, []).extend([some] if isinstance(some, Mapping) else some)
+    return rounded(records)
+
+
+def differences(records: Mapping[str, Sequence[Record]], stored: Mapping[str, Any]) -> list[str]:
+    """Returns what differs from the stored results: numbers by more than `DRIFT`, and verdicts.
+
+    Args:
+        records: computed records.
+        stored: the contents of ooo.json.
+    """
+    texts = []
+    for group, rows in records.items():
+        before = stored.get(group, [])
+        if len(before) != len(rows):
+            texts.append(f"{group}: {len(rows)} records, {len(before)} stored")
+            continue
+        for number, (row, other) in enumerate(zip(rows, before, strict=True)):
+            texts += [
+                f"{group}, record {number}: {key} is {row.get(key)}, stored {other.get(key)}"
+                for key in dict.fromkeys((*row, *other))
+                if _differ(row.get(key), other.get(key))
+            ]
+    now = {str(row["claim"]): row["status"] for row in claim_records(claims(records))}
+    then = {row["claim"]: row["status"] for row in stored.get("claims", [])}
+    names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
+    texts += [f"{name}: {now.get(name)}, stored {then.get(name)}" for name in names]
+    return texts
+
+
+def _differ(new: str | float | int | None, old: str | float | int | None) -> bool:
+    if isinstance(new, float) and isinstance(old, int | float):
+        return abs(new - old) > DRIFT * max(abs(old), 1e-9)
+    return new != old
+
+
+def main() -> None:
+    """Computes, compares, writes, and names what differs."""
+    command.check(not (_CHECK.value and _BLESS.value), "--check writes nothing and --bless stores; give one of them")
+    logging.getLogger("dapple_tf").setLevel(logging.WARNING)
+    directory = pathlib.Path(_OUTPUT_DIR.value)
+    stored_file = _DEFAULT / "ooo.json"
+    records = reproduce()
+    stored = json.loads(stored_file.read_text(encoding="utf-8")) if stored_file.exists() else {}
+    changed = differences(records, stored)
+    judged = claims(records) if _CHECK.value else write(records, directory)
+    counts = ", ".join(f"{sum(claim.status == status for claim in judged)} {status}" for status in STATUSES)
+    print(f"{len(judged)} claims: {counts}; {directory / 'ooo.md'}")
+    for claim in judged:
+        if claim.status == NOT:
+            print(f"not reproduced: {claim.name}: {claim.ours:.3g}, paper {claim.paper}")
+    if not _BLESS.value:
+        for text in changed:
+            print(f"CHANGED: {text}")
+        if changed:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
