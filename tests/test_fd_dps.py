@@ -162,7 +162,7 @@ def test_networks_of_cells_gain_much_over_fast_t() -> None:
     graph, links = nasnet_like(4, cells=1), topology(4)
     told: list[tuple[str, float]] = []
     static = fast_t(graph, links).seconds
-    whole = fd_dps(graph, links, split=False)
+    whole = fd_dps(graph, links, splits="none")
     placement = fd_dps(graph, links, progress=lambda text, share: told.append((text, share)))
     assert not whole.splits
     assert whole.seconds < 0.88 * static
@@ -181,7 +181,7 @@ def test_a_chain_is_split_by_batch_and_placed_like_data_parallelism() -> None:
     total = graph.seconds[:, 0].sum()
     assert {split.parts for split in placement.splits.values()} == {4}
     assert total / 4 < placement.seconds < 0.4 * total
-    assert fd_dps(graph, links, split=False).seconds <= total
+    assert fd_dps(graph, links, splits="none").seconds <= total
 
 
 def test_nothing_is_split_where_links_are_slow() -> None:

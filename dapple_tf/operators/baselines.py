@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dapple_tf.operators.batch_split import samples_operators
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem
-from dapple_tf.operators.split_layouts import Layouts
+from dapple_tf.operators.placement_problem import compile_problem
 
 
 def single_device(graph: OpGraph, topology: Topology) -> OpPlacement:
@@ -32,7 +33,8 @@ class DataParallelStep:
     Attributes:
         seconds: of the whole step.
         compute_seconds: of the slowest device's operators.
-        reduce_seconds: of the all-reduce by itself.
+        reduce_seconds: of the gradients' all-reduces by themselves.
+        statistics_seconds: of the exchanges of sums over the batch that operators on samples read.
         gradient_bytes: reduced by each device.
         peak_bytes: the most bytes that a device holds.
     """
@@ -40,17 +42,27 @@ class DataParallelStep:
     seconds: float
     compute_seconds: float
     reduce_seconds: float
+    statistics_seconds: float
     gradient_bytes: float
     peak_bytes: float
 
 
-def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
+def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = False) -> DataParallelStep:
     """Simulates the whole step on each device for 1/V of the batch, with gradients all-reduced in a ring.
 
     Operators on samples take launch + (seconds - launch) / V; the rest, such as updates of variables, take as long as
-    before, on every device. A tensor of the batch that an update reads is reduced as soon as all devices have it, one
-    after another in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators run;
-    updates come last.
+    before, on every device. Tensors of the batch that an update reads are reduced as soon as all devices have them,
+    singly or in buckets of the size that is best, one after another in 2 (V - 1) steps of 1/V of the bytes at the
+    slowest link of the ring, while other operators run; each device adds (V - 1)/V of the bytes, as long as
+    `apply_splits` lets a sum take. Updates come last.
+
+    Sums over the batch that operators on samples read, such as the mean in BatchNormalization, are exchanged where they
+    are made: each device sends its own to all others, and adds. Only then is it the step that one device would run.
+
+    Args:
+        graph: the operators.
+        topology: the devices.
+        own_statistics: whether replicas take the sums over their own samples instead, which is another step.
 
     Raises:
         PlacementError: the graph isn't for this topology, or none of its operators can be split by batch.
@@ -61,66 +73,86 @@ def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
     share = graph.seconds.copy()
     launch = np.minimum(graph.launch_seconds, share)
     share[of_batch] = (launch + (share - launch) / count)[of_batch]
-    reduced = sorted(
-        {
-            tensor
-            for tensor, producer in enumerate(problem.producer)
-            if producer >= 0 and of_batch[producer] and not all(of_batch[reader] for reader in problem.readers[tensor])
-        }
-    )
+    made = [
+        tensor
+        for tensor, producer in enumerate(problem.producer)
+        if producer >= 0 and of_batch[producer] and problem.readers[tensor]
+    ]
+    reduced = [tensor for tensor in made if not all(of_batch[reader] for reader in problem.readers[tensor])]
+    sums = set(_batch_sums(graph)) if count > 1 else set()
+    exchanged = [
+        tensor for tensor in made if tensor in sums and any(of_batch[reader] for reader in problem.readers[tensor])
+    ]
+    hops = [(device, (device + 1) % count) for device in range(count)] if count > 1 else []
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
 
-    def ring(tensor: int) -> float:
-        hops = [(device, (device + 1) % count) for device in range(count)] if count > 1 else []
-        return (
-            2 * (count - 1) * max((topology.seconds(problem.size[tensor] / count, *hop) for hop in hops), default=0.0)
-        )
+    def ring(size: float) -> float:
+        return 2 * (count - 1) * max((topology.seconds(size / count, *hop) for hop in hops), default=0.0)
 
-    seconds = [ring(tensor) for tensor in reduced]
+    def adding(tensor: int, part: float) -> np.ndarray:
+        return np.asarray(graph.launch_seconds + part * problem.size[tensor] * graph.copy_seconds)
+
+    statistics = np.zeros(problem.count)
+    if not own_statistics:
+        for tensor in exchanged:
+            sent = max(topology.seconds(problem.size[tensor], *pair) for pair in pairs)
+            statistics[problem.producer[tensor]] += sent + float(adding(tensor, 1.0).max())
     updates = np.zeros(problem.count, bool)
     for tensor in reduced:
         updates[[reader for reader in problem.readers[tensor] if not of_batch[reader]]] = True
+        if count > 1:
+            share[problem.producer[tensor]] += adding(tensor, (count - 1) / count)
     for op in range(problem.count):
         if updates[op]:
             behind = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
             updates[[*behind, *problem.waiters[op]]] = True
-    ends = np.cumsum(np.where(updates[:, None], 0.0, share), axis=0).max(axis=1)
-    link = 0.0
-    for tensor, one in sorted(zip(reduced, seconds, strict=True), key=lambda pair: ends[problem.producer[pair[0]]]):
-        link = max(link, float(ends[problem.producer[tensor]])) + one
+    ends = (np.cumsum(np.where(updates[:, None], 0.0, share), axis=0) + np.cumsum(statistics)[:, None]).max(axis=1)
+    reduced.sort(key=lambda tensor: ends[problem.producer[tensor]])
+    gradients = [(float(ends[problem.producer[tensor]]), problem.size[tensor]) for tensor in reduced]
+    by_size = [_buckets(gradients, least) for least in _BUCKETS]
+    link, buckets = min((_reduced_by(buckets, ring), buckets) for buckets in by_size)
     computed = float(ends.max(initial=0.0))
     stored = float(graph.stored_bytes.sum())
     return DataParallelStep(
         seconds=max(computed, link) + float(share[updates].sum(axis=0).max(initial=0.0)),
         compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
-        reduce_seconds=sum(seconds),
+        reduce_seconds=sum(ring(size) for _, size in buckets),
+        statistics_seconds=float(statistics.sum()),
         gradient_bytes=sum(problem.size[tensor] for tensor in reduced),
         peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
     )
 
 
-def samples_operators(problem: PlacementProblem) -> np.ndarray:
-    """Returns which operators work on samples: bool [n].
+_BUCKETS = (0.0, 1e6, 4e6, 16e6, 64e6, np.inf)
+"""Bytes from which a bucket of gradients is reduced; the best is taken."""
 
-    These are the operators that can be split by batch together with the heaviest one that can, and all between them.
 
-    Raises:
-        PlacementError: there are none.
-    """
-    layouts = Layouts(problem, 2)
-    seeds = [op for op, rules in enumerate(layouts.reads.rules) if any(rule.dimension == "batch" for rule in rules)]
-    if not seeds:
-        raise PlacementError(
-            "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators "
-            "their splits"
-        )
-    heaviest = max(seeds, key=lambda op: (problem.mean_seconds[op], -op))
-    layout = layouts.grown(layouts.none(), "batch", problem.mean_seconds[heaviest])
-    inside = np.array(layout) >= 0
-    before, behind = inside.copy(), inside.copy()
-    for op in range(problem.count):
-        needs = [*(problem.producer[tensor] for tensor in problem.inputs[op]), *problem.waits[op]]
-        before[op] |= bool(before[needs].any())
-    for op in range(problem.count - 1, -1, -1):
-        uses = [*(reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]), *problem.waiters[op]]
-        behind[op] |= bool(behind[uses].any())
-    return np.asarray(before & behind)
+def _buckets(gradients: Sequence[tuple[float, float]], least: float) -> list[tuple[float, float]]:
+    """Joins gradients to buckets of at least some bytes; returns when each is complete, and its bytes."""
+    buckets: list[tuple[float, float]] = []
+    size = 0.0
+    for index, (ready, one) in enumerate(gradients):
+        size += one
+        if size >= least or index == len(gradients) - 1:
+            buckets.append((ready, size))
+            size = 0.0
+    return buckets
+
+
+def _reduced_by(buckets: Sequence[tuple[float, float]], ring: Callable[[float], float]) -> float:
+    """Returns when the last of the buckets is reduced, one after another."""
+    link = 0.0
+    for ready, size in buckets:
+        link = max(link, ready) + ring(size)
+    return link
+
+
+def _batch_sums(graph: OpGraph) -> list[int]:
+    """Returns the tensors that are sums or means over the batch."""
+    outputs = np.zeros(len(graph.tensor_bytes), np.int64) if graph.tensor_outputs is None else graph.tensor_outputs
+    sums = []
+    for producer, tensor in np.unique(graph.edges[graph.edges[:, 2] >= 0][:, [0, 2]], axis=0).tolist():
+        for rule in graph.splits.get(producer, ()):
+            if rule.dimension == "batch" and rule.output_axes[int(outputs[tensor])] is None:
+                sums.append(tensor)
+    return sums

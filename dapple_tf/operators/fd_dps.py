@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.garbage import without_collection
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
-from dapple_tf.operators.fast_t import fast_t_schedule
+from dapple_tf.operators.fast_t import fast_t_candidate
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.islands import largest_island, off_island, on_island
-from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import (
     Candidate,
@@ -20,41 +20,61 @@ from dapple_tf.operators.placement_candidates import (
     Variant,
     judged,
     ordered_sources,
+    placed_by,
     scheduled,
     variant_of,
 )
 from dapple_tf.operators.placement_problem import tails
 from dapple_tf.operators.simulated_placement import simulate
-from dapple_tf.operators.split_search import Budget, placed, split_candidates
+from dapple_tf.operators.split_search import Budget, by_batch, placed, split_alone, split_candidates
 
 _LOGGER = logging.getLogger(__name__)
+
+Splits = Literal["none", "alone", "batch", "regions"]
+"""Which operators may be split.
+
+none: no operator. alone: single ones whose neighbours are whole, as in the paper. batch: all or none by the batch, data
+parallelism's graph. regions: any, with data parallelism's graph as one of the candidates.
+"""
 
 Progress = Callable[[str, float], None]
 """Receives the current activity, and the share of the search that is over."""
 
 _VISITS = 3.2e6
 """Approximate limit of operators that the search visits: some 20 s on one core."""
-_VISITS_EACH = 1000
+_VISITS_EACH = 4000
 """The same for each operator of a small graph."""
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the devices' memory that placing may use, since the simulated peak may exceed its count."""
 _LARGE = 40000
 """Operators from which on the times of reads are adjusted only once."""
+_CLOSE = 1.03
+"""Ratio of steps up to which the best placement before other splits is improved, too."""
 _ISLAND_EFFORT = 0.5
 """Share of the work for placing on the devices that have fast links among them."""
 _SMALL = 60
 """Operators of a graph up to which every move is tried."""
+_SINGLE = 2000
+"""Operators of a graph up to which single ones are moved, too, after pieces of several."""
 
 
 def fd_dps(
-    graph: OpGraph, topology: Topology, *, split: bool = True, effort: float = 1.0, progress: Progress | None = None
+    graph: OpGraph,
+    topology: Topology,
+    *,
+    splits: Splits = "regions",
+    effort: float = 1.0,
+    progress: Progress | None = None,
 ) -> OpPlacement:
     """Places the operators of a step so that the simulated step is short.
+
+    It is never slower than `fast_t`, `heft` and one device, nor than data parallelism as a placement (`by_batch`) if
+    splits are ``batch`` or ``regions``.
 
     Args:
         graph: its operators.
         topology: the devices.
-        split: whether operators may be split; without, this is the paper's D-DPS(-F).
+        splits: which operators may be split.
         effort: share of the usual work that improving may take.
         progress: receives the current activity, and the share of the search that is over.
 
@@ -66,11 +86,11 @@ def fd_dps(
     island = largest_island(topology)
     alone = on_island(graph, topology, island) if len(island) < topology.count else None
     if alone is None:
-        return _placed(graph, topology, split, effort, tell)
-    everywhere = _placed(graph, topology, split, effort, lambda text, share: tell(text, 0.6 * share))
+        return _placed(graph, topology, splits, effort, tell)
+    everywhere = _placed(graph, topology, splits, effort, lambda text, share: tell(text, 0.6 * share))
     try:
         within = _placed(
-            *alone, split, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
+            *alone, splits, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
         )
     except PlanError as error:
         _LOGGER.info("devices %s alone: %s", island, error)
@@ -78,26 +98,24 @@ def fd_dps(
     return off_island(within, topology, island) if within.seconds < everywhere.seconds else everywhere
 
 
-def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
-    best = _search(graph, topology, split, effort, progress)
-    placement = placement_of(best.variant.problem, best.devices, best.order)
-    _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, placement.seconds, best.origin)
-    return OpPlacement(
-        placement.devices, placement.order, dict(best.variant.splits), placement.seconds, placement.peak_bytes
-    )
+def _placed(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> OpPlacement:
+    best = _search(graph, topology, splits, effort, progress)
+    _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, best.seconds, best.origin)
+    return placed_by(best)
 
 
 @without_collection
-def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
+def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
     budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
     alike = _alike(graph, topology)
     candidates = []
-    for name, schedule in (("FastT", fast_t_schedule), ("HEFT", heft_schedule)):
-        devices, order = schedule(problem)
-        candidates += [judged(base, devices, order, name), scheduled(base, devices, name)]
+    start = by_batch(base) if topology.count > 1 and splits in ("batch", "regions") else None
+    static = fast_t_candidate(base, start, split=splits == "regions")
+    for one in (static, judged(base, *heft_schedule(problem), "HEFT")):
+        candidates += [one, scheduled(one.variant, one.devices, one.origin)]
     for device in range(topology.count):
         alone = [device if problem.pinned[group] < 0 else problem.pinned[group] for group in problem.group]
         candidates.append(judged(base, alone, list(range(problem.count)), "one device"))
@@ -107,8 +125,13 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     candidates += placed(base, None, "dynamic critical paths")
     budget.spend(30 * problem.count)
     best = min(candidates, key=lambda one: one.rank)
-    if split and topology.count > 1:
+    if start is not None:
+        best = min([best, start, *placed(start.variant, None, "data parallelism's graph")], key=lambda one: one.rank)
+    simpler = best
+    if splits == "regions" and topology.count > 1:
         best = split_candidates(base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share))
+    elif splits == "alone" and topology.count > 1:
+        best = split_alone(base, best, lambda text: progress(text, 0.5))
     progress("improvement", 0.75)
     if best.over > 0:
         best = min([best, *_within_memory(best.variant)], key=lambda one: one.rank)
@@ -116,13 +139,26 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
         best = min([best, *_within_memory(base)], key=lambda one: one.rank)
     if best.over > 0:
         raise PlanError(_too_much(best))
-    problem = best.variant.problem
-    best = ordered_sources(best, 2 if problem.count <= _LARGE else 1)
+    finalists = [best]
+    if simpler.variant is not best.variant and simpler.over == 0 and simpler.seconds <= _CLOSE * best.seconds:
+        finalists.append(simpler)
+    visits = budget.visits / len(finalists)
+    best = min((_finished(one, candidates, visits) for one in finalists), key=lambda one: one.rank)
+    progress("done", 1.0)
+    return best
+
+
+def _finished(candidate: Candidate, candidates: list[Candidate], visits: float) -> Candidate:
+    """Orders a placement's reads and improves it, within a number of visited operators."""
+    problem = candidate.variant.problem
+    best = ordered_sources(candidate, 2 if problem.count <= _LARGE else 1)
     pieces = Pieces.of(problem)
-    best = improved(best, pieces.piece, int(budget.visits / max(1, 3 * problem.count)))
+    evaluations = int(visits / max(1, 3 * problem.count))
+    best = improved(best, pieces.piece, evaluations)
+    if problem.count <= _SINGLE:
+        best = improved(best, list(range(problem.count)), evaluations)
     if problem.count <= _SMALL:
         best = polished([best, *(one for one in candidates if one.variant is best.variant)], 3000)
-    progress("done", 1.0)
     return best
 
 

@@ -16,7 +16,10 @@ from dapple_tf.operators.simulated_placement import run_in_order
 
 _SLACK = 1e-10
 _PATIENCE = 60
-"""The most moves in a row without success."""
+"""The most moves in a row without success, of a large graph."""
+_PATIENCE_OF_SMALL = 300
+"""The same of a graph of at most `_SMALL` operators."""
+_SMALL = 2000
 _RANDOM_STARTS = 60
 """Random placements of a small graph."""
 _KEPT = 6
@@ -36,7 +39,7 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
     mover = _Mover(candidate.variant.problem, pieces)
     best = candidate
     tried: set[tuple[int, int]] = set()
-    patience = _PATIENCE
+    most = patience = _PATIENCE if candidate.variant.problem.count > _SMALL else _PATIENCE_OF_SMALL
     while evaluations > 0:
         better = None
         for piece, device in mover.moves(best):
@@ -57,7 +60,7 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
         if better is None:
             return best
         best = better
-        patience = _PATIENCE
+        patience = most
         tried.clear()
     return best
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.operators.coarsening import Coarse, coarsen
-from dapple_tf.operators.op_graph import OpGraph, Topology
+from dapple_tf.operators.list_placement import placement_of
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
 from dapple_tf.operators.queue_order import order_by_urgency
 from dapple_tf.operators.simulated_placement import peak_bytes, run_in_order
@@ -176,3 +177,9 @@ class Pieces:
 def variant_of(graph: OpGraph, topology: Topology, splits: Mapping[str, Split]) -> Variant:
     """Returns a graph as a variant."""
     return Variant(compile_problem(graph, topology), splits)
+
+
+def placed_by(candidate: Candidate) -> OpPlacement:
+    """Returns a candidate as a placement of the graph without splits."""
+    placement = placement_of(candidate.variant.problem, candidate.devices, candidate.order)
+    return dataclasses.replace(placement, splits=dict(candidate.variant.splits))

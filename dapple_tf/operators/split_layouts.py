@@ -122,7 +122,7 @@ class Layouts:
         seeds = [op for op in self._splittable() if seconds[op] >= least]
         for seed in sorted(seeds, key=lambda op: (-seconds[op], op)):
             if layout[seed] < 0:
-                rule = self._rule(seed, dimension)
+                rule = self.rule(seed, dimension)
                 if rule >= 0:
                     self.grow(layout, seed, rule)
         return layout
@@ -281,11 +281,31 @@ class Layouts:
         names, rules = self.problem.graph.names, self.reads.rules
         return {names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0}
 
+    def rule(self, op: int, dimension: str) -> int:
+        """Returns the index of an operator's rule for a dimension; -1 without one."""
+        return next((i for i, rule in enumerate(self.reads.rules[op]) if rule.dimension == dimension), -1)
+
+    def alone(self, discount: float) -> list[tuple[float, int, int]]:
+        """Returns (seconds saved, operator, rule) of each split that pays while all others stay whole; most first.
+
+        Args:
+            discount: see `refined`.
+        """
+        none, gains = self.none(), []
+        for op in self._splittable():
+            whole = self._cost_around(none, op, discount)
+            for rule in range(len(self.reads.rules[op])):
+                none[op] = rule
+                gains.append((whole - self._cost_around(none, op, discount), op, rule))
+            none[op] = -1
+        best: dict[int, tuple[float, int, int]] = {}
+        for gain in gains:
+            if gain[0] > 0 and gain[0] > best.get(gain[1], (0.0,))[0]:
+                best[gain[1]] = gain
+        return sorted(best.values(), key=lambda gain: (-gain[0], gain[1]))
+
     def _splittable(self) -> list[int]:
         return [op for op, rules in enumerate(self.reads.rules) if rules]
-
-    def _rule(self, op: int, dimension: str) -> int:
-        return next((i for i, rule in enumerate(self.reads.rules[op]) if rule.dimension == dimension), -1)
 
     def _reading(self, op: int, argument: int, cut: Cut) -> int:
         for index, cuts in enumerate(self.input_cuts[op]):

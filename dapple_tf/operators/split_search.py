@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.operators.batch_split import batch_layout
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.op_graph import OpGraph
@@ -34,6 +35,8 @@ _WORSE = 1.6
 """How much worse than the best guess another's estimate may be for it to be tried."""
 _DROPS = 3
 """Number of attempts to leave out a share of the regions."""
+_SHARES_ALONE = (1.0, 0.5, 0.2, 0.05, 0.01)
+"""Shares of the splits of single operators that are tried, those that save most."""
 
 
 class Budget:
@@ -81,12 +84,52 @@ def placed_cost(count: int) -> float:
     return 6.0 * count
 
 
-def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> Candidate:
-    """Searches operators to split.
+def by_batch(base: Variant) -> Candidate | None:
+    """Splits all operators on samples by the batch, part k on device k: data parallelism as a placement.
+
+    Each variable stays on one device, which sends it to the others and updates it, and sums over the batch are over all
+    of it, so that it is the step that one device would run.
+
+    Returns:
+        The placement; None if no operator can be split into as many parts as there are devices.
+    """
+    layouts = Layouts(base.problem, base.problem.devices)
+    one = _tried(base, layouts, batch_layout(layouts), None, lambda text: None)
+    return None if one is None else one.candidate
+
+
+def split_alone(base: Variant, best: Candidate, tell: Callable[[str], None]) -> Candidate:
+    """Splits single operators whose neighbours are whole, as the paper does.
+
+    Operators are ordered by what splitting each by itself saves, with its inputs cut and its output joined, and the
+    first of them are split, more or fewer.
 
     Args:
         base: the graph without splits.
         best: the best placement without splits.
+        tell: receives the current activity.
+
+    Returns:
+        The best placement, with splits if any pay.
+    """
+    layouts = Layouts(base.problem, base.problem.devices)
+    gains = layouts.alone(1.0)
+    for count in sorted({round(share * len(gains)) for share in _SHARES_ALONE}, reverse=True):
+        layout = layouts.none()
+        for _, op, rule in gains[:count]:
+            layout[op] = rule
+        one = _tried(base, layouts, layout, None, tell)
+        if one is not None and one.candidate.rank < best.rank:
+            best = one.candidate
+    return best
+
+
+def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> Candidate:
+    """Searches regions of operators to split.
+
+    Args:
+        base: the graph without splits.
+        best: the best placement so far.
         budget: the remaining visits.
         tell: receives the current activity.
 
@@ -189,17 +232,20 @@ def _tried(
     base: Variant,
     layouts: Layouts,
     layout: Layout,
-    budget: Budget,
+    budget: Budget | None,
     tell: Callable[[str], None],
     first: bool = False,
 ) -> _Tried | None:
-    """Returns a layout's best placement; None if it splits nothing, or isn't the first and the budget is spent."""
+    """Returns a layout's best placement; None if it splits nothing, or isn't the first and the budget is spent.
+
+    Without a budget it isn't counted.
+    """
     problem = base.problem
     splits = layouts.splits(layout)
     if not splits:
         return None
     about = problem.count + len(splits) * (layouts.parts + 1)
-    if not budget.spend(2 * placed_cost(about)) and not first:
+    if budget is not None and not budget.spend(2 * placed_cost(about)) and not first:
         return None
     tell(f"splitting {len(splits):,} operators")
     graph = apply_splits(problem.graph, splits)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import dapple_tf as dapple
 from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.build_op_graph import build_op_graph
-from dapple_tf.operators.fast_t import fast_t
+from dapple_tf.operators.fast_t import dpos, fast_t
 from dapple_tf.operators.fd_dps import fd_dps
-from dapple_tf.operators.heft import heft
+from dapple_tf.operators.islands import largest_island, on_island
 from dapple_tf.operators.list_placement import fits
+from dapple_tf.operators.mp_dps import mp_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.placement_candidates import placed_by, variant_of
+from dapple_tf.operators.split_search import by_batch
 from dapple_tf.tools.evaluation import operator_models
 from dapple_tf.tools.evaluation.operator_models import MODELS, FlatStep, flat_step
 from graph_passes.analysis.split_rules import Split
@@ -32,14 +36,34 @@ DOCKER_BANDWIDTH, DOCKER_LATENCY = 3e9, 50e-6
 
 _Item = TypeVar("_Item", bound=Hashable)
 
+
+def _graph_of_data_parallelism(graph: OpGraph, topology: Topology) -> OpPlacement:
+    start = by_batch(variant_of(graph, topology, {}))
+    return single_device(graph, topology) if start is None else placed_by(start)
+
+
+def _dpos_alone(graph: OpGraph, topology: Topology) -> OpPlacement:
+    base = variant_of(graph, topology, {})
+    start = by_batch(base)
+    return placed_by(dpos(base if start is None else start.variant))
+
+
 SEARCHES: Mapping[str, Callable[[OpGraph, Topology], OpPlacement]] = {
     "single": single_device,
-    "heft": heft,
+    "split_by_batch": _graph_of_data_parallelism,
+    "dpos": _dpos_alone,
     "fast_t": fast_t,
-    "d_dps": lambda graph, topology: fd_dps(graph, topology, split=False),
+    "mp_dps": mp_dps,
+    "d_dps": lambda graph, topology: fd_dps(graph, topology, splits="batch"),
+    "one_copy": lambda graph, topology: fd_dps(graph, topology, splits="none"),
+    "alone": lambda graph, topology: fd_dps(graph, topology, splits="alone"),
     "fd_dps": fd_dps,
 }
 """The compared searches, in the order in which they run."""
+_OF_TABLE_7 = frozenset({"one_copy", "alone"})
+"""Searches on four devices alone."""
+_ALSO_ON_ONE_DOCKER = frozenset({"split_by_batch", "dpos", "fast_t", "mp_dps"})
+"""Searches that may leave a docker idle as FD-DPS may, which tries that itself."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +126,13 @@ class Row:
         operators: number of operators in the graph before splitting.
         edges: number of edges in the graph before splitting.
         graph_seconds: processor time of making the graph, without the search.
-        outcomes: outcomes by the names of `SEARCHES`, and ``data_parallel``.
+        outcomes: outcomes by the names of `SEARCHES`, ``data_parallel``, and ``own_statistics`` for replicas that
+            normalise their own samples. ``one_copy`` and ``alone`` are those of four devices.
         splits: op type -> number of its operators that FD-DPS has split.
         parts: decision -> number of operators that were split so.
+        alone: number of operators that were split one at a time.
         lines: the lines of table 6, for VGG-16.
+        lines_alone: the same with splits of one operator at a time.
     """
 
     setting: Setting
@@ -115,7 +142,13 @@ class Row:
     outcomes: Mapping[str, Outcome]
     splits: Mapping[str, int]
     parts: Mapping[Split, int]
+    alone: int
     lines: Mapping[str, Operator]
+    lines_alone: Mapping[str, Operator]
+
+    def over(self, what: str, other: str = "data_parallel") -> float:
+        """Returns the ratio of two steps."""
+        return self.outcomes[what].seconds / self.outcomes[other].seconds
 
     def faster(self, than: str, what: str = "fd_dps") -> float:
         """Returns the fraction by which a step is shorter than another: 1 - ours / theirs, as the paper computes it."""
@@ -138,7 +171,7 @@ PAPER_DEVICES: Mapping[str, tuple[int, ...]] = {
     "Inception-V3": (2, 4),
     "ResNet-50": (4, 8),
     "ResNet-200": (4, 8),
-    "NASNet-mobile": (4, 8),
+    "PNASNet-mobile": (4, 8),
     "NASNet-large": (4, 8),
 }
 """The numbers of devices in table 5."""
@@ -188,15 +221,25 @@ def run(setting: Setting) -> Row:
     started = time.process_time()
     graph, topology, step = op_graph(setting)
     graph_seconds = step.seconds + time.process_time() - started
-    outcomes = {}
+    island = on_island(graph, topology, largest_island(topology)) if setting.dockers > 1 else None
+    placements, outcomes = {}, {}
     for name, search in SEARCHES.items():
+        if name in _OF_TABLE_7 and (setting.devices != 4 or setting.dockers > 1):
+            continue
+        if name == "d_dps" and setting.dockers > 1:
+            continue
         started = time.process_time()
-        placement = search(graph, topology)
+        placements[name] = placement = search(graph, topology)
         outcomes[name] = _outcome(placement, topology, time.process_time() - started)
-    parallel = data_parallel(graph, topology)
-    peak = parallel.peak_bytes
-    outcomes["data_parallel"] = Outcome(parallel.seconds, peak <= MEMORY_BYTES, peak, used=setting.devices)
-    ops = dict(zip(graph.names, graph.ops, strict=True))
+        if island is not None and name in _ALSO_ON_ONE_DOCKER:
+            outcomes[name] = _faster(outcomes[name], _outcome(search(*island), island[1], 0.0))
+    for name, own in (("data_parallel", False), ("own_statistics", True)):
+        outcomes[name] = _data_parallel(graph, topology, own)
+        if island is not None:
+            outcomes[name] = _faster(outcomes[name], _data_parallel(*island, own))
+    ops, placement = dict(zip(graph.names, graph.ops, strict=True)), placements["fd_dps"]
+    alone = placements.get("alone")
+    lines = setting.model == "VGG-16"
     return Row(
         setting=setting,
         operators=graph.count,
@@ -205,8 +248,21 @@ def run(setting: Setting) -> Row:
         outcomes=outcomes,
         splits=_counted(ops[name] for name in placement.splits),
         parts=_counted(placement.splits.values()),
-        lines=_table_6(graph, placement) if setting.model == "VGG-16" else {},
+        alone=0 if alone is None else len(alone.splits),
+        lines=_table_6(graph, placement) if lines else {},
+        lines_alone=_table_6(graph, alone) if lines and alone is not None else {},
     )
+
+
+def _data_parallel(graph: OpGraph, topology: Topology, own_statistics: bool) -> Outcome:
+    step = data_parallel(graph, topology, own_statistics=own_statistics)
+    return Outcome(step.seconds, step.peak_bytes <= MEMORY_BYTES, step.peak_bytes, used=topology.count)
+
+
+def _faster(one: Outcome, other: Outcome) -> Outcome:
+    """Returns the faster of two outcomes, with the first's time of search."""
+    best = min(one, other, key=lambda outcome: (not outcome.fits, outcome.seconds))
+    return dataclasses.replace(best, search_seconds=one.search_seconds)
 
 
 def _outcome(placement: OpPlacement, topology: Topology, seconds: float) -> Outcome:
@@ -243,3 +299,42 @@ def _parameter_bytes(graph: OpGraph, layer: str) -> int:
         if tensor >= 0 and graph.ops[producer] == "ReadVariableOp" and f"/read/{layer}/" in graph.names[producer]
     }
     return int(graph.tensor_bytes[sorted(read)].sum())
+
+
+# ---- stored rows
+
+
+def to_record(row: Row) -> dict[str, object]:
+    """Returns a row as a JSON object."""
+    record = dataclasses.asdict(row)
+    record["parts"] = [[split.dimension, split.parts, count] for split, count in row.parts.items()]
+    for name in ("lines", "lines_alone"):
+        record[name] = {
+            key: [
+                line.seconds,
+                line.parameter_bytes,
+                [split and [split.dimension, split.parts] for split in line.splits],
+            ]
+            for key, line in getattr(row, name).items()
+        }
+    return record
+
+
+def from_record(record: Mapping[str, Any]) -> Row:
+    """Returns the row of `to_record`."""
+    lines = {
+        name: {
+            key: Operator(seconds, size, tuple(split and Split(*split) for split in splits))
+            for key, (seconds, size, splits) in record[name].items()
+        }
+        for name in ("lines", "lines_alone")
+    }
+    return Row(
+        **{
+            **record,
+            **lines,
+            "setting": Setting(**record["setting"]),
+            "outcomes": {name: Outcome(**outcome) for name, outcome in record["outcomes"].items()},
+            "parts": {Split(dimension, parts): count for dimension, parts, count in record["parts"]},
+        }
+    )

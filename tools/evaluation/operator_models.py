@@ -1,7 +1,8 @@
 """The models of FD-DPS's experiments (Mathematics 2022, 10, 4788, table 3), and the operators of their training steps.
 
-The paper took them from TF-Slim, for TensorFlow 1.14; here they are keras.applications'. It names CIFAR-10, but its
-time of VGG-16's Conv1_2 (table 6) is that of 224 x 224 pixels: images are of the size that a model is made for.
+The paper took them from TF-Slim, for TensorFlow 1.14; here they are keras.applications', ResNet-200 and PNASNet-5
+mobile our own. It names CIFAR-10, but its time of VGG-16's Conv1_2 (table 6) is that of 224 x 224 pixels: images are of
+the size that a model is made for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
-from dapple_tf.models import resnet
+from dapple_tf.models import pnasnet, resnet
 from dapple_tf.operators import step_placer
 from dapple_tf.variables.parameter_groups import group_updates, readers_of
 from graph_passes.ir.graph import GraphDef, Ref
@@ -59,11 +60,6 @@ class OperatorModel:
     edges: int
     build: Callable[[], keras.Model]
 
-    @property
-    def substitute(self) -> bool:
-        """Whether it replaces another model."""
-        return self.name.replace("-", "").lower() != self.paper.replace("_", "").lower()
-
 
 @dataclass(frozen=True)
 class FlatStep:
@@ -95,7 +91,7 @@ MODELS: Mapping[str, OperatorModel] = {
         OperatorModel("Inception-V3", "InceptionV3", 64, 12745, 21928, _application("InceptionV3")),
         OperatorModel("ResNet-50", "ResNet_50", 64, 12692, 24345, _application("ResNet50")),
         OperatorModel("ResNet-200", "ResNet_200", 16, 45472, 82347, _resnet_200),
-        OperatorModel("NASNet-mobile", "PnasNet_mobile", 64, 62192, 91957, _application("NASNetMobile")),
+        OperatorModel("PNASNet-mobile", "PnasNet_mobile", 64, 62192, 91957, pnasnet.pnasnet_mobile),
         OperatorModel("NASNet-large", "NasNet_large", 16, 83206, 148548, _application("NASNetLarge")),
     )
 }
@@ -180,5 +176,5 @@ def sources() -> list[pathlib.Path]:
     root = pathlib.Path(graph_passes.__file__).parents[1]
     searches = root / "dapple_tf" / "operators"
     files = [path for name in ("graph_passes", "dapple_tf") for path in (root / name).rglob("*.py")]
-    own = [pathlib.Path(str(path)) for path in (__file__, resnet.__file__, step_placer.__file__)]
+    own = [pathlib.Path(str(path)) for path in (__file__, pnasnet.__file__, resnet.__file__, step_placer.__file__)]
     return sorted([*(path for path in files if searches not in path.parents), *own])

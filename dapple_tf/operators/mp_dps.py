@@ -1,0 +1,77 @@
+"""MP-DPS: merged nodes, placed by predicted paths (Zeng et al., CCF Trans. HPC 2022, of the same group as FD-DPS).
+
+Rebuilt from what FD-DPS says of it (section 5.1): it "reduces the search space by merging nodes with computing power
+awareness", and "implements optimal scheduling by predicting the path cost in DAG". Our reading: operators that are
+cheaper than their transfers are merged with their neighbours, no piece heavier than a share of a device's load; the
+cost of the path behind a piece on each device is predicted once, with the best device for each piece behind it, as by
+the optimistic cost table of PEFT (Arabnejad, Barbosa: IEEE TPDS 25(3), 2014); a piece goes where its end and the path
+behind it are least. All of that is static. Like FastT it begins with data parallelism, and keeps it if it is faster.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from dapple_tf.operators.list_placement import InsertionScheduler
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.placement_candidates import Pieces, placed_by, scheduled, variant_of
+from dapple_tf.operators.placement_problem import PlacementProblem
+from dapple_tf.operators.split_search import by_batch
+
+
+def mp_dps(graph: OpGraph, topology: Topology) -> OpPlacement:
+    """Places merged operators by predicted paths, beginning with data parallelism.
+
+    Raises:
+        PlacementError: the graph isn't for this topology.
+    """
+    base = variant_of(graph, topology, {})
+    start = by_batch(base) if topology.count > 1 else None
+    variant = base if start is None else start.variant
+    pieces = Pieces.of(variant.problem)
+    best = scheduled(variant, pieces.spread(_placed(pieces.problem)), "MP-DPS")
+    return placed_by(best if start is None else min(best, start, key=lambda one: one.rank))
+
+
+def predicted_paths(problem: PlacementProblem) -> list[list[float]]:
+    """Returns the predicted cost of the path behind each piece on each device, in seconds: [n][V].
+
+    It is max over successors of min over devices v' of (path behind the successor on v' + its seconds there + the
+    transfer to v', 0 on the same device).
+    """
+    count = problem.devices
+    behind = [[0.0] * count for _ in range(problem.count)]
+    for op in range(problem.count - 1, -1, -1):
+        needs: dict[int, float] = {}
+        for tensor in problem.outputs[op]:
+            for reader in problem.readers[tensor]:
+                needs[reader] = max(needs.get(reader, 0.0), problem.mean_transfer[tensor])
+        for waiter in problem.waiters[op]:
+            needs.setdefault(waiter, problem.mean_latency)
+        row = behind[op]
+        for reader, transfer in needs.items():
+            there = [path + seconds for path, seconds in zip(behind[reader], problem.seconds[reader], strict=True)]
+            elsewhere = min(there) + transfer
+            for device, path in enumerate(there):
+                row[device] = max(row[device], min(path, elsewhere))
+    return behind
+
+
+def _placed(problem: PlacementProblem) -> list[int]:
+    """Returns the pieces' devices."""
+    behind = predicted_paths(problem)
+    rank = [sum(row) / problem.devices + mean for row, mean in zip(behind, problem.mean_seconds, strict=True)]
+    missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
+    ready = [(-rank[op], op) for op in range(problem.count) if not missing[op]]
+    heapq.heapify(ready)
+    scheduler = InsertionScheduler(problem)
+    while ready:
+        op = heapq.heappop(ready)[1]
+        devices = scheduler.candidates(op)
+        scheduler.place(op, min(devices, key=lambda device: scheduler.earliest(op, device)[1] + behind[op][device]))
+        followers = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
+        for other in [*followers, *problem.waiters[op]]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (-rank[other], other))
+    return scheduler.device
