@@ -1,0 +1,122 @@
+"""The document of `operator_workers`' measurements.
+
+python -m tools.evaluation.operator_workers_report    # docs/results/operator_workers.json -> operator_workers.md
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import markdown, read_results
+
+FLAGS = flags.FlagValues()
+
+_JSON = flags.DEFINE_string("json", "docs/results/operator_workers.json", "Measurements.", flag_values=FLAGS)
+
+BAND = 0.02
+"""Part of a step by which FD-DPS must be shorter than another way to count as faster."""
+
+_HEAD = """\
+# Operators placed on workers
+
+Written by `python -m tools.evaluation.operator_workers_report` from operator_workers.json, which these runs measured
+(with root):
+
+{commands}
+
+Real steps on {cpu}, TensorFlow {tensorflow}: network namespaces with a worker each, a whole core for each of two or half
+a core for each of four (a control group's quota). All ways of a table train in turns; medians, ms. *single* is one
+worker; *data_parallel* reduces gradients while its backward runs, where that gains; *stages* has one on each, equally
+long; *planned* is what `dapple.plan` finds with everything; *fd_dps* places operators. "Predicted" is the simulation
+from layers, operators and links measured before. *inception* is Inception-V3 on 96 x 96 images, *towers* four towers of
+convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read.
+
+{tally}
+"""
+
+
+def document(results: Mapping[str, Any]) -> str:
+    """Returns the text of the document.
+
+    Args:
+        results: those that `operator_workers` has written, one benchmark for each number of hosts.
+    """
+    records = [record for entry in results.values() for record in entry["records"]]
+    machine = next(iter(results.values()))["machine"]
+    head = _HEAD.format(
+        commands="\n".join(f"    {entry['command']}" for entry in results.values()),
+        cpu=f"{machine['cores']} cores of an {machine['cpu']}",
+        tensorflow=machine["versions"]["tensorflow"],
+        tally=tally(records),
+    )
+    parts = [head]
+    for record in records:
+        parts += [f"## {name(record)}\n", _table(record["rows"]), ""]
+    return "\n".join(parts)
+
+
+def medians(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the measured step of each way, in seconds."""
+    return {row["way"]: statistics.median(row["steps"]) for row in record["rows"]}
+
+
+def tally(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns where FD-DPS pays, as text."""
+    pays, single, not_here = [], [], []
+    for record in records:
+        times = medians(record)
+        others = {way: seconds for way, seconds in times.items() if way != "fd_dps"}
+        best = min(others, key=lambda way: others[way])
+        words = f"{name(record)}: {others[best] / times['fd_dps']:.2f} times as fast as {best}"
+        faster = times["fd_dps"] < others[best] * (1 - BAND)
+        (pays if faster else single if times["fd_dps"] < times["single"] * (1 - BAND) else not_here).append(words)
+    lines = []
+    for title, texts in (
+        ("FD-DPS is the fastest by more than 2 %", pays),
+        ("It is faster than one worker, but not than all other ways", single),
+        ("It doesn't pay", not_here),
+    ):
+        lines += [f"{title}: {len(texts)} of {len(records)}.", "", *(f"* {text}" for text in texts)]
+        lines += [""] if texts else []
+    return "\n".join(lines).rstrip()
+
+
+def name(record: Mapping[str, Any]) -> str:
+    """Returns what was measured together, for people."""
+    rate = f"links of {record['rate_mbit']:g} Mbit/s" if record["rate_mbit"] else "links without a limit"
+    cores = "a core" if record["cores"] == 1 else f"{record['cores']:g} cores"
+    return f"{record['model']}, {record['hosts']} hosts of {cores} each, {rate}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    times = medians({"rows": rows})
+    lines: list[Sequence[object]] = [
+        ("way", "plan", "predicted", "measured", "least", "most", "error", "single / this")
+    ]
+    for row in rows:
+        measured = times[row["way"]]
+        shown = row["predicted"], measured, min(row["steps"]), max(row["steps"])
+        error, gain = f"{row['predicted'] / measured - 1:+.1%}", f"{times['single'] / measured:.3f}"
+        lines.append((row["way"], row["plan"], *(f"{time * 1e3:.0f}" for time in shown), error, gain))
+    return markdown(lines)
+
+
+def main() -> None:
+    """Writes the document beside the measurements."""
+    path = pathlib.Path(_JSON.value)
+    try:
+        results = read_results(path)
+    except (OSError, ValueError) as problem:
+        command.check(False, f"--json: {problem}")
+        raise
+    path.with_suffix(".md").write_text(document(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
