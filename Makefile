@@ -17,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs pictures results results-operators results-ooo accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures results results-dapple results-ooo results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,14 +45,16 @@ pictures: $(STAMP) ## run the documents' examples, and draw their pictures and s
 	$(BIN)/python -m tools.evaluation.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
 	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
 
-results: $(STAMP) ## compute the evaluation of the DAPPLE paper again; fails when it isn't what docs/results has
+results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has, half an hour
+
+results-dapple: $(STAMP) ## the part on DAPPLE, four minutes
 	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
-results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
-	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
-
-results-ooo: $(STAMP) ## regenerate docs/results/ooo.md, the evaluation of the Out-Of-Order BackProp paper; fails when a number changed
+results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp, a minute
 	$(BIN)/python -m tools.evaluation.reproduce_ooo
+
+results-operators: $(STAMP) ## the part on FD-DPS, twenty-five minutes
+	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
 	$(BIN)/python -m tools.evaluation.check_simulator

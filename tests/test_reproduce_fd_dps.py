@@ -105,7 +105,7 @@ def test_stored_claims_are_those_of_the_stored_rows(tmp_path: pathlib.Path) -> N
 def check_stored(folder: pathlib.Path, *arguments: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator_models, "CACHE", folder)
-        chosen = ["--check", "--jobs=1", "--search_seconds=600", *arguments]
+        chosen = ["--jobs=1", "--search_seconds=600", *arguments]
         assert command.run(reproduce_fd_dps.main, reproduce_fd_dps.FLAGS, chosen) == 0
 
 
@@ -334,7 +334,8 @@ def vgg(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator_models, "CACHE", folder / "cache")
-        arguments = ["--models=VGG-16", "--devices=2", "--jobs=1", "--search_seconds=60", f"--output_dir={folder}"]
+        arguments = ["--models=VGG-16", "--devices=2", "--jobs=1", "--search_seconds=60"]
+        arguments += ["--write", f"--directory={folder}"]
         assert command.run(reproduce_fd_dps.main, reproduce_fd_dps.FLAGS, arguments) == 0
     return folder
 
@@ -358,8 +359,9 @@ def test_the_command_leaves_tables(vgg: pathlib.Path) -> None:
     [
         (["--models=lenet"], "--models: unknown lenet; choose from VGG-16"),
         (["--devices=2,x"], "--devices: '2,x'; give numbers from 2"),
-        (["--models=VGG-16"], "give an --output_dir"),
-        (["--check", "--render"], "--check, --missing and --render exclude each other"),
+        (["--write", "--models=VGG-16"], "give another --directory"),
+        (["--write", "--missing", "--render"], "--missing and --render exclude each other"),
+        (["--render"], "--missing and --render write; add --write"),
     ],
 )
 def test_wrong_flags_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,8 +167,10 @@ def test_verdicts_and_missing_records_differ() -> None:
     assert "gpt_3: 5 records, 4 stored" in differences(RECORDS, changed)
 
 
-def test_check_and_bless_exclude_each_other() -> None:
-    assert command.run(reproduce_ooo.main, reproduce_ooo.FLAGS, ["--check", "--bless"]) != 0
+def test_nothing_to_compare_with_is_an_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(reproduce_ooo.main, reproduce_ooo.FLAGS, [f"--directory={tmp_path}"]) != 0
+    assert "ooo.json isn't there; make it with --write" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- models

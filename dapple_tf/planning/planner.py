@@ -265,19 +265,20 @@ class _Planner:
     def _promising(self, even: Sequence[_Found]) -> list[int]:
         """Returns the counts of micro-batches to search with, best first: by the plans of equal stages that they allow.
 
-        It returns all of them if the search is small, or if no such plan fits.
+        It returns all of them if the search is small, or if no such plan fits. A single micro-batch is always tried, at
+        the end, where the others' bound makes it cheap: its stages never overlap, so that equal ones say nothing about
+        plans with few replicas for the parameters and many for the computation.
         """
         best: dict[int, float] = {}
         for entry in even:
             count = entry.micro_batches
-            # With one micro-batch stages never overlap.
             if count > 1 or len(self.request.micro_batches) == 1:
                 best[count] = min(best.get(count, math.inf), entry.latency)
         ranked = sorted(best, key=lambda count: best[count])
         if len(ranked) < _COUNTS or self.cluster.num_devices <= _FEW_DEVICES:
             rest = set(self.request.micro_batches) - set(ranked)
             return ranked + sorted(rest, reverse=True)
-        return ranked[:_COUNTS]
+        return ranked[:_COUNTS] + ([1] if 1 in self.request.micro_batches and ranked != [1] else [])
 
     def _even_plans(self, recompute: str, *, relayed: bool = False) -> list[_Found]:
         """Returns pipelines of equal stages: data parallelism, straight, and those in between."""

@@ -74,7 +74,7 @@ def by_memory(profile: Profile, stages: int) -> list[str]:
 
 
 def balanced(times: Sequence[float], stages: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Cuts a row of layers into stages so that the longest is as short as possible; returns the positions after each.
+    """Cuts a row of layers into stages so that the longest is as short as possible; returns where all but the last end.
 
     Args:
         times: of each layer.

@@ -33,8 +33,9 @@ BETTER = 0.01
 
 _TITLE = f"""# Out-Of-Order BackProp's evaluation, simulated again
 
-Made by `make results-ooo` (`{COMMAND}`, two to three minutes of one core of any
-machine, with the same result on each); don't edit. The paper is Oh et al., EuroSys'22. **Simulated**, but for figure 7,
+Written by `{COMMAND} --write`, and computed again and compared by
+`make results-ooo`, in a minute or two of one core of any machine, with the same result on each; don't edit. The paper is
+Oh et al., EuroSys'22. **Simulated**, but for figure 7,
 which is arithmetic, and the section *Measured*, of two CPU cores, in which no claim is made: no GPU was there. The same
 numbers are in [ooo.json](ooo.json).
 

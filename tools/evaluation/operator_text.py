@@ -18,10 +18,10 @@ from dapple_tf.tools.evaluation.operator_paper import TABLE_5
 
 TITLE = """# FD-DPS's experiments, placed and simulated again
 
-Made by `make results-operators` (`python -m tools.evaluation.reproduce_fd_dps`); don't edit. The rows that it is
-made of are in [fd_dps.json](fd_dps.json); `--check` computes them again and compares. Everything here is simulated,
-from times that a roofline estimates, on no particular machine; nothing has run on a GPU, and the seconds of P100s can't
-be shown.
+Written by `python -m tools.evaluation.reproduce_fd_dps --write`, and computed again and compared by `make
+results-operators`; don't edit. The rows that it is made of are in [fd_dps.json](fd_dps.json). Everything here is
+simulated, from times that a roofline estimates, on no particular machine; nothing has run on a GPU, and the seconds of
+P100s can't be shown. Real steps of placed operators, on CPU cores, are in [operator_workers.md](operator_workers.md).
 """
 
 BANDS = f"""## What is reproduced

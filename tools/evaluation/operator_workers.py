@@ -111,7 +111,7 @@ def plans_of(profile: dapple.Profile, cluster: dapple.Cluster, batch: int) -> di
     """Returns the plans of all ways."""
     devices = cluster.num_devices
     times = [sum(part.at(batch) for part in (layer.forward, layer.backward)) for layer in profile.layers]
-    cuts = [profile.layers[end - 1].name for end in balanced(times, devices)[:-1]]
+    cuts = [profile.layers[end - 1].name for end in balanced(times, devices)]
     replicated = dapple.Plan.data_parallel(devices, batch)
     return {
         "single": dapple.Plan.data_parallel(1, batch),

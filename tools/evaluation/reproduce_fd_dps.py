@@ -1,21 +1,23 @@
 """Reproduces the experiments of FD-DPS (Mathematics 2022, 10, 4788, section 5): places its models, and simulates them.
 
-    python -m tools.evaluation.reproduce_fd_dps                                              # all of it
-    python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --output_dir=... # one row
-    python -m tools.evaluation.reproduce_fd_dps --check --models=VGG-16                      # against what is stored
-    python -m tools.evaluation.reproduce_fd_dps --missing                                    # rows that aren't stored
-    python -m tools.evaluation.reproduce_fd_dps --render                                     # the document alone
+    python -m tools.evaluation.reproduce_fd_dps                        # computes all, compares with what is stored
+    python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --dockers=false   # a row
+    python -m tools.evaluation.reproduce_fd_dps --write                # stores all, and writes the document
+    python -m tools.evaluation.reproduce_fd_dps --write --missing      # computes and adds rows that aren't stored
+    python -m tools.evaluation.reproduce_fd_dps --write --render       # writes the document, computes nothing
 
 Tables 3, 5, 6 and 7 and figures 4 and 5: the training steps of VGG-16, Inception-V3, ResNet-50, ResNet-200,
 PNASNet-mobile and NASNet-large on 2, 4 and 8 devices as fast as P100s. Their graphs are made by the passes of real
-training, and cached in build/operator_steps until something that they depend on changes. Writes to ``--output_dir``:
+training, and cached in build/operator_steps until something that they depend on changes.
+
+It exits with 1, and says which, if a step differs from the stored one by more than 2 %, or a verdict from the stored
+one. ``--write`` writes instead, to ``--directory``:
 
     fd_dps.md       the verdicts, the tables, with the paper's numbers, and what was assumed
     fd_dps.json     the rows that it is made of
 
-Exits with 1, and names them, if demands on our own results fail: FD-DPS needs too much memory; its search takes more
-than 120 s of one core. ``--check`` writes nothing; it exits with 1 if a step differs from the stored one by more than
-2 %, or a verdict from the stored one.
+and exits with 1 if demands on our own results fail: FD-DPS needs too much memory; its search takes more than 120 s of
+one core.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ _DEVICES = flags.DEFINE_list("devices", [*map(str, DEVICES)], "Numbers of device
 _DOCKERS = flags.DEFINE_boolean(
     "dockers", True, "Also place on eight devices in two dockers: figure 4.", flag_values=FLAGS
 )
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
-_CHECK = flags.DEFINE_boolean("check", False, "Compare with the stored results; write nothing.", flag_values=FLAGS)
+_DIRECTORY = flags.DEFINE_string("directory", str(_DEFAULT), "Folder of what is stored.", flag_values=FLAGS)
+_WRITE = flags.DEFINE_boolean("write", False, "Store the results, and write the document.", flag_values=FLAGS)
 _MISSING = flags.DEFINE_boolean(
-    "missing", False, "Compute only the chosen rows that aren't stored, and add them.", flag_values=FLAGS
+    "missing", False, "With --write: compute only the chosen rows that aren't stored.", flag_values=FLAGS
 )
 _RENDER = flags.DEFINE_boolean(
-    "render", False, "Write the document again from the stored rows; compute nothing.", flag_values=FLAGS
+    "render", False, "With --write: write the document again from the stored rows alone.", flag_values=FLAGS
 )
 _SEARCH_SECONDS = flags.DEFINE_float(
     "search_seconds", SEARCH_SECONDS, "Maximum seconds of one core for a search.", 0.0, flag_values=FLAGS
@@ -116,24 +118,25 @@ def main() -> None:
         bool(counts) and len(counts) == len(_DEVICES.value),
         f"--devices: {','.join(_DEVICES.value)!r}; give numbers from 2, such as 2,4,8",
     )
-    modes = _CHECK.value + _RENDER.value + _MISSING.value
-    command.check(modes < 2, "--check, --missing and --render exclude each other; give one")
-    directory = pathlib.Path(_OUTPUT_DIR.value)
+    adds = _RENDER.value or _MISSING.value
+    command.check(not (_RENDER.value and _MISSING.value), "--missing and --render exclude each other; give one")
+    command.check(_WRITE.value or not adds, "--missing and --render write; add --write")
+    directory = pathlib.Path(_DIRECTORY.value)
     partial = set(_MODELS.value) != set(MODELS) or set(counts) != set(DEVICES) or not _DOCKERS.value
     command.check(
-        modes > 0 or not (partial and directory.resolve() == _DEFAULT.resolve()),
-        "a part of the results would replace all of them in docs/results; give an --output_dir",
+        adds or not (_WRITE.value and partial and directory.resolve() == _DEFAULT.resolve()),
+        "a part of the results would replace all of them in docs/results; give another --directory",
     )
     _quiet()
     chosen = settings(_MODELS.value, counts, dockers=_DOCKERS.value)
-    known = stored(directory / "fd_dps.json")[0] if _RENDER.value or _MISSING.value else []
+    known = stored(directory / "fd_dps.json")[0] if adds else []
     if _MISSING.value:
         chosen = [setting for setting in chosen if setting not in {row.setting for row in known}]
     rows = [*known, *(reproduce(chosen, _JOBS.value) if chosen and not _RENDER.value else ())]
     if known:
         order = [str(setting) for setting in settings(list(MODELS))]
         rows.sort(key=lambda row: order.index(str(row.setting)))
-    if _CHECK.value:
+    if not _WRITE.value:
         _compare(rows, directory / "fd_dps.json")
         return
     claims = claims_of(rows, _SEARCH_SECONDS.value)
@@ -152,6 +155,7 @@ def _compare(rows: Sequence[Row], path: pathlib.Path) -> None:
     for line in lines:
         print(line)
     if lines:
+        print("--write accepts them")
         sys.exit(1)
 
 

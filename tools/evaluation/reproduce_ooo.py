@@ -1,11 +1,11 @@
 """Reproduces the evaluation of Out-Of-Order BackProp (EuroSys'22, section 8) in the simulator.
 
-    python -m tools.evaluation.reproduce_ooo            # all of it, in two to three minutes
-    python -m tools.evaluation.reproduce_ooo --check    # computes, compares with the stored numbers, writes nothing
+    python -m tools.evaluation.reproduce_ooo            # computes all, compares with what is stored: a minute or two
+    python -m tools.evaluation.reproduce_ooo --write    # stores all, and writes the document
 
-Writes ooo.md and ooo.json to docs/results: figures 4, 5, 6 and 10 to 13 and the discussion of k = 45. Exits with 1, and
-names them, if a claim has another verdict than the stored one or a number differs from the stored one by more than 2 %;
---bless stores them all the same.
+Figures 4, 5, 6 and 10 to 13 and the discussion of k = 45, stored in docs/results/ooo.json; ooo.md is the document. It
+exits with 1, and says which, if a claim has another verdict than the stored one, or a number differs from the stored
+one by more than 2 %.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ from dapple_tf.tools.evaluation.ooo_report import claim_records, rounded, write
 FLAGS = flags.FlagValues()
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
-_CHECK = flags.DEFINE_boolean("check", False, "Compare with the stored numbers, and write nothing.", flag_values=FLAGS)
-_BLESS = flags.DEFINE_boolean(
-    "bless", False, "Store numbers and verdicts that differ from the stored ones.", flag_values=FLAGS
-)
+_DIRECTORY = flags.DEFINE_string("directory", str(_DEFAULT), "Folder of what is stored.", flag_values=FLAGS)
+_WRITE = flags.DEFINE_boolean("write", False, "Store the results, and write the document.", flag_values=FLAGS)
 
 DRIFT = 0.02
 """Fraction by which a number may differ from the stored one."""
@@ -117,25 +114,25 @@ def _differ(new: str | float | int | None, old: str | float | int | None) -> boo
 
 
 def main() -> None:
-    """Computes, compares, writes, and names what differs."""
-    command.check(not (_CHECK.value and _BLESS.value), "--check writes nothing and --bless stores; give one of them")
+    """Computes, and writes or compares; names what isn't reproduced, and what differs."""
     logging.getLogger("dapple_tf").setLevel(logging.WARNING)
-    directory = pathlib.Path(_OUTPUT_DIR.value)
-    stored_file = _DEFAULT / "ooo.json"
+    directory = pathlib.Path(_DIRECTORY.value)
+    file = directory / "ooo.json"
+    command.check(_WRITE.value or file.exists(), f"--directory: {file} isn't there; make it with --write")
     records = reproduce()
-    stored = json.loads(stored_file.read_text(encoding="utf-8")) if stored_file.exists() else {}
-    changed = differences(records, stored)
-    judged = claims(records) if _CHECK.value else write(records, directory)
+    judged = write(records, directory) if _WRITE.value else claims(records)
     counts = ", ".join(f"{sum(claim.status == status for claim in judged)} {status}" for status in STATUSES)
     print(f"{len(judged)} claims: {counts}; {directory / 'ooo.md'}")
     for claim in judged:
         if claim.status == NOT:
             print(f"not reproduced: {claim.name}: {claim.ours:.3g}, paper {claim.paper}")
-    if not _BLESS.value:
-        for text in changed:
-            print(f"CHANGED: {text}")
-        if changed:
-            sys.exit(1)
+    if _WRITE.value:
+        return
+    changed = differences(records, json.loads(file.read_text(encoding="utf-8")))
+    for text in changed:
+        print(f"CHANGED: {text}")
+    if changed:
+        sys.exit(f"{len(changed)} differences from {file}; --write accepts them")
 
 
 if __name__ == "__main__":
