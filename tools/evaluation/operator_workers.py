@@ -97,7 +97,8 @@ MODELS: Mapping[str, Callable[[], tuple[keras.Model, int]]] = {
 
 
 def model_of(name: str) -> tuple[keras.Model, np.ndarray, np.ndarray]:
-    """Returns a compiled model and a batch."""
+    """Returns a compiled model, whose layers have the same names each time, and a batch."""
+    keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     model, batch = MODELS[name]()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=model.name != "inception_v3")
