@@ -27,8 +27,8 @@ from dapple_tf.tools.evaluation import operator_models
 from dapple_tf.tools.evaluation.operator_models import MODELS, FlatStep, flat_step
 from graph_passes.analysis.split_rules import Split
 
-MEMORY_BYTES = 16 * 10**9
-"""Memory of a Tesla P100."""
+MEMORY_BYTES = 15_000_000_000
+"""Bytes of a 16 GB Tesla P100 that a model can use, as of the V100s in the evaluation of DAPPLE."""
 LINK_BANDWIDTH, LINK_LATENCY = 12e9, 10e-6
 """Bandwidth and latency of the server's PCIe 3.0 x16 links, in bytes/s and s."""
 DOCKER_BANDWIDTH, DOCKER_LATENCY = 3e9, 50e-6
