@@ -13,7 +13,13 @@ import pytest
 import dapple_tf as dapple
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import operator_models, reproduce_fd_dps
-from dapple_tf.tools.evaluation.operator_claims import SEARCH_SECONDS, claims_of, counts_of, within
+from dapple_tf.tools.evaluation.operator_claims import (
+    SEARCH_SECONDS,
+    claims_of,
+    counts_of,
+    within,
+    within_in_steps,
+)
 from dapple_tf.tools.evaluation.operator_experiments import (
     DEVICES,
     MEMORY_BYTES,
@@ -30,6 +36,7 @@ from dapple_tf.tools.evaluation.operator_experiments import (
 from dapple_tf.tools.evaluation.operator_models import MODELS, flat_step, flatten_step
 from dapple_tf.tools.evaluation.operator_paper import TABLE_5, TABLE_6, TABLE_7
 from dapple_tf.tools.evaluation.operator_report import differences, stored, tables, write
+from dapple_tf.tools.evaluation.operator_text import reasons
 from graph_passes.analysis.split_rules import Split
 from graph_passes.ir.graph import CALL_ATTR, Graph, data_inputs
 
@@ -56,9 +63,10 @@ def test_table_5_is_as_printed() -> None:
     assert {(model, count) for model, counts in PAPER_DEVICES.items() for count in counts} == TABLE_5.keys()
     for key, (over_fast_t, over_mp_dps) in PRINTED.items():
         row = TABLE_5[key]
-        assert 100 * row.faster("fast_t") == pytest.approx(over_fast_t, abs=0.25)
+        if key != ("PNASNet-mobile", 4):  # 14.78 % by its own seconds
+            assert 100 * row.faster("fast_t") == pytest.approx(over_fast_t, abs=0.006)
         # What the paper calls the speedup of MP-DPS over FastT.
-        assert 100 * row.faster("mp_dps") == pytest.approx(over_mp_dps, abs=0.06)
+        assert 100 * row.faster("mp_dps") == pytest.approx(over_mp_dps, abs=0.006)
 
 
 def test_table_7_is_as_printed() -> None:
@@ -191,8 +199,28 @@ def test_rows_in_which_data_parallelism_is_faster_are_named() -> None:
 )
 def test_bands_are_on_both_sides(ours: float, verdict: str) -> None:
     assert within(ours, 0.1) == verdict
-    better = "better" if verdict == "not reproduced" else verdict
-    assert within(ours, 0.1, better=True) == better
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "verdict", "of_fd_dps"),
+    [
+        *((0.80, 0.85, "reproduced", "reproduced"), (0.80, 0.73, "reproduced", "reproduced")),
+        *((0.80, 0.93, "near", "near"), (0.80, 0.62, "near", "near")),
+        *((0.95, 0.98, "near", "near"), (0.95, 0.984, "not reproduced", "not reproduced")),  # gain 0.4 and 0.32 of 5 %
+        *(
+            (0.95, 0.90, "reproduced", "reproduced"),
+            (0.95, 0.86, "near", "near"),
+            (0.95, 0.84, "not reproduced", "better"),
+        ),
+        *((1.02, 0.97, "not reproduced", "better"), (0.97, 1.02, "not reproduced", "not reproduced")),  # other sides
+        *((1.10, 1.06, "reproduced", "reproduced"), (2.36, 2.41, "reproduced", "reproduced")),
+        *((0.80, 0.50, "not reproduced", "better"), (0.80, 1.10, "not reproduced", "not reproduced")),
+        *((1.0, 1.0, "reproduced", "reproduced"), (1.0, 1.001, "not reproduced", "not reproduced")),
+    ],
+)
+def test_gains_over_data_parallelism_count_too(paper: float, ours: float, verdict: str, of_fd_dps: str) -> None:
+    assert within_in_steps(ours, paper) == verdict
+    assert within_in_steps(ours, paper, better=True) == of_fd_dps
 
 
 def test_verdicts_on_the_papers_figures() -> None:
@@ -202,31 +230,104 @@ def test_verdicts_on_the_papers_figures() -> None:
     assert {name: (claim.paper, claim.ours, claim.verdict) for name, claim in claims.items()} == {
         "operators": ("45,472", "1,000", "not reproduced"),
         "single's step over DP's": ("1.00", "4.00", "not reproduced"),
-        "FastT's step over DP's": ("0.88", "1.00", "near"),
+        "FastT's step over DP's": ("0.88", "1.00", "not reproduced"),
         "MP-DPS's step over DP's": ("0.84", "0.90", "reproduced"),
         "FD-DPS's step over DP's": ("0.74", "0.75", "reproduced"),
-        "FD-DPS faster than FastT": ("15.8%", "25.0%", "better"),
-        "FD-DPS faster than MP-DPS": ("11.9%", "16.7%", "better"),
+        "FD-DPS faster than FastT": ("15.8%", "25.0%", "not reproduced"),
+        "FD-DPS faster than MP-DPS": ("11.9%", "16.7%", "not reproduced"),
     }
-    assert "even shares of one device's work would be 50.0% faster" in claims["FD-DPS faster than FastT"].reason
+    reason = claims["FD-DPS faster than FastT"].reason
+    assert reason == "too large: it takes 1.00 of DP's step; even shares of one device's work would be 50.0% faster"
+
+
+def test_margins_over_opponents_that_are_slower_than_data_parallelism_are_too_large() -> None:
+    claims = {claim.name: claim for claim in claims_of([row(Setting("VGG-16", 4), fast_t=2.5, alone=4.0)])}
+    slow = claims["VGG-16, 4 devices: FD-DPS faster than FastT"]
+    assert (slow.ours, slow.verdict) == ("40.0%", "not reproduced")
+    assert slow.reason.startswith("too large: weak opponent, it takes 1.25 of DP's step")
+    copy = claims["VGG-16, 4 devices: one copy is faster with splits of one operator at a time"]
+    assert copy.verdict == "not reproduced"
+    assert copy.reason.startswith("too large: weak opponent, it takes 3.00 of DP's step")
 
 
 def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
-    one = row(Setting("ResNet-200", 8), fast_t=1.8, split_by_batch=1.8)
+    one = row(Setting("ResNet-200", 8), fast_t=1.8, mp_dps=1.8, split_by_batch=1.8, fd_dps=1.53)
     claims = {claim.name.partition(": ")[2]: claim for claim in claims_of([one])}
     assert claims["FastT's step over DP's"].verdict == "reproduced otherwise"
     assert "goes back to DP's graph (1800 ms); DPOS alone takes 3000 ms" in claims["FastT's step over DP's"].reason
+    # One margin, compared with 15.8 and 11.9 %: what is only near isn't near the strategy.
+    over_fast_t, over_mp_dps = (claims[f"FD-DPS faster than {name}"] for name in ("FastT", "MP-DPS"))
+    assert (over_fast_t.ours, over_fast_t.verdict) == ("15.0%", "reproduced otherwise")
+    assert over_fast_t.reason.startswith("FastT is DP's graph")
+    assert (over_mp_dps.ours, over_mp_dps.verdict) == ("15.0%", "not reproduced")
+    assert "are one number in 1 of 1 rows" in " ".join(reasons([one], list(claims.values())).split())
+
+
+def test_what_is_out_of_memory_is_counted() -> None:
+    rows = [
+        outcome(row(Setting("NASNet-large", count)), "single", fits=False, peak_bytes=15.1e9) for count in (2, 4, 8)
+    ]
+    claims = [claim for claim in claims_of(rows) if claim.part == "table 5, OOM"]
+    assert [(claim.name, claim.ours, claim.verdict) for claim in claims] == [
+        ("NASNet-large: single needs more memory than there is", "OOM (15.1 of 15.0 GB)", "reproduced"),
+        *(
+            (
+                f"NASNet-large, {count} devices: DP needs more memory than there is",
+                "fits (1.0 of 15.0 GB)",
+                "not reproduced",
+            )
+            for count in (4, 8)
+        ),
+    ]
+    assert "On one device NASNet-large 15.1 GB" in reasons(rows, claims)
+
+
+def test_figure_5() -> None:
+    slow = outcome(row(Setting("VGG-16", 8)), "fd_dps", search_seconds=30.0)
+    slow = outcome(slow, "mp_dps", search_seconds=10.0)
+    claims = [claim for claim in claims_of([slow]) if claim.part == "figure 5"]
+    assert {claim.name.partition(": ")[2]: (claim.ours, claim.verdict) for claim in claims} == {
+        "FastT's search takes less time than FD-DPS's": ("yes", "reproduced otherwise"),
+        "MP-DPS's search takes less time than D-DPS(-F)'s": ("yes", "reproduced"),
+        "MP-DPS's search takes less time than FD-DPS's": ("yes", "reproduced"),
+        "D-DPS(-F)'s search takes less time than FD-DPS's": ("yes", "reproduced"),
+    }
+    quick = outcome(slow, "fd_dps", search_seconds=15.0)
+    claims = [claim for claim in claims_of([quick]) if claim.verdict == "not reproduced" and claim.part == "figure 5"]
+    assert [(claim.name.partition("'s")[0], claim.reason) for claim in claims] == [
+        (
+            "VGG-16, 8 devices: FastT",
+            "FD-DPS has FastT's placement as one of its candidates, and simulates all of them",
+        ),
+        ("VGG-16, 8 devices: D-DPS(-F)", "20.0 s, 15.0 s"),
+    ]
+
+
+def test_rows_in_which_splits_lose_are_named() -> None:
+    text = " ".join(reasons([row(fd_dps=1.75), row(Setting("VGG-16", 4))], []).split())
+    assert (
+        "FD-DPS loses to D-DPS(-F)**, itself without other splits, in 1 of 2 rows (NASNet-large, 8 devices by 2.94%)"
+        in text
+    )
+    assert "loses to" not in reasons([row()], [])
 
 
 def test_tables_6_and_7() -> None:
     one = with_lines(row(Setting("VGG-16", 4), d_dps=1.6, alone=5.65), Split("batch", 4), None)
     claims = [claim for claim in claims_of([one]) if claim.part.startswith(("table 6", "table 7"))]
-    assert {claim.name.partition(": ")[2]: claim.verdict for claim in claims} == {
-        **{name: "reproduced" if split else "not reproduced" for name, (_, _, split) in TABLE_6.items()},
-        "FD-DPS faster than D-DPS(-F)": "reproduced",
-        "one copy is faster with splits of one operator at a time": "reproduced",
+    verdicts = {claim.name.partition(": ")[2]: (claim.paper, claim.ours, claim.verdict) for claim in claims}
+    assert verdicts == {
+        "of 6 operators are split": ("Conv1_2, Conv1_2bp", "all", "not reproduced"),
+        "FD-DPS faster than D-DPS(-F)": ("5.9%", "6.2%", "reproduced"),
+        "one copy is faster with splits of one operator at a time": ("5.9%", "5.8%", "reproduced"),
     }
-    assert counts_of(claims)["table 6"] == {"reproduced": 2, "not reproduced": 4}
+    assert counts_of(claims)["table 6"] == {"not reproduced": 1}
+    alike = {
+        name: dataclasses.replace(line, splits=(Split("batch", 4) if TABLE_6[name][2] else None,))
+        for name, line in one.lines.items()
+    }
+    (same,) = (claim for claim in claims_of([dataclasses.replace(one, lines=alike)]) if claim.part == "table 6")
+    assert (same.ours, same.verdict) == ("Conv1_2, Conv1_2bp", "reproduced")
 
 
 def test_document(tmp_path: pathlib.Path) -> None:
@@ -259,7 +360,7 @@ def test_differences_beyond_two_percent_and_other_verdicts_are_named() -> None:
     changed = differences([before], [row(Setting("ResNet-200", 8), data_parallel=2.2)], SEARCH_SECONDS)
     assert changed == [
         "ResNet-200, 8 devices: data_parallel ms: 2000 is stored, 2200 computed",
-        "ResNet-200, 8 devices: FastT's step over DP's: was near (1.00), is reproduced (0.91)",
+        "ResNet-200, 8 devices: FastT's step over DP's: was not reproduced (1.00), is reproduced (0.91)",
     ]
     assert differences([], [before], SEARCH_SECONDS) == ["ResNet-200, 8 devices: isn't stored"]
 
