@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from dapple_tf.tools.evaluation.operator_claims import (
+    NAMES,
     NEAR_GAIN,
     NEAR_WITHIN,
     REPRODUCED_GAIN,
@@ -125,7 +126,7 @@ def reasons(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
     if not plain:
         return ""
     paragraphs = [
-        _single(plain),
+        _single(plain, claims),
         _memory(rows),
         _opponents(plain),
         _margins(rows),
@@ -148,11 +149,17 @@ def _span(values: Sequence[float], form: str = ".2f") -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def _single(rows: Sequence[Row]) -> str:
+def _single(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
+    like = [
+        claim.name.partition(":")[0]
+        for claim in claims
+        if f"{NAMES['single']}'s step" in claim.name and claim.verdict == "reproduced"
+    ]
+    but = f" but for {' and '.join(like)}" if like else ""
     ours = [1 / row.over("single") for row in rows]
     theirs = [1 / ratio for paper in TABLE_5.values() if (ratio := paper.over("single")) is not None]
     return _bullet(
-        f"**One device against data parallelism** isn't reproduced: our DP's step is {_span(ours)} of one "
+        f"**One device against data parallelism** isn't reproduced{but}: our DP's step is {_span(ours)} of one "
         f"device's, the paper's {_span(theirs)} times one device's. See *The paper's seconds*."
     )
 
@@ -161,11 +168,11 @@ def _memory(rows: Sequence[Row]) -> str:
     full = {row.setting.model: row.outcomes["single"] for row in rows if not row.outcomes["single"].fits}
     if not full:
         return ""
-    needs = ", ".join(f"{name} {outcome.peak_bytes / 1e9:.1f} GB" for name, outcome in full.items())
+    needs = " and ".join(f"{outcome.peak_bytes / 1e9:.1f} GB for {name}" for name, outcome in full.items())
     most = max(outcome.peak_bytes for row in rows for outcome in row.outcomes.values() if outcome.fits)
     return _bullet(
-        f"**Memory.** On one device {needs} would be needed, and there are {MEMORY_BYTES / 1e9:.1f}; all of a card's "
-        f"16 GB would be enough. So the OOM is reproduced by little, and by a limit that was taken over from the V100s "
+        f"**Memory.** One device would need {needs}, and has {MEMORY_BYTES / 1e9:.1f}; all of a card's 16 GB would be "
+        f"enough. So the OOM is reproduced by little, and by a limit that was taken over from the V100s "
         f"when this need was known. All else needs at most {most / 1e9:.1f} GB, data parallelism with its share of the "
         f"batch, too, which is OOM in the paper."
     )
