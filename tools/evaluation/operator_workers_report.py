@@ -36,7 +36,7 @@ worker; *data_parallel* reduces gradients while its backward runs, where that ga
 long; *planned* is what `dapple.plan` finds with everything; *fd_dps* places operators. "Predicted" is the simulation
 from layers, operators and links measured before. *inception* is Inception-V3 on 96 x 96 images, *towers* four towers of
 convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read. A worker's core
-also sends and receives, which predictions take to be free, as it is for a GPU: what sends much is slower than predicted.
+also sends and receives, which predictions take to be free, as on a GPU: what sends much is slower than predicted.
 
 {tally}
 """
