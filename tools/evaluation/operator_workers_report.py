@@ -69,7 +69,9 @@ def medians(record: Mapping[str, Any]) -> dict[str, float]:
 
 def tally(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns where FD-DPS pays, as text."""
-    pays, single, not_here = [], [], []
+    pays: list[str] = []
+    single: list[str] = []
+    not_here: list[str] = []
     for record in records:
         times = medians(record)
         others = {way: seconds for way, seconds in times.items() if way != "fd_dps"}
