@@ -91,9 +91,9 @@ def _front_page(all_claims: Sequence[Claim], results: Results) -> str:
         f"Table 4's plans, under the same schedules: {tally}.",
         "",
         "Counted once: an ACR of one plan at two speeds of the network (A and B have the same, C 2.5 times as much); "
-        "Table 6's plans that Table 4 has for the same batch; Table 5's memory with recomputation, of which all of "
-        "ours have 9.1 GB; its throughput with recomputation over that without at M = 2, where ours is the same for "
-        "GPipe and DAPPLE. Where the paper has several numbers for one of ours, the worst verdict counts.",
+        "Table 6's plans that Table 4 has for the same batch; Table 5's memory with recomputation, where ours is the "
+        "same for GPipe and DAPPLE; its throughput with recomputation over that without at M = 2, likewise. Where the "
+        "paper has several numbers for one of ours, the worst verdict counts.",
         "",
     ]
     for verdict, title in (

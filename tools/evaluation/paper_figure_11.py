@@ -43,7 +43,7 @@ _NETWORKS = ("bert-48", "xlnet-36")
 _MORE = 1.05
 _SMALL = (
     "the text has one GBS of 128, of which VGG-19 and GNMT-16 have 8 samples for each device: a quarter and an eighth "
-    "of a profiled batch, for which times are in proportion here, and data parallelism is all all-reduce"
+    "of a profiled batch, for which times are in proportion here, and data parallelism does little but all-reduce"
 )
 
 

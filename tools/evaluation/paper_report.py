@@ -259,9 +259,10 @@ def _figure_11(results: Results) -> list[Table]:
                 averages.append([str(setting), config, value, FIGURE_11[config]])
     header = ["setting", "config", "model", "plan", "ms", "DP overlap ms", "speedup"]
     note = (
-        f'The text\'s setting is "{paper_figure_11.TEXT}". Of the others "{paper_figure_11.OTHER}" counts as '
-        '"otherwise" for all claims of this figure, because it differs in the batch only; the rest is shown. "Flat '
-        "ring\" is Table 4's GBS with one all-reduce ring through all devices, which changes config A alone."
+        f"Speedups and verdicts. The text's setting is *{paper_figure_11.TEXT}*. Of the others "
+        f"*{paper_figure_11.OTHER}* counts as otherwise, for all claims, for what it changes, the batch and nothing "
+        "else, and not for what it gives; the rest is only shown. *Flat ring* is Table 4's GBS with one all-reduce "
+        "ring through all devices, which makes a difference in config A alone."
     )
     by_setting = paper_figure_11.by_setting(results)
     columns = ["claim", "paper", *map(str, paper_figure_11.SETTINGS)]
