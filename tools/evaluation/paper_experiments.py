@@ -126,7 +126,7 @@ def _choice(ours: Outcome, paper: Outcome, theirs: Iterable[Partition]) -> str:
 
 
 def run_opponents(row: PaperRow) -> Record:
-    """Returns our plan and others' strongest in a row of Table 4, all with every policy and feature."""
+    """Returns our plan with every policy and feature in a row of Table 4, and the best of others' that may have them."""
     profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
     theirs = paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
