@@ -126,7 +126,7 @@ def _choice(ours: Outcome, paper: Outcome, theirs: Iterable[Partition]) -> str:
 
 
 def run_opponents(row: PaperRow) -> Record:
-    """Returns our plan with every policy and feature in a row of Table 4, and the best of others' that may have them."""
+    """Returns our plan with everything in a row of Table 4, and the best of others that may have everything, too."""
     profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
     theirs = paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
