@@ -33,7 +33,7 @@ STATUSES = (REPRODUCED, NEAR, OTHERWISE, NOT, GUESSED)
 
 FIGURE_10 = {
     "one all-reduce, over prioritised communication": (RING, "prioritised"),
-    "each GPU's by itself, over wait-free communication": (APART, "wait-free"),
+    "each GPU's by itself, over wait-free communication (as the scripts)": (APART, "wait-free"),
     "one all-reduce, over wait-free communication": (RING, "wait-free"),
     "each GPU's by itself, over prioritised communication": (APART, "prioritised"),
 }

@@ -31,7 +31,8 @@ _PARALLEL = """
 
 **Data parallelism** of two hosts, each gradient reduced with its chunk's others, on links such that all of them take
 about as long as computation. Medians, and the least and most step; *prioritised* carries updates over into the next
-forward. {spread}, so that most variants can't be told apart. No simulation stands beside these.
+forward. {spread},
+so that most variants can't be told apart. No simulation stands beside these.
 
 """
 

@@ -26,7 +26,7 @@ _HEAD = """\
 # Policies on slow links
 
 Written by `python -m tools.evaluation.slow_links_report` from slow_links.json, which these runs measured (with root);
-the load is the mean number of processes during the last minute, those of the run itself and its workers included:
+the load is the mean number of processes that wanted a core in a run's last minute, its own and all others:
 
 {commands}
 
