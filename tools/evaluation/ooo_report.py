@@ -184,7 +184,7 @@ def _settings(judged: Sequence[Claim], name: str, settings: tuple[str, ...]) -> 
         numbers = [claim.ours, *(number for _, number in claim.others)]
         rows.append([claim.name, claim.paper, *(f"{_digits(each, 3)} ({claim.verdict(each)})" for each in numbers)])
     text = (
-        "The second setting counts where a claim is neither reproduced nor near under the first; no other one does.\n\n"
+        "The second setting counts where a claim is neither reproduced nor near under the first; others don't.\n\n"
     )
     return Table("settings", f"Claims under each setting: {name}", ["claim", "paper", *settings], rows), text
 
@@ -283,8 +283,8 @@ def _one_gpu(records: Records) -> str:
         f"its largest gains that is: 1.58 / 1.15 = {1.58 / 1.15:.2f}x for MobileNetV3 with alpha = 0.25 (here "
         f"{small:.2f}x). For DenseNet-121 with k = 12, two streams without reordering come to 1.39x of the 1.54x; as a "
         f"second stream brings at most 15 %, issuing in advance is between 1.54 / 1.15 = {1.54 / 1.15:.2f}x and 1.39x "
-        f"there (here {dense:.2f}x: too much, though it equals the paper's whole gain). These were worked out after the "
-        "results, and don't count."
+        f"there (here {dense:.2f}x: too much, though it equals the paper's whole gain). These were worked out "
+        "after the results, and don't count."
     )
 
 
