@@ -183,9 +183,7 @@ def _settings(judged: Sequence[Claim], name: str, settings: tuple[str, ...]) -> 
     for claim in with_settings(judged, settings):
         numbers = [claim.ours, *(number for _, number in claim.others)]
         rows.append([claim.name, claim.paper, *(f"{_digits(each, 3)} ({claim.verdict(each)})" for each in numbers)])
-    text = (
-        "The second setting counts where a claim is neither reproduced nor near under the first; others don't.\n\n"
-    )
+    text = "The second setting counts where a claim is neither reproduced nor near under the first; others don't.\n\n"
     return Table("settings", f"Claims under each setting: {name}", ["claim", "paper", *settings], rows), text
 
 
