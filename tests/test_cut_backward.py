@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 from collections.abc import Callable
 
 import pytest
+import tensorflow as tf
 from programs import (
-    Writer,
     apply,
     connected,
     devices,
@@ -32,6 +32,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, ValueKind
+from graph_passes.ir.replica_sums import sums_of
 from graph_passes.ir.text import graph_text, library_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.cut_backward import CutBackward
@@ -149,20 +150,22 @@ def test_pieces_add_their_own_gradients_up() -> None:
     }
 
 
-def test_a_backward_that_adds_up_over_replicas_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
-    writer = Writer()
-    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (2, 2)), writer.variable("v", (2, 2))
-    with writer.layer("a"):
-        h = writer.op("matmul", "MatMul", x, w)
-    with writer.layer("b"):
-        y = writer.op("matmul", "MatMul", h, v)
-    program = staged(writer.program(writer.op("loss", "L2Loss", y)))
-    backward = program.stages[0].own_backward
-    backward.function.node_def.add(name="sum", op="CollectiveReduceV2")
-    with caplog.at_level(logging.WARNING):
-        after = CutBackward(("a",)).run(replicated(program, layout([1], 2, 1)))
-    assert after.stages[0].pieces == ()
-    assert "the backward of stage 0 adds up over its replicas, and isn't cut into pieces" in caplog.text
+def test_sums_over_replicas_run_in_one_order_in_each_piece() -> None:
+    """Their order in the whole backward goes back and forth between what become two pieces."""
+    program = staged(mlp())
+    body = program.stages[0].own_backward.function
+    results = sorted(body.ret)
+    for number, result in enumerate([*results[::2], *results[1::2]]):
+        one = body.node_def.add(name=f"sum{number}", op="CollectiveReduceV2")
+        one.attr["T"].type = tf.float32.as_datatype_enum
+        one.input.extend([body.ret[result], *([f"^sum{number - 1}"] if number else [])])
+        body.ret[result] = f"sum{number}:data:0"
+    pieces = CutBackward(("dense_0",)).run(replicated(program, layout([1], 2, 1))).stages[0].pieces
+    assert len(pieces) == 2
+    for piece in pieces:
+        sums = sums_of(piece.function.node_def)
+        assert len(sums) > 1
+        assert all(before.name in control_inputs(after) for before, after in itertools.pairwise(sums))
 
 
 def test_an_unknown_layer_is_refused() -> None:

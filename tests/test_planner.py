@@ -57,7 +57,7 @@ def test_vgg_19_on_slow_ethernet_is_15_to_1_as_in_table_4() -> None:
 
 
 def test_one_micro_batch_is_tried_with_stages_of_unlike_replicas() -> None:
-    """Stages don't overlap then, and equal ones are slow, so that 16:12:1 with 2 micro-batches was chosen, 24 % slower."""
+    """Stages don't overlap then, and equal ones are slow: 16:12:1 with 2 micro-batches was chosen, 24 % slower."""
     profile = load_text(PROFILES / "vgg-19-pbs-32.txt", batch_size=32)
     cluster = cluster_of(8, 8, 8, 8, memory=15 * 10**9, intra_bandwidth=130e9, inter_bandwidth=25e9 / 8)
     chosen = plan(profile, cluster, 1024, schedule=DAPPLE_POLICIES)

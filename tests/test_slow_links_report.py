@@ -21,7 +21,15 @@ def test_predictions_that_are_far_off_are_listed() -> None:
         {"schedule": "dapple_a", "plan": "dapple_a 1:1", "predicted": 1.0, "steps": [2.0, 1.25, 1.0]},
     ]
     record = {"hosts": 2, "plan": "straight", "transfer": 0.5, "message_bytes": 2**20, "rate_mbit": 100.0, "rows": rows}
-    text = document({"slow_links_2_hosts": {"command": "python -m x", "records": [record]}})
+    machine = {
+        "cpu": "Some CPU",
+        "cores": 2,
+        "load_1min": 1.5,
+        "date": "2026-01-31",
+        "versions": {"tensorflow": "2.21"},
+    }
+    text = document({"slow_links_2_hosts": {"command": "python -m x", "machine": machine, "records": [record]}})
+    assert "* `python -m x`\n  on Some CPU, 2 cores, TensorFlow 2.21, load 1.5, 2026-01-31\n" in text
     assert "1 of 2 predictions are within 10%" in text
     assert "The others: 2 hosts, straight, transfers of 0.5 of a forward, dapple_a (-20.0%)." in text
     assert "| gpipe | gpipe 1:1 | 1000 | 1050 | 1000 | 1200 | -4.8% | 1.190 |" in text

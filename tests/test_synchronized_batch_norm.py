@@ -99,7 +99,8 @@ def assert_replicas_train_as_one(
 @pytest.mark.parametrize(
     ("build", "replicas", "micro_batches", "options"),
     [
-        (normalised, (2,), 2, {}),
+        (normalised, (2,), 2, {"backward_cuts": ("middle",)}),
+        pytest.param(normalised, (2,), 2, {}, marks=pytest.mark.slow),
         pytest.param(normalised, (2, 1), 3, {"recompute": "min_cut"}, marks=pytest.mark.slow),
         pytest.param(normalised, (3, 2), 2, {"schedule": "zb_h1", "recompute": "boundary"}, marks=pytest.mark.slow),
         pytest.param(masked, (2, 3), 2, {"schedule": "gpipe"}, marks=pytest.mark.slow),

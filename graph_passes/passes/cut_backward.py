@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -14,13 +13,11 @@ from graph_passes.ir.graph import POSITION_ATTR, Graph, GraphDef, Ref, control_i
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import call_node, is_compiled, outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Step, Value, ValueKind
-from graph_passes.ir.replica_sums import sums_of
+from graph_passes.ir.replica_sums import order_sums
 from graph_passes.ir.storage import merge_library
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import function_graph
 from graph_passes.passes.assign_stages import find_call
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +29,6 @@ class CutBackward:
     A piece computes what its gradients need and no piece before it has computed, by data flow. The gradients of a
     layer's parameters belong to the piece of the first layer that reads them. Other micro-batches aren't cut: their
     gradients are complete only with the last one's.
-
-    A backward that adds up over replicas (`BatchNormalization(synchronized=True)`) stays whole.
 
     Attributes:
         cuts: names of layers, as in `AssignStages`, within stages: a piece ends with the backward of what follows.
@@ -81,9 +76,6 @@ def _with_pieces(program: Program, stage: Stage, positions: Sequence[int]) -> St
             before = []
     parts += [before] if before else []  # It gives what is sent back.
     if len(parts) < 2:
-        return stage
-    if sums_of(function.function.node_def):
-        logger.warning("the backward of stage %d adds up over its replicas, and isn't cut into pieces", stage.index)
         return stage
     return dataclasses.replace(stage, pieces=_cut(function, parts))
 
@@ -146,6 +138,7 @@ def _cut(function: StageFunction, parts: Sequence[Sequence[Value]]) -> tuple[Sta
         used = {value: ref for value, ref in inputs.items() if ref in read_refs}
         name, jit_compile = f"{function.name}_piece{number}", is_compiled(function.function)
         piece = outline(name, graph, list(used.values()), list(outputs.values()), jit_compile=jit_compile)
+        order_sums(piece)  # Of those that were in order through one of another piece.
         told = function.function.arg_attr  # shapes
         for index, value in enumerate(used):
             if value in function.inputs and (known := function.inputs.index(value)) in told:

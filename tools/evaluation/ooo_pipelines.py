@@ -1,8 +1,10 @@
 """Out-Of-Order BackProp's experiments with pipelines (EuroSys'22, sections 5.2 and 8.4), simulated.
 
 Figures 5, 6, 11, 12 and 13. What the paper calls OOO-Pipe1 is the policy ``fast_forward`` on GPipe's stages; OOO-Pipe2
-is ``modulo``, with each group of blocks on the device of its number modulo the number of devices. Each system has the
-same candidates: two ways to share out the blocks, and recomputation where memory is short.
+is ``modulo``, with each group of blocks on the device of its number modulo the number of devices. Each system has
+recomputation where memory is short, and its best way to share out the blocks, of those that its kind of pipeline has:
+one stage on each device takes as many blocks or as much time (`straight`), Megatron's several stages on each take as
+much time (`interleaved`), and modulo allocation leaves open where the head goes (`modulo`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
+from dapple_tf.planning.features import FEATURES
 from dapple_tf.planning.planner import plan as best_plan
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -194,7 +197,7 @@ def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequenc
     record: dict[str, str | float | int | None] = {
         "model": model,
         "network": network,
-        "M": "best" if len(counts) > 1 else counts[0],
+        "setting": "best" if len(counts) > 1 else "paper",
         "single": _single(profile, cluster, batch),
     }
     # Section 8.4.1: "Our optimizations are applied without micro-batch for the RNN model."
@@ -204,6 +207,7 @@ def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequenc
     for name, layouts, chosen, policy in ways:
         run = fastest(layouts, profile, cluster, batch, chosen, [policy])
         record[name] = None if run is None else run.latency
+        record[f"{name} M"] = None if run is None else run.costs.plan.micro_batches
         record[f"{name} GB"] = None if run is None else max(run.peak_bytes.values()) / 1e9
     return record
 
@@ -302,9 +306,7 @@ def weak_scaling(devices: int, setting: str) -> Record:
 
 def strong_settings() -> list[tuple[int, int, str]]:
     """Returns (blocks, devices, setting) of figure 13 (b)'s BERTs."""
-    return [
-        (blocks, devices, setting) for blocks in STRONG for setting in ("scripts", "figure 12") for devices in SCRIPTS
-    ]
+    return [(blocks, devices, setting) for blocks in STRONG for setting in SETTINGS for devices in SCRIPTS]
 
 
 def strong_scaling(blocks: int, devices: int, setting: str) -> Record:
@@ -335,28 +337,44 @@ def gpt_3(devices: int) -> Record:
                 break
     return {
         "model": GPT_3_MEDIUM.name, "GPUs": devices, "with embedding": devices + 4, "batch": batch, "M": count,
-        "seconds": None if run is None or not run.fits else run.latency,
+        "OOO-Pipe2": None if run is None or not run.fits else run.latency,
     }  # fmt: skip
 
 
 # ---- our planner
 
 
+_ALLOWED = tuple(feature for feature in FEATURES if feature.name != "carried_updates")
+"""All features but the one that moves updates into the next step, which OOO-Pipe hasn't."""
+
+
 def ours(model: str, network: str) -> Record:
-    """Our planner's plan for a model of figure 11, against the best of OOO-Pipe1 and 2 with the same micro-batches."""
+    """Our planner's plan for a model of figure 11, against the best of OOO-Pipe1 and 2 with the same micro-batches.
+
+    Our planner has all policies, data parallelism and `_ALLOWED`; OOO-Pipe its own two policies.
+    """
     profile, batch = fine_tuned(model)
     cluster = FOUR[network].cluster(4)
-    chosen = best_plan(profile, cluster, batch, micro_batches=FINE_COUNTS, schedule="auto", least_gain=0.0)
+    chosen = best_plan(
+        profile, cluster, batch, micro_batches=FINE_COUNTS, schedule="auto", least_gain=0.0,
+        only=[feature.name for feature in _ALLOWED],
+    )  # fmt: skip
     theirs = [*straight_and_modulo(profile, 4, groups=(1, 2))]
     runs = [fastest(layouts, profile, cluster, batch, FINE_COUNTS, [policy]) for layouts, policy in theirs]
     paper = min(run.latency for run in runs if run is not None)
     run = simulate(chosen, profile, cluster)
-    if len(set(chosen.devices)) == 1:
-        name = f"data parallelism in {chosen.num_stages} chunks" if chosen.num_stages > 1 else "data parallelism"
+    return {"model": model, "network": network, "OOO-Pipe": paper, "ours": run.latency, "plan": described(chosen)}
+
+
+def described(plan: Plan) -> str:
+    """Returns a plan's stages, policy, micro-batches and all its features."""
+    if len(set(plan.devices)) == 1:
+        text = f"data parallelism in {plan.num_stages} chunks" if plan.num_stages > 1 else "data parallelism"
     else:
-        name = f"{chosen.num_stages} stages, replicas {' '.join(map(str, chosen.replicas))}, {chosen.policy}"
-    name += f", M={chosen.micro_batches}"
-    return {"model": model, "network": network, "OOO-Pipe": paper, "ours": run.latency, "plan": name}
+        text = f"{plan.num_stages} stages, replicas {' '.join(map(str, plan.replicas))}, {plan.policy}"
+    values = {"first_k": f"reverse first-{plan.reverse_first_k}", "pieces": f"{len(plan.backward_cuts) + 1} pieces"}
+    used = [feature.name for feature in FEATURES if feature.used(plan) and feature.name != "chunks"]
+    return ", ".join([text, f"M={plan.micro_batches}", *(values.get(name, name.replace("_", " ")) for name in used)])
 
 
 def straight_and_modulo(profile: Profile, count: int, groups: Sequence[int]) -> Iterator[tuple[list[Layout], str]]:

@@ -30,12 +30,13 @@ Written by `python -m tools.evaluation.operator_workers_report` from operator_wo
 
 {commands}
 
-Real steps on {cpu}, TensorFlow {tensorflow}: network namespaces with a worker each, a whole core for each of two or half
-a core for each of four (a control group's quota). All ways of a table train in turns; medians, ms. *single* is one
+Real steps on {cpu}, TensorFlow {tensorflow}: network namespaces with a worker each, a whole core for each of two or
+half a core for each of four (a control group's quota). All ways of a table train in turns; medians, ms. *single* is one
 worker; *data_parallel* reduces gradients while its backward runs, where that gains; *stages* has one on each, equally
 long; *planned* is what `dapple.plan` finds with everything; *fd_dps* places operators. "Predicted" is the simulation
 from layers, operators and links measured before. *inception* is Inception-V3 on 96 x 96 images, *towers* four towers of
-convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read.
+convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read. A worker's core
+also sends and receives, which predictions take to be free, as on a GPU: what sends much is slower than predicted.
 
 {tally}
 """
@@ -68,7 +69,9 @@ def medians(record: Mapping[str, Any]) -> dict[str, float]:
 
 def tally(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns where FD-DPS pays, as text."""
-    pays, single, not_here = [], [], []
+    pays: list[str] = []
+    single: list[str] = []
+    not_here: list[str] = []
     for record in records:
         times = medians(record)
         others = {way: seconds for way, seconds in times.items() if way != "fd_dps"}

@@ -50,6 +50,10 @@ FIGURE_14_BATCHES = {"gnmt-16": 1024, "bert-48": 64, "xlnet-36": 128, "amoeba-36
 """Figure 14's models. The paper gives the batch of the last; the others' are Table 4's."""
 
 
+LITERAL = ", right behind the layer that the split counts"
+"""How the first of a row's readings is told from the others."""
+
+
 def row_of(model: str, config: str) -> PaperRow:
     """Returns the row of Table 4."""
     return next(row for row in TABLE_4 if (row.model, row.config) == (model, config))
@@ -93,17 +97,21 @@ def run_row(row: PaperRow) -> Record:
         "everything": record(make_plan(profile, cluster, row.batch, counts, everything=True)),
         "choice": _choice(ours, paper, theirs),
         "ACR": None if row.acr is None else communication_ratio(read_as[0], profile, cluster),
-        **_other_readings(row, [partition for partition in theirs if partition != read_as[0]], profile, cluster),
+        **_other_readings(row, [partition for partition in theirs if partition != read_as[0]], theirs[0], cluster),
     }
 
 
-def _other_readings(row: PaperRow, others: Sequence[Partition], profile: Profile, cluster: Cluster) -> Record:
-    """Returns the ACR of the paper's plan if its text is read otherwise."""
+def _other_readings(row: PaperRow, others: Sequence[Partition], literal: Partition, cluster: Cluster) -> Record:
+    """Returns the ACR of the paper's plan if its text is read otherwise, of which one reading is the literal one."""
     if row.acr is None or not others:
         return {}
+    profile = MODELS[row.model].profile()
     return {
         "ACR otherwise": {
-            f"cut at {','.join(map(str, other.cuts))}": communication_ratio(other, profile, cluster) for other in others
+            f"cut at {','.join(map(str, other.cuts))}{LITERAL if other == literal else ''}": communication_ratio(
+                other, profile, cluster
+            )
+            for other in others
         }
     }
 
@@ -118,7 +126,7 @@ def _choice(ours: Outcome, paper: Outcome, theirs: Iterable[Partition]) -> str:
 
 
 def run_opponents(row: PaperRow) -> Record:
-    """Returns our plan and others' strongest in a row of Table 4, all with every policy and feature."""
+    """Returns our plan with everything in a row of Table 4, and the best of others that may have everything, too."""
     profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
     theirs = paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
@@ -132,12 +140,12 @@ def run_opponents(row: PaperRow) -> Record:
 
 
 def run_flat(model: str) -> Record:
-    """Config A with one ring through all devices rather than one in each server first."""
+    """Returns plans in config A with one ring through all devices rather than one in each server first."""
     return _hybrid(row_of(model, "A"), MODELS[model].profile(), "flat")
 
 
 def run_small_batch(model: str, config: str) -> Record:
-    """GBS = 128, as section 6.3 has it, with times in proportion to samples also below the profiled batch."""
+    """Returns plans at GBS = 128, as section 6.3 has it, with times in proportion also below the profiled batch."""
     profile = MODELS[model].profile()
     sizes = tuple(sorted({1, *profile.batch_sizes}))
     row = dataclasses.replace(row_of(model, config), batch=128)
@@ -146,10 +154,12 @@ def run_small_batch(model: str, config: str) -> Record:
 
 def _hybrid(row: PaperRow, profile: Profile, all_reduce: str | None = None) -> Record:
     cluster = CONFIGS[row.config]
-    counts = micro_batch_counts(profile, row.batch)
+    theirs = paper_partitions(row, profile)
+    counts = micro_batch_counts(profile, row.batch, theirs)
     ours = make_plan(profile, cluster, row.batch, counts, all_reduce=all_reduce)
     return {
         "ours": record(ours),
+        "paper": record(best(theirs, profile, cluster, row.batch, counts, all_reduce=all_reduce)),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts, all_reduce=all_reduce)),
     }
 
@@ -177,22 +187,28 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def run_scaling(model: str) -> Record:
-    """Returns strong scaling on the first 2 to 16 devices of config A."""
+    """Returns strong scaling on the first 2 to 16 devices of config A, and ten as if they were in one server."""
     profile, batch = MODELS[model].profile(), FIGURE_14_BATCHES[model]
     counts = micro_batch_counts(profile, batch)
-    lines = {}
-    for devices in FIGURE_14_DEVICES:
-        cluster = first_devices(CONFIGS["A"], devices)
+
+    def columns(cluster: Cluster) -> Record:
         try:
             ours = record(make_plan(profile, cluster, batch, counts))
         except PlanError:
             ours = None  # too large for so few devices
-        lines[str(devices)] = {
+        return {
             "ours": ours,
             "overlap": record(data_parallel(profile, cluster, batch, counts)),
             "no overlap": record(data_parallel(profile, cluster, batch, counts, overlap=False)),
         }
-    return {"single ms": 1e3 * plan_reasons.single_device_seconds(profile, batch), "devices": lines}
+
+    ten = first_devices(CONFIGS["A"], 10)
+    one_server = dataclasses.replace(ten, devices=tuple(dataclasses.replace(d, server=0) for d in ten.devices))
+    return {
+        "single ms": 1e3 * plan_reasons.single_device_seconds(profile, batch),
+        "devices": {str(devices): columns(first_devices(CONFIGS["A"], devices)) for devices in FIGURE_14_DEVICES},
+        "ten in one server": columns(one_server),
+    }
 
 
 # ---- table 3
@@ -215,8 +231,15 @@ def run_policies(model: str) -> Record:
             for policy in ("dapple_a", "dapple_b")
         ]
         if all(outcome is not None and outcome.fits for outcome in outcomes):
-            first, second = (1e3 * outcome.seconds for outcome in outcomes if outcome is not None)
-            steps[str(count)] = {"P_A ms": first, "P_B ms": second}
+            steps[str(count)] = {
+                key: value
+                for name, outcome in zip(("P_A", "P_B"), outcomes, strict=True)
+                if outcome is not None
+                for key, value in (
+                    (f"{name} ms", 1e3 * outcome.seconds),
+                    (f"{name} warm-up", ":".join(map(str, outcome.simulation.costs.warm_up))),
+                )
+            }
     return {"plan": row.plan, "steps": steps}
 
 
@@ -242,21 +265,42 @@ def run_table_5() -> Record:
 
 
 def run_table_7(line: LargeBert) -> Record:
-    """Returns the largest BERT on these V100s of one server, with recomputation and one sample per micro-batch."""
-    cluster = hardware(1, line.devices, 25)
+    """Returns the largest BERT on these V100s of one server, with recomputation and one sample per micro-batch.
+
+    Its layers with two and three samples, too, since the paper doesn't say how many it has.
+    """
+    costs = _largest_bert(line.devices, 1)
+    run = simulate(costs.plan, costs.profile, costs.cluster)
+    busy = sum(span.end - span.start for span in run.spans if span.kind in ("F", "B"))
+    layers = {samples: _encoder_layers(_largest_bert(line.devices, samples)) for samples in (1, 2, 3)}
+    return {
+        "layers": layers[1],
+        "layers by samples": {str(samples): count for samples, count in layers.items()},
+        "billion parameters": costs.profile.parameter_bytes / 4e9,
+        "utilization": busy / line.devices / run.latency,
+    }
+
+
+def _encoder_layers(costs: CostModel) -> int:
+    return sum(layer.name.startswith("layer_") for layer in costs.profile.layers)
+
+
+def _largest_bert(devices: int, samples: int) -> CostModel:
+    """Returns the costs of the largest BERT with so many samples in a micro-batch."""
+    cluster = hardware(1, devices, 25)
 
     def costs_of(layers: int) -> CostModel | None:
         """Costs of a pipeline whose stages have as many layers each, the first fewer for the embeddings' sake."""
         profile = deep_bert(layers)
         first = layer_index(profile, "layer_0")
         for fewer in range(4):
-            each, rest = divmod(layers + fewer, line.devices)
-            sizes = [each + (stage >= line.devices - rest) for stage in range(line.devices)]
+            each, rest = divmod(layers + fewer, devices)
+            sizes = [each + (stage >= devices - rest) for stage in range(devices)]
             sizes[0] -= fewer
             ends = list(itertools.accumulate(sizes))
             cuts = [profile.layers[first + end - 1].name for end in ends[:-1]]
-            count = _PER_STAGE * line.devices
-            plan = Plan.straight(cuts, count, count, "dapple_a", recompute="boundary")
+            count = _PER_STAGE * devices
+            plan = Plan.straight(cuts, samples * count, count, "dapple_a", recompute="boundary")
             costs = CostModel(plan, profile, cluster)
             try:
                 if costs.warm_up == plan.warm_up_counts():
@@ -265,16 +309,10 @@ def run_table_7(line: LargeBert) -> Record:
                 continue
         return None
 
-    low, high = line.devices, 100 * line.devices
+    low, high = devices, 100 * devices
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if costs_of(middle) is not None else (low, middle)
     costs = costs_of(low)
     assert costs is not None
-    run = simulate(costs.plan, costs.profile, cluster)
-    busy = sum(span.end - span.start for span in run.spans if span.kind in ("F", "B"))
-    return {
-        "layers": low,
-        "billion parameters": costs.profile.parameter_bytes / 4e9,
-        "utilization": busy / line.devices / run.latency,
-    }
+    return costs

@@ -306,7 +306,7 @@ class PaperRow:
         batch: GBS.
         plan: ``DP``, ``straight`` or the replicas, such as ``8:8``.
         splits: where two stages part: names of the last layers of the first one that the paper's text may mean.
-        acr: Table 4's communication ratio.
+        acr: Table 4's communication ratio; of Table 6's VGG-19 that of section 6.4.
         pipedream: Table 6's plan of PipeDream: (index of the last layer, replicas) of each stage; empty is straight.
     """
 
@@ -351,7 +351,7 @@ TABLE_4 = (
 
 TABLE_6 = (
     PaperRow(
-        6, "vgg-19", "A", 1024, "14:2", ("MaxPool2d_4",), pipedream=((10, 8), (16, 6), (18, 1), (25, 1)),
+        6, "vgg-19", "A", 1024, "14:2", ("MaxPool2d_4",), 0.16, pipedream=((10, 8), (16, 6), (18, 1), (25, 1)),
     ),
     PaperRow(6, "amoeba-36", "A", 128, "8:8", ("cell_24",), pipedream=()),
     # The paper counts 27 layers, 0 to 26; our file has 29: two more before layer_0.

@@ -1,4 +1,4 @@
-"""Others' plans with every policy and feature that ours may have: the strongest that can stand against our plan.
+"""Others' plans with every policy and feature that ours may have, searched less than ours: strong, not the strongest.
 
 Who: data parallelism, in chunks whose gradients are reduced one by one and in another order where that gains; the plans
 that DAPPLE's paper publishes, which its planner HPGO found; PipeDream's own planner; Megatron's layouts.

@@ -9,9 +9,10 @@ from typing import Any
 
 from dapple_tf.tools.evaluation import paper_experiments as experiments
 from dapple_tf.tools.evaluation import paper_transfers as transfers
-from dapple_tf.tools.evaluation.paper_figures import Results, claims
+from dapple_tf.tools.evaluation.paper_figures import claims
 from dapple_tf.tools.evaluation.paper_models import FIGURE_11_MODELS, TABLE_3, TABLE_4, TABLE_6, TABLE_7
 from dapple_tf.tools.evaluation.paper_outcomes import Record
+from dapple_tf.tools.evaluation.paper_verdicts import Results
 
 TOLERANCE = 0.02
 """The difference of numbers, as a fraction of the larger, that counts as a change: in either direction."""

@@ -10,10 +10,12 @@ import matplotlib
 from matplotlib import pyplot
 
 from dapple_tf.tools.evaluation.paper_experiments import FIGURE_14_BATCHES, FIGURE_14_DEVICES
-from dapple_tf.tools.evaluation.paper_figures import Results, average, speedups_14
+from dapple_tf.tools.evaluation.paper_figure_11 import SETTINGS, average
+from dapple_tf.tools.evaluation.paper_figures import speedups_14
 from dapple_tf.tools.evaluation.paper_models import FIGURE_11, TABLE_4, TABLE_5, TABLE_6, TABLE_7, PaperRow
+from dapple_tf.tools.evaluation.paper_verdicts import Results
 
-_COLOURS = ("#1b6ca8", "#7fb2dd", "#d1495b", "#edae49", "#8d99ae", "#5b8c5a")
+_COLOURS = ("#1b6ca8", "#7fb2dd", "#d1495b", "#edae49", "#8d99ae", "#5b8c5a", "#333333")
 _SETTINGS: Any = {
     "svg.hashsalt": "dapple",
     "svg.fonttype": "path",
@@ -39,7 +41,7 @@ def draw(results: Results, directory: pathlib.Path) -> None:
         rows = [row for row in TABLE_6 if row.key in results]
         if rows:
             _save(_pipedream(rows, results), directory / "pipedream.svg")
-        if average(results, "Table 4's GBS", "A") is not None:
+        if all(average(results, setting, "A") is not None for setting in SETTINGS):
             _save(_averages(results), directory / "figure11.svg")
         if any(f"figure 14: {model}" in results for model in FIGURE_14_BATCHES):
             _save(_scaling(results), directory / "scaling.svg")
@@ -110,15 +112,14 @@ def _pipedream(rows: Sequence[PaperRow], results: Results) -> Any:
 
 
 def _averages(results: Results) -> Any:
-    figure, axes = pyplot.subplots(figsize=(6, 3))
-    names = {"Table 4's GBS": "hierarchical all-reduce", "flat ring": "flat ring"}
+    figure, axes = pyplot.subplots(figsize=(7.5, 3))
     groups: list[tuple[str, list[float | None]]] = [
-        (label, [average(results, setting, config) for config in FIGURE_11]) for setting, label in names.items()
+        (str(setting), [average(results, setting, config) for config in FIGURE_11]) for setting in SETTINGS
     ]
     groups.append(("paper", list(FIGURE_11.values())))
     _bars(axes, [f"config {config}" for config in FIGURE_11], groups, digits=2)
     axes.set_ylabel("average speedup\nover DP with overlap")
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=7)
     return figure
 
 

@@ -33,9 +33,9 @@ from absl import flags
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_sensitivity
+from dapple_tf.tools.evaluation.paper_document import files
 from dapple_tf.tools.evaluation.paper_outcomes import Record
 from dapple_tf.tools.evaluation.paper_parts import differences, parts, rounded, verdicts
-from dapple_tf.tools.evaluation.paper_report import files
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _SHOWN = 60

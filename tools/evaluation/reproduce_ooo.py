@@ -1,11 +1,11 @@
 """Reproduces the evaluation of Out-Of-Order BackProp (EuroSys'22, section 8) in the simulator.
 
-    python -m tools.evaluation.reproduce_ooo            # computes all, compares with what is stored: a minute or two
+    python -m tools.evaluation.reproduce_ooo            # computes all, compares with what is stored: three minutes
     python -m tools.evaluation.reproduce_ooo --write    # stores all, and writes the document
 
-Figures 4, 5, 6 and 10 to 13 and the discussion of k = 45, stored in docs/results/ooo.json; ooo.md is the document. It
-exits with 1, and says which, if a claim has another verdict than the stored one, or a number differs from the stored
-one by more than 2 %.
+Figures 4, 5, 6, 10 to 13, a part of 7 and the discussion of k = 45, stored in docs/results/ooo.json; ooo.md is the
+document. It exits with 1, and says which, if a claim has another verdict than the stored one, or a number differs from
+the stored one by more than 2 %.
 """
 
 from __future__ import annotations

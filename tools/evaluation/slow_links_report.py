@@ -25,7 +25,8 @@ BAND = 0.1
 _HEAD = """\
 # Policies on slow links
 
-Written by `python -m tools.evaluation.slow_links_report` from slow_links.json, which these runs measured (with root):
+Written by `python -m tools.evaluation.slow_links_report` from slow_links.json, which these runs measured (with root);
+the load is the mean number of processes that wanted a core in a run's last minute, its own and all others:
 
 {commands}
 
@@ -65,7 +66,7 @@ def document(results: Mapping[str, Any]) -> str:
     if others:
         listed = (f"{name(record)}, {row['schedule']} ({off:+.1%})" for record, row, off in others)
         tally += f" The others: {'; '.join(listed)}."
-    commands = "\n".join(f"    {entry['command']}" for entry in results.values())
+    commands = "\n".join(f"* `{entry['command']}`\n  on {_machine(entry['machine'])}" for entry in results.values())
     parts = [_HEAD.format(commands=commands, tally=tally)]
     for record in records:
         rate = f"{record['message_bytes'] / 2**20:.2f} MiB at {record['rate_mbit']:.0f} Mbit/s"
@@ -79,6 +80,14 @@ def name(record: Mapping[str, Any]) -> str:
     if record.get("work") == "units":
         skips = f", units, {record['blocks']} blocks, M={record['micro_batches']}"
     return f"{record['hosts']} hosts{skips}, {record['plan']}, transfers of {record['transfer']:g} of a forward"
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    """Returns the facts of `machine_facts` that matter to these times."""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, TensorFlow {machine['versions']['tensorflow']}, "
+        f"load {machine['load_1min']}, {machine['date']}"
+    )
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

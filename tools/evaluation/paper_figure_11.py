@@ -1,0 +1,129 @@
+"""Figure 11 and section 6.3: our plans against data parallelism with overlap, in each setting that may be meant.
+
+The text has one sentence, "for fixed GBS = 128", and one setting for all its numbers. So have we: all claims stand in
+all settings, of which the text's counts, and besides one that was named for what it changes: the batch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dapple_tf.tools.evaluation.paper_models import FIGURE_11, FIGURE_11_LARGEST, FIGURE_11_MODELS
+from dapple_tf.tools.evaluation.paper_outcomes import times_of
+from dapple_tf.tools.evaluation.paper_verdicts import NEAR, NOT, REPRODUCED, USUAL, Claim, Results, number, statement
+
+PAPERS = "the paper's plans"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared with data parallelism.
+
+    Attributes:
+        batch: ``GBS 128``, ``Table 4's GBS``, or ``flat ring`` for the latter with one ring through all devices.
+        plans: ``ours`` or ``paper``, those of Table 4.
+    """
+
+    batch: str
+    plans: str
+
+    def __str__(self) -> str:
+        return f"{self.batch}, {'our plans' if self.plans == 'ours' else PAPERS}"
+
+
+SETTINGS = tuple(
+    Setting(batch, plans) for batch in ("GBS 128", "Table 4's GBS", "flat ring") for plans in ("ours", "paper")
+)
+TEXT, OTHER = Setting("GBS 128", "ours"), Setting("Table 4's GBS", "ours")
+"""The text's setting; and the only other one that counts, which differs from it in the batch."""
+_NETWORKS = ("bert-48", "xlnet-36")
+"""Models of which section 6.3 says that they gain more the slower the network is."""
+_MORE = 1.05
+_SMALL = (
+    "the text has one GBS of 128, of which VGG-19 and GNMT-16 have 8 samples for each device: a quarter and an eighth "
+    "of a profiled batch, for which times are in proportion here, and data parallelism does little but all-reduce"
+)
+
+
+def pair(results: Results, setting: Setting, model: str, config: str) -> tuple[Any, Any] | None:
+    """Returns the records of the plan and of data parallelism with overlap; None without results."""
+    usual = f"table 4: {model}/{config}"
+    keys = {
+        "Table 4's GBS": usual,
+        "GBS 128": f"figure 11, GBS 128: {model}/{config}",
+        "flat ring": f"figure 11, flat ring: {model}" if config == "A" else usual,  # one device in each server of B, C
+    }
+    record = results.get(keys[setting.batch])
+    return None if record is None or record["overlap"] is None else (record[setting.plans], record["overlap"])
+
+
+def average(results: Results, setting: Setting, config: str) -> float | None:
+    """Returns the average speedup over data parallelism with overlap; None if a model has no results."""
+    pairs = [pair(results, setting, model, config) for model in FIGURE_11_MODELS]
+    values = [times_of(*both) for both in pairs if both is not None]
+    return sum(values) / len(values) if len(values) == len(pairs) else None
+
+
+def _largest(results: Results, setting: Setting) -> float | None:
+    both = pair(results, setting, "gnmt-16", "C")
+    return None if both is None else times_of(*both)
+
+
+def numbers(results: Results, setting: Setting) -> dict[str, tuple[float, float]]:
+    """Returns what -> (the paper's, ours) for the numbers of section 6.3 that have results."""
+    values = {
+        f"average over DP with overlap, config {c}": (v, average(results, setting, c)) for c, v in FIGURE_11.items()
+    }
+    values["GNMT-16 over DP with overlap, config C"] = (FIGURE_11_LARGEST, _largest(results, setting))
+    return {what: (paper, ours) for what, (paper, ours) in values.items() if ours is not None}
+
+
+def slower_networks(results: Results, setting: Setting) -> dict[str, tuple[float, float]]:
+    """Returns model -> speedups over data parallelism in B and in C."""
+    speedups: dict[str, tuple[float, float]] = {}
+    for model in _NETWORKS:
+        both = [pair(results, setting, model, config) for config in "BC"]
+        factors = [times_of(*records) for records in both if records is not None]
+        if len(factors) == 2:
+            speedups[model] = (factors[0], factors[1])
+    return speedups
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """Yields the claims, in the text's setting and in the other that counts."""
+    others = numbers(results, OTHER)
+    for what, (paper, ours) in numbers(results, TEXT).items():
+        otherwise = (f"at {OTHER}", others[what][1]) if what in others else None
+        yield number(f"figure 11: {what}, GBS 128", paper, ours, "x", _SMALL, otherwise=otherwise)
+    for model, (at_25, at_10) in slower_networks(results, TEXT).items():
+        ours_text = f"{at_25:.2f}x at 25, {at_10:.2f}x at 10 Gbit/s"
+        name = f"section 6.3: {model} gains more over DP the slower the network, GBS 128"
+        yield statement(name, "more", ours_text, at_10 > at_25 * _MORE, "it gains as much")
+
+
+def by_setting(results: Results) -> list[list[str]]:
+    """Returns a row for each claim, with ours and the verdict in each setting, and one that counts the verdicts."""
+    columns: list[list[str]] = []
+    for setting in SETTINGS:
+        cells = []
+        for paper, ours in numbers(results, setting).values():
+            cells.append((f"{ours:.3g}x", USUAL.verdict(paper, ours, ratio=True)))
+        for at_25, at_10 in slower_networks(results, setting).values():
+            cells.append((f"{at_25:.2f}x, {at_10:.2f}x", REPRODUCED if at_10 > at_25 * _MORE else NOT))
+        verdicts = [verdict for _, verdict in cells]
+        tally = ", ".join(
+            f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(sorted(verdicts, key=_rank))
+        )
+        columns.append([*(f"{ours} ({verdict})" for ours, verdict in cells), tally])
+    names = [(what, f"{paper:g}x") for what, (paper, _) in numbers(results, TEXT).items()]
+    names += [(f"{model} gains more, at 25 and 10 Gbit/s", "more") for model in slower_networks(results, TEXT)]
+    lengths = {len(column) for column in columns}
+    if lengths != {len(names) + 1} or not names:
+        return []  # some setting has no results
+    return [[*name, *cells] for name, *cells in zip([*names, ("together", "")], *columns, strict=True)]
+
+
+def _rank(verdict: str) -> int:
+    return (REPRODUCED, NEAR, NOT).index(verdict)
