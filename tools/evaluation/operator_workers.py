@@ -1,7 +1,7 @@
 """Trains models on one to four workers with operators placed by FD-DPS and by other ways, beside their predictions.
 
-    python -m tools.evaluation.operator_workers --json=docs/results/operator_workers.json
-    python -m tools.evaluation.operator_workers --hosts=4 --rates=0,1000 --json=docs/results/operator_workers.json
+    python -m tools.evaluation.operator_workers --rates=0,200 --json=docs/results/operator_workers.json
+    python -m tools.evaluation.operator_workers --hosts=4 --models=towers --json=docs/results/operator_workers.json
 
 Needs root. Hosts are network namespaces with real workers; two have a core each, four half a core each (a control
 group's quota), so that each has a speed of its own. Links are as fast as virtual Ethernet (--rates=0) or limited by
@@ -205,6 +205,11 @@ def text(result: Mapping[str, Any]) -> str:
     return f"{result['model']}, {result['hosts']} hosts of {result['cores']:g} cores, {link}\n{table(rows, left=2)}\n"
 
 
+def _benchmark() -> str:
+    """Returns the name under which results are stored: those of other models stay."""
+    return f"operator_workers_{_HOSTS.value}_hosts_{'_'.join(_MODELS.value)}"
+
+
 def main(argv: list[str]) -> None:
     """Sets hosts up, measures, and takes them down."""
     if len(argv) > 1:
@@ -227,7 +232,7 @@ def main(argv: list[str]) -> None:
                 sys.stdout.write(text(result) + "\n")
                 sys.stdout.flush()
                 if _JSON.value:
-                    write_results(_JSON.value, f"operator_workers_{_HOSTS.value}_hosts", results)
+                    write_results(_JSON.value, _benchmark(), results)
         except HostsError as error:
             sys.exit(str(error))
 
