@@ -41,13 +41,14 @@ from dapple_tf.tools.evaluation.bench_report import check_output, write_results
 from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
-_NAMES = (
-    *("gpipe", "dapple_a", "dapple_b", "fast_forward", "modulo", "interleaved", "zb_h1", "zb_h2", "zb_v", "auto"),
-)
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts, with one device each.", 2, 8)
 _PLANS = flags.DEFINE_list("plans", ["straight"], "straight, or 2:2 on four hosts.")
 _TRANSFERS = flags.DEFINE_list("transfers", ["0.05", "0.2", "0.5", "1.0"], "Transfers, of a stage's forward time.")
-_SCHEDULES = flags.DEFINE_list("schedules", list(_NAMES), f"Some of {', '.join(POLICIES)}, auto.")
+_SCHEDULES = flags.DEFINE_list(
+    "schedules",
+    ["gpipe", "dapple_a", "dapple_b", "fast_forward", "modulo", "interleaved", "zb_h1", "zb_h2", "zb_v", "auto"],
+    "Names of policies, and auto.",
+)
 _WORK = flags.DEFINE_enum("work", "waits", ["dense", "waits", "units"], "What blocks do, see above.")
 _WIDTH = flags.DEFINE_integer("width", 0, "Width of the blocks; 0 for 2048 if dense, else 65536.", 0, 2**20)
 _SKIPS = flags.DEFINE_bool(
