@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dapple_tf.describe.profile import ZERO, Cost, Profile, Tensor
+from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, Profile, Tensor
 from graph_passes.ir.tasks import Phase
 
 
@@ -18,18 +18,27 @@ class _Step(NamedTuple):
         gradients: dense gradients of its parameters.
         partial: made by Bx for Bw.
         temporary: peak use, these two included.
-        passing: the gradients that it gets from within the stage, and those that it returns.
+        passing: the gradients of tensors within the stage, and of those that it reads, that are there meanwhile.
+        recomputed: residuals computed again that this backward and earlier layers' are still to read: the executor
+            frees each when its last reader in B is over, unlike those that F keeps, which are arguments of B.
+        recomputed_input: those of them that Bw doesn't read.
     """
 
     gradients: int
     partial: Cost
     temporary: Cost
     passing: Cost
+    recomputed: Cost
+    recomputed_input: Cost
+
+    def most(self, samples: int) -> float:
+        """Returns the peak bytes of the layer's part of B, but for gradients of later layers' parameters."""
+        return self.temporary.at(samples) + self.passing.at(samples) + self.recomputed.at(samples)
 
     def without_weights(self, samples: int) -> float:
-        """Returns the peak bytes of the layer's part of Bx, beyond those that it makes for Bw."""
+        """Returns the peak bytes of the layer's part of Bx, beyond those that Bx makes for Bw."""
         own = self.temporary.at(samples) - self.gradients - self.partial.at(samples)
-        return max(0.0, own) + self.passing.at(samples)
+        return max(0.0, own) + self.passing.at(samples) + self.recomputed_input.at(samples)
 
 
 @dataclass(frozen=True)
@@ -67,13 +76,14 @@ class StageBuffers:
         """Returns the most bytes that a running B uses besides its arguments.
 
         The executor keeps a function's results until it is over: at each layer there are the gradients of all later
-        layers' parameters, and the gradients that the layer receives and returns.
+        layers' parameters, and those of tensors: what the layer receives and returns, what waits to be added up, and
+        what goes to other stages. What B computes again goes layer by layer, while gradients of parameters come.
         """
         if samples in self._most:
             return self._most[samples]
         most, passed = 0.0, 0
         for step in reversed(self._steps):
-            most = max(most, passed + step.temporary.at(samples) + step.passing.at(samples))
+            most = max(most, passed + step.most(samples))
             passed += step.gradients
         self._most[samples] = most
         return most
@@ -110,9 +120,10 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
     residual = _sum([x.residual for x in known], (t.bytes for t in inside if t.kept))
     delayed = _sum([x.delayed for x in known], (t.bytes for t in inside if t.delayed))
     partial = _sum([x.partial for x in known], (t.bytes for t in inside if t.gradient_delayed))
-    temporary = [layer.temporary_bytes for layer in layers]
+    unread = _unread(known, inside, start)
+    recomputed = [_Unread(ZERO, ZERO)] * len(layers)
     if recompute == "boundary":
-        temporary = [Cost(x.fixed + residual.fixed, x.per_sample + residual.per_sample) for x in temporary]
+        recomputed = unread
         residual, delayed, partial = ZERO, ZERO, partial + delayed
     elif recompute == "min_cut":
         leaving = [t for t in profile.tensors if t.producer in members and not _stays(t, members) and t.kept]
@@ -120,17 +131,15 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
             [x.residual_bytes if x.min_cut_residual_bytes is None else x.min_cut_residual_bytes for x in layers]
         )
         crossing = _sum([t.bytes for t in leaving])
-        least = Cost(max(0.0, fewest.fixed - crossing.fixed), max(0.0, fewest.per_sample - crossing.per_sample))
-        again = Cost(max(0.0, residual.fixed - least.fixed), max(0.0, residual.per_sample - least.per_sample))
-        temporary = [x + again for x in temporary]
+        least = _less(fewest, crossing)
+        again = _less(residual, least)
+        # Which residuals are computed again isn't known by layer: the same part of each.
+        recomputed = [_Unread(*(_in_proportion(again, x, residual) for x in own)) for own in unread]
         residual = least
         delayed = Cost(min(delayed.fixed, least.fixed), min(delayed.per_sample, least.per_sample))
     steps = []
-    for index, layer, cost in zip(members, known, temporary, strict=True):
-        flowing = [t for t in profile.tensors if t.differentiable]
-        given = [t.bytes for t in flowing if t.producer == index and max(t.consumers) in members]
-        returned = [t.bytes for t in flowing if index in t.consumers]
-        steps.append(_Step(layer.gradients, layer.partial, cost, _sum([*given, *returned])))
+    for layer, own, flowing, again in zip(layers, known, _passing(profile, members), recomputed, strict=True):
+        steps.append(_Step(own.gradients, own.partial, layer.temporary_bytes, flowing, *again))
     entering = [t for t in profile.tensors if t.producer < start and any(i in members for i in (*t.consumers, *t.kept))]
     leaving = [t for t in profile.tensors if t.producer in members and not _stays(t, members)]
     return StageBuffers(
@@ -152,6 +161,97 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
         rows=_sum([x.rows for x in known]),
         apply=sum(x.apply for x in known),
         _steps=tuple(steps),
+    )
+
+
+@dataclass
+class _Gradient:
+    """A gradient of a tensor in a stage's backward: its bytes, and the layers during whose backwards it is there.
+
+    Attributes:
+        bytes: its size.
+        made: the layer whose backward makes it.
+        until: the layer whose backward reads it last, at most ``made``.
+    """
+
+    bytes: Cost
+    made: int
+    until: int
+
+
+def _passing(profile: Profile, members: range) -> list[Cost]:
+    """Returns for each layer of a stage the gradients of tensors that are there during its backward.
+
+    What several layers read gets a gradient from each. They are added up when the last one is there, as a tape does;
+    until then all of them wait. The sum stays until the producer's backward or, for another stage's tensor, to the end.
+    A layer whose backward allocates nothing, such as an addition, returns the buffer that it was given.
+    """
+    made: list[_Gradient] = []
+    sums: dict[int, list[_Gradient]] = {}  # layer -> the gradients of what it makes, but for those of other stages
+    terms: dict[int, list[_Gradient]] = {}  # position of a tensor -> the gradients to be added up
+    for layer in reversed(members):
+        own = sums.get(layer, [])
+        passes_on = profile.layers[layer].temporary_bytes == ZERO and len(own) <= 1
+        for position, tensor in enumerate(profile.tensors):
+            if not tensor.differentiable or layer not in tensor.consumers:
+                continue
+            readers = [reader for reader in tensor.consumers if reader in members]
+            # That of another stage counts as what the stage is given.
+            gradient = own[0] if passes_on and own else _Gradient(tensor.bytes, layer, layer)
+            gradient.until = min(gradient.until, readers[0])
+            terms.setdefault(position, []).append(gradient)
+            made += [] if passes_on else [gradient]
+            if layer > readers[0]:
+                continue
+            start = max(tensor.producer, members.start)
+            total = gradient
+            if len(readers) < len(tensor.consumers) or len(readers) > 1:
+                total = _Gradient(tensor.bytes, layer - 1, start)
+                made.append(total)
+            total.until = min(total.until, start)
+            sums.setdefault(tensor.producer, []).append(total)
+    passing = [ZERO] * len(members)
+    for gradient in made:
+        for layer in range(gradient.until, gradient.made + 1):
+            passing[layer - members.start] += gradient.bytes
+    return passing
+
+
+class _Unread(NamedTuple):
+    """Residuals of a stage that the backwards of its first layers read: all, and those of them that Bw doesn't read."""
+
+    all: Cost
+    input: Cost
+
+
+def _unread(layers: Sequence[LayerBuffers], inside: Sequence[Tensor], start: int) -> list[_Unread]:
+    """Returns for each layer of a stage what its own and earlier layers' backwards read.
+
+    Args:
+        layers: the buffers of its layers.
+        inside: tensors between them that no other stage reads.
+        start: number of the first layer.
+    """
+    unread, total, of_input = [], ZERO, ZERO
+    for index, layer in enumerate(layers, start):
+        last_read = [tensor for tensor in inside if tensor.kept and min(tensor.kept) == index]
+        total = _sum([total, layer.residual], (tensor.bytes for tensor in last_read))
+        own = _less(layer.residual, layer.delayed)
+        of_input = _sum([of_input, own], (tensor.bytes for tensor in last_read if not tensor.delayed))
+        unread.append(_Unread(total, of_input))
+    return unread
+
+
+def _less(first: Cost, second: Cost) -> Cost:
+    """Returns the difference of two costs, at least 0 in both parts."""
+    return Cost(max(0.0, first.fixed - second.fixed), max(0.0, first.per_sample - second.per_sample))
+
+
+def _in_proportion(amount: Cost, part: Cost, whole: Cost) -> Cost:
+    """Returns the share of an amount that ``part`` is of ``whole``."""
+    return Cost(
+        amount.fixed * part.fixed / whole.fixed if whole.fixed else 0.0,
+        amount.per_sample * part.per_sample / whole.per_sample if whole.per_sample else 0.0,
     )
 
 
