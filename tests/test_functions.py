@@ -14,8 +14,7 @@ from models_for_tests import with_layer
 
 import dapple_tf as dapple
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import function_names
-from graph_passes.ir.tensorflow_bridge import XLA
+from graph_passes.ir.graph import COMPILED_ATTR, function_names
 from graph_passes.passes.call_gradients import differentiable_calls
 
 layers = keras.layers
@@ -178,7 +177,7 @@ def test_a_grouped_convolution_is_one_compiled_call_forward_and_one_backward() -
         assert stage.forward is not None and stage.backward is not None
         for function in (stage.forward, stage.backward):
             calls = [node for node in function.function.node_def if node.op in CALLS]
-            assert [node.attr[XLA].b for node in calls] == [True], function.name
+            assert [node.attr[COMPILED_ATTR].b for node in calls] == [True], function.name
 
 
 @pytest.mark.thorough

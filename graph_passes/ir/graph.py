@@ -22,6 +22,8 @@ AttrValue: TypeAlias = attr_value_pb2.AttrValue
 # Attributes that carry roles, so that a dumped GraphDef explains itself in any viewer.
 OWN_ATTRS = "_dapple_"
 """Prefix of the attributes that say what a node is for."""
+COMPILED_ATTR = "_XlaMustCompile"
+"""TensorFlow's: that XLA compiles a function, or what a call calls."""
 LAYER_ATTR = "_dapple_layer"
 STAGE_ATTR = "_dapple_stage"
 PHASE_ATTR = "_dapple_phase"

@@ -9,6 +9,7 @@ from tensorflow.core.framework import function_pb2, types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    COMPILED_ATTR,
     LAYER_ATTR,
     AttrValue,
     Graph,
@@ -27,7 +28,6 @@ FunctionDef: TypeAlias = function_pb2.FunctionDef
 
 # One call is one node of the executor: without this attribute Grappler inlines the body into the step's graph.
 _NOINLINE = "_noinline"
-_XLA = "_XlaMustCompile"
 COLOCATION = "_class"
 """Colocation attribute: it names nodes of the flat graph, which a function's body doesn't have."""
 
@@ -93,7 +93,7 @@ def outline(
     function.signature.is_stateful = stateful
     function.attr[_NOINLINE].b = True
     if jit_compile:
-        function.attr[_XLA].b = True
+        function.attr[COMPILED_ATTR].b = True
     for key, value in (attrs or {}).items():
         function.attr[key].s = value.encode()
     return function
@@ -123,15 +123,15 @@ def call_node(
         "Tout": dtypes_attr([arg.type for arg in signature.output_arg]),
         "f": function_attr(signature.name),
     }
-    if _XLA in function.attr:
-        call[_XLA] = function.attr[_XLA]
+    if COMPILED_ATTR in function.attr:
+        call[COMPILED_ATTR] = function.attr[COMPILED_ATTR]
     op = "StatefulPartitionedCall" if signature.is_stateful else "PartitionedCall"
     return make_node(name, op, inputs, device=device, control=control, attrs={**call, **(attrs or {})})
 
 
 def is_compiled(function: FunctionDef) -> bool:
     """Returns whether XLA compiles a function."""
-    return _XLA in function.attr and function.attr[_XLA].b
+    return COMPILED_ATTR in function.attr and function.attr[COMPILED_ATTR].b
 
 
 def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
@@ -147,7 +147,7 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
     inner = FunctionDef()
     inner.CopyFrom(function)
     inner.signature.name = f"{function.signature.name}_compiled"
-    inner.attr[_XLA].b = True
+    inner.attr[COMPILED_ATTR].b = True
     del inner.node_def[:]
     made = [node for node in function.node_def if node.op == "VarHandleOp"]
     handles: dict[bytes, NodeDef] = {}  # one for each variable

@@ -17,6 +17,7 @@ from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    COMPILED_ATTR,
     LAYER_ATTR,
     OWN_ATTRS,
     AttrValue,
@@ -32,8 +33,6 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 
-XLA = "_XlaMustCompile"
-"""Attribute of functions and calls that XLA compiles as a whole."""
 FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
 Shape = tuple[int | None, ...]
 _Place = tuple[int, int]
@@ -313,7 +312,7 @@ def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -
         "Tout": AttrValue(list=AttrValue.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes])),
         "f": AttrValue(func=operation.get_attr(CALL_GRADIENT_FUNCTION)),
     }
-    attrs |= {name: value for name, value in operation.node_def.attr.items() if name == XLA}
+    attrs |= {name: value for name, value in operation.node_def.attr.items() if name == COMPILED_ATTR}
     graph = tf.compat.v1.get_default_graph()  # In the gradient of a loop it isn't the operation's.
     computed = iter(graph.create_op(operation.type, arguments, dtypes, attrs=attrs, name="gradient_call").outputs)
     by_input: dict[int, tf.Tensor | tf.IndexedSlices] = {}

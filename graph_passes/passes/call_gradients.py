@@ -21,7 +21,7 @@ from graph_passes.ir.graph import (
     function_attr,
     make_node,
 )
-from graph_passes.ir.outline import FunctionDef, dtype_of, outline
+from graph_passes.ir.outline import FunctionDef, dtype_of, is_compiled, outline
 from graph_passes.ir.resource_use import called_functions
 from graph_passes.ir.storage import merge_gradients, merge_library
 from graph_passes.ir.tensorflow_bridge import (
@@ -30,7 +30,6 @@ from graph_passes.ir.tensorflow_bridge import (
     CALL_GRADIENT_FUNCTION,
     CALL_GRADIENT_READS,
     CALL_GRADIENT_RESULTS,
-    XLA,
     add_gradients,
     function_graph,
 )
@@ -159,7 +158,7 @@ class _Rewriting:
         of_gradients = [number for number, ref in arriving.items() if ref in read]
         arguments = [inputs[number] for number in of_inputs]
         arguments += [kept[number] for number in of_outputs] + [arriving[number] for number in of_gradients]
-        compiled = XLA in function.attr and function.attr[XLA].b
+        compiled = is_compiled(function)
         forward = outline(self.names.fresh(f"{name}_forward"), joint, inputs, kept, jit_compile=compiled)
         gradient = outline(self.names.fresh(f"{name}_gradient"), joint, arguments, wanted, jit_compile=compiled)
         self._take_over(whole, (forward, gradient))

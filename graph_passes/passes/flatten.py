@@ -10,6 +10,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS, CallOrder, Touch
 from graph_passes.ir.graph import (
     CALL_ATTR,
+    COMPILED_ATTR,
     MICRO_BATCH_ATTR,
     OWN_ATTRS,
     STAGE_ATTR,
@@ -26,8 +27,6 @@ from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.resource_use import ResourceUse, called_functions
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import makes_resource, output_number
-
-_XLA = "_XlaMustCompile"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ class _Flattening:
 
     def _function_of(self, call: NodeDef) -> FunctionDef:
         function = self.functions[call.attr["f"].func.name]
-        compiled = any(_XLA in attrs and attrs[_XLA].b for attrs in (call.attr, function.attr))
+        compiled = any(COMPILED_ATTR in attrs and attrs[COMPILED_ATTR].b for attrs in (call.attr, function.attr))
         if compiled and not self.options.compiled:
             raise PassError(
                 f"call {call.name!r} runs {function.signature.name!r}, which XLA compiles as a whole: its operators "
