@@ -19,6 +19,7 @@ from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.garbage import without_collection
 from dapple_tf.keras_private import compiled_loss, fresh_loss, items_of, output_structure, replaced_compilation
 from dapple_tf.measuring.example_batch import labels_of_outputs
 from dapple_tf.progress import Progress
@@ -63,6 +64,7 @@ def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) ->
             find_call(path, [LayerCall(name, 0, 1) for name in sorted(names)])
 
 
+@without_collection
 def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
     """Returns the notes of a training step that follow from the inputs that a model declares.
 

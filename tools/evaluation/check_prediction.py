@@ -24,6 +24,8 @@ from dapple_tf.automatic import plan_model, slice_sizes
 from dapple_tf.models.gpt import gpt
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
+from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import cells, check_output, write_results
 
@@ -31,6 +33,7 @@ FLAGS = flags.FlagValues()
 
 _MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "Models to train: mlp, conv or gpt.", flag_values=FLAGS)
 _DEVICES = flags.DEFINE_integer("devices", 2, "Local devices.", lower_bound=1, flag_values=FLAGS)
+_SCHEDULES = flags.DEFINE_list("schedules", list(POLICIES), "Schedules of the pipelines.", flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 30, "Measured steps of each plan.", lower_bound=3, flag_values=FLAGS)
 _CACHE = flags.DEFINE_bool("cache", False, "Reuse cached profiles.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
@@ -75,26 +78,39 @@ MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
 
 
 def plans_of(profile: dapple.Profile, chosen: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
-    """Yields the reference, what the planner found, and plans of other shapes."""
+    """Yields the reference, what the planner found, and plans of other shapes: pipelines under every policy."""
     batch = chosen.global_batch_size
     yield dapple.Plan.data_parallel(1, batch)
     yield chosen
     yield dapple.Plan.data_parallel(1, batch, 4)
-    if devices > 1:
-        yield dapple.Plan.data_parallel(2, batch, 2)
-        middle = _middle(profile)
-        for schedule in ("gpipe", "dapple_a", "dapple_b"):
-            yield dapple.Plan.straight([middle], batch, 4, schedule)
-        yield dapple.Plan.straight([middle], batch, 4, recompute="boundary")
+    if devices == 1:
+        return
+    yield dapple.Plan.data_parallel(devices, batch, 2)
+    for schedule in _SCHEDULES.value:
+        yield pipeline(profile, batch, devices, schedule)
+    for recompute in ("boundary", "min_cut"):
+        yield pipeline(profile, batch, devices, "dapple_a", recompute=recompute)
     if devices > 2:
-        yield dapple.Plan.manual([_middle(profile)], [[0, 1], [2]], 4, batch)
+        yield dapple.Plan.manual(even_cuts(profile, 2), [[0, 1], [2]], 4, batch)
 
 
-def _middle(profile: dapple.Profile) -> str:
-    """Returns the layer after which half of the time has passed."""
+def pipeline(
+    profile: dapple.Profile, batch: int, devices: int, schedule: str, *, recompute: str = "none"
+) -> dapple.Plan:
+    """Returns a pipeline over devices, with as many stages on each as the policy needs."""
+    placements = policy_of(schedule).planning.placements
+    placement = placements[-1]  # modulo also takes one stage on each device, where it is fast_forward
+    groups = placement.stages([(device,) for device in range(devices)], 1 if placement is Placement.STRAIGHT else 2)
+    assert groups is not None
+    return dapple.Plan.manual(even_cuts(profile, len(groups)), groups, 4, batch, schedule, recompute=recompute)
+
+
+def even_cuts(profile: dapple.Profile, stages: int) -> list[str]:
+    """Returns the layers after which each stage's share of the time has passed."""
     samples = profile.batch_sizes[-1]
     times = np.cumsum([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
-    return profile.layers[int(np.argmin(np.abs(times[:-1] - times[-1] / 2)))].name
+    ends = [int(np.argmin(np.abs(times[:-1] - times[-1] * stage / stages))) for stage in range(1, stages)]
+    return [profile.layers[end].name for end in ends]
 
 
 def check(name: str) -> list[dict[str, Any]]:
@@ -150,6 +166,7 @@ COLUMNS = {
 def main() -> None:
     """Runs the comparison."""
     command.check_choices(_MODELS, MAKERS)
+    command.check_choices(_SCHEDULES, POLICIES, empty=True)
     check_output(_JSON.value)
     rows = [row for name in _MODELS.value for row in check(name)]
     shown = [row | {"plan": row["plan"] + " (the planner's)" * row["planned"]} for row in rows]
