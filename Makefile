@@ -80,8 +80,9 @@ faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an
 test: lint ## check style and types, and run the tests but for most of many like cases, in under eight minutes
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
 
-test-all: lint ## run every check: lint, types and all tests, in some half an hour
-	$(BIN)/python -m pytest -n auto --dist worksteal
+# In a second run, with fresh processes: what a thousand sessions have left in memory isn't there any more.
+test-all: test ## run every check: lint, types and all tests, in half an hour
+	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
 
 test-oldest: ## run the tests of what isn't public with the oldest TensorFlow and Keras that setup.py allows, two minutes
 	@test -n "$(PYTHON)" || { echo "found no python3.11 or python3; set PYTHON=" >&2; exit 1; }

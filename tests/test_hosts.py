@@ -169,7 +169,7 @@ def test_links_between_hosts_are_measured_as_they_are(hosts: Hosts, rate: int, t
         hosts.limit(None)
     assert done.returncode == 0, done.stderr
     assert "10.77.0.2:2222    2 CPU" in done.stdout
-    assert "\n0 - 1 " in done.stdout and "\nall-reduce " in done.stdout
+    assert "\n0 - 1 " in done.stdout and "\nring through all devices " in done.stdout
     measured = dapple.Cluster.load(out)
     assert [measured.devices_of(server) for server in range(2)] == [(0, 1), (2, 3)]
     assert measured.inter_bandwidth == pytest.approx(rate * 1e6 / 8, rel=0.15)

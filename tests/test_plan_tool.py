@@ -44,7 +44,7 @@ def test_choices(files: given.Files, tmp_path: pathlib.Path) -> None:
     assert run(*common, "--micro_batches=4", "--schedule=gpipe", "--recompute=boundary", "--jit_compile") == 0
     loaded = dapple.Plan.load(out)
     assert (loaded.micro_batches, loaded.recompute, loaded.jit_compile) == (4, "boundary", True)
-    options: dict[str, Any] = {"schedule": "auto", "reverse_first_k": "auto", "overlap": True}
+    options: dict[str, Any] = {"schedule": "auto", "reverse_first_k": "auto"}
     assert run(*common, "--schedule=auto", "--reverse_first_k=auto") == 0
     assert dapple.Plan.load(out) == dapple.plan(given.profile(), given.cluster(), 24, **options)
     assert run(*common, "--schedule=dapple_a,zb_h1", "--micro_batches=2,4") == 0

@@ -123,8 +123,10 @@ def test_a_cheap_row_is_as_stored(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_all_rows_are_as_stored(tmp_path: pathlib.Path) -> None:
-    check_stored(tmp_path)
+@pytest.mark.parametrize("model", list(MODELS))
+def test_rows_of_four_devices_are_as_stored(tmp_path: pathlib.Path, model: str) -> None:
+    """With all searches; `make results-operators` computes the rows of two and eight devices, too."""
+    check_stored(tmp_path, f"--models={model}", "--devices=4")
 
 
 # ---- rows
