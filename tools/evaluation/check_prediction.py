@@ -73,6 +73,9 @@ def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
     return model, tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
 
 
+_TURN, _COUNTED = 4, 2
+"""Number of steps of a plan in its turn, and of the last of them, which count: the first ones get their data back into
+the caches, and after them the operating system still moves threads between cores."""
 MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
 """Name of a model -> function that returns it with a batch."""
 
@@ -124,21 +127,22 @@ def check(name: str) -> list[dict[str, Any]]:
     chosen, profile, cluster = planned.plan, planned.profile, planned.cluster
     plans = list(dict.fromkeys(plans_of(profile, chosen, _DEVICES.value)))
     trainers = [dapple.transform(model, cluster, plan, profile=profile) for plan in plans]
-    bar = Progress(f"training {name}", _STEPS.value, shown=True)
-    for _ in range(_STEPS.value + 3):
-        for trainer in trainers:
-            trainer.train_on_batch(x, y)
-            trainer.train_on_batch(x, y)  # the first one has to get its data back into the caches
+    turns = -(-_STEPS.value // _COUNTED)
+    steps: list[list[float]] = [[] for _ in trainers]
+    bar = Progress(f"training {name}", turns + 1, shown=True)
+    for turn in range(turns + 1):  # in the first one steps are prepared
+        for trainer, own in zip(trainers, steps, strict=True):
+            for number in range(_TURN):
+                trainer.train_on_batch(x, y)
+                if turn and number >= _TURN - _COUNTED:
+                    own.append(trainer.last_step_seconds)
         bar.step(f"{len(trainers)} plans in turns")
     bar.close()
     rows = []
-    reference = trainers[0].prediction
-    assert reference is not None and reference.measured is not None
-    drift = reference.measured / reference.predicted
-    for plan, trainer in zip(plans, trainers, strict=True):
-        prediction = trainer.prediction
-        assert prediction is not None
-        measured = statistics.median(prediction.steps[1::2])
+    predictions = [prediction for trainer in trainers if (prediction := trainer.prediction) is not None]
+    drift = statistics.median(steps[0]) / predictions[0].predicted
+    for plan, prediction, own in zip(plans, predictions, steps, strict=True):
+        measured = statistics.median(own)
         rows.append(
             {
                 "model": name,
