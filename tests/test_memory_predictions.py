@@ -197,6 +197,24 @@ def test_an_addition_returns_the_gradient_that_it_was_given() -> None:
     assert gradients_by_layer(fan(adds=True), 0, 4) == [1, 1, 0, 0]
 
 
+def test_gradients_of_another_stages_tensor_are_added_up_there() -> None:
+    # l0's tensor is read by l1, and by l2 and l3 in later stages: l1 returns its own gradient alone.
+    assert gradients_by_layer(fan(adds=False), 1, 2) == [1]
+    # Where l0 is, l1's waits for those that come back.
+    assert gradients_by_layer(fan(adds=False), 0, 2) == [1, 1]
+
+
+def test_what_bx_computes_again_for_bw_is_there_until_bw() -> None:
+    model = profile(4)
+    layers = [dataclasses.replace(one, min_cut_residual_bytes=Cost(60.0)) for one in model.layers]
+    again = stage_buffers(dataclasses.replace(model, layers=tuple(layers)), 1, 3, "min_cut")
+    assert again is not None
+    # A min-cut keeps 60 bytes of each of two layers; the tensor to the next stage is one of them.
+    assert again.residual == again.delayed == Cost(2 * 60 - OUT)
+    # Bw reads all that it reads without recomputation; what isn't kept comes from Bx.
+    assert again.partial == Cost(2 * PARTIAL + (2 * LATE + OUT) - (2 * 60 - OUT))
+
+
 def test_a_profile_without_buffers_is_counted_by_its_sums() -> None:
     model = profile(2)
     plain = dataclasses.replace(

@@ -135,8 +135,9 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
         again = _less(residual, least)
         # Which residuals are computed again isn't known by layer: the same part of each.
         recomputed = [_Unread(*(_in_proportion(again, x, residual) for x in own)) for own in unread]
-        residual = least
+        residual, late = least, delayed
         delayed = Cost(min(delayed.fixed, least.fixed), min(delayed.per_sample, least.per_sample))
+        partial += _less(late, delayed)  # Bx computes it again, for Bw, too.
     steps = []
     for layer, own, flowing, again in zip(layers, known, _passing(profile, members), recomputed, strict=True):
         steps.append(_Step(own.gradients, own.partial, layer.temporary_bytes, flowing, *again))
@@ -205,7 +206,7 @@ def _passing(profile: Profile, members: range) -> list[Cost]:
                 continue
             start = max(tensor.producer, members.start)
             total = gradient
-            if len(readers) < len(tensor.consumers) or len(readers) > 1:
+            if len(readers) > 1 or (tensor.producer in members and len(readers) < len(tensor.consumers)):
                 total = _Gradient(tensor.bytes, layer - 1, start)
                 made.append(total)
             total.until = min(total.until, start)
