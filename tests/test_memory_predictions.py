@@ -159,20 +159,20 @@ def test_what_b_computes_again_goes_layer_by_layer() -> None:
         ),
     )
     again = stage_buffers(small, 1, 3, "boundary")
-    assert again is not None and again.working(1) == 2 * KEPT + OUT
+    assert again is not None and again.working(1) == 2 * KEPT + OUT + OUT  # the last: the gradient that it returns
     # Bw reads the rest of them, which counts as made by Bx.
-    assert again.working_input(1) == 2 * (KEPT - LATE)
+    assert again.working_input(1) == max(2 * (KEPT - LATE) + OUT, KEPT - LATE + 2 * OUT)
 
 
-def fan(adds: bool) -> Profile:
+def fan(adds: bool, kept: tuple[int, ...] = ()) -> Profile:
     """Layers l0 to l4: l1 to l3 read the tensors of l0 and of the layer before, l4 reads that of l3.
 
-    With ``adds`` the backward of l2 and l3 allocates nothing, like an addition's.
+    With ``adds`` l2 and l3 have no parameters and no residuals, like additions; backwards of ``kept`` read it, too.
     """
     layers = [layer(f"l{i}") for i in range(5)]
     if adds:
-        layers[2:4] = [dataclasses.replace(one, temporary_bytes=ZERO, buffers=LayerBuffers()) for one in layers[2:4]]
-    tensors = [Tensor(0, (1, 2, 3), Cost(OUT)), *(Tensor(i, (i + 1,), Cost(OUT)) for i in (1, 2, 3))]
+        layers[2:4] = [dataclasses.replace(one, buffers=LayerBuffers()) for one in layers[2:4]]
+    tensors = [Tensor(0, (1, 2, 3), Cost(OUT), True, kept), *(Tensor(i, (i + 1,), Cost(OUT)) for i in (1, 2, 3))]
     return Profile("fan", "none", (1,), tuple(layers), tuple(tensors))
 
 
@@ -193,8 +193,13 @@ def test_gradients_of_what_several_layers_read_wait_for_the_last_one() -> None:
 def test_an_addition_returns_the_gradient_that_it_was_given() -> None:
     # l4's gradient goes to l1, and to l0 from both additions.
     assert gradients_by_layer(fan(adds=True), 0, 5) == [1, 2, 1, 1, 1]
-    # What another stage returns is counted there.
-    assert gradients_by_layer(fan(adds=True), 0, 4) == [1, 1, 0, 0]
+    # Without l4, l3 is given another stage's gradient, which counts as the stage's.
+    assert gradients_by_layer(fan(adds=True), 0, 4) == [1, 3, 2, 2]
+
+
+def test_a_product_makes_a_gradient_for_each_of_its_factors() -> None:
+    """Gated units took a fifth more than predicted, as their products were taken for additions."""
+    assert gradients_by_layer(fan(adds=True, kept=(2, 3)), 0, 5) == [1, 4, 4, 3, 1]
 
 
 def test_gradients_of_another_stages_tensor_are_added_up_there() -> None:
@@ -204,15 +209,33 @@ def test_gradients_of_another_stages_tensor_are_added_up_there() -> None:
     assert gradients_by_layer(fan(adds=False), 0, 2) == [1, 1]
 
 
-def test_what_bx_computes_again_for_bw_is_there_until_bw() -> None:
+def test_bx_and_bw_each_compute_again_what_a_min_cut_does_not_keep() -> None:
+    """It was taken to be handed from Bx to Bw: up to 2.7 times as much as there was."""
     model = profile(4)
-    layers = [dataclasses.replace(one, min_cut_residual_bytes=Cost(60.0)) for one in model.layers]
+    layers = [
+        dataclasses.replace(one, residual_bytes=Cost(KEPT + OUT), min_cut_residual_bytes=Cost(60.0))
+        for one in model.layers
+    ]
     again = stage_buffers(dataclasses.replace(model, layers=tuple(layers)), 1, 3, "min_cut")
     assert again is not None
-    # A min-cut keeps 60 bytes of each of two layers; the tensor to the next stage is one of them.
+    # It keeps 60 bytes of each of two layers; the tensor to the next stage is one of them.
     assert again.residual == again.delayed == Cost(2 * 60 - OUT)
-    # Bw reads all that it reads without recomputation; what isn't kept comes from Bx.
-    assert again.partial == Cost(2 * PARTIAL + (2 * LATE + OUT) - (2 * 60 - OUT))
+    assert again.partial == Cost(2 * PARTIAL)
+    assert again.working_weight(1) == 2 * GRADIENTS + (2 * LATE + OUT) - (2 * 60 - OUT)
+
+
+def test_layers_from_which_a_min_cut_saves_nothing_have_no_part_in_what_is_computed_again() -> None:
+    model = profile(4)
+    saved = {1: 60.0, 2: KEPT + OUT}
+    layers = [
+        dataclasses.replace(
+            one, residual_bytes=Cost(KEPT + OUT), min_cut_residual_bytes=Cost(saved.get(index, KEPT + OUT))
+        )
+        for index, one in enumerate(model.layers)
+    ]
+    again = stage_buffers(dataclasses.replace(model, layers=tuple(layers)), 1, 3, "min_cut")
+    assert again is not None
+    assert [step.recomputed.at(1) for step in again._steps] == [50.0, 50.0]
 
 
 def test_a_profile_without_buffers_is_counted_by_its_sums() -> None:

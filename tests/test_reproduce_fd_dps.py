@@ -135,7 +135,7 @@ def test_rows_of_four_devices_are_as_stored(tmp_path: pathlib.Path, model: str) 
 def row(setting: Setting | None = None, **seconds: float) -> Row:
     """A row of made-up times, of which all is well."""
     times = {
-        **{"single": 8.0, "data_parallel": 2.0, "own_statistics": 1.9, "split_by_batch": 2.1, "dpos": 3.0},
+        **{"single": 8.0, "data_parallel": 2.1, "own_statistics": 2.0, "split_by_batch": 2.1, "dpos": 3.0},
         **{"fast_t": 2.0, "mp_dps": 1.8, "d_dps": 1.7, "one_copy": 6.0, "alone": 5.5, "fd_dps": 1.5},
     } | seconds
     return Row(
@@ -271,38 +271,19 @@ def test_what_is_out_of_memory_is_counted() -> None:
     ]
     claims = [claim for claim in claims_of(rows) if claim.part == "table 5, OOM"]
     assert [(claim.name, claim.ours, claim.verdict) for claim in claims] == [
-        ("NASNet-large: single needs more memory than there is", "OOM (15.1 of 15.0 GB)", "reproduced"),
-        *(
-            (
-                f"NASNet-large, {count} devices: DP needs more memory than there is",
-                "fits (1.0 of 15.0 GB)",
-                "not reproduced",
-            )
-            for count in (4, 8)
-        ),
-    ]
+        (
+            f"NASNet-large, {count} devices: DP needs more memory than there is",
+            "fits (1.0 of 15.0 GB)",
+            "not reproduced",
+        )
+        for count in (4, 8)
+    ]  # That one device is short of memory isn't counted: the usable memory was chosen when that was known.
     assert "One device would need 15.1 GB for NASNet-large, and has 15.0" in reasons(rows, claims)
 
 
-def test_figure_5() -> None:
-    slow = outcome(row(Setting("VGG-16", 8)), "fd_dps", search_seconds=30.0)
-    slow = outcome(slow, "mp_dps", search_seconds=10.0)
-    claims = [claim for claim in claims_of([slow]) if claim.part == "figure 5"]
-    assert {claim.name.partition(": ")[2]: (claim.ours, claim.verdict) for claim in claims} == {
-        "FastT's search takes less time than FD-DPS's": ("yes", "reproduced otherwise"),
-        "MP-DPS's search takes less time than D-DPS(-F)'s": ("yes", "reproduced"),
-        "MP-DPS's search takes less time than FD-DPS's": ("yes", "reproduced"),
-        "D-DPS(-F)'s search takes less time than FD-DPS's": ("yes", "reproduced"),
-    }
-    quick = outcome(slow, "fd_dps", search_seconds=15.0)
-    claims = [claim for claim in claims_of([quick]) if claim.verdict == "not reproduced" and claim.part == "figure 5"]
-    assert [(claim.name.partition("'s")[0], claim.reason) for claim in claims] == [
-        (
-            "VGG-16, 8 devices: FastT",
-            "FD-DPS has FastT's placement as one of its candidates, and simulates all of them",
-        ),
-        ("VGG-16, 8 devices: D-DPS(-F)", "20.0 s, 15.0 s"),
-    ]
+def test_times_of_searches_are_not_counted() -> None:
+    """Which search takes less time follows from the bound on visited operators that we chose."""
+    assert not [claim for claim in claims_of([row(Setting("VGG-16", 8))]) if "search takes" in claim.name]
 
 
 def test_rows_in_which_splits_lose_are_named() -> None:
@@ -343,7 +324,7 @@ def test_document(tmp_path: pathlib.Path) -> None:
     ]
     write(rows, claims_of(rows), tmp_path)
     document = (tmp_path / "fd_dps.md").read_text()
-    times = "(8000) | 2000 | 1900 | 2100 | 3000 | 2000 | 1800 | 1700 | 1500 | 1000"
+    times = "(8000) | 2100 | 2000 | 2100 | 3000 | 2000 | 1800 | 1700 | 1500 | 1000"
     assert f"| NASNet-large | 8 | {times} |" in document
     assert "| Conv1_2 | 15.67 | 10.00 | batch x 4 | no | 15.67 | 43.8 | yes |" in document
     assert "Conv2D (7) | batch x 8 (7) |" in document
@@ -359,9 +340,9 @@ def test_rows_are_read_as_written() -> None:
 def test_differences_beyond_two_percent_and_other_verdicts_are_named() -> None:
     before = row(Setting("ResNet-200", 8))
     assert differences([before], [row(Setting("ResNet-200", 8), fast_t=2.03)], SEARCH_SECONDS) == []
-    changed = differences([before], [row(Setting("ResNet-200", 8), data_parallel=2.2)], SEARCH_SECONDS)
+    changed = differences([before], [row(Setting("ResNet-200", 8), own_statistics=2.2)], SEARCH_SECONDS)
     assert changed == [
-        "ResNet-200, 8 devices: data_parallel ms: 2000 is stored, 2200 computed",
+        "ResNet-200, 8 devices: own_statistics ms: 2000 is stored, 2200 computed",
         "ResNet-200, 8 devices: FastT's step over DP's: was not reproduced (1.00), is reproduced (0.91)",
     ]
     assert differences([], [before], SEARCH_SECONDS) == ["ResNet-200, 8 devices: isn't stored"]

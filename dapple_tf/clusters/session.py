@@ -14,6 +14,7 @@ from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
 from dapple_tf.describe.cluster import Cluster
+from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import COMPILED_ATTR, GraphDef, Names, data_inputs, dtype_attr, make_node, shape_attr
 from graph_passes.ir.tensorflow_private import prepared_run
 
@@ -194,7 +195,8 @@ def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str
         if "f" in node.attr:
             # Nobody needs the shapes of calls' results, and TensorFlow would infer them for each call.
             node.attr["_disable_call_shape_inference"].b = True
-            node.attr["config_proto"].s = _calls_config()
+            if node.op in CALLS and not node.attr["config_proto"].s:
+                node.attr["config_proto"].s = _calls_config()
     for function in graph.library.function:
         if function.signature.name not in library:
             library.add(function.signature.name)
@@ -220,7 +222,7 @@ def _calls_config() -> bytes:
 
 
 def _spare_searching_calls(graph: GraphDef) -> None:
-    """Adds a reference variable that the nodes which cut the batch come after, and so all calls of functions.
+    """Adds a reference variable that the nodes which cut the batch come after, and so nearly all calls of functions.
 
     One of TensorFlow's passes (`EncapsulateSubgraphsPass`) finds the nodes that depend on reference variables. It
     instantiates the function of each call for that, of a thousand calls a thousand times, unless the call depends on

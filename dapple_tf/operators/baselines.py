@@ -48,13 +48,14 @@ class DataParallelStep:
 
 
 def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = False) -> DataParallelStep:
-    """Simulates the whole step on each device for 1/V of the batch, with gradients all-reduced in a ring.
+    """Simulates the whole step on each device for 1/V of the batch, with gradients all-reduced in a ring or directly.
 
     Operators on samples take launch + (seconds - launch) / V; the rest, such as updates of variables, take as long as
     before, on every device. Tensors of the batch that an update reads are reduced as soon as all devices have them,
-    singly or in buckets of the size that is best, one after another in 2 (V - 1) steps of 1/V of the bytes at the
-    slowest link of the ring, while other operators run; each device adds (V - 1)/V of the bytes, as long as
-    `apply_splits` lets a sum take. Updates come last.
+    singly or in buckets of the size that is best, one after another, while other operators run: each in a ring, by 2
+    (V - 1) steps of 1/V of the bytes at its slowest link, or directly, as placements may send, too: each device sends
+    every other one its V-th over a link of their own, and then the sum of its own V-th. Each device adds (V - 1)/V of
+    the bytes, as long as `apply_splits` lets a sum take. Updates come last.
 
     Sums over the batch that operators on samples read, such as the mean in BatchNormalization, are exchanged where they
     are made: each device sends its own to all others, and adds. Only then is it the step that one device would run.
@@ -86,8 +87,10 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     hops = [(device, (device + 1) % count) for device in range(count)] if count > 1 else []
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
 
-    def ring(size: float) -> float:
-        return 2 * (count - 1) * max((topology.seconds(size / count, *hop) for hop in hops), default=0.0)
+    def reducing(size: float) -> float:
+        ring = (count - 1) * max((topology.seconds(size / count, *hop) for hop in hops), default=0.0)
+        direct = max((topology.seconds(size / count, *pair) for pair in pairs), default=0.0)
+        return 2 * min(ring, direct)
 
     def adding(tensor: int, part: float) -> np.ndarray:
         return np.asarray(graph.launch_seconds + part * problem.size[tensor] * graph.copy_seconds)
@@ -110,13 +113,13 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     reduced.sort(key=lambda tensor: ends[problem.producer[tensor]])
     gradients = [(float(ends[problem.producer[tensor]]), problem.size[tensor]) for tensor in reduced]
     by_size = [_buckets(gradients, least) for least in _BUCKETS]
-    link, buckets = min((_reduced_by(buckets, ring), buckets) for buckets in by_size)
+    link, buckets = min((_reduced_by(buckets, reducing), buckets) for buckets in by_size)
     computed = float(ends.max(initial=0.0))
     stored = float(graph.stored_bytes.sum())
     return DataParallelStep(
         seconds=max(computed, link) + float(share[updates].sum(axis=0).max(initial=0.0)),
         compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
-        reduce_seconds=sum(ring(size) for _, size in buckets),
+        reduce_seconds=sum(reducing(size) for _, size in buckets),
         statistics_seconds=float(statistics.sum()),
         gradient_bytes=sum(problem.size[tensor] for tensor in reduced),
         peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
@@ -139,11 +142,11 @@ def _buckets(gradients: Sequence[tuple[float, float]], least: float) -> list[tup
     return buckets
 
 
-def _reduced_by(buckets: Sequence[tuple[float, float]], ring: Callable[[float], float]) -> float:
+def _reduced_by(buckets: Sequence[tuple[float, float]], reducing: Callable[[float], float]) -> float:
     """Returns when the last of the buckets is reduced, one after another."""
     link = 0.0
     for ready, size in buckets:
-        link = max(link, ready) + ring(size)
+        link = max(link, ready) + reducing(size)
     return link
 
 

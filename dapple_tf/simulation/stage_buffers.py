@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, Profile, Tensor
+from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
 from graph_passes.ir.tasks import Phase
 
 
@@ -51,6 +52,7 @@ class StageBuffers:
         residual: made by F, kept to the end of the backward.
         delayed: the part of it that Bw reads.
         partial: made by Bx for Bw.
+        by_weight: what Bw computes again.
         gradients: dense gradients of parameters, which B or Bw returns.
         rows: gradients that are rows of embeddings, kept from the backward to the update.
         apply: peak use of the optimizer's update.
@@ -63,6 +65,7 @@ class StageBuffers:
     residual: Cost
     delayed: Cost
     partial: Cost
+    by_weight: Cost
     gradients: int
     rows: Cost
     apply: int
@@ -96,14 +99,14 @@ class StageBuffers:
         """Returns the bytes that a running Bx uses besides, beyond those that it makes for Bw."""
         return max(step.without_weights(samples) for step in self._steps)
 
-    def working_weight(self) -> float:
-        """Returns the bytes that a running Bw uses besides: its results."""
-        return float(self.gradients)
+    def working_weight(self, samples: int) -> float:
+        """Returns the bytes that a running Bw uses besides: its results, and what it computes again."""
+        return self.gradients + self.by_weight.at(samples)
 
     def most(self, samples: int, phase: Phase) -> float:
         """Returns the most bytes that a running B, Bx or Bw uses beyond kept ones."""
         if phase is Phase.WEIGHT_GRAD:
-            return self.working_weight()
+            return self.working_weight(samples)
         if phase is Phase.INPUT_GRAD:
             return self.partial.at(samples) + self.working_input(samples) + self.given.at(samples)
         return self.working(samples) + self.given.at(samples)
@@ -120,10 +123,9 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
     residual = _sum([x.residual for x in known], (t.bytes for t in inside if t.kept))
     delayed = _sum([x.delayed for x in known], (t.bytes for t in inside if t.delayed))
     partial = _sum([x.partial for x in known], (t.bytes for t in inside if t.gradient_delayed))
-    unread = _unread(known, inside, start)
-    recomputed = [_Unread(ZERO, ZERO)] * len(layers)
+    recomputed, by_weight = [_Unread(ZERO, ZERO)] * len(layers), ZERO
     if recompute == "boundary":
-        recomputed = unread
+        recomputed = _unread(known, inside, start)
         residual, delayed, partial = ZERO, ZERO, partial + delayed
     elif recompute == "min_cut":
         leaving = [t for t in profile.tensors if t.producer in members and not _stays(t, members) and t.kept]
@@ -133,14 +135,14 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
         crossing = _sum([t.bytes for t in leaving])
         least = _less(fewest, crossing)
         again = _less(residual, least)
-        # Which residuals are computed again isn't known by layer: the same part of each.
-        recomputed = [_Unread(*(_in_proportion(again, x, residual) for x in own)) for own in unread]
-        residual, late = least, delayed
-        delayed = Cost(min(delayed.fixed, least.fixed), min(delayed.per_sample, least.per_sample))
-        partial += _less(late, delayed)  # Bx computes it again, for Bw, too.
+        saved = list(itertools.accumulate(map(_saved, layers)))  # what layers up to each one don't keep
+        of_layers = [_in_proportion(again, part, saved[-1]) for part in saved]
+        recomputed = [_Unread(part, part) for part in of_layers]  # Bx and Bw each compute again what they read.
+        kept_late = Cost(min(delayed.fixed, least.fixed), min(delayed.per_sample, least.per_sample))
+        residual, delayed, by_weight = least, kept_late, _less(delayed, kept_late)
     steps = []
-    for layer, own, flowing, again in zip(layers, known, _passing(profile, members), recomputed, strict=True):
-        steps.append(_Step(own.gradients, own.partial, layer.temporary_bytes, flowing, *again))
+    for layer, own, flowing, unread in zip(layers, known, _passing(profile, members), recomputed, strict=True):
+        steps.append(_Step(own.gradients, own.partial, layer.temporary_bytes, flowing, *unread))
     entering = [t for t in profile.tensors if t.producer < start and any(i in members for i in (*t.consumers, *t.kept))]
     leaving = [t for t in profile.tensors if t.producer in members and not _stays(t, members)]
     return StageBuffers(
@@ -158,6 +160,7 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
         residual=residual,
         delayed=delayed,
         partial=partial,
+        by_weight=by_weight,
         gradients=sum(x.gradients for x in known),
         rows=_sum([x.rows for x in known]),
         apply=sum(x.apply for x in known),
@@ -185,20 +188,19 @@ def _passing(profile: Profile, members: range) -> list[Cost]:
 
     What several layers read gets a gradient from each. They are added up when the last one is there, as a tape does;
     until then all of them wait. The sum stays until the producer's backward or, for another stage's tensor, to the end.
-    A layer whose backward allocates nothing, such as an addition, returns the buffer that it was given.
+    A layer that adds returns the buffer that it was given: see `_adds`.
     """
     made: list[_Gradient] = []
     sums: dict[int, list[_Gradient]] = {}  # layer -> the gradients of what it makes, but for those of other stages
     terms: dict[int, list[_Gradient]] = {}  # position of a tensor -> the gradients to be added up
     for layer in reversed(members):
         own = sums.get(layer, [])
-        passes_on = profile.layers[layer].temporary_bytes == ZERO and len(own) <= 1
+        passes_on = len(own) == 1 and _adds(profile, layer, own[0].bytes)
         for position, tensor in enumerate(profile.tensors):
             if not tensor.differentiable or layer not in tensor.consumers:
                 continue
             readers = [reader for reader in tensor.consumers if reader in members]
-            # That of another stage counts as what the stage is given.
-            gradient = own[0] if passes_on and own else _Gradient(tensor.bytes, layer, layer)
+            gradient = own[0] if passes_on else _Gradient(tensor.bytes, layer, layer)
             gradient.until = min(gradient.until, readers[0])
             terms.setdefault(position, []).append(gradient)
             made += [] if passes_on else [gradient]
@@ -216,6 +218,18 @@ def _passing(profile: Profile, members: range) -> list[Cost]:
         for layer in range(gradient.until, gradient.made + 1):
             passing[layer - members.start] += gradient.bytes
     return passing
+
+
+def _adds(profile: Profile, layer: int, size: Cost) -> bool:
+    """Returns whether a layer joins tensors of its result's size and its backward reads none, as an addition's.
+
+    Its gradients are one buffer then; products, pools and concatenations make one for each.
+    """
+    buffers, read = profile.layers[layer].buffers, [tensor for tensor in profile.tensors if layer in tensor.consumers]
+    reads_forward = any(layer in tensor.kept for tensor in profile.tensors)
+    alike = len(read) > 1 and all(tensor.differentiable and tensor.bytes == size for tensor in read)
+    own = buffers is not None and not buffers.residual.per_sample and not buffers.gradients
+    return alike and own and not reads_forward
 
 
 class _Unread(NamedTuple):
@@ -248,11 +262,17 @@ def _less(first: Cost, second: Cost) -> Cost:
     return Cost(max(0.0, first.fixed - second.fixed), max(0.0, first.per_sample - second.per_sample))
 
 
+def _saved(layer: LayerProfile) -> Cost:
+    """Returns the residuals of a layer that a min-cut doesn't keep."""
+    least = layer.min_cut_residual_bytes
+    return ZERO if least is None else _less(layer.residual_bytes, least)
+
+
 def _in_proportion(amount: Cost, part: Cost, whole: Cost) -> Cost:
-    """Returns the share of an amount that ``part`` is of ``whole``."""
+    """Returns the share of an amount that ``part`` is of ``whole``; all of it where nothing tells."""
     return Cost(
-        amount.fixed * part.fixed / whole.fixed if whole.fixed else 0.0,
-        amount.per_sample * part.per_sample / whole.per_sample if whole.per_sample else 0.0,
+        amount.fixed * (part.fixed / whole.fixed if whole.fixed else 1.0),
+        amount.per_sample * (part.per_sample / whole.per_sample if whole.per_sample else 1.0),
     )
 
 

@@ -110,7 +110,7 @@ class StepMemory:
         if done.backward != done.weight:
             yield Life(done.device, done.backward[0], last, own.partial.at(samples))
             yield Life(done.device, *done.backward, own.working_input(samples))
-            yield Life(done.owner_device, *done.weight, own.working_weight())
+            yield Life(done.owner_device, *done.weight, own.working_weight(samples))
         elif stage not in self.split or done.device == done.owner_device:
             yield Life(done.device, *done.weight, own.working(samples))
         rows = own.rows.at(samples)

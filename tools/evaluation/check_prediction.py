@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -90,7 +90,10 @@ def plans_of(profile: dapple.Profile, chosen: dapple.Plan, devices: int) -> Iter
         return
     yield dapple.Plan.data_parallel(devices, batch, 2)
     for schedule in _SCHEDULES.value:
-        yield pipeline(profile, batch, devices, schedule)
+        if len(groups_of(schedule, devices)) <= len(profile.layers):
+            yield pipeline(profile, batch, devices, schedule)
+        else:
+            command.say(f"{schedule} needs more stages on {devices} devices than {profile.model!r} has layers")
     for recompute in ("boundary", "min_cut"):
         yield pipeline(profile, batch, devices, "dapple_a", recompute=recompute)
     if devices > 2:
@@ -101,19 +104,28 @@ def pipeline(
     profile: dapple.Profile, batch: int, devices: int, schedule: str, *, recompute: str = "none"
 ) -> dapple.Plan:
     """Returns a pipeline over devices, with as many stages on each as the policy needs."""
+    groups = groups_of(schedule, devices)
+    return dapple.Plan.manual(even_cuts(profile, len(groups)), groups, 4, batch, schedule, recompute=recompute)
+
+
+def groups_of(schedule: str, devices: int) -> Sequence[Sequence[int]]:
+    """Returns the device of each stage of a pipeline, in a list of its own."""
     placements = policy_of(schedule).planning.placements
     placement = placements[-1]  # modulo also takes one stage on each device, where it is fast_forward
     groups = placement.stages([(device,) for device in range(devices)], 1 if placement is Placement.STRAIGHT else 2)
     assert groups is not None
-    return dapple.Plan.manual(even_cuts(profile, len(groups)), groups, 4, batch, schedule, recompute=recompute)
+    return groups
 
 
 def even_cuts(profile: dapple.Profile, stages: int) -> list[str]:
     """Returns the layers after which each stage's share of the time has passed."""
     samples = profile.batch_sizes[-1]
     times = np.cumsum([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
-    ends = [int(np.argmin(np.abs(times[:-1] - times[-1] * stage / stages))) for stage in range(1, stages)]
-    return [profile.layers[end].name for end in ends]
+    ends = [-1]
+    for stage in range(1, stages):
+        first, stop = ends[-1] + 1, len(times) - (stages - stage)
+        ends.append(first + int(np.argmin(np.abs(times[first:stop] - times[-1] * stage / stages))))
+    return [profile.layers[end].name for end in ends[1:]]
 
 
 def check(name: str) -> list[dict[str, Any]]:

@@ -43,11 +43,11 @@ Section 8.3 says that BytePS prioritises communication. The scripts start a Byte
 gradients by itself, and leave no update over to the next step where k = 0.
 """
 FIGURE_13 = {
-    "the scripts' micro-batches": "scripts",
     "each system's best micro-batches": "best",
+    "the scripts' micro-batches": "scripts",
     "as many micro-batches as GPUs (figure 12)": "figure 12",
 }
-"""Section 8.4.2: setting -> that of the records. The second is the text's rule, which counts otherwise."""
+"""Section 8.4.2: setting -> that of the records. The first is the text's rule, the second counts otherwise."""
 
 Record = Mapping[str, str | float | int | None]
 Records = Mapping[str, Sequence[Record]]
@@ -280,13 +280,17 @@ def _fine_tuning(records: Records) -> Iterator[Claim]:
         ratio(slow, two, _PIPE_2), False,
         why="twice the bytes cost less than twice the time, as a part hides behind computation",
     )  # fmt: skip
-    for network, number in (("NVLink", 0.05), ("PCIe", 0.16), ("Ethernet", 1.8)):
-        row = only(records["transfers"], network=network)
-        yield Claim(
-            f"BERT-24, a transformer's transfer over its computation, {network}", "8.4.1", number, number,
-            number_of(row, "transfer / F"), False,
-            why="bytes at the paper's bandwidths; the paper's own three ratios aren't in proportion to them either",
-        )  # fmt: skip
+    # Ours are one number, over three bandwidths: the one that is farthest off counts.
+    transfers = [
+        (network, number, number_of(only(records["transfers"], network=network), "transfer / F"))
+        for network, number in (("NVLink", 0.05), ("PCIe", 0.16), ("Ethernet", 1.8))
+    ]
+    network, number, ours = max(transfers, key=lambda each: abs(each[2] / each[1] - 1))
+    yield Claim(
+        f"BERT-24, a transformer's transfer over its computation, {network} (of three networks)", "8.4.1", number,
+        number, ours, False,
+        why="bytes at the paper's bandwidths; the paper's own three ratios aren't in proportion to them either",
+    )  # fmt: skip
     yield Claim(
         "BERT-24, memory of OOO-Pipe1 over GPipe's, at most", "8.4.1", 1.11, 1.11,
         ratio(bert, "OOO-Pipe1 GB", "GPipe GB"),

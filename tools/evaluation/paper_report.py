@@ -59,9 +59,8 @@ NOTES = {
         "they reduce less and do so at the same time."
     ),
     "4/xlnet-36/C": (
-        "Every layer reads 7 MB from the input layers. Our runtime sends a tensor from the stage that makes "
-        "it to each stage that reads it, so that the first stage's network card sets a straight pipeline's "
-        "pace; the paper's ratio of 0.67 counts these bytes once at each cut."
+        "Every layer reads 7 MB from the input layers, which stages hand on. Our plan recomputes; with it "
+        "computing sets the pace, and transfers take a small part of the critical path."
     ),
     "4/amoeba-36/A": (
         "Stages of a quarter rather than a half of the model: more micro-batches are in flight, and the "
