@@ -192,17 +192,15 @@ def _passing(profile: Profile, members: range) -> list[Cost]:
     """
     made: list[_Gradient] = []
     sums: dict[int, list[_Gradient]] = {}  # layer -> the gradients of what it makes, but for those of other stages
-    terms: dict[int, list[_Gradient]] = {}  # position of a tensor -> the gradients to be added up
     for layer in reversed(members):
         own = sums.get(layer, [])
         passes_on = len(own) == 1 and _adds(profile, layer, own[0].bytes)
-        for position, tensor in enumerate(profile.tensors):
+        for tensor in profile.tensors:
             if not tensor.differentiable or layer not in tensor.consumers:
                 continue
             readers = [reader for reader in tensor.consumers if reader in members]
             gradient = own[0] if passes_on else _Gradient(tensor.bytes, layer, layer)
             gradient.until = min(gradient.until, readers[0])
-            terms.setdefault(position, []).append(gradient)
             made += [] if passes_on else [gradient]
             if layer > readers[0]:
                 continue

@@ -61,15 +61,3 @@ FIGURE_4: Mapping[str, Mapping[tuple[str, str], float]] = {
     "PNASNet-mobile": {("fd_dps", "fast_t"): 0.160, ("mp_dps", "fast_t"): 0.049, ("fd_dps", "mp_dps"): 0.111}
 }
 """Model -> (faster one, than which) -> fraction, where the text has it; the figure itself isn't in the text."""
-_ALWAYS = (("mp_dps", "d_dps"), ("mp_dps", "fd_dps"), ("d_dps", "fd_dps"))
-FIGURE_5: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "VGG-16": (("fast_t", "fd_dps"), *_ALWAYS),
-    "PNASNet-mobile": (("fd_dps", "fast_t"),),
-    "NASNet-large": (("fd_dps", "fast_t"), *_ALWAYS),
-}
-"""Model -> (shorter search, than which) on eight devices; the figure itself isn't in the text.
-
-The text says that of MP-DPS, D-DPS(-F) and FD-DPS each searches less than the next one, and FD-DPS longer than FastT
-if a model is small and less if it is large. It names PNASNet-mobile and NASNet-large; what it says of all models is
-counted for the largest, which it gives seconds of, and the smallest.
-"""
