@@ -50,7 +50,7 @@ results: results-dapple results-ooo results-operators ## compute the papers' eva
 results-dapple: $(STAMP) ## the part on DAPPLE, four minutes
 	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
-results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp, three minutes
+results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp, six minutes
 	$(BIN)/python -m tools.evaluation.reproduce_ooo
 
 results-operators: $(STAMP) ## the part on FD-DPS, twenty-five minutes

@@ -23,6 +23,7 @@ from dapple_tf.tools.evaluation.operator_claims import (
 from dapple_tf.tools.evaluation.operator_experiments import (
     DEVICES,
     MEMORY_BYTES,
+    OPPONENTS,
     PAPER_DEVICES,
     Operator,
     Outcome,
@@ -32,6 +33,7 @@ from dapple_tf.tools.evaluation.operator_experiments import (
     from_record,
     settings,
     to_record,
+    with_rounds_of,
 )
 from dapple_tf.tools.evaluation.operator_models import MODELS, flat_step, flatten_step
 from dapple_tf.tools.evaluation.operator_paper import TABLE_5, TABLE_6, TABLE_7
@@ -138,6 +140,7 @@ def row(setting: Setting | None = None, **seconds: float) -> Row:
         **{"single": 8.0, "data_parallel": 2.1, "own_statistics": 2.0, "split_by_batch": 2.1, "dpos": 3.0},
         **{"fast_t": 2.0, "mp_dps": 1.8, "d_dps": 1.7, "one_copy": 6.0, "alone": 5.5, "fd_dps": 1.5},
     } | seconds
+    times = {with_rounds_of(name): times[name] for name in OPPONENTS} | times
     return Row(
         setting or Setting("NASNet-large", 8),
         1000,
@@ -260,7 +263,7 @@ def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
     # One margin, compared with 15.8 and 11.9 %: what is only near isn't near the strategy.
     over_fast_t, over_mp_dps = (claims[f"FD-DPS faster than {name}"] for name in ("FastT", "MP-DPS"))
     assert (over_fast_t.ours, over_fast_t.verdict) == ("15.0%", "reproduced otherwise")
-    assert over_fast_t.reason.startswith("FastT is DP's graph")
+    assert over_fast_t.reason.startswith("FastT begins its rounds with DP's graph")
     assert (over_mp_dps.ours, over_mp_dps.verdict) == ("15.0%", "not reproduced")
     assert "are one number in 1 of 1 rows" in " ".join(reasons([one], list(claims.values())).split())
 

@@ -109,7 +109,7 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
-    budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
+    budget = _budget(problem.count, effort)
     alike = _alike(graph, topology)
     candidates = []
     start = by_batch(base) if topology.count > 1 and splits in ("batch", "regions") else None
@@ -146,6 +146,21 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
     best = min((_finished(one, candidates, visits) for one in finalists), key=lambda one: one.rank)
     progress("done", 1.0)
     return best
+
+
+def _budget(operators: int, effort: float) -> Budget:
+    return Budget(effort * min(_VISITS, _VISITS_EACH * operators))
+
+
+@without_collection
+def with_rounds(candidate: Candidate, *, effort: float = 1.0) -> Candidate:
+    """Returns a placement after the improvement rounds that FD-DPS ends with, for comparisons with other searches.
+
+    Args:
+        candidate: another search's placement.
+        effort: share of the work that a whole search of `fd_dps` may take.
+    """
+    return _finished(candidate, [], _budget(candidate.variant.problem.count, effort).visits)
 
 
 def _finished(candidate: Candidate, candidates: list[Candidate], visits: float) -> Candidate:

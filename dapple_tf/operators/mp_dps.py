@@ -14,7 +14,7 @@ import heapq
 
 from dapple_tf.operators.list_placement import InsertionScheduler
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Pieces, placed_by, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, placed_by, scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.split_search import by_batch
 
@@ -26,11 +26,20 @@ def mp_dps(graph: OpGraph, topology: Topology) -> OpPlacement:
         PlacementError: the graph isn't for this topology.
     """
     base = variant_of(graph, topology, {})
-    start = by_batch(base) if topology.count > 1 else None
+    return placed_by(mp_dps_candidate(base, by_batch(base) if topology.count > 1 else None))
+
+
+def mp_dps_candidate(base: Variant, start: Candidate | None) -> Candidate:
+    """Returns MP-DPS's placement.
+
+    Args:
+        base: the graph without splits.
+        start: data parallelism; None begins with the operators as they are.
+    """
     variant = base if start is None else start.variant
     pieces = Pieces.of(variant.problem)
     best = scheduled(variant, pieces.spread(_placed(pieces.problem)), "MP-DPS")
-    return placed_by(best if start is None else min(best, start, key=lambda one: one.rank))
+    return best if start is None else min(best, start, key=lambda one: one.rank)
 
 
 def predicted_paths(problem: PlacementProblem) -> list[list[float]]:

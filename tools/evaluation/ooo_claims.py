@@ -43,7 +43,7 @@ Section 8.3 says that BytePS prioritises communication. The scripts start a Byte
 gradients by itself, and leave no update over to the next step where k = 0.
 """
 FIGURE_13 = {
-    "each system's best micro-batches": "best",
+    "each system's best batch and micro-batches": "best",
     "the scripts' micro-batches": "scripts",
     "as many micro-batches as GPUs (figure 12)": "figure 12",
 }

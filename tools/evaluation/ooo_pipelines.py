@@ -235,8 +235,10 @@ SCRIPTS = {8: (12, 480, 30), 16: (24, 320, 32), 24: (36, 380, 38), 32: (48, 320,
 """GPUs -> blocks of BERT, batch and number of micro-batches in the published scripts for pre-training."""
 STRONG = {24: (320, 32), 48: (320, 40)}
 """Blocks of BERT -> batch and micro-batches on any number of GPUs: those of its script."""
+BATCHES = (512, 1872)
+"""The ends of the range of sections 8.1 and 8.4.2; in the setting ``best`` each system has the better one."""
 SETTINGS = ("scripts", "figure 12", "best")
-"""Which numbers of micro-batches systems have, see `micro_batches`."""
+"""Which batches and numbers of micro-batches systems have, see `batches` and `micro_batches`."""
 GPT_3_DEVICES = (8, 12, 16, 24, 32)
 POLICIES = {
     "GPipe": ("gpipe",),
@@ -253,8 +255,8 @@ def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[
 
     Args:
         setting: ``scripts``; ``figure 12``: as many as devices; or ``best``: each system's best of as many, twice and
-            four times as many, and the script's.
-        script: the script's number.
+            four times as many, and those of the script's size.
+        script: their number if they have the script's size.
         devices: number of devices.
         batch: samples of a step.
     """
@@ -265,29 +267,50 @@ def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[
     return tuple(sorted({count for count in (script, devices, 2 * devices, 4 * devices) if count <= batch}))
 
 
-def pre_training(blocks: int, devices: int, batch: int, script: int, setting: str, systems: Sequence[str]) -> Record:
-    """Figure 13: BERT on servers of Pub-B; seconds of each system's step.
+def batches(setting: str, script: int, script_count: int, devices: int) -> dict[int, tuple[int, ...]]:
+    """Returns the batches of a setting, each with its numbers of micro-batches.
 
-    PipeDream's is a bound: M times the longest stage, which asynchronous training without any bubble takes.
+    Args:
+        setting: one of `SETTINGS`.
+        script: the script's batch.
+        script_count: its number of micro-batches.
+        devices: number of devices.
+    """
+    sizes = BATCHES if setting == "best" else (script,)
+    return {size: micro_batches(setting, max(1, round(size * script_count / script)), devices, size) for size in sizes}
+
+
+def pre_training(blocks: int, devices: int, batch: int, script: int, setting: str, systems: Sequence[str]) -> Record:
+    """Figure 13: BERT on servers of Pub-B; seconds that each system takes for the script's batch.
+
+    Where a system's step has another batch, its seconds are those of as many samples. PipeDream's are a bound: M times
+    the longest stage, which asynchronous training without any bubble takes.
     """
     profile = BERTS[blocks].profile()
     cluster = PUB_B.cluster(devices)
-    counts = micro_batches(setting, script, devices, batch)
+    chosen = batches(setting, batch, script, devices)
     record: dict[str, str | float | int | None] = {
         "model": f"BERT-{blocks}", "GPUs": devices, "batch": batch, "setting": setting,
     }  # fmt: skip
     for system in systems:
         if system == "PipeDream's bound":
             record[system] = min(
-                _bound(each, profile, cluster, batch, count) for each in straight(profile, devices) for count in counts
+                _bound(each, profile, cluster, size, count) * batch / size
+                for each in straight(profile, devices)
+                for size, counts in chosen.items()
+                for count in counts
             )
             continue
         layouts = {"OOO-Pipe2": modulo, "Megatron": interleaved, "fast-forwarded Megatron": interleaved}.get(
             system, straight
         )(profile, devices)
-        run = fastest(layouts, profile, cluster, batch, counts, POLICIES[system])
-        record[system] = None if run is None else run.latency
-        record[f"{system} M"] = None if run is None else run.costs.plan.micro_batches
+        runs = (fastest(layouts, profile, cluster, size, counts, POLICIES[system]) for size, counts in chosen.items())
+        steps = {run.latency * batch / run.costs.plan.global_batch_size: run for run in runs if run is not None}
+        record[system] = min(steps, default=None)
+        plan = steps[min(steps)].costs.plan if steps else None
+        record[f"{system} M"] = None if plan is None else plan.micro_batches
+        if setting == "best":
+            record[f"{system} batch"] = None if plan is None else plan.global_batch_size
     return record
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dapple_tf.tools.evaluation.paper_figures import better, claims, unfit
-from dapple_tf.tools.evaluation.paper_models import TABLE_4
+from dapple_tf.tools.evaluation.paper_models import SAME_CUTS, SAME_CUTS_OTHERWISE, TABLE_4
 from dapple_tf.tools.evaluation.paper_outcomes import Record
 from dapple_tf.tools.evaluation.paper_report import Table, plan_text, schedule_text, tables
 from dapple_tf.tools.evaluation.paper_verdicts import (
@@ -74,7 +74,9 @@ def _front_page(all_claims: Sequence[Claim], results: Results) -> str:
     numbers = counts(all_claims)
     faster = better(results)
     chosen = [results[row.key]["choice"] for row in TABLE_4 if row.key in results]
-    tally = ", ".join(f"{chosen.count(name)} {name}" for name in ("same cuts and replicas", "same replicas", "other"))
+    tally = ", ".join(
+        f"{chosen.count(name)} {name}" for name in (SAME_CUTS, SAME_CUTS_OTHERWISE, "same replicas", "other")
+    )
     lines = [
         "## What comes of the paper's claims\n",
         "| | count |",

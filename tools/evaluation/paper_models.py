@@ -374,6 +374,9 @@ FIGURE_11 = {"A": 1.71, "B": 1.37, "C": 1.79}
 """Average speedup of the best hybrid plan over data parallelism with overlap."""
 FIGURE_11_LARGEST = 2.32
 """The largest of these speedups: GNMT-16 in config C."""
+SAME_CUTS = "same cuts and replicas"
+SAME_CUTS_OTHERWISE = "same if its split is read otherwise"
+"""How a plan of our planner compares with the paper's."""
 PIPEDREAM_LARGEST = 3.23
 """The most that the planner's plans gain over PipeDream's; of the abstract, for models and sizes of figure 12."""
 

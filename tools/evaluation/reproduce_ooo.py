@@ -1,6 +1,6 @@
 """Reproduces the evaluation of Out-Of-Order BackProp (EuroSys'22, section 8) in the simulator.
 
-    python -m tools.evaluation.reproduce_ooo            # computes all, compares with what is stored: three minutes
+    python -m tools.evaluation.reproduce_ooo            # computes all, compares with what is stored: some minutes
     python -m tools.evaluation.reproduce_ooo --write    # stores all, and writes the document
 
 Figures 4, 5, 6, 10 to 13, a part of 7 and the discussion of k = 45, stored in docs/results/ooo.json; ooo.md is the
@@ -10,9 +10,12 @@ the stored one by more than 2 %.
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import json
 import logging
+import multiprocessing
+import os
 import pathlib
 import sys
 import time
@@ -35,7 +38,10 @@ _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 
 _DIRECTORY = flags.DEFINE_string("directory", str(_DEFAULT), "Folder of what is stored.", flag_values=FLAGS)
 _WRITE = flags.DEFINE_boolean("write", False, "Store the results, and write the document.", flag_values=FLAGS)
+_JOBS = flags.DEFINE_integer("jobs", min(4, os.cpu_count() or 1), "Number of processes.", 1, flag_values=FLAGS)
 
+_LONG = ("pre_training", "strong")
+"""Groups that take most of the time."""
 DRIFT = 0.02
 """Fraction by which a number may differ from the stored one."""
 
@@ -69,23 +75,46 @@ def work() -> Iterator[tuple[str, Work]]:
         yield "k_45", partial(parallel.k_45, kind, traffic)
 
 
-def reproduce() -> dict[str, list[dict[str, Any]]]:
-    """Computes all records, with a line on standard error for each group."""
+def reproduce(jobs: int) -> dict[str, list[dict[str, Any]]]:
+    """Computes all records, with a line on standard error for each group.
+
+    Args:
+        jobs: number of processes.
+    """
     began = time.monotonic()
     records: dict[str, list[Record]] = {}
-    for group, compute in work():
-        if group not in records:
-            print(f"[{time.monotonic() - began:.0f} s] {group}", file=sys.stderr, flush=True)
-        some = compute()
-        records.setdefault(group, []).extend([some] if isinstance(some, Mapping) else some)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, initializer=_quiet) as pool:
+        tasks = list(work())
+        longest = sorted(range(len(tasks)), key=lambda number: tasks[number][0] not in _LONG)
+        futures = {number: pool.submit(tasks[number][1]) for number in longest}
+        for number, (group, _) in enumerate(tasks):
+            some = futures[number].result()
+            if group not in records:
+                print(f"[{time.monotonic() - began:.0f} s] {group}", file=sys.stderr, flush=True)
+            records.setdefault(group, []).extend([some] if isinstance(some, Mapping) else some)
     return rounded(records)
 
 
 def differences(records: Mapping[str, Sequence[Record]], stored: Mapping[str, Any]) -> list[str]:
-    """Returns what differs from the stored results: numbers by more than `DRIFT`, and verdicts.
+    """Returns what differs from the stored results: `changed_rows`, and verdicts.
 
     Args:
-        records: computed records.
+        records: computed records of all groups.
+        stored: the contents of ooo.json.
+    """
+    texts = changed_rows(records, stored)
+    now = {str(row["claim"]): row["status"] for row in claim_records(claims(records))}
+    then = {row["claim"]: row["status"] for row in stored.get("claims", [])}
+    names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
+    return [*texts, *(f"{name}: {now.get(name)}, stored {then.get(name)}" for name in names)]
+
+
+def changed_rows(records: Mapping[str, Sequence[Record]], stored: Mapping[str, Any]) -> list[str]:
+    """Returns the numbers that differ from the stored ones by more than `DRIFT`.
+
+    Args:
+        records: computed records of some groups.
         stored: the contents of ooo.json.
     """
     texts = []
@@ -100,10 +129,6 @@ def differences(records: Mapping[str, Sequence[Record]], stored: Mapping[str, An
                 for key in dict.fromkeys((*row, *other))
                 if _differ(row.get(key), other.get(key))
             ]
-    now = {str(row["claim"]): row["status"] for row in claim_records(claims(records))}
-    then = {row["claim"]: row["status"] for row in stored.get("claims", [])}
-    names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
-    texts += [f"{name}: {now.get(name)}, stored {then.get(name)}" for name in names]
     return texts
 
 
@@ -113,13 +138,17 @@ def _differ(new: str | float | int | None, old: str | float | int | None) -> boo
     return new != old
 
 
+def _quiet() -> None:
+    logging.getLogger("dapple_tf").setLevel(logging.WARNING)
+
+
 def main() -> None:
     """Computes, and writes or compares; names what isn't reproduced, and what differs."""
-    logging.getLogger("dapple_tf").setLevel(logging.WARNING)
     directory = pathlib.Path(_DIRECTORY.value)
     file = directory / "ooo.json"
     command.check(_WRITE.value or file.exists(), f"--directory: {file} isn't there; make it with --write")
-    records = reproduce()
+    _quiet()
+    records = reproduce(_JOBS.value)
     judged = write(records, directory) if _WRITE.value else claims(records)
     counts = ", ".join(f"{sum(claim.status == status for claim in judged)} {status}" for status in STATUSES)
     print(f"{len(judged)} claims: {counts}; {directory / 'ooo.md'}")
