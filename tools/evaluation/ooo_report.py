@@ -39,9 +39,10 @@ BETTER = 0.01
 _TITLE = f"""# Out-Of-Order BackProp's evaluation, simulated again
 
 Written by `{COMMAND} --write`, and computed again and compared by `make results-ooo`, in some ten
-minutes of one core of any machine, with the same result on each; don't edit. The paper is Oh et al., EuroSys'22. **Simulated**, but for figure 7, of which only kernels issued in advance are here, by arithmetic,
-without the paper's second stream, and for the section *Measured*, of two CPU cores, in which no claim is made: no GPU
-was there. The same numbers are in [ooo.json](ooo.json).
+minutes of one core of any machine, with the same result on each; don't edit. The paper is Oh et al., EuroSys'22.
+**Simulated**, but for figure 7, of which only kernels issued in advance are here, by arithmetic, without the paper's
+second stream, and for the section *Measured*, of two CPU cores, in which no claim is made: no GPU was there. The same
+numbers are in [ooo.json](ooo.json).
 
 """
 
