@@ -10,6 +10,7 @@ from graph_passes.ir.batching import (
     Interval,
     intervals,
     micro_batch_intervals,
+    overlaps,
     slice_intervals,
     split_by_shares,
     split_evenly,
@@ -157,3 +158,18 @@ def test_no_split_has_a_smaller_largest_size_for_its_share(samples: int, own: tu
 
     others = (split for split in itertools.product(range(samples + 1), repeat=len(own)) if sum(split) == samples)
     assert largest(split_by_shares(samples, own)) == min(map(largest, others))
+
+
+@pytest.mark.parametrize("samples", [1, 7, 24])
+@pytest.mark.parametrize("parts", [(1, 5), (3, 4), (8, 8), (9, 2)])
+def test_overlaps_are_those_of_all_pairs(samples: int, parts: tuple[int, int]) -> None:
+    """With empty parts, too, where there are fewer samples than parts."""
+    cuts = [intervals(split_evenly(samples, count)) for count in parts]
+    pairs = [
+        (one, other, common)
+        for one, first in enumerate(cuts[0])
+        for other, second in enumerate(cuts[1])
+        if (common := first.overlap(second).size)
+    ]
+    assert list(overlaps(*cuts)) == pairs
+    assert sum(common for _, _, common in pairs) == samples

@@ -129,6 +129,13 @@ class _Run:
                 for job in queue:
                     self.left[job] = self.left.get(job, 0) + 1
         self._count_room()
+        # Device -> queues whose first unstarted job has all of its inputs -> its key and the number of the queue.
+        self.ready: dict[int, dict[int, tuple[tuple[float, ...], int]]] = {device: {} for device in self.devices}
+        # What must end before the first job of a queue has its inputs: a job on a device, or on all (None) -> queues.
+        self.waiting: dict[tuple[Job, int | None], list[tuple[int, int]]] = {}
+        for device in self.devices:
+            for index in range(len(self.queues[device])):
+                self._look(device, index)
 
     def run(self) -> Timeline:
         """Runs until nothing can start any more."""
@@ -161,39 +168,43 @@ class _Run:
 
     def _choose(self, device: int) -> int | None:
         best: tuple[tuple[float, ...], int] | None = None
-        heads = self.heads[device]
-        for index, queue in enumerate(self.queues[device]):
-            if heads[index] == len(queue):
-                continue
-            job = queue[heads[index]]
-            ready = self._ready(device, job)
-            if ready is not None:
-                choice = (self.key(job, ready), index)
-                best = choice if best is None or choice < best else best
+        for index, choice in self.ready[device].items():
+            if best is None or choice < best:
+                job = self.queues[device][index][self.heads[device][index]]
+                if job.phase is not F or self._fits(device, job):
+                    best = choice
         return None if best is None else best[1]
 
-    def _ready(self, device: int, job: Job) -> float | None:
-        """Returns when the job's inputs arrived; None if they haven't, or if it would exceed a limit in flight."""
+    def _look(self, device: int, index: int) -> None:
+        """Notes that a queue's first unstarted job is ready, or what it waits for; limits in flight are left out."""
+        head, queue = self.heads[device][index], self.queues[device][index]
+        if head == len(queue):
+            return
+        job = queue[head]
         stage, phase, micro_batch = job
+        own: tuple[Job, int] | None = None
+        neighbours: tuple[Job, ...] = ()
         if phase is BW:
-            return self.ended.get((Job(stage, BX, micro_batch), self.partner[stage, device]))
-        ready = 0.0
-        if phase is F:
-            if not self._fits(device, job):
-                return None
-            neighbours = [Job(stage - 1, F, micro_batch)]
+            own = Job(stage, BX, micro_batch), self.partner[stage, device]
+        elif phase is F:
+            neighbours = (Job(stage - 1, F, micro_batch),)
         else:
-            own = self.ended.get((Job(stage, F, micro_batch), device))
-            if own is None:
-                return None
-            ready = own
-            neighbours = [Job(stage + 1, B, micro_batch), Job(stage + 1, BX, micro_batch)]
+            own = Job(stage, F, micro_batch), device
+            neighbours = (Job(stage + 1, B, micro_batch), Job(stage + 1, BX, micro_batch))
+        ready = 0.0
+        if own is not None:
+            if own not in self.ended:
+                self.waiting.setdefault(own, []).append((device, index))
+                return
+            ready = self.ended[own]
         for neighbour in neighbours:
-            if neighbour in self.left:
-                if self.left[neighbour]:
-                    return None
+            left = self.left.get(neighbour)
+            if left:
+                self.waiting.setdefault((neighbour, None), []).append((device, index))
+                return
+            if left == 0:
                 ready = max([ready, *(self.ended[neighbour, other] for other in self.mains[neighbour.stage])])
-        return ready
+        self.ready[device][index] = (self.key(job, ready), index)
 
     def _fits(self, device: int, job: Job) -> bool:
         if self.limits is not None and self.in_flight.get((job.stage, device), 0) >= self.limits[job.stage]:
@@ -212,6 +223,8 @@ class _Run:
     def _start(self, device: int, index: int) -> Job:
         job = self.queues[device][index][self.heads[device][index]]
         self.heads[device][index] += 1
+        del self.ready[device][index]
+        self._look(device, index)
         self.orders[device].append(job)
         if job.phase is F:
             self.in_flight[job.stage, device] = self.in_flight.get((job.stage, device), 0) + 1
@@ -234,6 +247,10 @@ class _Run:
             while oldest not in held and self.ahead[main].get(oldest) == 0:
                 oldest += 1
             self.oldest[main] = oldest
+        ended = [(job, device)] if self.left[job] else [(job, device), (job, None)]
+        for event in ended:
+            for waiting in self.waiting.pop(event, ()):
+                self._look(*waiting)
 
     def _count_room(self) -> None:
         """Counts each micro-batch's stages in flight on each device, and those it hasn't begun."""

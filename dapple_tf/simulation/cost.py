@@ -24,7 +24,7 @@ from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_
 from dapple_tf.simulation.legs import Leg, legs_of
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
 from dapple_tf.units import gib
-from graph_passes.ir.batching import Interval, intervals, split_evenly
+from graph_passes.ir.batching import Interval, intervals, overlaps, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 __all__ = [
@@ -228,10 +228,7 @@ class CostModel:
     def _between(self, sending: int, receiving: int, micro_batch: int, cost: Cost) -> tuple[Message, ...]:
         senders, receivers = self.slices(sending, micro_batch), self.slices(receiving, micro_batch)
         return tuple(
-            Message(sender, receiver, cost.at(common))
-            for sender, interval in enumerate(senders)
-            for receiver, wanted in enumerate(receivers)
-            if (common := interval.overlap(wanted).size)
+            Message(sender, receiver, cost.at(common)) for sender, receiver, common in overlaps(senders, receivers)
         )
 
     @functools.cached_property

@@ -10,7 +10,7 @@ import fractions
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -29,6 +29,19 @@ class Interval(NamedTuple):
         """Returns the samples in both; an empty interval when there are none."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
+
+
+def overlaps(parts: Sequence[Interval], others: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
+    """Yields (part, other, number of samples in both) of two ways to cut the same samples, in order."""
+    first = 0
+    for part, interval in enumerate(parts):
+        while first < len(others) and others[first].stop <= interval.start:
+            first += 1
+        for other in range(first, len(others)):
+            if others[other].start >= interval.stop:
+                break
+            if size := interval.overlap(others[other]).size:
+                yield part, other, size
 
 
 def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
