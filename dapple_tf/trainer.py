@@ -62,7 +62,8 @@ class PipelinedModel(Inspection, KerasMethods):
     Values live in two places: on the devices, which train, and in the user's model. The two look like one: a variable
     of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
     and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
-    begins, before validation and at the end of each epoch. Models that share variables see each other's values.
+    begins, before validation and at the end of each epoch (on devices of this process, of every hundredth step or
+    more). Models that share variables see each other's values.
 
     An error in a step leaves the model with the values of its last ``sync``. After the model was compiled again or
     layers were frozen, the next call makes new step graphs.
@@ -163,6 +164,7 @@ class PipelinedModel(Inspection, KerasMethods):
             predict=self._predict,
             sync=self.sync,
             agree=self._runtime.agree,
+            between_epochs=functools.partial(self._runtime.agree, epoch=True),
             steps_left=lambda count: setattr(self, "_steps_left", count),
         )
         with contextlib.ExitStack() as stack:

@@ -40,6 +40,8 @@ from graph_passes.ir.tensorflow_private import eager_mode
 from graph_passes.pass_manager import Pipeline
 
 logger = logging.getLogger(__name__)
+_FEW_STEPS = 100
+"""Steps since the last sync up to which the end of an epoch on this machine's devices brings no other one."""
 _T = TypeVar("_T")
 
 
@@ -85,6 +87,7 @@ class Runtime:
         self.model, self.cluster, self.plan = model, cluster, plan
         self.saver = Saver()
         self.steps = 0
+        self._synced = 0  # steps at the last sync
         self.faults: list[FaultRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
         self._recovery = Recovery(policy)
@@ -226,10 +229,20 @@ class Runtime:
             WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
         """
         self._surviving(lambda: self.values.sync())
+        self._synced = self.steps
 
-    def agree(self) -> None:
-        """Syncs before callbacks read the model, unless it has no values of its own."""
+    def agree(self, *, epoch: bool = False) -> None:
+        """Syncs before callbacks read the model, unless it has no values of its own.
+
+        Args:
+            epoch: whether an epoch begins or ends. Variables are fetched when they are read, so that devices of this
+                process, which aren't lost, needn't be asked for all values after a few steps.
+        """
+        if epoch and not self.cluster.addresses and self.steps - self._synced < _FEW_STEPS:
+            self.values.doubt()
+            return
         self._surviving(lambda: self.values.agree())
+        self._synced = self.steps
 
     def save(self, directory: str | os.PathLike[str], keep: int, progress: Progress) -> pathlib.Path:
         """Begins to save a checkpoint; see `Saver.save`."""
@@ -253,7 +266,7 @@ class Runtime:
         self.saver.newest = None  # It may be of a later step, which no longer belongs to this training.
         self._others_first()
         self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
-        self.steps = source.manifest.step
+        self.steps = self._synced = source.manifest.step
 
     # ---- steps
 

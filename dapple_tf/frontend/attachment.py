@@ -25,6 +25,7 @@ class Hooks:
         sync: copies values from the devices into the model, if they have newer ones.
         agree: ``sync`` for callbacks that may read the model, or assign values for the next step; a model without
             values of its own gets none.
+        between_epochs: the same when an epoch begins or ends; it may leave values to be fetched when they are read.
         steps_left: called before each training step with the number of steps left in its epoch; None if unknown.
     """
 
@@ -33,6 +34,7 @@ class Hooks:
     predict: Callable[[list[Any]], Any]
     sync: Callable[[], object]
     agree: Callable[[], None]
+    between_epochs: Callable[[], None]
     steps_left: Callable[[int | None], None]
 
 
@@ -103,7 +105,7 @@ class _Sync(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Runs after callbacks' assignments at the end of the previous epoch."""
-        self._hooks.agree()
+        self._hooks.between_epochs()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Reports the number of steps left in the epoch, as far as Keras knows."""
@@ -112,7 +114,7 @@ class _Sync(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Runs before callbacks save or judge the epoch's result."""
-        self._hooks.agree()
+        self._hooks.between_epochs()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Runs before callbacks swap in moving averages, say."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -180,7 +182,8 @@ class Batches(Iterator[Batch]):
         self._items = iter(iterator)
         self._open_axes = _element_shapes(iterator)
         self._count = 0
-        self._coming: _Coming | None = None
+        self._reader: _Reader | None = None
+        self._coming = False  # whether the reader has been asked for the next batch
 
     def __next__(self) -> Batch:
         """Returns the next batch.
@@ -189,7 +192,7 @@ class Batches(Iterator[Batch]):
             StopIteration: there is none.
             DataError: it doesn't fit.
         """
-        item = self._read() if self._coming is None else self._arrived()
+        item = self._arrived() if self._coming else self._read()
         if isinstance(item, Exception):
             raise item
         return item
@@ -200,13 +203,15 @@ class Batches(Iterator[Batch]):
         Doesn't read ahead if the iterator's position is about to be saved, which would be one batch too far.
         """
         may = getattr(self.iterator, "may_read_ahead", None)
-        if self._coming is None and (may is None or may()):
-            self._coming = _Coming(self._read)
+        if not self._coming and (may is None or may()):
+            self._reader = self._reader or _Reader()
+            self._reader.ask(self._read)
+            self._coming = True
 
     def _arrived(self) -> Batch | Exception:
-        coming, self._coming = self._coming, None
-        assert coming is not None
-        item = coming.result()
+        assert self._reader is not None
+        self._coming = False
+        item = self._reader.result()
         if (unmark := getattr(self.iterator, "unmark", None)) is not None:
             unmark()
         return item
@@ -266,26 +271,35 @@ class Batches(Iterator[Batch]):
                 )
 
 
-class _Coming:
-    """A batch that a daemon thread reads: reading may take forever, and mustn't keep Python from exiting."""
+class _Reader:
+    """A daemon thread that reads batches ahead: reading may take forever, and mustn't keep Python from exiting."""
 
-    def __init__(self, read: Callable[[], Batch]) -> None:
-        self._item: Batch | Exception = StopIteration()
-        self._thread = threading.Thread(target=self._run, args=(read,), name="next-batch", daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], Batch] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._asked, self._items), name="next-batch", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
 
-    def _run(self, read: Callable[[], Batch]) -> None:
-        try:
-            self._item = read()
-        except StopIteration:
-            pass  # Keeps our own: this one holds its frames, and with them the iterator.
-        except Exception as error:
-            self._item = error
+    def ask(self, read: Callable[[], Batch]) -> None:
+        """Begins to read a batch."""
+        self._asked.put(read)
 
     def result(self) -> Batch | Exception:
-        """Returns the batch, or the error that says why there is none."""
-        self._thread.join()
-        return self._item
+        """Returns the batch that was asked for, or the error that says why there is none."""
+        return self._items.get()
+
+
+def _serve(asked: queue.SimpleQueue[Callable[[], Batch] | None], items: queue.SimpleQueue[Batch | Exception]) -> None:
+    while (read := asked.get()) is not None:
+        item: Batch | Exception
+        try:
+            item = read()
+        except StopIteration:
+            item = StopIteration()  # The other one holds its frames, and with them the iterator.
+        except Exception as error:
+            item = error
+        items.put(item)
+        del read, item  # While it waits, it holds neither the batches nor their reader.
 
 
 def check_samples(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray]) -> int:

@@ -304,7 +304,10 @@ def pre_training(blocks: int, devices: int, batch: int, script: int, setting: st
         layouts = {"OOO-Pipe2": modulo, "Megatron": interleaved, "fast-forwarded Megatron": interleaved}.get(
             system, straight
         )(profile, devices)
-        runs = (fastest(layouts, profile, cluster, size, counts, POLICIES[system]) for size, counts in chosen.items())
+        runs = (
+            fastest(layouts, profile, cluster, size, _legal(system, counts, devices, size), POLICIES[system])
+            for size, counts in chosen.items()
+        )
         steps = {run.latency * batch / run.costs.plan.global_batch_size: run for run in runs if run is not None}
         record[system] = min(steps, default=None)
         plan = steps[min(steps)].costs.plan if steps else None
@@ -312,6 +315,16 @@ def pre_training(blocks: int, devices: int, batch: int, script: int, setting: st
         if setting == "best":
             record[f"{system} batch"] = None if plan is None else plan.global_batch_size
     return record
+
+
+def _legal(system: str, counts: Sequence[int], devices: int, batch: int) -> list[int]:
+    """Returns the numbers of micro-batches that a system runs: Megatron's interleaving needs multiples of the devices.
+
+    Others take the next larger multiple there.
+    """
+    if "Megatron" not in system:
+        return list(counts)
+    return sorted({count for each in counts if (count := -(-each // devices) * devices) <= batch})
 
 
 def _bound(place: Layout, profile: Profile, cluster: Cluster, batch: int, count: int) -> float:

@@ -95,12 +95,31 @@ def run_row(row: PaperRow) -> Record:
         "no overlap": record(data_parallel(profile, cluster, row.batch, counts, overlap=False)),
         "gpipe": record(best(balanced, profile, cluster, row.batch, counts, schedules=("gpipe",))),
         "pipedream": record(None if dream is None else best([dream], profile, cluster, row.batch, counts)),
+        "in proportion": None if dream is None else _in_proportion(row, profile, theirs, dream),
         "pipedream's planner": own_dream,
         "everything": record(make_plan(profile, cluster, row.batch, counts, everything=True)),
         "choice": _choice(ours, paper, theirs),
         "ACR": None if row.acr is None else communication_ratio(read_as[0], profile, cluster),
         **_other_readings(row, [partition for partition in theirs if partition != read_as[0]], theirs[0], cluster),
     }
+
+
+def _in_proportion(row: PaperRow, profile: Profile, theirs: Sequence[Partition], dream: Partition) -> Record:
+    """Returns the paper's plan and PipeDream's of figure 12, with times in proportion below the profiled batch.
+
+    Replicas' slices may be smaller than any that was profiled, which otherwise take as long as that.
+    """
+    cluster, smaller = CONFIGS[row.config], in_proportion(profile)
+    counts = micro_batch_counts(smaller, row.batch, [*theirs, dream])
+    return {
+        "paper": record(best(theirs, smaller, cluster, row.batch, counts)),
+        "pipedream": record(best([dream], smaller, cluster, row.batch, counts)),
+    }
+
+
+def in_proportion(profile: Profile) -> Profile:
+    """Returns a profile whose times are in proportion to the samples below its smallest batch, too."""
+    return dataclasses.replace(profile, batch_sizes=tuple(sorted({1, *profile.batch_sizes})))
 
 
 def _other_readings(row: PaperRow, others: Sequence[Partition], literal: Partition, cluster: Cluster) -> Record:
@@ -151,9 +170,8 @@ def run_flat(model: str) -> Record:
 def run_small_batch(model: str, config: str) -> Record:
     """Returns plans at GBS = 128, as section 6.3 has it, with times in proportion also below the profiled batch."""
     profile = MODELS[model].profile()
-    sizes = tuple(sorted({1, *profile.batch_sizes}))
     row = dataclasses.replace(row_of(model, config), batch=128)
-    return _hybrid(row, dataclasses.replace(profile, batch_sizes=sizes))
+    return _hybrid(row, in_proportion(profile))
 
 
 def _hybrid(row: PaperRow, profile: Profile, all_reduce: str | None = None) -> Record:

@@ -48,6 +48,7 @@ SETTINGS = tuple(
 )
 TEXT, OTHER = Setting("GBS 128", "ours"), Setting("Table 4's GBS", "ours")
 """The text's setting; and the only other one that counts, which differs from it in the batch."""
+_PUBLISHED = Setting("Table 4's GBS", "paper")
 _NETWORKS = ("bert-48", "xlnet-36")
 """Models of which section 6.3 says that they gain more the slower the network is."""
 _MORE = 1.05
@@ -103,10 +104,19 @@ def slower_networks(results: Results, setting: Setting) -> dict[str, tuple[float
 
 def claims(results: Results) -> Iterator[Claim]:
     """Yields the claims, in the text's setting and in the other that counts."""
-    others = numbers(results, OTHER)
+    others, published = numbers(results, OTHER), numbers(results, _PUBLISHED)
     for what, (paper, ours) in numbers(results, TEXT).items():
-        otherwise = (f"at {OTHER}", others[what][1]) if what in others else None
-        yield number(f"figure 11: {what}, GBS 128", paper, ours, "x", _SMALL, otherwise=otherwise)
+        name = f"figure 11: {what}, GBS 128"
+        if what not in others or what not in published:
+            yield number(name, paper, ours, "x", _SMALL)
+            continue
+        # What only our plans reach there isn't the paper's.
+        other, theirs = others[what][1], published[what][1]
+        if USUAL.verdict(paper, theirs, ratio=True) == REPRODUCED:
+            yield number(name, paper, ours, "x", _SMALL, otherwise=(f"at {OTHER}", other))
+        else:
+            shown = {f"at {OTHER}": other, f"at {_PUBLISHED}": theirs}
+            yield number(name, paper, ours, "x", _SMALL, shown=shown)
     theirs = slower_networks(results, dataclasses.replace(TEXT, plans="paper"))
     for model, (at_25, at_10) in slower_networks(results, TEXT).items():
         text = f"{at_25:.2f}x at 25, {at_10:.2f}x at 10 Gbit/s"

@@ -312,7 +312,9 @@ def _figure_14(results: Results) -> Table:
                     None if line[name] is None else record["single ms"] / line[name]["ms"]
                     for name in ("ours", "overlap", "no overlap")
                 ]
-                lines.append([model, batch, devices, plan_text(line["ours"]), *cells])
+                ours = line["ours"]
+                used = f" on {ours['replicas']} devices" if ours is not None and ours["plan"] == "DP" else ""
+                lines.append([model, batch, devices, ours and f"{plan_text(ours)}{used}", *cells])
     header = ["model", "GBS", "devices", "ours", "speedup", "DP overlap", "DP no overlap"]
     note = "Ten devices in one server are a control: what their efficiency loses isn't for the link between servers."
     return Table("figure14", "Figure 14 (arXiv): strong scaling in config A", header, lines, note)
