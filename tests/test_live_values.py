@@ -236,6 +236,23 @@ def test_nothing_is_fetched_where_nobody_looks(pair: Pair, runs: list[Any]) -> N
     assert len(runs) == 1 + len(pair.pipelined._engine.builder.holdings()[0].devices)  # The first step's values.
 
 
+def test_short_epochs_bring_values_only_to_who_reads_them(pair: Pair, runs: list[Any]) -> None:
+    """Each epoch's end fetched all values, a step's time of a small model."""
+    seen: list[float] = []
+    pair.pipelined.fit(X[:14], Y[:14], batch_size=7, epochs=3, verbose=0, shuffle=False)
+    assert len(runs) == 1 + len(pair.pipelined._engine.builder.holdings()[0].devices)  # The first step's values.
+    pair.plain.fit(X[:14], Y[:14], batch_size=7, epochs=3, verbose=0, shuffle=False)
+    assert_same_values(pair.model, pair.plain)
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(float(keras.ops.sum(self.model.get_layer("second").kernel)))
+
+    for model in (pair.pipelined, pair.plain):
+        model.fit(X[:14], Y[:14], batch_size=7, epochs=2, verbose=0, shuffle=False, callbacks=[Reads()])
+    assert_close(seen[:2], seen[2:])
+
+
 def test_only_what_is_touched_is_fetched_and_loaded(pair: Pair, runs: list[Any]) -> None:
     pipelined, model = pair.pipelined, pair.model
     pipelined.train_on_batch(X[:7], Y[:7])

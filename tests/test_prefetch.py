@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -97,10 +98,32 @@ def test_no_more_is_read_than_the_steps_of_an_epoch() -> None:
 
     class Told(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            coming = [batches._coming is not None for batches in pipelined._passes.values()]
+            coming = [batches._coming for batches in pipelined._passes.values()]
             ahead.append(coming)
 
     pipelined.fit(Data(), epochs=2, steps_per_epoch=3, verbose=0, callbacks=[Told()])
     assert ahead == [[True], [True], [False]] * 2
     pipelined.train_on_batch(*pair())
     pipelined.close()
+
+
+def test_one_thread_reads_all_batches_of_a_pass_and_ends_with_it() -> None:
+    """Each batch had a thread of its own, whose start took longer than reading a small batch."""
+    readers = []
+
+    def items() -> Iterator[Any]:
+        for _ in range(4):
+            readers.append(threading.current_thread())
+            yield pair()
+
+    batches = Batches(small_model(), items())
+    next(batches)
+    for _ in range(3):
+        batches.prefetch()
+        next(batches)
+    assert len(set(readers[1:])) == 1
+    reader = readers[1]
+    del batches
+    gc.collect()
+    reader.join(timeout=60)
+    assert not reader.is_alive()

@@ -234,10 +234,10 @@ def test_verdicts_on_the_papers_figures() -> None:
     claims = {claim.name.partition(": ")[2]: claim for claim in claims_of([row(setting)]) if claim.paper}
     assert {name: (claim.paper, claim.ours, claim.verdict) for name, claim in claims.items()} == {
         "operators": ("45,472", "1,000", "not reproduced"),
-        "single's step over DP's": ("1.00", "4.00", "not reproduced"),
+        "": ("1.00 to 1.00", "4.00 to 4.00", "not reproduced"),
         "FastT's step over DP's": ("0.88", "1.00", "not reproduced"),
         "MP-DPS's step over DP's": ("0.84", "0.90", "reproduced"),
-        "FD-DPS's step over DP's": ("0.74", "0.75", "reproduced"),
+        "FD-DPS's step over DP's": ("0.74", "0.75", "reproduced otherwise"),  # Its rounds aren't the paper's.
         "FD-DPS faster than FastT": ("15.8%", "25.0%", "not reproduced"),
         "FD-DPS faster than MP-DPS": ("11.9%", "16.7%", "not reproduced"),
     }
@@ -263,7 +263,7 @@ def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
     # One margin, compared with 15.8 and 11.9 %: what is only near isn't near the strategy.
     over_fast_t, over_mp_dps = (claims[f"FD-DPS faster than {name}"] for name in ("FastT", "MP-DPS"))
     assert (over_fast_t.ours, over_fast_t.verdict) == ("15.0%", "reproduced otherwise")
-    assert over_fast_t.reason.startswith("FastT begins its rounds with DP's graph")
+    assert over_fast_t.reason.startswith("FastT's step is that of DP's graph")
     assert (over_mp_dps.ours, over_mp_dps.verdict) == ("15.0%", "not reproduced")
     assert "are one number in 1 of 1 rows" in " ".join(reasons([one], list(claims.values())).split())
 
@@ -463,3 +463,19 @@ def test_margins_are_over_opponents_with_the_improvement_rounds_of_fd_dps() -> N
     assert claims["FastT's step over DP's"] == "1.00"
     assert claims["FD-DPS faster than FastT"] == "10.0%"
     assert claims["FD-DPS faster than MP-DPS"] == "4.4%"
+
+
+def test_a_step_that_is_nearly_that_of_data_parallelisms_graph_counts_as_it() -> None:
+    """Inception-V3's on four devices was near the paper's, 0.13 % from the graph that FastT's was held to be."""
+    one = row(Setting("Inception-V3", 4), split_by_batch=1.902, fd_dps=1.9, fast_t=1.902, mp_dps=1.902)
+    claims = {claim.name.partition(": ")[2]: claim for claim in claims_of([one])}
+    ours = claims["FD-DPS's step over DP's"]
+    assert (ours.ours, ours.paper, ours.verdict) == ("0.95", "0.87", "not reproduced")
+    assert "within 1% of DP's graph" in ours.reason
+
+
+def test_one_devices_steps_are_one_figure_of_which_the_worst_counts() -> None:
+    rows = [row(Setting("ResNet-200", 4), single=4.7), row(Setting("ResNet-50", 4))]
+    (claim,) = (claim for claim in claims_of(rows) if claim.name.startswith("one device's step"))
+    assert (claim.verdict, claim.name) == ("not reproduced", "one device's step over DP's, in 2 rows")
+    assert claim.reason.startswith("in 1 of 2 rows within 25 %")

@@ -82,8 +82,9 @@ _ASSUMED = """## What was assumed
   units and read 64 tokens. No claim about these two models is counted as reproduced.
 * **Shares of blocks.** Each system has its fastest one of these. One stage on each device (GPipe, DAPPLE, PipeDream's
   bound, OOO-Pipe1): as many blocks each, or equal times. Megatron, with and without fast-forwarding: 2, 3, 4 or 6
-  stages of equal times on each device, and, as its interleaving needs a multiple of the devices, the next one. OOO-Pipe2: block by block (in figure 11 by two, too), the head with the last
-  block or on the next device.
+  stages of equal times on each device; its interleaving needs a multiple of the devices as number of micro-batches, and
+  has the next one.
+  OOO-Pipe2: block by block (in figure 11 by two, too), the head with the last block or on the next device.
 * **Memory.** Pipelines have 15 GB of a V100, and recomputation wherever it is short. Data parallelism (figure 10, k =
   45) isn't limited: as the paper trained it, it fits, although our profiles take more than the card has (see k = 45).
 * OOO-Pipe1 is our policy `fast_forward`, OOO-Pipe2 `modulo`. Times of PipeDream are a bound: micro-batches times the

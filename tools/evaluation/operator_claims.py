@@ -235,7 +235,10 @@ def _why_ratio(row: Row, what: str, theirs: float) -> str:
         if is_graph(row, what):
             return f"{steps['fd_dps']} are within {SAME_STEP:.0%} of DP's graph"
         rounds = with_rounds_of("fast_t")
-        return f"with rounds that aren't in the paper, with which FastT takes {steps[rounds]}; {steps['fd_dps']} where even shares of one device's work take {least_possible(row) * 1e3:.0f} ms"
+        return (
+            f"with rounds that aren't in the paper, with which FastT takes {steps[rounds]}; {steps['fd_dps']} where "
+            f"even shares of one device's work take {least_possible(row) * 1e3:.0f} ms"
+        )
     kept = (
         f"it goes back to DP's graph ({steps['split_by_batch']})" if went_back(row, what) else f"it takes {steps[what]}"
     )

@@ -166,8 +166,8 @@ def _single(rows: Sequence[Row]) -> str:
     ours = [1 / row.over("single") for row in rows]
     theirs = [1 / ratio for paper in TABLE_5.values() if (ratio := paper.over("single")) is not None]
     return _bullet(
-        f"**One device against data parallelism**, one figure of all rows, isn't reproduced: our DP's step is {_span(ours)} of one "
-        f"device's, the paper's {_span(theirs)} times one device's. See *The paper's seconds*."
+        f"**One device against data parallelism**, one figure of all rows, isn't reproduced: our DP's step is "
+        f"{_span(ours)} of one device's, the paper's {_span(theirs)} times one device's. See *The paper's seconds*."
     )
 
 
@@ -285,6 +285,6 @@ def _better(claims: Sequence[Claim]) -> str:
         return ""
     names = "; ".join(f"{claim.name}: {claim.ours}, in the paper {claim.paper}" for claim in better)
     return _bullet(
-        f"**Better than the paper** ({len(better)}), with rounds of ours: {names}. Regions are split alike, and variables "
-        f"and updates shared out over the devices, which data parallelism repeats on each."
+        f"**Better than the paper** ({len(better)}), with rounds of ours: {names}. Regions are split alike, and "
+        f"variables and updates shared out over the devices, which data parallelism repeats on each."
     )
