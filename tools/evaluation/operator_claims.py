@@ -157,12 +157,12 @@ def _single(rows: Sequence[Row]) -> Iterator[Claim]:
     verdicts = [within_in_steps(ours, theirs) for theirs, ours in ratios.values()]
     worst = max(verdicts, key=OF_THE_PAPER.index)
     alike = verdicts.count("reproduced") + verdicts.count("near")
-    paper, mine = ([pair[number] for pair in ratios.values()] for number in (0, 1))
+    their_ratios, our_ratios = ([pair[number] for pair in ratios.values()] for number in (0, 1))
     yield Claim(
         "table 5, steps over DP",
         f"one device's step over DP's, in {len(ratios)} rows",
-        f"{min(paper):.2f} to {max(paper):.2f}",
-        f"{min(mine):.2f} to {max(mine):.2f}",
+        f"{min(their_ratios):.2f} to {max(their_ratios):.2f}",
+        f"{min(our_ratios):.2f} to {max(our_ratios):.2f}",
         worst,
         f"in {alike} of {len(ratios)} rows within 25 %; in most rows of the paper several devices take longer than one",
     )

@@ -111,11 +111,11 @@ def claims(results: Results) -> Iterator[Claim]:
             yield number(name, paper, ours, "x", _SMALL)
             continue
         # What only our plans reach there isn't the paper's.
-        other, theirs = others[what][1], published[what][1]
-        if USUAL.verdict(paper, theirs, ratio=True) == REPRODUCED:
+        other, of_paper = others[what][1], published[what][1]
+        if USUAL.verdict(paper, of_paper, ratio=True) == REPRODUCED:
             yield number(name, paper, ours, "x", _SMALL, otherwise=(f"at {OTHER}", other))
         else:
-            shown = {f"at {OTHER}": other, f"at {_PUBLISHED}": theirs}
+            shown = {f"at {OTHER}": other, f"at {_PUBLISHED}": of_paper}
             yield number(name, paper, ours, "x", _SMALL, shown=shown)
     theirs = slower_networks(results, dataclasses.replace(TEXT, plans="paper"))
     for model, (at_25, at_10) in slower_networks(results, TEXT).items():
