@@ -19,7 +19,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.dumps.dump import dump
 from dapple_tf.errors import DappleError, WorkerLostError
-from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.builds import StepRequest, StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note
 from dapple_tf.execution.recovery import FaultRecord
@@ -31,6 +31,7 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.prediction import Prediction
 from dapple_tf.tracing.step_profile import StepProfile
 from dapple_tf.verification import Verification, compare
+from graph_passes.ir.graph import GraphDef
 
 
 class Inspection(abc.ABC):
@@ -143,6 +144,14 @@ class Inspection(abc.ABC):
         spec = self._specs.get(Mode.TRAIN)
         costs = None if engine.builder.placer is None else engine.builder.placer.costs
         dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec, operator_costs=costs)
+
+    def session_graph(self) -> tuple[GraphDef, tuple[StepRequest, ...]]:
+        """Returns the graph of this process's session, and feeds and fetches of the steps that have run in it.
+
+        Steps on workers aren't among them.
+        """
+        session = self._engine.session
+        return session.graph.as_graph_def(), session.requests
 
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.

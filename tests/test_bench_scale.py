@@ -10,7 +10,14 @@ import pytest
 import dapple_tf as dapple
 from dapple_tf.models.registry import MODELS, find_model
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import bench_memory, bench_planner, bench_preparation, rewrite_models, scale_report
+from dapple_tf.tools.evaluation import (
+    bench_many_devices,
+    bench_memory,
+    bench_planner,
+    bench_preparation,
+    rewrite_models,
+    scale_report,
+)
 from dapple_tf.tools.evaluation.bench_gpt import gpt_size
 from dapple_tf.tools.evaluation.bench_report import read_results
 
@@ -79,6 +86,34 @@ def test_a_preparation_is_the_sum_of_its_parts() -> None:
 
 def test_each_configuration_is_prepared_once() -> None:
     assert bench_preparation.configurations([2, 4], [2, 8], 8) == [(2, 8), (4, 8), (4, 2)]
+
+
+@pytest.mark.slow
+def test_a_step_of_many_devices_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of two replicas, and two micro-batches: eight F and B, and what passes between them."""
+    monkeypatch.setattr(bench_many_devices, "STAGES", 2)
+    monkeypatch.setattr(bench_many_devices, "MICRO_BATCHES", 2)
+    record = bench_many_devices.measured("replicas", 4)
+    assert (record["stages"], record["micro_batches"], record["tasks"], record["between_servers"]) == (2, 2, 16, 0)
+    assert record["feeds"] == 4 and record["fetches"] == 2
+    assert record["transfers"] >= 8 and record["nodes"] > record["tasks"]
+    assert min(record[name] for name in ("preparation_s", "step_ms", "client_ms", "step_core_ms")) > 0
+    straight = bench_many_devices.plan_of("straight", 8)
+    assert (straight.num_stages, straight.micro_batches, straight.global_batch_size) == (8, 8, 8)
+
+
+def test_more_devices_are_extrapolated_by_devices_and_tasks() -> None:
+    rows = []
+    for devices in (4, 8, 16):
+        tasks = 2 * devices * devices
+        values = dict.fromkeys(bench_many_devices._GROWS, 10.0 + 3 * devices + 0.5 * tasks)
+        rows.append({"way": "straight", "devices": devices, "tasks": tasks, **values})
+    guess = bench_many_devices.extrapolated(rows, 1024)
+    assert guess["tasks"] == 2 * 1024 * 1024
+    assert guess["nodes"] == pytest.approx(10 + 3 * 1024 + 1024 * 1024)
+    for row in rows:  # Where more devices need less, nothing is extrapolated below 0.
+        row["client_ms"] = 5.0 - row["devices"] / 16
+    assert bench_many_devices.extrapolated(rows, 1024)["client_ms"] > 0
 
 
 def test_full_size_models_are_those_of_the_papers() -> None:

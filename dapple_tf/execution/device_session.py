@@ -89,6 +89,11 @@ class DeviceSession:
         """Whether the session is gone without `close`, because Python is collecting it."""
         return isinstance(self._session, RemoteSession) and self._session.closed
 
+    @property
+    def requests(self) -> tuple[StepRequest, ...]:
+        """The steps that have run on this process's devices."""
+        return tuple(self._prepared)
+
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds a graph to the session's, under a name."""
         add_to_graph(self.graph, self._library, graph, name)

@@ -2,8 +2,8 @@
 
     python -m tools.evaluation.scale_report
 
-The benchmarks put their numbers there: `bench_memory`, `bench_preparation`, `bench_planner` and `rewrite_models`, each
-with ``--json=docs/results/scale.json``.
+The benchmarks put their numbers there: `bench_memory`, `bench_preparation`, `bench_planner`, `bench_many_devices` and
+`rewrite_models`, each with ``--json=docs/results/scale.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import Any
 from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import bench_memory, bench_planner, bench_preparation, rewrite_models
+from dapple_tf.tools.evaluation import (
+    bench_many_devices,
+    bench_memory,
+    bench_planner,
+    bench_preparation,
+    rewrite_models,
+)
 from dapple_tf.tools.evaluation.bench_report import read_results
 
 FLAGS = flags.FlagValues()
@@ -45,6 +51,19 @@ _PLANNER = """## Planning against layers and devices
 All measured, of one core; what is planned for, V100s, is a description. In parentheses: over the first cell. A star:
 nothing fits the devices' memory, which is what the planner says then.
 """
+_MANY = """## A step of 4 to 64 devices, and what 256 and 1,024 would need
+
+A BERT of width 8, an encoder layer and an output layer or less in each stage, on logical devices of one process:
+*straight* is a stage on each device and as many micro-batches; *replicas* is four stages of equally many devices, and
+16 micro-batches. *Measured*: nodes that a step runs (its operators are inside functions), feeds and fetches of the
+client's call, tensors from one device to another, and those that would go between servers of eight devices. A task is
+an F or B of a slice; its time of a core has some fifty of the model's own operators in it. In italics *extrapolated*,
+not run: a + b devices + c tasks, fitted to the lines above.
+
+On a cluster the client's TensorFlow server is the master: it sends each worker one RunGraph and one CleanupGraph for a
+step, so that the client makes two calls a worker, however many tasks there are; all else goes between workers, one
+RecvTensor for each tensor between servers. Each worker runs the tasks of its own devices.
+"""
 _REWRITING = """## Full-size models, rewritten without being run
 
 Each model is built without values, captured, cut evenly by parameters and rewritten into the complete graph of a
@@ -70,6 +89,26 @@ def _origin(entries: list[Mapping[str, Any]]) -> str:
     return "\n\n".join(dict.fromkeys(lines))
 
 
+def _bottlenecks(rows: list[Mapping[str, Any]]) -> str:
+    """Returns what becomes too much first on the most devices of the table, from its extrapolation."""
+    ways = {way: [row for row in rows if row["way"] == way] for way in bench_many_devices.WAYS}
+    if min(map(len, ways.values())) < 3:
+        return "Too few numbers of devices were measured to extrapolate."
+    straight, replicas = (bench_many_devices.extrapolated(own, 1024) for own in ways.values())
+    each = straight["step_core_ms"] / 1024
+    own = replicas["step_core_ms"] / 1024
+    return (
+        f"**The first bottleneck is the graph in the client.** A straight pipeline of 1,024 devices would have "
+        f"{straight['nodes'] / 1e6:.1f} million nodes, all made, checked and partitioned by one process before the "
+        f"first step: {straight['preparation_s'] / 60:.0f} minutes at the rate above. Its tasks would be "
+        f"{straight['tasks'] / 1024:,.0f} on each device, {each:,.0f} ms of a core, which real computation hides. With "
+        f"replicas the same devices need {replicas['nodes']:,.0f} nodes and {replicas['preparation_s']:.0f} s, and "
+        f"{own:,.0f} ms of a core on each. So pipelines of this size want replicas, as the planner finds (1,024 "
+        f"devices and 400 layers: 16 stages of 64). Nodes grow with tasks since a step is one static graph: only a "
+        f"loop over micro-batches on each device would end that, and it would give up orders of tasks across stages."
+    )
+
+
 def report(results: Mapping[str, Any]) -> str:
     """Returns the document.
 
@@ -88,6 +127,10 @@ def report(results: Mapping[str, Any]) -> str:
     if "planner" in results:
         entry = results["planner"]
         sections += [_PLANNER, bench_planner.table(entry["records"]), "", _origin([entry])]
+    if "many_devices" in results:
+        entry = results["many_devices"]
+        rows = entry["records"]
+        sections += [_MANY, bench_many_devices.table(rows), "", _bottlenecks(rows), "", _origin([entry])]
     models = [entry for name, entry in results.items() if name.startswith(_MODELS)]
     if models:
         rows = [record for entry in models for record in entry["records"]]
