@@ -111,6 +111,8 @@ def test_more_devices_are_extrapolated_by_devices_and_tasks() -> None:
     guess = bench_many_devices.extrapolated(rows, 1024)
     assert guess["tasks"] == 2 * 1024 * 1024
     assert guess["nodes"] == pytest.approx(10 + 3 * 1024 + 1024 * 1024)
+    rows[0]["between_servers"] = 0.0
+    assert bench_many_devices.extrapolated(rows, 1024)["between_servers"] > 1024 * 1024 / 2
     for row in rows:  # Where more devices need less, nothing is extrapolated below 0.
         row["client_ms"] = 5.0 - row["devices"] / 16
     assert bench_many_devices.extrapolated(rows, 1024)["client_ms"] > 0

@@ -145,9 +145,11 @@ def extrapolated(rows: Sequence[Mapping[str, Any]], devices: int) -> dict[str, A
     tasks = 2 * sum(map(len, plan.devices)) * plan.micro_batches
     record: dict[str, Any] = {"way": rows[0]["way"], "devices": devices, "stages": plan.num_stages, "tasks": tasks}
     for name in _GROWS:
-        known = np.array([max(1e-9, float(row[name])) for row in rows])
-        terms = np.array([[1.0, row["devices"], row["tasks"]] for row in rows])
-        record[name] = float(np.dot(_non_negative(terms / known[:, None], np.ones(len(rows))), [1.0, devices, tasks]))
+        some = [row for row in rows if row[name]]  # Within a server nothing goes between servers.
+        known = np.array([float(row[name]) for row in some])
+        terms = np.array([[1.0, row["devices"], row["tasks"]] for row in some])
+        fitted = _non_negative(terms / known[:, None], np.ones(len(some))) if some else np.zeros(3)
+        record[name] = float(np.dot(fitted, [1.0, devices, tasks]))
     return record
 
 
