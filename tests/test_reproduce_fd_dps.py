@@ -258,13 +258,12 @@ def test_margins_over_opponents_that_are_slower_than_data_parallelism_are_too_la
 def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
     one = row(Setting("ResNet-200", 8), fast_t=1.8, mp_dps=1.8, split_by_batch=1.8, fd_dps=1.53)
     claims = {claim.name.partition(": ")[2]: claim for claim in claims_of([one])}
-    assert claims["FastT's step over DP's"].verdict == "reproduced otherwise"
-    assert "goes back to DP's graph (1800 ms); DPOS alone takes 3000 ms" in claims["FastT's step over DP's"].reason
-    # One margin, compared with 15.8 and 11.9 %: what is only near isn't near the strategy.
-    over_fast_t, over_mp_dps = (claims[f"FD-DPS faster than {name}"] for name in ("FastT", "MP-DPS"))
-    assert (over_fast_t.ours, over_fast_t.verdict) == ("15.0%", "reproduced otherwise")
-    assert over_fast_t.reason.startswith("FastT's step is that of DP's graph")
-    assert (over_mp_dps.ours, over_mp_dps.verdict) == ("15.0%", "not reproduced")
+    both = claims["FastT and MP-DPS's step over DP's"]
+    assert (both.paper, both.ours, both.verdict) == ("0.88; 0.84", "0.90", "reproduced otherwise")
+    # One margin, compared with 15.8 and 11.9 %: what is only near isn't near the strategy, and the worst counts, once.
+    over = claims["FD-DPS faster than FastT and MP-DPS"]
+    assert (over.paper, over.ours, over.verdict) == ("15.8%; 11.9%", "15.0%", "not reproduced")
+    assert over.reason.startswith("too large") or "step is that of DP's graph" in over.reason
     assert "are one number in 1 of 1 rows" in " ".join(reasons([one], list(claims.values())).split())
 
 

@@ -208,7 +208,7 @@ def _tally(judged: Sequence[Claim]) -> str:
 _MEANING = {
     REPRODUCED: "within 10 %",
     NEAR: "within 25 %",
-    OTHERWISE: "only under the other setting of its figure: for figure 10, against BytePS without its prioritisation",
+    OTHERWISE: "only under the other setting of its figure: for figure 10, where each GPU's gradients go by themselves",
     NOT: "further off, whether too small or too large, or with a part left out",
     GUESSED: "not counted: would be reproduced or near, at sizes of a model that the paper doesn't give",
     IN_UNITS: "not counted: schedules drawn in units of time are as in the paper, which shows nothing of hardware",
@@ -259,7 +259,9 @@ def _summary(records: Records, judged: Sequence[Claim]) -> str:
         "here.",
         "",
         "**By construction, not counted**: the memory of reverse first-k with k = 45 (below 1 % more): the peak lies "
-        f"before any delayed gradient, so that the ratio is {_k_45_memory(records):.3f}.",
+        f"before any delayed gradient, so that the ratio is {_k_45_memory(records):.3f}. "
+        "Nor that OOO-Pipe2 needs as much memory as GPipe: in the paper it removes what fast-forwarding needs more, "
+        "which is nothing here.",
         "",
         f"**Fitted, not counted**: figure 4's numbers ({fitted} units), from which the times of its tasks were "
         "worked out, since its picture isn't in the text.",
