@@ -57,7 +57,7 @@ def plan_of(way: str, devices: int) -> dapple.Plan:
 
 
 def measured(way: str, devices: int) -> dict[str, Any]:
-    """Returns the record of a configuration."""
+    """Returns the record of a configuration: counts, seconds (``_s``), milliseconds (``_ms``) and MiB."""
     plan = plan_of(way, devices)
     config = bert.BertConfig(depth=plan.num_stages, width=8, heads=2, inner=8, vocabulary=16, sequence=4)
     model = bert.build(config)
@@ -79,6 +79,28 @@ def measured(way: str, devices: int) -> dict[str, Any]:
         pipelined.train_on_batch(x, labels)
         steps.append([clock() - start for clock, start in zip(clocks, began, strict=True)])
     wall, client, processor = (1e3 * float(ms) for ms in np.median(steps, axis=0))
+    return {
+        "way": way,
+        "devices": devices,
+        "stages": plan.num_stages,
+        "micro_batches": plan.micro_batches,
+        "tasks": _tasks(plan),
+        **_counts(pipelined),
+        "preparation_s": preparation,
+        "step_ms": wall,
+        "client_ms": client,
+        "step_core_ms": processor,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+    }
+
+
+def _tasks(plan: dapple.Plan) -> int:
+    """Returns the number of F and B of all slices."""
+    return 2 * sum(map(len, plan.devices)) * plan.micro_batches
+
+
+def _counts(pipelined: Any) -> dict[str, int]:
+    """Returns what the one step that has run consists of."""
     whole, (request,) = pipelined.session_graph()
     names = [name.partition(":")[0] for name in keras.tree.flatten(dict(request.fetches))]
     graph = Graph(whole)
@@ -92,24 +114,13 @@ def measured(way: str, devices: int) -> dict[str, Any]:
             there = place.get(ref.node)
             if here is not None and there is not None and here != there:
                 sent.add((ref, there, here))
-    slices = sum(map(len, plan.devices)) * plan.micro_batches
     return {
-        "way": way,
-        "devices": devices,
-        "stages": plan.num_stages,
-        "micro_batches": plan.micro_batches,
-        "tasks": 2 * slices,
         "nodes": len(nodes),
         "functions": len(whole.library.function),
         "feeds": len(request.feeds),
         "fetches": len(names),
         "transfers": len(sent),
         "between_servers": sum(there // PER_SERVER != here // PER_SERVER for _, there, here in sent),
-        "preparation_s": preparation,
-        "step_ms": wall,
-        "client_ms": client,
-        "step_core_ms": processor,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
     }
 
 
@@ -142,7 +153,7 @@ def extrapolated(rows: Sequence[Mapping[str, Any]], devices: int) -> dict[str, A
         devices: how many.
     """
     plan = plan_of(rows[0]["way"], devices)
-    tasks = 2 * sum(map(len, plan.devices)) * plan.micro_batches
+    tasks = _tasks(plan)
     record: dict[str, Any] = {"way": rows[0]["way"], "devices": devices, "stages": plan.num_stages, "tasks": tasks}
     for name in _GROWS:
         some = [row for row in rows if row[name]]  # Within a server nothing goes between servers.

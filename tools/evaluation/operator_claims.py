@@ -6,7 +6,6 @@ A figure is
   step, is between half and twice the paper's, on the same side, since 0.97 isn't 1.02;
 * near: within 25 %, the gain between a third and three times;
 * reproduced otherwise: within the first bands, but by what isn't the strategy, or by construction;
-* better: a step of FD-DPS in units of data parallelism's, shorter than both bands allow;
 * not reproduced: all else, also margins that are too large, which only show that the opponent is weak.
 
 Data parallelism is TF-Slim's here, whose replicas normalise their own samples.
@@ -35,8 +34,8 @@ SAME_STEP = 0.01
 TIE = 1e-9
 """Relative difference below which two steps are equally long."""
 
-Verdict = Literal["reproduced", "near", "reproduced otherwise", "better", "not reproduced", "holds", "slower", "FAILED"]
-OF_THE_PAPER: tuple[Verdict, ...] = ("reproduced", "near", "reproduced otherwise", "not reproduced", "better")
+Verdict = Literal["reproduced", "near", "reproduced otherwise", "not reproduced", "holds", "slower", "FAILED"]
+OF_THE_PAPER: tuple[Verdict, ...] = ("reproduced", "near", "reproduced otherwise", "not reproduced")
 """Verdicts on the paper's figures."""
 
 NAMES = {
@@ -109,13 +108,12 @@ def within(ours: float, paper: float) -> Verdict:
     return "near" if off <= NEAR_WITHIN else "not reproduced"
 
 
-def within_in_steps(ours: float, paper: float, *, better: bool = False) -> Verdict:
+def within_in_steps(ours: float, paper: float) -> Verdict:
     """Compares a step in units of data parallelism's with the paper's: the ratio, and the gain.
 
     Args:
         ours: our step over data parallelism's.
         paper: the paper's.
-        better: whether a step that is shorter than the bands allow is better.
     """
     bands: tuple[tuple[Verdict, float, float], ...] = (
         ("reproduced", REPRODUCED_WITHIN, REPRODUCED_GAIN),
@@ -124,7 +122,7 @@ def within_in_steps(ours: float, paper: float, *, better: bool = False) -> Verdi
     for verdict, band, times in bands:
         if abs(ours / paper - 1) <= band and _gains_within(1 - ours, 1 - paper, times):
             return verdict
-    return "better" if better and ours < paper else "not reproduced"
+    return "not reproduced"
 
 
 def _gains_within(ours: float, paper: float, times: float) -> bool:
@@ -178,7 +176,7 @@ def _table_5(row: Row) -> Iterator[Claim]:
         theirs = paper.over(what)
         if theirs is not None:
             ours = row.over(what)
-            verdict = _of_the_strategy(within_in_steps(ours, theirs, better=what == "fd_dps"), row, what)
+            verdict = _of_the_strategy(within_in_steps(ours, theirs), row, what)
             if what == "fd_dps":  # Its improvement rounds aren't in the paper.
                 verdict = _at_most_otherwise(verdict)
             reason = "" if verdict == "reproduced" else _why_ratio(row, what, theirs)
@@ -242,11 +240,7 @@ def _of_the_strategy(verdict: Verdict, row: Row, *names: str) -> Verdict:
 
 
 def _at_most_otherwise(verdict: Verdict) -> Verdict:
-    less: dict[Verdict, Verdict] = {
-        "reproduced": "reproduced otherwise",
-        "near": "not reproduced",
-        "better": "not reproduced",
-    }
+    less: dict[Verdict, Verdict] = {"reproduced": "reproduced otherwise", "near": "not reproduced"}
     return less.get(verdict, verdict)
 
 

@@ -229,7 +229,7 @@ def summary(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
         f"lost. Of {len(own)} checks of our own search, that placements fit and that its bound ends it in time, "
         f"{failed} fail.\n"
     )
-    return f"{BANDS}\n{counted}\n\n{lacking}{held}\n{reasons(rows, claims)}"
+    return f"{BANDS}\n{counted}\n\n{lacking}{held}\n{reasons(rows)}"
 
 
 # ---- files

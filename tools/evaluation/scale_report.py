@@ -57,7 +57,7 @@ A BERT of width 8, an encoder layer and an output layer or less in each stage, o
 *straight* is a stage on each device and as many micro-batches; *replicas* is four stages of equally many devices, and
 16 micro-batches. *Measured*: nodes that a step runs (its operators are inside functions), feeds and fetches of the
 client's call, tensors from one device to another, and those that would go between servers of eight devices. A task is
-an F or B of a slice; its time of a core has some fifty of the model's own operators in it. In italics *extrapolated*,
+an F or B of a slice; its time of a core has the stage's own operators in it. In italics *extrapolated*,
 not run: a + b devices + c tasks, fitted to the lines above.
 
 On a cluster the client's TensorFlow server is the master: it sends each worker one RunGraph and one CleanupGraph for a
@@ -103,9 +103,9 @@ def _bottlenecks(rows: list[Mapping[str, Any]]) -> str:
         f"first step: {straight['preparation_s'] / 60:.0f} minutes at the rate above. Its tasks would be "
         f"{straight['tasks'] / 1024:,.0f} on each device, {each:,.0f} ms of a core, which real computation hides. With "
         f"replicas the same devices need {replicas['nodes']:,.0f} nodes and {replicas['preparation_s']:.0f} s, and "
-        f"{own:,.0f} ms of a core on each. So pipelines of this size want replicas, as the planner finds (1,024 "
-        f"devices and 400 layers: 16 stages of 64). Nodes grow with tasks since a step is one static graph: only a "
-        f"loop over micro-batches on each device would end that, and it would give up orders of tasks across stages."
+        f"{own:,.0f} ms of a core on each. So pipelines of this size want replicas. Nodes grow with tasks since "
+        f"a step is one static graph: only a loop over micro-batches on each device would end that, and it would give "
+        f"up orders of tasks across stages."
     )
 
 
