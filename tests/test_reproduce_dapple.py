@@ -488,6 +488,19 @@ def test_command_says_what_differs(factor: float, copied: pathlib.Path, capsys: 
     assert "FAILED" in said
 
 
+def test_stored_records_of_an_older_version_can_be_accepted(
+    copied: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The document's part that couldn't be made from them failed with a KeyError, after all had been computed."""
+    older = json.loads(json.dumps(STORED))
+    del older["parts"]["table 5"]["gpipe, M=2"]["samples/s"]
+    (copied / "results.json").write_text(json.dumps(older))
+    assert _run("--only=table 5", f"--directory={copied}", "--jobs=1") == 1
+    assert "what is stored has no 'samples/s'; write it with --write" in capsys.readouterr().out
+    assert _run("--only=table 5", f"--directory={copied}", "--jobs=1", "--write") == 0
+    assert (copied / "dapple.md").read_text() == (RESULTS / "dapple.md").read_text()
+
+
 @pytest.mark.thorough
 def test_command_writes_and_then_holds(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--only=table 5,table 7,figure 8", f"--directory={tmp_path}"]

@@ -47,9 +47,10 @@ numbers that its text mentions are claims here.
 Bands: a figure within 10 % of the paper's is reproduced, within 25 % near, otherwise not reproduced, also where ours
 is the better one; for Table 3, gains of a few percent, it is 2 % and 5 %. Of a ratio (its band says "gain") the gain
 over 1, or the loss below it, must also be between half and twice the paper's to be reproduced, between a third and
-three times to be near: 1.04 isn't 1.15. A plan with the paper's cuts and replicas is reproduced, one with the same
-replicas and other cuts near, however fast the two are. What was fitted to a table isn't counted, what holds by
-construction isn't a claim, and what rests on one number of ours is counted once.
+three times to be near: 1.04 isn't 1.15. A plan with the paper's cuts and replicas is reproduced. Where ours is another,
+but the paper's is as fast within 1 % in the same simulation, it counts as reproduced otherwise; else it is near with
+the same replicas, however much faster, and not reproduced with others. What was fitted to a table isn't counted, what
+holds by construction isn't a claim, and what rests on one number of ours is counted once.
 
 The 10 and 25 % were fixed before this evaluation was computed, when an older one's results were known. Chosen later,
 with results in sight: Table 3's bands (3 and 8 % at first) and the M at which it is judged, the rule for gains, the
@@ -84,7 +85,8 @@ def _front_page(all_claims: Sequence[Claim], results: Results) -> str:
         "| --- | --- |",
         f"| reproduced | {numbers[REPRODUCED]} |",
         f"| near: within 25 % | {numbers[NEAR]} |",
-        f"| reproduced otherwise: in the one other setting that stands beside it | {numbers[OTHERWISE]} |",
+        f"| reproduced otherwise: in the one other setting that stands beside it, or by another plan where the "
+        f"paper's is as fast within 1 % | {numbers[OTHERWISE]} |",
         f"| not reproduced: the reason stands beside it | {numbers[NOT]} |",
         f"| together | {sum(numbers[verdict] for verdict in COUNTED)} |",
         f"| not of equals: rows of Tables 4 and 6 where our plan with everything is faster than the paper's under the "
@@ -107,7 +109,7 @@ def _front_page(all_claims: Sequence[Claim], results: Results) -> str:
         (FITTED, "Fitted, not counted"),
     ):
         lines += _listed(title, [claim for claim in all_claims if claim.verdict == verdict])
-    lines += ["### Better than the paper\n"]
+    lines += ["### Not of equals\n"]
     lines += ["Our plan with every policy and feature, against the paper's as published under its own schedules.\n"]
     lines += ["| row | times as fast | our plan | policy |", "| --- | --- | --- | --- |"]
     for row, factor in faster:

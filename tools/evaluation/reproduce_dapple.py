@@ -126,7 +126,11 @@ def changes(stored: Mapping[str, Any], fresh: Mapping[str, Any], directory: path
     for name, record in fresh.items():
         said += differences(before.get(name, {}), record, name)
     said += differences(stored["claims"], verdicts({**before, **fresh}), "claims")
-    for name, text in files(before).items():
+    try:
+        documents = files(before)
+    except KeyError as error:  # records that an older version wrote
+        return [*said, f"{directory / 'results.json'}: what is stored has no {error}; write it with --write"]
+    for name, text in documents.items():
         path = directory / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             said.append(f"{path}: isn't what the stored results give; write it with --write")
