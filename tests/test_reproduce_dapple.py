@@ -438,7 +438,8 @@ def test_a_plan_of_the_paper_that_does_not_fit_is_told() -> None:
     row = paper_experiments.row_of("amoeba-36", "B")
     profile = MODELS[row.model].profile()
     theirs = paper_models.paper_partitions(row, profile)
-    assert outcomes.micro_batch_counts(profile, row.batch, theirs) == (1, 2, 4, 8, 11, 16, 32, 64)
+    # A limit of 64, which binds straight plans only, had made PipeDream's recompute.
+    assert outcomes.micro_batch_counts(profile, row.batch, theirs) == (1, 2, 4, 8, 11, 16, 32, 64, 128)
     outcome = outcomes.best(theirs, profile, CONFIGS["B"], row.batch, (8,), schedules=("dapple_a",))
     assert outcome is not None and not outcome.fits
     assert outcome.note == "stage 0 needs 17.3 of 15.0 GB for 1 slice of 2 samples"

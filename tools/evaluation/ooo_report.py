@@ -208,7 +208,10 @@ def _tally(judged: Sequence[Claim]) -> str:
 _MEANING = {
     REPRODUCED: "within 10 %",
     NEAR: "within 25 %",
-    OTHERWISE: "only under the other setting of its figure: for figure 10, where each GPU's gradients go by themselves",
+    OTHERWISE: (
+        "only under the other setting of its figure: for figure 10, where each GPU's gradients go by themselves; for "
+        "figure 13, the scripts' micro-batches"
+    ),
     NOT: "further off, whether too small or too large, or with a part left out",
     GUESSED: "not counted: would be reproduced or near, at sizes of a model that the paper doesn't give",
     IN_UNITS: "not counted: schedules drawn in units of time are as in the paper, which shows nothing of hardware",
@@ -339,7 +342,7 @@ def _reason(claim: Claim) -> str:
         return f"*{claim.others[0][0]}*: "
     if claim.status == REPRODUCED:
         return f"{claim.place[0].upper()}{claim.place[1:]}: "
-    return f"*{claim.why}*: "
+    return f"*{claim.why}*: " if claim.why else ""
 
 
 def _line(claim: Claim) -> str:

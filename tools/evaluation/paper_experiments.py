@@ -65,9 +65,14 @@ def row_of(model: str, config: str) -> PaperRow:
 
 
 def run_row(row: PaperRow) -> Record:
-    """Returns a row of Table 4 or 6: each plan at its best number of micro-batches and schedule, in one simulation."""
+    """Returns a row of Table 4 or 6: each plan at its best number of micro-batches and schedule, in one simulation.
+
+    In Table 6, which figure 12 draws, times are in proportion below the profiled batch, too.
+    """
     model, cluster = MODELS[row.model], CONFIGS[row.config]
     profile = model.profile()
+    if row.table == 6:
+        profile = in_proportion(profile)
     theirs = paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
     ours = make_plan(profile, cluster, row.batch, counts)
@@ -95,26 +100,11 @@ def run_row(row: PaperRow) -> Record:
         "no overlap": record(data_parallel(profile, cluster, row.batch, counts, overlap=False)),
         "gpipe": record(best(balanced, profile, cluster, row.batch, counts, schedules=("gpipe",))),
         "pipedream": record(None if dream is None else best([dream], profile, cluster, row.batch, counts)),
-        "in proportion": None if dream is None else _in_proportion(row, profile, theirs, dream),
         "pipedream's planner": own_dream,
         "everything": record(make_plan(profile, cluster, row.batch, counts, everything=True)),
         "choice": _choice(ours, paper, theirs),
         "ACR": None if row.acr is None else communication_ratio(read_as[0], profile, cluster),
         **_other_readings(row, [partition for partition in theirs if partition != read_as[0]], theirs[0], cluster),
-    }
-
-
-def _in_proportion(row: PaperRow, profile: Profile, theirs: Sequence[Partition], dream: Partition) -> Record:
-    """Returns the paper's plan, PipeDream's and data parallelism of figure 12.
-
-    Replicas' slices may be smaller than any that was profiled; times are in proportion there, and not as long as that.
-    """
-    cluster, smaller = CONFIGS[row.config], in_proportion(profile)
-    counts = micro_batch_counts(smaller, row.batch, [*theirs, dream])
-    return {
-        "paper": record(best(theirs, smaller, cluster, row.batch, counts)),
-        "pipedream": record(best([dream], smaller, cluster, row.batch, counts)),
-        "overlap": record(data_parallel(smaller, cluster, row.batch, counts)),
     }
 
 
@@ -262,7 +252,8 @@ def run_policies(model: str) -> Record:
                     (f"{name} warm-up", ":".join(map(str, outcome.simulation.costs.warm_up))),
                 )
             }
-    return {"plan": row.plan, "steps": steps}
+            steps[str(count)]["slice"] = row.batch / count / max(max(partition.replicas) for partition in theirs)
+    return {"plan": row.plan, "profiled": profile.least_samples, "steps": steps}
 
 
 # ---- tables 5 and 7

@@ -33,7 +33,8 @@ _FEATURES = ("recompute", "pieces", "relays")
 """Features of plans (`dapple_tf.planning.features`) that DAPPLE's runtime has or leaves open."""
 _EVERYTHING = tuple(name for name in NAMES if name != "carried_updates")
 """All features but the one that moves updates into the next step, which no other column has."""
-_MOST_MICRO_BATCHES = 64
+_MOST_MICRO_BATCHES = 256
+"""The largest batch of the tables whose profile is of one sample; only times in proportion would allow more."""
 
 Record = dict[str, Any]
 """What is stored of an experiment: numbers, texts, truth values, and lists and dicts of them."""
