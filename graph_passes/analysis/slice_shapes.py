@@ -22,7 +22,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.program import Program, Roles
 from graph_passes.ir.replica_sums import without_sums
-from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes, measure_shapes
+from graph_passes.ir.tensorflow_bridge import Shape, ShapesOf, measure_shapes
 
 SAMPLES = ((7, 11), (84, 132))
 """Pairs of numbers of samples, the first that the model can be computed for counts.
@@ -93,7 +93,7 @@ class SliceShapes:
         """
         graph: GraphDef = program.graph if part is None else part
         number = program.roles.slice.samples
-        contradiction = ""
+        contradiction, shapes_of = "", ShapesOf(graph)
         for pair in (*SAMPLES, None):
             few, many = pair or (None, None)
             whole = Graph(program.graph)
@@ -105,7 +105,7 @@ class SliceShapes:
             known = all(size is not None for shape in assumed[0].values() for size in shape[1:])
             values = [{} if samples is None else {number: samples} for samples in (few, many, few)]
             try:
-                inferred = _each(assumed, values, lambda inputs, values: infer_shapes(graph, inputs, values))
+                inferred = _each(assumed, values, shapes_of.under)
             except PassError as error:
                 contradiction = contradiction or str(error)
                 if pair is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
+from tensorflow.core.framework import function_pb2, op_def_pb2, tensor_pb2, types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
@@ -27,11 +27,12 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
     copied,
+    copied_node,
     data_inputs,
     make_const,
     shape_attr,
 )
-from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
+from graph_passes.ir.tensorflow_private import op_def_registry, replace_input, shapes_of_outputs
 
 FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
 Shape = tuple[int | None, ...]
@@ -150,12 +151,24 @@ def makes_resource(op: str) -> bool:
 
 def make_constant(node: NodeDef, value: np.ndarray) -> None:
     """Turns a node into a constant, in place: the placeholder of a tensor that a trace captured, say."""
-    tensor = tf.make_tensor_proto(value)
+    if value.dtype.kind in "biuf" and 1 <= value.size <= _FEW_ELEMENTS:
+        tensor = _small_tensor(value.dtype.str, value.shape, value.tobytes())
+    else:
+        tensor = tf.make_tensor_proto(value)
     node.op = "Const"
     del node.input[:]
     node.attr.clear()
     node.attr["dtype"].type = tensor.dtype
     node.attr["value"].tensor.CopyFrom(tensor)
+
+
+_FEW_ELEMENTS = 16
+
+
+@functools.lru_cache(maxsize=2**12)
+def _small_tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> tensor_pb2.TensorProto:
+    """Makes a constant's value, not to be changed: equal layers have the same shapes and axes over and over."""
+    return tf.make_tensor_proto(np.frombuffer(content, dtype).reshape(shape))
 
 
 def empty_graph() -> GraphDef:
@@ -375,43 +388,73 @@ def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
 def infer_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
 ) -> dict[Ref, Shape | None]:
-    """Returns the static shape of every tensor; None is an unknown rank.
+    """Returns the static shape of every tensor, as `ShapesOf.under`."""
+    return ShapesOf(graph).under(placeholders, values)
+
+
+class ShapesOf:
+    """Infers the shapes of a flat graph's tensors, under as many assumptions as one likes.
 
     Args:
-        graph: a flat graph.
-        placeholders: shapes to assume for placeholders.
-        values: values to assume for scalar int32 placeholders.
-
-    Raises:
-        PassError: the shapes contradict each other though they didn't when less was known; the text names the layer.
+        graph: the graph.
     """
-    constants = {ref.node: value for ref, value in values.items()}
-    names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
-    anonymous = GraphDef(versions=graph.versions, library=graph.library)
-    for original in graph.node:
-        node = anonymous.node.add()
-        if original.name in constants:
-            node.CopyFrom(make_const("", constants[original.name], types_pb2.DT_INT32))
-        else:
-            node.CopyFrom(original)
-            for attr in [attr for attr in node.attr if attr.startswith("_")]:  # names, places and the like
-                del node.attr[attr]
-            if original.name in placeholders:
-                node.attr["shape"].CopyFrom(shape_attr(placeholders[original.name]))
-            del node.input[:]
+
+    def __init__(self, graph: GraphDef) -> None:
+        self._graph = graph
+        self._number = {node.name: number for number, node in enumerate(graph.node)}
+
+    @functools.cached_property
+    def _anonymous(self) -> GraphDef:
+        """The graph with nodes n0, n1, ... and without what shapes don't depend on."""
+        names = {name: f"n{number}" for name, number in self._number.items()}
+        anonymous = GraphDef(versions=self._graph.versions, library=self._graph.library)
+        for original in self._graph.node:
+            node = anonymous.node.add(name=names[original.name], op=original.op)
+            for attr, value in original.attr.items():
+                if not attr.startswith("_"):  # names, places and the like
+                    node.attr[attr].CopyFrom(value)
             node.input.extend(str(Ref(names[ref.node], ref.output)) for ref in data_inputs(original))
             node.input.extend(f"^{names[waited]}" for waited in control_inputs(original))
-        node.name = names[original.name]
-        node.device = ""
-    try:
-        inferred = _shapes_of_outputs(anonymous.SerializeToString(deterministic=True))
-    except ValueError as error:
-        raise PassError(_contradiction(graph, str(error))) from error
-    return {
-        Ref(node.name, index): shape
-        for node, shapes in zip(graph.node, inferred, strict=True)
-        for index, shape in enumerate(shapes)
-    }
+        return anonymous
+
+    def node(self, name: str) -> NodeDef:
+        """Returns a node of the graph."""
+        return self._graph.node[self._number[name]]
+
+    def under(
+        self, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
+    ) -> dict[Ref, Shape | None]:
+        """Returns the static shape of every tensor; None is an unknown rank.
+
+        Args:
+            placeholders: shapes to assume for placeholders.
+            values: values to assume for scalar int32 placeholders.
+
+        Raises:
+            PassError: the shapes contradict each other though they didn't when less was known; the text names the
+                layer.
+        """
+        changed = {name: self._anonymous.node[self._number[name]] for name in placeholders if name in self._number}
+        constants = {ref.node: value for ref, value in values.items() if ref.node in self._number}
+        changed |= {name: self._anonymous.node[self._number[name]] for name in constants}
+        kept = {name: copied_node(node) for name, node in changed.items()}
+        for name, node in changed.items():
+            if name in constants:
+                node.CopyFrom(make_const(node.name, constants[name], types_pb2.DT_INT32))
+            else:
+                node.attr["shape"].CopyFrom(shape_attr(placeholders[name]))
+        try:
+            inferred = _shapes_of_outputs(self._anonymous.SerializeToString(deterministic=True))
+        except ValueError as error:
+            raise PassError(_contradiction(self._graph, str(error))) from error
+        finally:
+            for name, node in changed.items():
+                node.CopyFrom(kept[name])
+        return {
+            Ref(node.name, index): shape
+            for number, node in enumerate(self._graph.node)
+            for index, shape in enumerate(inferred[f"n{number}"])
+        }
 
 
 def _contradiction(graph: GraphDef, text: str) -> str:
@@ -428,17 +471,9 @@ def _contradiction(graph: GraphDef, text: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...]:
+def _shapes_of_outputs(serialized: bytes) -> Mapping[str, tuple[Shape | None, ...]]:
     """Returns the shapes of each node's outputs. Stages of equal layers have equal graphs, apart from names."""
-    graph = GraphDef.FromString(serialized)
-    _rename_functions(graph, f"_differentiated{next(_differentiations)}")
-    with tf.Graph().as_default() as scope:
-        tf.graph_util.import_graph_def(graph, name="")
-        operations = [scope.get_operation_by_name(node.name) for node in graph.node]
-        return tuple(
-            tuple(None if output.shape.rank is None else tuple(output.shape.as_list()) for output in operation.outputs)
-            for operation in operations
-        )
+    return shapes_of_outputs(serialized)
 
 
 def measure_shapes(

@@ -15,10 +15,10 @@ from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
-from graph_passes.ir.outline import dtype_of, outline
+from graph_passes.ir.outline import outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
-from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful, output_dtypes
+from graph_passes.ir.tensorflow_bridge import Shape, ShapesOf, dtype_size, is_stateful, output_dtypes
 from graph_passes.passes.drop_no_ops import drop_no_ops
 
 logger = logging.getLogger(__name__)
@@ -95,11 +95,13 @@ class Partition:
         whole, samples = stage, self.samples[stage.index] if self.samples else None
         if not self.replicas or self.replicas[stage.index] == 1:
             stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
-        counted = _counted(program, stage) if self.training and (self.counted or self.recompute == "min_cut") else {}
+        shapes_of = ShapesOf(stage.own_graph)
+        counts = self.training and (self.counted or self.recompute == "min_cut")
+        counted = _counted(program, stage, shapes_of) if counts else {}
         sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
         if samples is not None:
-            stage, shapes = _of_samples(program, stage, samples)
+            stage, shapes = _of_samples(program, stage, shapes_of, samples)
         graph = Graph(stage.own_graph)
         given = set(stage.arguments.values())
         forward = {value: ref for value, ref in stage.results.items() if value.kind is ValueKind.FORWARD}
@@ -166,10 +168,12 @@ class Partition:
         return dataclasses.replace(whole, **changes)
 
 
-def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Mapping[Ref, Shape | None]]:
+def _of_samples(
+    program: Program, stage: Stage, shapes_of: ShapesOf, samples: int
+) -> tuple[Stage, Mapping[Ref, Shape | None]]:
     """Returns the stage for slices of ``samples`` samples, with values from shapes as constants; and these shapes."""
     wanted = [*stage.results.values(), *stage.metric_results.values()]
-    folded = fold_shapes(stage.own_graph, _inferred(program, stage, samples), results=wanted)
+    folded = fold_shapes(stage.own_graph, _inferred(program, stage, shapes_of, samples), results=wanted)
     graph, moved = drop_no_ops(folded.graph, folded.shapes)
 
     def now(ref: Ref) -> Ref:
@@ -190,30 +194,33 @@ def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes
             function.function.arg_attr[index].attr["_output_shapes"].list.shape.add().CopyFrom(shape_attr(shape).shape)
 
 
-def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = False) -> dict[Ref, Shape | None]:
+def _inferred(
+    program: Program, stage: Stage, shapes_of: ShapesOf, samples: int, *, example: bool = False
+) -> dict[Ref, Shape | None]:
     """Returns the shapes of a stage's tensors for slices of ``samples`` samples.
 
     Args:
         program: the stage's program.
         stage: a stage with a graph.
+        shapes_of: of that graph.
         samples: of a slice.
         example: take lengths that the model leaves open from the batch at hand, if there is one; else they stay open.
     """
-    graph = Graph(stage.own_graph)
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
     inputs, shapes = program.roles.inputs, program.roles.example_shapes
     examples = dict(zip(inputs, shapes, strict=True)) if example and shapes else {}
     assumed: dict[str, Sequence[int | None]] = {}
     for value, ref in stage.arguments.items():
-        known = graph.nodes[ref.node].attr["shape"].shape
+        node = shapes_of.node(ref.node)
+        known = node.attr["shape"].shape
         boundary = boundaries.get(value.ref)
         if boundary is not None:
             assumed[ref.node] = boundary.example_slice_shape(samples) if example else boundary.slice_shape(samples)
         elif value.ref in inputs:
-            assumed[ref.node] = input_shape(graph.nodes[ref.node], samples, examples.get(value.ref))
+            assumed[ref.node] = input_shape(node, samples, examples.get(value.ref))
         elif not known.unknown_rank:
             assumed[ref.node] = [None if dim.size < 0 else dim.size for dim in known.dim]
-    return infer_shapes(stage.own_graph, assumed, {program.roles.slice.samples: samples})
+    return shapes_of.under(assumed, {program.roles.slice.samples: samples})
 
 
 def _is_kept(value: Value, received: Container[Ref]) -> bool:
@@ -298,33 +305,37 @@ def _function(
     return StageFunction(function, tuple(used), tuple(results))
 
 
-def _counted(program: Program, stage: Stage) -> dict[int, dict[Ref, int]]:
-    """Returns bytes of each tensor of a stage for slices of few and of many samples; 0 where statically unknown.
+class _Bytes:
+    """The bytes of each tensor of a stage; 0 where statically unknown."""
+
+    def __init__(self, graph: ShapesOf, shapes: Mapping[Ref, Shape | None]) -> None:
+        self._graph, self._shapes = graph, shapes
+
+    def __getitem__(self, ref: Ref) -> int:
+        shape = self._shapes.get(ref)
+        if shape is None or any(size is None for size in shape):
+            return 0
+        dtype = output_dtypes(self._graph.node(ref.node))[ref.output]
+        return math.prod(size or 0 for size in shape) * dtype_size(dtype)
+
+
+def _counted(program: Program, stage: Stage, shapes_of: ShapesOf) -> dict[int, _Bytes]:
+    """Returns bytes of each tensor of a stage for slices of few and of many samples.
 
     Nothing is known of a stage that works on slices of certain sizes only.
     """
-    graph = Graph(stage.own_graph)
     for pair in SAMPLES:
         try:
-            shapes = {samples: _inferred(program, stage, samples, example=True) for samples in pair}
+            return {
+                samples: _Bytes(shapes_of, _inferred(program, stage, shapes_of, samples, example=True))
+                for samples in pair
+            }
         except PassError as error:
             logger.debug("bytes of stage %d can't be counted for %s samples: %s", stage.index, pair, error)
-            continue
-        return {
-            samples: {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in inferred.items()}
-            for samples, inferred in shapes.items()
-        }
-    unknown = {Ref(node.name, output): 0 for node in graph for output in range(len(output_dtypes(node)))}
-    return dict.fromkeys(SAMPLES[0], unknown)
+    return dict.fromkeys(SAMPLES[0], _Bytes(shapes_of, {}))
 
 
-def _size(shape: Shape | None, dtype: int) -> int:
-    if shape is None or any(size is None for size in shape):
-        return 0
-    return math.prod(size or 0 for size in shape) * dtype_size(dtype)
-
-
-def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tuple[int, int]:
+def _growth(kept: Sequence[Ref], counted: Mapping[int, _Bytes]) -> tuple[int, int]:
     """Returns the bytes of ``kept`` per sample and whatever the number of samples is."""
     (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
     per_sample = (most - least) // (many - few)
@@ -332,7 +343,7 @@ def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tu
 
 
 def _residuals(
-    policy: str, graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Sequence[Mapping[Ref, int]]
+    policy: str, graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Sequence[_Bytes]
 ) -> list[Ref]:
     """Returns the tensors to keep, in the order of the graph."""
     if policy == "none" or not crossing:
@@ -361,7 +372,7 @@ def _unrepeatable(graph: Graph, crossing: Sequence[Ref], given: set[Ref]) -> set
     return kept
 
 
-def _min_cut(graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Mapping[Ref, int]) -> set[Ref]:
+def _min_cut(graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: _Bytes) -> set[Ref]:
     """Returns the set of fewest bytes from which all of ``crossing`` follows by cheap ops.
 
     Each tensor is an edge whose capacity is its size; a cheap op lets what it reads flow on to its result, the result
