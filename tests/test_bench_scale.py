@@ -15,11 +15,13 @@ from dapple_tf.tools.evaluation import (
     bench_memory,
     bench_planner,
     bench_preparation,
+    bench_recompute,
     rewrite_models,
     scale_report,
 )
 from dapple_tf.tools.evaluation.bench_gpt import gpt_size
 from dapple_tf.tools.evaluation.bench_report import read_results
+from dapple_tf.tools.evaluation.ratios import Quartiles
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
@@ -177,3 +179,16 @@ def test_the_document_is_that_of_its_numbers() -> None:
     results = read_results(RESULTS / "scale.json")
     assert (RESULTS / "scale.md").read_text(encoding="utf-8") == scale_report.report(results)
     assert results["peak_memory"]["kind"] == "measured" and results["peak_memory_simulated"]["kind"] == "simulated"
+
+
+@pytest.mark.thorough
+def test_recomputation_is_measured_in_turns() -> None:
+    record = bench_recompute.measure("tiny", jit_compile=False, micro_batches=2, rounds=2, steps=1)
+    assert record["peak_mb"]["none"] > record["peak_mb"]["min_cut"] > record["peak_mb"]["boundary"]
+    record["min_cut_time"], record["boundary_time"] = (
+        {"low": 1.0, "median": 1.04, "high": 1.1},
+        Quartiles(1.2, 1.3, 1.4),
+    )
+    record |= {"step_ms": 12.0, "peak_mb": {"none": 10.0, "min_cut": 6.0, "boundary": 4.0}}
+    cells = "| tiny | no | 12 | 1.040 (1.000 to 1.100) | 1.300 (1.200 to 1.400) | 10.0 | 6.0 | 4.0 | 40% | 60% |"
+    assert bench_recompute.table([record]).splitlines()[2] == cells

@@ -67,6 +67,18 @@ def test_one_micro_batch_is_tried_with_stages_of_unlike_replicas() -> None:
     assert chosen.report.latency < 0.85 * several.report.latency
 
 
+def test_many_numbers_of_micro_batches_leave_work_for_few_ones() -> None:
+    """The search took the three that are best for equal stages, and their work: data parallelism, 21 % slower."""
+    profile = MODELS["vgg-19"].profile()
+    profile = dataclasses.replace(profile, batch_sizes=(1, *profile.batch_sizes))
+    many, some = (
+        plan(profile, CONFIGS["B"], 2048, schedule=DAPPLE_POLICIES, least_gain=0.0, micro_batches=counts)
+        for counts in ([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 2, 4, 8, 16, 32, 64])
+    )
+    assert many.report is not None and some.report is not None
+    assert many.report.latency < 1.01 * some.report.latency
+
+
 def test_a_plan_that_is_slower_than_the_best_is_varied_too() -> None:
     """Only its neighbours two layers on were faster: 15:1 was given up for data parallelism, 332 ms for 324."""
     chosen = plan(MODELS["vgg-19"].profile(), CONFIGS["A"], 1024, micro_batches=[1, 2, 4, 8, 16, 32], least_gain=0.0)

@@ -48,7 +48,7 @@ _NEAR = 1.2
 """Plans that are certainly slower than the best by this factor aren't simulated to the end; others may be varied."""
 _COUNTS = 3
 """Number of counts of micro-batches that the search runs with; the others are left to the local search."""
-_FEW_DEVICES = 8
+_FEW_DEVICES = 16
 """The most devices for which the search runs with all counts of micro-batches."""
 _STRIDE = 4
 """The second best plan of a kind is simulated after at most this many others."""
@@ -192,13 +192,19 @@ class _Planner:
         candidates = self._candidates()
         self._data_parallel()
         alike: Counter[tuple[object, ...]] = Counter()
+        # A simulation takes as many times the work as there are micro-batches: each number of them has its share.
+        share = 0.5 * self.allowed / max(1, len({entry.micro_batches for entry in candidates}))
+        spent: Counter[int] = Counter()
         for entry in self._interleaved(candidates):
             if self.work > 0.5 * self.allowed:
                 break
             key = (entry.replicas, entry.micro_batches, entry.recompute)
             alike[key] += 1
-            if alike[key] <= _ALIKE or len(candidates) <= _FEW_PLANS:
+            few = alike[key] <= _ALIKE or len(candidates) <= _FEW_PLANS
+            if few and spent[entry.micro_batches] <= share:
+                before = self.work
                 self._explore(entry.make())
+                spent[entry.micro_batches] += round(self.work - before)
         self._one_device()
         best = self._improved()
         if best is None:

@@ -74,12 +74,12 @@ def run_row(row: PaperRow) -> Record:
     if row.table == 6:
         profile = in_proportion(profile)
     theirs = paper_partitions(row, profile)
-    counts = micro_batch_counts(profile, row.batch, theirs)
+    dream = pipedream_partition(row, profile)
+    counts = micro_batch_counts(profile, row.batch, theirs if dream is None else [*theirs, dream])
     ours = make_plan(profile, cluster, row.batch, counts)
     paper = best(theirs, profile, cluster, row.batch, counts)
     assert paper is not None, row
     balanced = [straight(profile, cluster.num_devices)]
-    dream = pipedream_partition(row, profile)
     read_as = [
         partition
         for partition in theirs
@@ -229,15 +229,25 @@ def run_scaling(model: str) -> Record:
 def run_policies(model: str) -> Record:
     """Returns a column of Table 3: the paper's plan in config A under P_A and P_B, for each M where both fit.
 
-    For VGG-19, which Table 4 has in data parallelism, it is Table 6's pipeline.
+    For VGG-19, which Table 4 has in data parallelism, it is Table 6's pipeline. Where slices may be smaller than any
+    that was profiled, also with times in proportion to their samples.
     """
     rows = TABLE_6 if model == "vgg-19" else TABLE_4
     row = next(row for row in rows if row.model == model and row.config == "A")
-    profile, cluster = MODELS[model].profile(), CONFIGS["A"]
-    theirs = paper_partitions(row, profile)
-    counts = micro_batch_counts(profile, row.batch, theirs)
-    steps = {}
-    for count in counts:
+    profile = MODELS[model].profile()
+    smaller = in_proportion(profile)
+    return {
+        "plan": row.plan,
+        "profiled": profile.least_samples,
+        "steps": _policy_steps(row, profile),
+        "in proportion": None if profile.least_samples == 1 else _policy_steps(row, smaller),
+    }
+
+
+def _policy_steps(row: PaperRow, profile: Profile) -> Record:
+    cluster, theirs = CONFIGS[row.config], paper_partitions(row, profile)
+    steps: Record = {}
+    for count in micro_batch_counts(profile, row.batch, theirs):
         outcomes = [
             best(theirs, profile, cluster, row.batch, [count], schedules=[policy], recompute=("none",))
             for policy in ("dapple_a", "dapple_b")
@@ -253,7 +263,7 @@ def run_policies(model: str) -> Record:
                 )
             }
             steps[str(count)]["slice"] = row.batch / count / max(max(partition.replicas) for partition in theirs)
-    return {"plan": row.plan, "profiled": profile.least_samples, "steps": steps}
+    return steps
 
 
 # ---- tables 5 and 7
