@@ -27,6 +27,7 @@ __all__ = [
     "compiled_metrics",
     "compute_loss",
     "dataset_of",
+    "decays",
     "fresh_loss",
     "functional_graph",
     "get_data_adapter",
@@ -183,10 +184,15 @@ def slots_by_parameter(optimizer: Any) -> Iterator[tuple[str, keras.Variable, ke
     """Yields (name of a list of slots, slot, its parameter) for each of the optimizer's lists of slots by parameter."""
     parameters = optimizer._trainable_variables
     for name, own in vars(optimizer).items():
-        if isinstance(own, list) and len(own) == len(parameters) and own is not parameters:
+        if name != "_variables" and isinstance(own, list) and len(own) == len(parameters) and own is not parameters:
             for slot, parameter in zip(own, parameters, strict=True):
                 if isinstance(slot, keras.Variable) and slot is not parameter:
                     yield name, slot, parameter
+
+
+def decays(optimizer: Any, variable: keras.Variable) -> bool:
+    """Returns whether an optimizer with weight decay applies it to a variable."""
+    return bool(optimizer._use_weight_decay(variable))
 
 
 def learning_rate_of(optimizer: Any) -> Any:

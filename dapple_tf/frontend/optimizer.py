@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.alike_groups import AlikeGroups
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import parameters_of, restricted
@@ -85,10 +86,17 @@ def capture_updates(
     guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
     needs = bool(clip_norm) or guarded
+    alike = AlikeGroups(optimizer, table, sliced)
+
+    def apply(names: Sequence[str]) -> Captured:
+        return alike.captured(
+            names, lambda: _capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded)
+        )
+
     updates = [
         GroupUpdate(
             stages,
-            apply=_capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded),
+            apply=apply(names),
             statistics=_capture(table, names, sliced, _statistics) if needs else None,
             loss_scale=_capture_loss_scale(optimizer, table, loss_dtype) if scaled else None,
         )

@@ -5,7 +5,7 @@
 A GPT, a BERT and a ResNet are trained in two stages on two logical devices by dapple_a. The three ways take turns;
 ratios of time are medians over rounds, with quartiles, of a way's steps to those that keep every residual. Peaks are
 those of the fuller device in allocation records of traced steps, on top of variables, slots and accumulators, which
-stay between steps.
+stay between steps; what functions compiled with XLA allocate isn't in these records.
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         )
     ]  # fmt: skip
     for record in records:
-        peaks = record["peak_mb"]
+        peaks, xla = record["peak_mb"], record["jit_compile"]
         saved = [1 - peaks[way] / peaks["none"] for way in WAYS[1:]]
         times = [_shown(record[f"{way}_time"]) for way in WAYS[1:]]
         rows.append(
             (
-                record["model"], "yes" if record["jit_compile"] else "no", f"{record['step_ms']:.4g}", *times,
-                *(f"{peaks[way]:.1f}" for way in WAYS), *(f"{part:.0%}" for part in saved),
+                record["model"], "yes" if xla else "no", f"{record['step_ms']:.4g}", *times,
+                *("-" if xla else f"{peaks[way]:.1f}" for way in WAYS), *("-" if xla else f"{s:.0%}" for s in saved),
             )
         )  # fmt: skip
     return markdown(rows)

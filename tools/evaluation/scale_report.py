@@ -46,7 +46,7 @@ _RECOMPUTE = """## Recomputation: time and memory
 Two stages on two logical devices under dapple_a: a GPT and a BERT of 4 layers of width 256 with 128 tokens, and a
 ResNet of ten blocks. `none` keeps all residuals, `boundary` a stage's inputs only, `min_cut` what can't be had again by
 elementwise work. Ways take turns; time is a ratio to `none`, with quartiles. Peaks are of the fuller device, with all
-that stays between steps. All measured.
+that stays between steps; what functions compiled with XLA allocate isn't in allocation records. All measured.
 """
 _PREPARATION = """## Preparing a step against devices and micro-batches
 
