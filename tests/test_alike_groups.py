@@ -105,9 +105,15 @@ def test_constraints_and_own_optimizers_are_traced_for_each_group(monkeypatch: p
     class Own(keras.optimizers.SGD):
         """An optimizer that may do anything."""
 
+    class OwnScale(keras.optimizers.LossScaleOptimizer):
+        """A wrapper that may do anything."""
+
+    replaced = keras.optimizers.SGD()
+    replaced.apply = lambda *arguments: keras.optimizers.SGD.apply(replaced, *arguments)
+    for own in (Own(), OwnScale(keras.optimizers.Adam()), replaced):
+        assert _groups(own, monkeypatch, _equal_layers())[2] == 4, own
+        monkeypatch.undo()
     assert _groups(keras.optimizers.SGD(), monkeypatch, _equal_layers(kernel_constraint="non_neg"))[2] == 4
-    monkeypatch.undo()
-    assert _groups(Own(), monkeypatch, _equal_layers())[2] == 4
 
 
 def test_groups_of_unlike_parameters_have_their_own_traces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,18 +19,25 @@ _BY_PARAMETER = frozenset(getattr(keras.optimizers, name) for name in _NAMES.spl
 """Optimizers that update each parameter by its own gradient and slots, whatever it is called."""
 
 
+def _has_own_methods(optimizer: Any) -> bool:
+    """Returns whether methods of an optimizer were replaced, in this object only."""
+    return any(callable(value) and hasattr(type(optimizer), name) for name, value in vars(optimizer).items())
+
+
 class AlikeGroups:
     """Traces an optimizer once for all groups of alike parameters in the same order.
 
     Args:
-        optimizer: a built optimizer; with a wrapper's own type and others than Keras' each group has its own trace.
+        optimizer: a built optimizer. If it, or what it wraps, is a user's own, each group has its own trace.
         table: names of the model's and the optimizer's variables.
         sliced: parameters whose gradient is given as rows -> dtype of the rows' indices.
     """
 
     def __init__(self, optimizer: Any, table: VariableTable, sliced: Mapping[str, tf.DType]) -> None:
         self._inner = getattr(optimizer, "inner_optimizer", optimizer)
-        self._shares = type(self._inner) in _BY_PARAMETER
+        wrapped = self._inner is optimizer or type(optimizer) is keras.optimizers.LossScaleOptimizer
+        self._shares = type(self._inner) in _BY_PARAMETER and wrapped
+        self._shares &= not any(map(_has_own_methods, (optimizer, self._inner)))
         self._own = {id(value) for each in (optimizer, self._inner) for value in vars(each).values()}
         self._table, self._sliced = table, sliced
         self._slots: dict[str, tuple[str, str]] = {}
