@@ -110,6 +110,11 @@ def test_constraints_and_own_optimizers_are_traced_for_each_group(monkeypatch: p
 
     replaced = keras.optimizers.SGD()
     replaced.apply = lambda *arguments: keras.optimizers.SGD.apply(replaced, *arguments)
+    listed, model = keras.optimizers.Adam(), _equal_layers()
+    listed.build(model.trainable_variables)
+    listed.backwards = listed._momentums[::-1]
+    assert _groups(listed, monkeypatch, model)[2] == 4
+    monkeypatch.undo()
     for own in (Own(), OwnScale(keras.optimizers.Adam()), replaced):
         assert _groups(own, monkeypatch, _equal_layers())[2] == 4, own
         monkeypatch.undo()

@@ -44,9 +44,9 @@ class AlikeGroups:
         self._slot_of: dict[tuple[str, str], str] = {}
         for what, slot, parameter in slots_by_parameter(self._inner) if self._shares else ():
             if table.knows(slot) and table.knows(parameter):
-                place = what, table.name_of(parameter)
-                self._slots[table.name_of(slot)] = place
-                self._slot_of[place] = table.name_of(slot)
+                place, name = (what, table.name_of(parameter)), table.name_of(slot)
+                self._shares &= name not in self._slots  # in two lists: whose it is can't be told
+                self._slots[name], self._slot_of[place] = place, name
         self._traced: dict[Hashable, tuple[Sequence[str], Captured]] = {}
 
     def captured(self, names: Sequence[str], trace: Callable[[], Captured]) -> Captured:
