@@ -206,6 +206,20 @@ def test_an_optimizer_that_couples_gradients_of_stages_is_refused(scaled: bool) 
         assert_same_variables_after(1, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
 
 
+def test_an_average_of_a_variable_without_gradient_is_refused() -> None:
+    """Keras averages what was frozen after the optimizer was built, too; here it kept its first value, silently."""
+    model = model_with(SETTINGS["ema"])
+    model.optimizer.build(model.trainable_variables)
+    model.get_layer("hidden").trainable = False
+    model.compile(model.optimizer, "mse")
+    with pytest.raises(dapple.CaptureError, match=r"moving average \(use_ema\) of '.*hidden/kernel'.*no gradient"):
+        pipeline(model, ["flat"], (1, 1), 1, 7).train_on_batch(TOKENS, TARGETS)
+    frozen = model_with(SETTINGS["ema"])
+    frozen.get_layer("hidden").trainable = False
+    frozen.compile(SETTINGS["ema"](), "mse")
+    pipeline(frozen, ["flat"], (1, 1), 1, 7).train_on_batch(TOKENS, TARGETS)
+
+
 @pytest.mark.parametrize("name", ["adamw", "ema", "loss_scale_optimizer"])
 def test_what_an_update_assigns_is_in_the_order_of_the_graph(name: str) -> None:
     """TensorFlow keeps it in a set: in each run steps had another order, and operators were placed elsewhere."""

@@ -128,8 +128,7 @@ def test_there_are_the_rows_of_the_paper() -> None:
 def test_plans_of_the_paper_are_legal(row: paper_models.PaperRow) -> None:
     profile = MODELS[row.model].corrected()
     partitions = [*paper_models.paper_partitions(row, profile)]
-    pipedream = paper_models.pipedream_partition(row, profile)
-    for partition in partitions + ([] if pipedream is None else [pipedream]):
+    for partition in (*partitions, *paper_models.pipedream_partitions(row, profile)):
         assert sum(partition.replicas) == CONFIGS[row.config].num_devices
         assert len(partition.cuts) == len(partition.replicas) - 1
         assert list(partition.cuts) == sorted(set(partition.cuts))
@@ -158,8 +157,7 @@ def test_splits_count_what_the_paper_counts() -> None:
     assert first(4, "vgg-19", "C", "Conv2d") == [13, 3]
     assert first(4, "gnmt-16", "C", "LSTM") == [0, *[1] * 7, 0, *[1] * 7]
     assert first(6, "bert-large", "A", "layer_") == [12, 12]
-    dream = paper_models.pipedream_partition(rows[6, "bert-large", "A"], MODELS["bert-large"].corrected())
-    assert dream is not None
+    dream = paper_models.pipedream_partitions(rows[6, "bert-large", "A"], MODELS["bert-large"].corrected())[0]
     assert _layers(dream, "bert-large", "layer_") == [2, 9, 3, 3, 3, 4]
 
 

@@ -50,6 +50,29 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
         )
 
 
+def check_averages(optimizer: keras.optimizers.Optimizer, table: VariableTable, trained: Container[str]) -> None:
+    """Refuses moving averages (``use_ema``) of variables without a gradient, which no stage's optimizer would update.
+
+    Keras updates them, too: those of layers that were frozen when the optimizer was built already, say.
+
+    Args:
+        optimizer: a built optimizer.
+        table: names of the model's and the optimizer's variables.
+        trained: names of the variables that have a gradient.
+
+    Raises:
+        CaptureError: there is one; the text names it.
+    """
+    if not _inner(optimizer).use_ema:
+        return
+    for variable in parameters_of(_inner(optimizer)):
+        if not table.knows(variable) or table.name_of(variable) not in trained:
+            raise CaptureError(
+                f"the optimizer keeps a moving average (use_ema) of {variable.path!r}, which has no gradient; if it is "
+                f"frozen, compile the model with an optimizer that is built after that"
+            )
+
+
 def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer needs the gradients of all stages before its first update, to clip their norm, say."""
     return bool(_inner(optimizer).global_clipnorm) or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.optimizer import capture_updates, check_optimizer
+from dapple_tf.frontend.optimizer import capture_updates, check_averages, check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import Graph
@@ -33,6 +33,7 @@ def group_updates(model: keras.Model, table: VariableTable, program: Program) ->
     dtypes = {variable.name: index_dtype(program, variable) for variable in program.roles.variables}
     sliced = {name: tf.dtypes.as_dtype(dtype) for name, dtype in dtypes.items() if dtype is not None}
     trained = sliced.keys() | {v.name for stage in program.stages for _, v, _ in stage.gradients}
+    check_averages(optimizer, table, trained)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, stages in readers_of(program).items():
         if name in trained:

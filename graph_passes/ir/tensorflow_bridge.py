@@ -149,9 +149,10 @@ def makes_resource(op: str) -> bool:
     return given and not any(arg.type == types_pb2.DT_RESOURCE for arg in definition.input_arg)
 
 
-def make_constant(node: NodeDef, value: np.ndarray) -> None:
+def make_constant(node: NodeDef, value: np.ndarray | bytes) -> None:
     """Turns a node into a constant, in place: the placeholder of a tensor that a trace captured, say."""
-    if value.dtype.kind in "biuf" and 1 <= value.size <= _FEW_ELEMENTS:
+    # A string that a trace captured is bytes.
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and 1 <= value.size <= _FEW_ELEMENTS:
         tensor = _small_tensor(value.dtype.str, value.shape, value.tobytes())
     else:
         tensor = tf.make_tensor_proto(value)

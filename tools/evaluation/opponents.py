@@ -42,7 +42,7 @@ from dapple_tf.tools.evaluation.paper_models import (
     TABLE_6,
     Partition,
     paper_partitions,
-    pipedream_partition,
+    pipedream_partitions,
     straight,
 )
 from dapple_tf.tools.evaluation.paper_outcomes import micro_batch_counts, shape
@@ -126,8 +126,7 @@ def paper_cases() -> Iterator[Case]:
         for other in TABLE_6:
             if (other.model, other.config) == (row.model, row.config):
                 partitions += [("DAPPLE", partition) for partition in paper_partitions(other, profile)]
-                pipedream = pipedream_partition(other, profile)
-                partitions += [] if pipedream is None else [("PipeDream", pipedream)]
+                partitions += [("PipeDream", partition) for partition in pipedream_partitions(other, profile)]
         partitions.append(("GPipe", straight(profile, cluster.num_devices)))
         counts = micro_batch_counts(profile, row.batch, [partition for _, partition in partitions])
         yield Case(f"{row.model}/{row.config}", profile, cluster, row.batch, counts, tuple(partitions))

@@ -492,10 +492,15 @@ def paper_partitions(row: PaperRow, profile: Profile) -> Sequence[Partition]:
     return tuple(Partition((layer_index(profile, name),), replicas) for name in row.splits)
 
 
-def pipedream_partition(row: PaperRow, profile: Profile) -> Partition | None:
-    """PipeDream's plan of a row of Table 6."""
+def pipedream_partitions(row: PaperRow, profile: Profile) -> tuple[Partition, ...]:
+    """PipeDream's plan of a row of Table 6, as its ranges may be read; empty for a row of Table 4.
+
+    In ``(0,11) (11,17)`` layer 11 may begin the second stage, which is the first reading, or end the first one, which
+    is how the last range is meant.
+    """
     if row.pipedream is None:
-        return None
+        return ()
     if not row.pipedream:
-        return straight(profile, CONFIGS[row.config].num_devices)
-    return Partition(tuple(last for last, _ in row.pipedream[:-1]), tuple(count for _, count in row.pipedream))
+        return (straight(profile, CONFIGS[row.config].num_devices),)
+    replicas = tuple(count for _, count in row.pipedream)
+    return tuple(Partition(tuple(last + more for last, _ in row.pipedream[:-1]), replicas) for more in (0, 1))

@@ -13,7 +13,7 @@ from typing import Any
 from dapple_tf.tools.evaluation import paper_figure_11
 from dapple_tf.tools.evaluation.bench_report import read_results
 from dapple_tf.tools.evaluation.paper_experiments import FIGURE_14_BATCHES
-from dapple_tf.tools.evaluation.paper_figures import judged, opponents_of
+from dapple_tf.tools.evaluation.paper_figures import judged, opponents_of, small_slices
 from dapple_tf.tools.evaluation.paper_models import (
     FIGURE_11,
     FIGURE_11_MODELS,
@@ -323,7 +323,8 @@ def _table_3(results: Results) -> Table:
     lines: list[list[Cell]] = []
     for model, paper in TABLE_3.items():
         if (record := results.get(f"table 3: {model}")) is not None:
-            for star, steps in (("", record["steps"]), ("*", record["in proportion"] or {})):
+            proportional = record["in proportion"] if small_slices(record) else None
+            for star, steps in (("", record["steps"]), ("*", proportional or {})):
                 for count, step in steps.items():
                     first, second = step["P_A ms"], step["P_B ms"]
                     warm_ups = f"{step['P_A warm-up']}, {step['P_B warm-up']}"
