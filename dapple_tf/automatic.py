@@ -14,6 +14,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile
 from dapple_tf.frontend.capture import check_model
+from dapple_tf.keras_private import inner_optimizer
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import with_length
 from dapple_tf.measuring.links import measure_links
@@ -149,7 +150,7 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
 
     Updates can't be left to the next step if the optimizer needs all gradients before its first update.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_optimizer(optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
     return dataclasses.replace(request, features=request.features - {"carried_updates"}) if needs_all else request
 

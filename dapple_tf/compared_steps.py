@@ -19,7 +19,7 @@ from dapple_tf.float64_models import FLOATS, doubled, in_float64
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
-from dapple_tf.keras_private import compute_loss, seeds_of, slots_by_parameter, takes_training
+from dapple_tf.keras_private import compute_loss, inner_optimizer, seeds_of, slots_by_parameter, takes_training
 from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest
 
 _FEW = 1e-3
@@ -289,7 +289,7 @@ def descriptions_of(model: keras.Model) -> dict[str, Description]:
 
 def _slots(optimizer: Any) -> dict[int, tuple[keras.Variable, str]]:
     """Returns id of an optimizer's slot -> its parameter, and the name of the list of slots that it is in."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_optimizer(optimizer)
     return {id(slot): (parameter, name) for name, slot, parameter in slots_by_parameter(inner)}
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "functional_graph",
     "get_data_adapter",
     "initialize",
+    "inner_optimizer",
     "input_structure",
     "inverted_residual_block",
     "items_of",
@@ -173,6 +174,11 @@ def initialize(variable: keras.Variable) -> None:
     pending = global_state.get_global_attribute("uninitialized_variables", [])
     pending[:] = [other for other in pending if other is not variable]
     variable._deferred_initialize()
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that has the slots: the one that a ``LossScaleOptimizer`` wraps, or itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def parameters_of(optimizer: Any) -> list[keras.Variable]:

@@ -39,7 +39,7 @@ from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods
-from dapple_tf.keras_private import compiled_loss, compiled_metrics, learning_rate_of
+from dapple_tf.keras_private import compiled_loss, compiled_metrics, inner_optimizer, learning_rate_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
@@ -134,7 +134,7 @@ class PipelinedModel(Inspection, KerasMethods):
     def _settings(self) -> list[Any]:
         """The objects that step graphs depend on: if one is replaced (by ``compile``, say), they must be made again."""
         model = self.model
-        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        inner = inner_optimizer(model.optimizer)
         rate = learning_rate_of(inner)
         compiled = [model.optimizer, rate, compiled_loss(model), compiled_metrics(model)]
         return [*compiled, *model.variables, None, *model.trainable_variables]

@@ -19,8 +19,9 @@ from graph_passes.analysis.split_rules import SplitRule
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, dtypes_attr, shape_attr
 from graph_passes.ir.outline import outline, placeholder
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.storage import handle, merge_library, read
-from graph_passes.ir.tensorflow_bridge import empty_graph, infer_shapes
+from graph_passes.ir.tensorflow_bridge import empty_graph
 
 _FLOAT = tf.float32.as_datatype_enum
 _PLAIN = Roofline(flops=1e12, bandwidth=1e11, launch=1e-6, memory=1.0)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from programs import run
 
 from graph_passes.ir.graph import Graph, GraphDef, Ref
-from graph_passes.ir.tensorflow_bridge import infer_shapes
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.passes.drop_no_ops import drop_no_ops
 
 

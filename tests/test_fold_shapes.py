@@ -9,7 +9,8 @@ import tensorflow as tf
 from graph_passes.analysis.constant_folding import Folded, fold_shapes
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
-from graph_passes.ir.tensorflow_bridge import constant_value, infer_shapes
+from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.tensorflow_bridge import constant_value
 from graph_passes.passes.fold_shapes import FoldShapes
 
 

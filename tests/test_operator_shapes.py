@@ -16,7 +16,8 @@ from dapple_tf.operators.op_graph import Topology
 from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef, Ref
-from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.tensorflow_bridge import Shape
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int | None, ...]) -> GraphDef:

@@ -18,8 +18,9 @@ from graph_passes.analysis.split_rules import Split
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tasks import Phase, Task
-from graph_passes.ir.tensorflow_bridge import constant_value, infer_shapes
+from graph_passes.ir.tensorflow_bridge import constant_value
 from graph_passes.passes.split_operators import SplitGraph, SplitOperators, split_operators
 
 TOPOLOGY = Topology(("/device:CPU:0",), np.full((1, 1), np.inf), np.zeros((1, 1)), np.full(1, np.inf))

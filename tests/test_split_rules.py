@@ -17,7 +17,8 @@ from tensorflow.python.framework import op_def_registry
 from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule, chosen_rule, split_rules
 from graph_passes.analysis.split_table import ELEMENTWISE, OPERATORS
 from graph_passes.ir.graph import Graph, Ref, make_node
-from graph_passes.ir.tensorflow_bridge import constant_value, infer_shapes, is_stateful, output_dtypes
+from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, output_dtypes
 from graph_passes.passes.split_operators import split_operators
 
 raw = tf.raw_ops

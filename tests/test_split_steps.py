@@ -22,7 +22,8 @@ from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.split_rules import Split
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.program import Program
-from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.tensorflow_bridge import Shape
 from graph_passes.ir.verify import verify
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes

@@ -13,12 +13,12 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
 from graph_passes.ir.outline import placeholder
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import (
     add_gradients,
     dtype_size,
     empty_graph,
     function_body_name,
-    infer_shapes,
     is_stateful,
     makes_resource,
     op_def,

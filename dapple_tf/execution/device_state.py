@@ -12,7 +12,7 @@ import tensorflow as tf
 from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
 from dapple_tf.frontend.initialization import any_deferred
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import learning_rate_of
+from dapple_tf.keras_private import inner_optimizer, learning_rate_of
 from dapple_tf.variables.device_values import Holding
 from dapple_tf.variables.stored_values import Run, StoredValues
 from graph_passes.ir.graph import GraphDef
@@ -159,7 +159,7 @@ class DeviceState:
     @property
     def learning_rate(self) -> keras.Variable | None:
         """The learning rate if it is a plain variable, which callbacks may assign during training; else None."""
-        optimizer = getattr(self._model.optimizer, "inner_optimizer", self._model.optimizer)
+        optimizer = inner_optimizer(self._model.optimizer)
         rate = learning_rate_of(optimizer)
         return rate if isinstance(rate, keras.Variable) else None
 

@@ -17,6 +17,7 @@ from dapple_tf.execution.recovery import Recovery
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.initialization import initial_of, materialize
+from dapple_tf.keras_private import inner_optimizer
 from graph_passes.ir.program import VariableKind
 
 logger = logging.getLogger(__name__)
@@ -352,7 +353,7 @@ def _variables(model: keras.Model) -> list[keras.Variable]:
 
 def _averages(model: keras.Model) -> bool:
     """Whether Keras itself reads values: it assigns moving averages at the end of ``fit``."""
-    return bool(getattr(getattr(model.optimizer, "inner_optimizer", model.optimizer), "use_ema", False))
+    return bool(getattr(inner_optimizer(model.optimizer), "use_ema", False))
 
 
 def _same(ours: Mapping[str, tf.Tensor], theirs: Mapping[str, tf.Tensor]) -> bool:

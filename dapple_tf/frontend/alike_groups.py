@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import decays, slots_by_parameter
+from dapple_tf.keras_private import decays, inner_optimizer, slots_by_parameter
 from graph_passes.ir.group_update import Captured
 from graph_passes.ir.program import Variable
 
@@ -34,7 +34,7 @@ class AlikeGroups:
     """
 
     def __init__(self, optimizer: Any, table: VariableTable, sliced: Mapping[str, tf.DType]) -> None:
-        self._inner = getattr(optimizer, "inner_optimizer", optimizer)
+        self._inner = inner_optimizer(optimizer)
         wrapped = self._inner is optimizer or type(optimizer) is keras.optimizers.LossScaleOptimizer
         self._shares = type(self._inner) in _BY_PARAMETER and wrapped
         self._shares &= not any(map(_has_own_methods, (optimizer, self._inner)))
@@ -63,9 +63,9 @@ class AlikeGroups:
             renamed = self._renamed(*self._traced[key], names)
             if renamed is not None:
                 return renamed
-        made = trace()
-        self._traced.setdefault(key, (names, made))
-        return made
+        captured = trace()
+        self._traced.setdefault(key, (names, captured))
+        return captured
 
     def _kind(self, name: str) -> Hashable:
         """Returns what an update of a parameter depends on besides values; None if that can't be told."""
@@ -87,10 +87,8 @@ class AlikeGroups:
                 name = self._slot_of.get((what, now.get(parameter, "")), "")
             elif id(self._table.keras_variables[name]) not in self._own:
                 return None  # neither a slot in a list by parameter nor one for all
-            found = self._table.describe(name) if name else None
-            return (
-                found if found is not None and (found.dtype, found.shape) == (variable.dtype, variable.shape) else None
-            )
+            other = self._table.describe(name) if name else variable
+            return other if name and (other.dtype, other.shape) == (variable.dtype, variable.shape) else None
 
         variables = {ref: of_group(variable) for ref, variable in captured.variables.items()}
         known = {ref: variable for ref, variable in variables.items() if variable is not None}

@@ -16,7 +16,7 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.alike_groups import AlikeGroups
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import parameters_of, restricted
+from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted
 from graph_passes.analysis.gradient_flow import gradients_behind
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate
@@ -41,7 +41,7 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
                 f"variable {variable.path!r} is overwritten with its gradient (quantized float8 training), which "
                 f"can't be accumulated over micro-batches; use another dtype policy"
             )
-    tracked = {id(variable) for variable in parameters_of(_inner(optimizer))}
+    tracked = {id(variable) for variable in parameters_of(inner_optimizer(optimizer))}
     unknown = [variable.path for variable in parameters if id(variable) not in tracked]
     if unknown:
         raise CaptureError(
@@ -63,9 +63,9 @@ def check_averages(optimizer: keras.optimizers.Optimizer, table: VariableTable, 
     Raises:
         CaptureError: there is one; the text names it.
     """
-    if not _inner(optimizer).use_ema:
+    if not inner_optimizer(optimizer).use_ema:
         return
-    for variable in parameters_of(_inner(optimizer)):
+    for variable in parameters_of(inner_optimizer(optimizer)):
         if not table.knows(variable) or table.name_of(variable) not in trained:
             raise CaptureError(
                 f"the optimizer keeps a moving average (use_ema) of {variable.path!r}, which has no gradient; if it is "
@@ -75,7 +75,9 @@ def check_averages(optimizer: keras.optimizers.Optimizer, table: VariableTable, 
 
 def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer needs the gradients of all stages before its first update, to clip their norm, say."""
-    return bool(_inner(optimizer).global_clipnorm) or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return bool(inner_optimizer(optimizer).global_clipnorm) or isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    )
 
 
 def capture_updates(
@@ -105,7 +107,7 @@ def capture_updates(
     split = len(groups) > 1
     if split and not _by_keras(optimizer):
         _check_apart(optimizer, table, list(groups.values()), sliced)
-    clip_norm = _inner(optimizer).global_clipnorm if split else None
+    clip_norm = inner_optimizer(optimizer).global_clipnorm if split else None
     guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
     needs = bool(clip_norm) or guarded
@@ -151,7 +153,7 @@ def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpda
 
 def _by_keras(optimizer: Any) -> bool:
     """Whether the optimizer is Keras' own, which updates each parameter by its own gradient."""
-    classes = itertools.chain(type(optimizer).__mro__, type(_inner(optimizer)).__mro__)
+    classes = itertools.chain(type(optimizer).__mro__, type(inner_optimizer(optimizer)).__mro__)
     return all(each.__module__.partition(".")[0] in ("keras", "tensorflow", "builtins") for each in classes)
 
 
@@ -164,7 +166,7 @@ def _check_apart(
     """
     names = [name for group in groups for name in group]
     variables = [table.keras_variables[name] for name in names]
-    inner = _inner(optimizer)
+    inner = inner_optimizer(optimizer)
     by = table.applied_by if inner is optimizer else "apply"
 
     def apply(gradients: Gradients, totals: tf.Tensor | None) -> list[tf.Tensor]:
@@ -191,11 +193,6 @@ def _apply(optimizer: Any, by: str, gradients: Gradients, variables: Sequence[ke
         optimizer.apply(gradients, variables)
     else:
         optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
-
-
-def _inner(optimizer: Any) -> Any:
-    """Returns the optimizer that has the slots."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 Gradients = list[tf.Tensor | tf.IndexedSlices]
@@ -279,7 +276,7 @@ def _restricted_to(optimizer: Any, variables: Sequence[keras.Variable], *, clips
 
     Keras updates moving averages and resets gradient accumulators for all variables at once, whichever it is given.
     """
-    inner = _inner(optimizer)
+    inner = inner_optimizer(optimizer)
     index = [position for position, v in enumerate(parameters_of(inner)) if any(v is own for own in variables)]
     with restricted(inner, index, clips=clips):
         yield

@@ -12,7 +12,7 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.step_logs import depends_on, depends_on_batch
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import learning_rate_of
+from dapple_tf.keras_private import inner_optimizer, learning_rate_of
 from graph_passes.ir.program import VariableKind
 
 
@@ -29,7 +29,7 @@ class OptimizerReads:
         optimizer = getattr(model, "optimizer", None)  # It may not be compiled.
         self._model, self._table, self.updated = model, table, updated
         self._variables = {} if optimizer is None else {id(own): own for own in optimizer.variables}
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = inner_optimizer(optimizer)
         self._same = {id(learning_rate_of(inner))}  # It's assigned by others than the optimizer.
         self._values: dict[tuple[int, bool], tf.Tensor] = {}
 

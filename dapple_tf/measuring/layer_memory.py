@@ -25,8 +25,9 @@ from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Boundary, Program, Step, Value, ValueKind, VariableKind
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tasks import Phase, Task
-from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, infer_shapes
+from graph_passes.ir.tensorflow_bridge import Shape, dtype_size
 
 # ---- tensors
 

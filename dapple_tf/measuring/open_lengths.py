@@ -15,7 +15,7 @@ from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis.slice_shapes import input_shapes
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref
-from graph_passes.ir.tensorflow_bridge import infer_shapes
+from graph_passes.ir.static_shapes import infer_shapes
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from graph_passes.ir.connections import CONNECTING, connected_shape
 from graph_passes.ir.graph import BYTES_ATTR, Graph, NodeDef, Ref, dtype_name
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tasks import Task
-from graph_passes.ir.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes
+from graph_passes.ir.tensorflow_bridge import dtype_size, output_dtypes
 
 logger = logging.getLogger(__name__)
 

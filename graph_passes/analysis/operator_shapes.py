@@ -24,12 +24,12 @@ from graph_passes.ir.graph import (
     make_node,
     shape_attr,
 )
+from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import (
     FunctionDefLibrary,
     Shape,
     constant_value,
     function_graph,
-    infer_shapes,
     output_dtypes,
     takes_functions,
 )

@@ -22,7 +22,8 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.program import Program, Roles
 from graph_passes.ir.replica_sums import without_sums
-from graph_passes.ir.tensorflow_bridge import Shape, ShapesOf, measure_shapes
+from graph_passes.ir.static_shapes import ShapesOf
+from graph_passes.ir.tensorflow_bridge import Shape, measure_shapes
 
 SAMPLES = ((7, 11), (84, 132))
 """Pairs of numbers of samples, the first that the model can be computed for counts.

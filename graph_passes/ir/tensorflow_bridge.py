@@ -1,4 +1,4 @@
-"""The bridge to TensorFlow: gradients, shapes and op signatures. The only module here that imports it.
+"""The bridge to TensorFlow: gradients, measured shapes and op signatures. The only module here that imports it.
 
 Everything goes in and comes out as GraphDefs and references, so that the passes stay plain data transformations.
 """
@@ -18,7 +18,6 @@ from tensorflow.core.framework import function_pb2, op_def_pb2, tensor_pb2, type
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     COMPILED_ATTR,
-    LAYER_ATTR,
     OWN_ATTRS,
     AttrValue,
     GraphDef,
@@ -27,12 +26,9 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
     copied,
-    copied_node,
     data_inputs,
-    make_const,
-    shape_attr,
 )
-from graph_passes.ir.tensorflow_private import op_def_registry, replace_input, shapes_of_outputs
+from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 
 FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
 Shape = tuple[int | None, ...]
@@ -384,97 +380,6 @@ def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         slices = (Ref.parse(gradient.values.name), Ref.parse(gradient.indices.name))
     return Gradient(Ref.parse(tf.convert_to_tensor(gradient).name), slices)
-
-
-def infer_shapes(
-    graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
-) -> dict[Ref, Shape | None]:
-    """Returns the static shape of every tensor, as `ShapesOf.under`."""
-    return ShapesOf(graph).under(placeholders, values)
-
-
-class ShapesOf:
-    """Infers the shapes of a flat graph's tensors, under as many assumptions as one likes.
-
-    Args:
-        graph: the graph.
-    """
-
-    def __init__(self, graph: GraphDef) -> None:
-        self._graph = graph
-        self._number = {node.name: number for number, node in enumerate(graph.node)}
-
-    @functools.cached_property
-    def _anonymous(self) -> GraphDef:
-        """The graph with nodes n0, n1, ... and without what shapes don't depend on."""
-        names = {name: f"n{number}" for name, number in self._number.items()}
-        anonymous = GraphDef(versions=self._graph.versions, library=self._graph.library)
-        for original in self._graph.node:
-            node = anonymous.node.add(name=names[original.name], op=original.op)
-            for attr, value in original.attr.items():
-                if not attr.startswith("_"):  # names, places and the like
-                    node.attr[attr].CopyFrom(value)
-            node.input.extend(str(Ref(names[ref.node], ref.output)) for ref in data_inputs(original))
-            node.input.extend(f"^{names[waited]}" for waited in control_inputs(original))
-        return anonymous
-
-    def node(self, name: str) -> NodeDef:
-        """Returns a node of the graph."""
-        return self._graph.node[self._number[name]]
-
-    def under(
-        self, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
-    ) -> dict[Ref, Shape | None]:
-        """Returns the static shape of every tensor; None is an unknown rank.
-
-        Args:
-            placeholders: shapes to assume for placeholders.
-            values: values to assume for scalar int32 placeholders.
-
-        Raises:
-            PassError: the shapes contradict each other though they didn't when less was known; the text names the
-                layer.
-        """
-        changed = {name: self._anonymous.node[self._number[name]] for name in placeholders if name in self._number}
-        constants = {ref.node: value for ref, value in values.items() if ref.node in self._number}
-        changed |= {name: self._anonymous.node[self._number[name]] for name in constants}
-        kept = {name: copied_node(node) for name, node in changed.items()}
-        for name, node in changed.items():
-            if name in constants:
-                node.CopyFrom(make_const(node.name, constants[name], types_pb2.DT_INT32))
-            else:
-                node.attr["shape"].CopyFrom(shape_attr(placeholders[name]))
-        try:
-            inferred = _shapes_of_outputs(self._anonymous.SerializeToString(deterministic=True))
-        except ValueError as error:
-            raise PassError(_contradiction(self._graph, str(error))) from error
-        finally:
-            for name, node in changed.items():
-                node.CopyFrom(kept[name])
-        return {
-            Ref(node.name, index): shape
-            for number, node in enumerate(self._graph.node)
-            for index, shape in enumerate(inferred[f"n{number}"])
-        }
-
-
-def _contradiction(graph: GraphDef, text: str) -> str:
-    """Returns which layer can't be computed from which shapes, from TensorFlow's error for the numbered graph."""
-    said = re.fullmatch(
-        r"(.*?) for '\{\{node n(\d+)\}\}.*? with input shapes: (.*?)\.?", text.partition(" and with ")[0], re.S
-    )
-    if said is None:
-        return f"the shapes of the model's tensors contradict each other: {text}"
-    node = graph.node[int(said[2])]
-    layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
-    where = f"layer {layer!r}" if layer else f"node {node.name!r}"
-    return f"{where} can't compute {node.op} of tensors of shapes {said[3]}: {said[1]}"
-
-
-@functools.lru_cache(maxsize=8)
-def _shapes_of_outputs(serialized: bytes) -> Mapping[str, tuple[Shape | None, ...]]:
-    """Returns the shapes of each node's outputs. Stages of equal layers have equal graphs, apart from names."""
-    return shapes_of_outputs(serialized)
 
 
 def measure_shapes(

@@ -119,21 +119,21 @@ def shapes_of_outputs(graph: bytes) -> dict[str, tuple[tuple[int | None, ...] | 
     """
     scope = tf.Graph()
     options = c_api_util.ScopedTFImportGraphDefOptions()
-    given = pywrap_tf_session.TF_NewBufferFromString(graph)
+    buffer = pywrap_tf_session.TF_NewBufferFromString(graph)
     try:
         with scope._c_graph.get() as c_graph:
-            results = pywrap_tf_session.TF_GraphImportGraphDefWithResults(c_graph, given, options.options)
+            results = pywrap_tf_session.TF_GraphImportGraphDefWithResults(c_graph, buffer, options.options)
         c_api_util.ScopedTFImportGraphDefResults(results)  # which deletes them
     except tf.errors.InvalidArgumentError as error:
         raise ValueError(str(error)) from error
     finally:
-        pywrap_tf_session.TF_DeleteBuffer(given)
-    found = {}
-    for made in scope.new_operations():
-        operation = ops.Operation._from_c_op(made, scope)
+        pywrap_tf_session.TF_DeleteBuffer(buffer)
+    shapes_of = {}
+    for c_operation in scope.new_operations():
+        operation = ops.Operation._from_c_op(c_operation, scope)
         shapes = [output.shape for output in operation.outputs]
-        found[operation.name] = tuple(None if shape.rank is None else tuple(shape.as_list()) for shape in shapes)
-    return found
+        shapes_of[operation.name] = tuple(None if shape.rank is None else tuple(shape.as_list()) for shape in shapes)
+    return shapes_of
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:

@@ -18,7 +18,8 @@ from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
-from graph_passes.ir.tensorflow_bridge import Shape, ShapesOf, dtype_size, is_stateful, output_dtypes
+from graph_passes.ir.static_shapes import ShapesOf
+from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.passes.drop_no_ops import drop_no_ops
 
 logger = logging.getLogger(__name__)

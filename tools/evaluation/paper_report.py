@@ -42,7 +42,7 @@ NOTES = {
         "9:7 counts LSTM layers. The classifier behind the last one takes as long as three of them, so that "
         "more of these belong to the first stage."
     ),
-    "4/gnmt-16/B": ("Eight replicas of a stage all-reduce 580 MB over 25 Gbit/s. Smaller groups have less to reduce."),
+    "4/gnmt-16/B": "Eight replicas of a stage all-reduce 580 MB over 25 Gbit/s. Smaller groups have less to reduce.",
     "4/gnmt-16/C": (
         "With an LSTM layer on each device the last one also has the classifier and takes 4 times as long as "
         "the others; we replicate the heavy end."
