@@ -72,6 +72,7 @@ bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs
 	$(BIN)/python -m tools.evaluation.bench_planner --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_many_devices --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_recompute --json=docs/results/scale.json
+	$(BIN)/python -m tools.evaluation.bench_first_step --json=docs/results/scale.json
 
 zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside plain Keras, hours; rewrites docs/zoo.md
 	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from dapple_tf.tools.hosts import LocalWorkers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # Shells let background programs ignore it: tests press Ctrl-C.
 
 pytest_plugins = ("pytester",)
 

@@ -147,7 +147,7 @@ def test_threads_may_call_at_once(cluster: dapple.Cluster) -> None:
     np.testing.assert_allclose(sums, [10] * 16, rtol=0.01)
 
 
-def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
+def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster) -> None:
     ended: list[float] = []
     begun, struck = threading.Event(), threading.Event()
     here = threading.get_ident()
@@ -163,8 +163,6 @@ def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: p
         signal.pthread_kill(here, signal.SIGINT)
         struck.set()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells ignore it in background programs.
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with held(cluster) as connection:
         threading.Thread(target=strike, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
@@ -174,12 +172,10 @@ def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: p
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
+def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster) -> None:
     # Struck while the thread of the call was being started, Ctrl-C left the step to itself.
     here = threading.get_ident()
     ended: list[int] = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def step() -> None:
         signal.pthread_kill(here, signal.SIGINT)

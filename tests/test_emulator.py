@@ -25,6 +25,7 @@ from dapple_tf.measuring import emulated_step, emulator
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import Emulation, emulate
 from dapple_tf.schedules.schedules import make_schedule
+from dapple_tf.simulation.simulator import Simulation
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import check_simulator
 from dapple_tf.tools.evaluation.check_simulator import pipeline
@@ -215,10 +216,10 @@ def test_stages_that_share_devices_are_reduced_and_updated_one_by_one() -> None:
     step = measured(plan, profile(4, parameter_bytes=500, apply_seconds=5e-3), cluster(3, intra_bandwidth=2e4))
     assert [span.stage for span in step.spans if span.kind == "all_reduce"] == [2, 1, 0]
     assert [span.stage for span in step.timeline[0] if span.kind == "apply"] == [2, 1, 0]
-    assert times(step, "all_reduce", 2)[0] < times(step, "B", 0)[-1]
+    assert times(step.simulated, "all_reduce", 2)[0] < times(step.simulated, "B", 0)[-1]
 
 
-def times(step: Emulation, kind: str, stage: int) -> list[float]:
+def times(step: Simulation, kind: str, stage: int) -> list[float]:
     return sorted(span.start for span in step.spans if (span.kind, span.stage) == (kind, stage))
 
 

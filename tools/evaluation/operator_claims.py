@@ -2,8 +2,8 @@
 
 A figure is
 
-* reproduced: within 10 % of the paper's; of a step in units of data parallelism's also the gain over that, 1 - the
-  step, is between half and twice the paper's, on the same side, since 0.97 isn't 1.02;
+* reproduced: within 10 % of the paper's; of a step in units of another, such as data parallelism's, also the gain over
+  that, 1 - the step, is between half and twice the paper's, on the same side, since 0.97 isn't 1.02;
 * near: within 25 %, the gain between a third and three times;
 * reproduced otherwise: within the first bands, but by what isn't the strategy, or by construction;
 * not reproduced: all else, also margins that are too large, which only show that the opponent is weak.
@@ -26,7 +26,7 @@ from dapple_tf.tools.evaluation.operator_paper import FIGURE_4, TABLE_5, TABLE_6
 REPRODUCED_WITHIN, NEAR_WITHIN = 0.10, 0.25
 """Bands around a paper's figure, on both sides, as shares of it."""
 REPRODUCED_GAIN, NEAR_GAIN = 2.0, 3.0
-"""Maximum ratio of our gain over data parallelism and the paper's, either way."""
+"""Maximum ratio of our gain and the paper's, either way."""
 SEARCH_SECONDS = 120.0
 """Maximum seconds of a search on one core, however busy the machine; it is bounded by a count of visited operators."""
 SAME_STEP = 0.01
@@ -109,10 +109,10 @@ def within(ours: float, paper: float) -> Verdict:
 
 
 def within_in_steps(ours: float, paper: float) -> Verdict:
-    """Compares a step in units of data parallelism's with the paper's: the ratio, and the gain.
+    """Compares a step in units of another with the paper's: the ratio, and the gain.
 
     Args:
-        ours: our step over data parallelism's.
+        ours: our step over the other, such as data parallelism's.
         paper: the paper's.
     """
     bands: tuple[tuple[Verdict, float, float], ...] = (
@@ -268,11 +268,11 @@ def margin(row: Row, what: str, than: str) -> float:
 
 def _margin(part: str, row: Row, what: str, than: str, theirs: float) -> Claim:
     ours = margin(row, what, than)
-    verdict = _of_the_strategy(within(ours, theirs), row, what, than)
+    verdict = _of_the_strategy(within_in_steps(1 - ours, 1 - theirs), row, what, than)
     reasons = []
     if verdict != "reproduced":
         opponent = with_rounds_of(than) if than in OPPONENTS else than
-        if verdict == "not reproduced" and ours > theirs * (1 + NEAR_WITHIN):
+        if verdict == "not reproduced" and ours > theirs * NEAR_GAIN:
             reasons.append(_too_large(row, opponent))
         reasons += [f"{NAMES[name]}'s step is that of DP's graph" for name in (what, than) if is_graph(row, name)]
         most = 1 - least_possible(row) / row.outcomes[opponent].seconds
@@ -321,7 +321,7 @@ def _table_7(row: Row) -> Iterator[Claim]:
     theirs = TABLE_7[row.setting.model][2]
     yield _margin("table 7, regions", row, "fd_dps", "d_dps", theirs)
     ours = row.faster("one_copy", "alone")
-    verdict = within(ours, theirs)
+    verdict = within_in_steps(1 - ours, 1 - theirs)
     reason = "" if verdict == "reproduced" else f"operators of one copy that pay by themselves: {row.alone:,}"
     if verdict == "not reproduced" and ours > theirs:
         reason = f"{_too_large(row, 'one_copy')}; {reason}"

@@ -38,10 +38,10 @@ P100s can't be shown. Real steps of placed operators, on CPU cores, are in [oper
 BANDS = f"""## What is reproduced
 
 A figure is *reproduced* if ours is within {REPRODUCED_WITHIN:.0%} of the paper's, above or below, *near* within
-{NEAR_WITHIN:.0%}. Bands are shares of the figure itself: of a margin of 10 %, ours is reproduced from 9 to 11 %. Steps
-in units of DP's (own statistics, as TF-Slim's clones have) are near 1 in most rows; so the gain over DP, 1 - the step,
-has to be on the same side of 0 as the paper's, too, and between 1/{REPRODUCED_GAIN:.0f} and {REPRODUCED_GAIN:.0f}
-times as large, for *near* between 1/{NEAR_GAIN:.0f} and {NEAR_GAIN:.0f} times, as in [ooo.md](ooo.md).
+{NEAR_WITHIN:.0%}. Steps in units of another's, DP's (own statistics, as TF-Slim's clones have) or, in margins, the
+opponent's, are near 1 in most rows; so the gain, 1 - the step, has to be on the same side of 0 as the paper's, too, and
+between 1/{REPRODUCED_GAIN:.0f} and {REPRODUCED_GAIN:.0f} times as large, for *near* between 1/{NEAR_GAIN:.0f} and
+{NEAR_GAIN:.0f} times, as in [ooo.md](ooo.md) and [dapple.md](dapple.md).
 
 *Reproduced otherwise* is within the first bands, but in another way than the paper's, which the reason names: a
 strategy's step, or a margin over it, where that step is DP's graph's within {SAME_STEP:.0%}; FD-DPS's own step, which

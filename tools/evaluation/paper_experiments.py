@@ -47,12 +47,14 @@ from dapple_tf.tools.evaluation.pipedream import pipedream
 
 _PER_STAGE = 6
 """Micro-batches per stage in Table 7, which the paper omits: the least with which its utilizations come out."""
+_GPIPE_STAGES = (2, 4, 8, 16)
+"""Stages that GPipe may have, each on a device of its own."""
 FIGURE_14_DEVICES = (2, 4, 8, 10, 12, 16)
 FIGURE_14_BATCHES = {"gnmt-16": 1024, "bert-48": 64, "xlnet-36": 128, "amoeba-36": 256}
 """Figure 14's models. The paper gives the batch of the last; the others' are Table 4's."""
 
 
-LITERAL = ", right behind the layer that the split counts"
+_LITERAL = ", right behind the layer that the split counts"
 """How the first of a row's readings is told from the others."""
 
 
@@ -79,7 +81,7 @@ def run_row(row: PaperRow) -> Record:
     ours = make_plan(profile, cluster, row.batch, counts)
     paper = best(theirs, profile, cluster, row.batch, counts)
     assert paper is not None, row
-    balanced = [straight(profile, cluster.num_devices)]
+    balanced = [straight(profile, stages) for stages in _GPIPE_STAGES if stages <= cluster.num_devices]
     read_as = [
         partition
         for partition in theirs
@@ -121,7 +123,7 @@ def _other_readings(row: PaperRow, others: Sequence[Partition], literal: Partiti
     profile = MODELS[row.model].profile()
     return {
         "ACR otherwise": {
-            f"cut at {','.join(map(str, other.cuts))}{LITERAL if other == literal else ''}": communication_ratio(
+            f"cut at {','.join(map(str, other.cuts))}{_LITERAL if other == literal else ''}": communication_ratio(
                 other, profile, cluster
             )
             for other in others
@@ -250,7 +252,12 @@ def _policy_steps(row: PaperRow, profile: Profile) -> Record:
     steps: Record = {}
     for count in micro_batch_counts(profile, row.batch, theirs):
         outcomes = [
-            best(theirs, profile, cluster, row.batch, [count], schedules=[policy], recompute=("none",))
+            best(
+                *(theirs, profile, cluster, row.batch, [count]),
+                schedules=[policy],
+                recompute=("none",),
+                short_last=False,
+            )
             for policy in ("dapple_a", "dapple_b")
         ]
         if all(outcome is not None and outcome.fits for outcome in outcomes):

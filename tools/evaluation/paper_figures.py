@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dapple_tf.tools.evaluation import paper_figure_11
-from dapple_tf.tools.evaluation.paper_experiments import FIGURE_14_BATCHES, LITERAL
+from dapple_tf.tools.evaluation.paper_experiments import FIGURE_14_BATCHES
 from dapple_tf.tools.evaluation.paper_models import (
     CONFIGS,
     PIPEDREAM_LARGEST,
@@ -112,6 +112,12 @@ def _plans(results: Results) -> Iterator[Claim]:
         yield Claim(f"{row.key}: the plan", row.plan, text, verdict, why)
 
 
+_INPUTS_CROSS = (
+    "maybe by chance: 11 of the 15 MB that cross, both ways, are the input layers', which each layer reads; without "
+    "them it is as far below the paper's as other models' are"
+)
+
+
 def _ratios(results: Results) -> Iterator[Claim]:
     """Yields the ACRs; where only the network's speed differs, and the paper's as much, they are one."""
 
@@ -131,12 +137,13 @@ def _ratios(results: Results) -> Iterator[Claim]:
             if paper > ours
             else "here the slices of all replicas of the larger stage pass the cards of the smaller"
         )
-        readings = dict(results[row.key].get("ACR otherwise", {}))
-        literal = next(((how, readings.pop(how)) for how in list(readings) if how.endswith(LITERAL)), None)
         name = f"{row.key}{''.join(f' and {other.config}' for other in same)}: ACR"
         if row.table == 6:
             name = f"section 6.4: {row.model}/{row.config}, Table 6's plan: ACR"
-        yield number(name, paper, ours, "", why, otherwise=literal, shown=readings)
+        claim = number(name, paper, ours, "", why, shown=results[row.key].get("ACR otherwise", {}))
+        if row.model == "xlnet-36":
+            claim = dataclasses.replace(claim, why=_INPUTS_CROSS)
+        yield claim
 
 
 def judged(steps: Mapping[str, Any]) -> str | None:
@@ -255,7 +262,7 @@ def _figure_14(results: Results) -> Iterator[Claim]:
             why = "with the batch that was assumed its all-reduce hides behind the last backward"
             yield statement(name, "drops", ours, slower >= _STEP, why)
         elif 8 in speedups_14(record, "overlap"):
-            why = "its batch doesn't split into ten equal slices, and the larger ones don't fit by Table 1's memory"
+            why = "the smallest slices, a profiled batch on each device, don't fit by Table 1's memory"
             yield Claim(name, "drops", "doesn't fit on 10 devices", NOT, why)
         if (hybrid := _lost(record, "ours")) is not None:
             lost, control = hybrid

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,18 @@ def micro_batch_counts(profile: Profile, batch: int, partitions: Iterable[Partit
     return tuple(sorted(count for count in counts if count <= most))
 
 
+def _smallest_slices(partition: Partition, profile: Profile, batch: int) -> Iterator[tuple[int, int]]:
+    """Yields number and samples of the smallest micro-batches, if the last one is smaller still.
+
+    One profiled slice for each replica of the largest stage. Plans have equal micro-batches: the last one counts as
+    long as the others, as which it takes if some replica has a whole slice in it.
+    """
+    samples = max(partition.replicas) * profile.least_samples
+    count = -(-batch // samples)
+    if batch % samples and count <= _MOST_MICRO_BATCHES:
+        yield count, count * samples
+
+
 def best(
     partitions: Iterable[Partition],
     profile: Profile,
@@ -137,18 +149,39 @@ def best(
     all_reduce: str | None = None,
     schedules: Sequence[str] = SAME,
     recompute: Sequence[str] = ("none", "boundary"),
+    short_last: bool = True,
 ) -> Outcome | None:
     """Returns the fastest way to run any of these partitions; None if none is legal.
 
     If none fits the devices, the one with the least missing memory, simulated without the limit.
+
+    Args:
+        partitions: cuts and replicas.
+        profile: costs of the layers.
+        cluster: the devices.
+        batch: samples in a step.
+        counts: numbers of micro-batches.
+        overlap: whether all-reduces may run during the last backwards.
+        all_reduce: how gradients are reduced; None is the fastest for each stage.
+        schedules: names of schedules.
+        recompute: ways to recompute.
+        short_last: whether a batch may also be divided as `_smallest_slices` divides it.
     """
     fastest: Outcome | None = None
     unfit: list[tuple[float, Plan]] = []
-    for partition, count, mode in itertools.product(tuple(partitions), counts, recompute):
+    divisions = [
+        (partition, count, samples)
+        for partition in partitions
+        for count, samples in (
+            *((count, batch) for count in counts),
+            *(_smallest_slices(partition, profile, batch) if short_last else ()),
+        )
+    ]
+    for (partition, count, samples), mode in itertools.product(divisions, recompute):
         cuts = [profile.layers[cut].name for cut in partition.cuts]
         for schedule in schedules if cuts else ("dapple_a",):
             try:
-                plan = Plan.manual(cuts, partition.devices, count, batch, schedule, recompute=mode)
+                plan = Plan.manual(cuts, partition.devices, count, samples, schedule, recompute=mode)
             except PlanError:
                 continue  # fewer samples than replicas
             try:
@@ -244,7 +277,13 @@ def make_plan(
         all_reduce=all_reduce,
         least_gain=0.0,
     )
-    return Outcome(simulate(plan, profile, cluster))
+    outcome = Outcome(simulate(plan, profile, cluster))
+    if everything:
+        return outcome
+    # It was chosen among equal micro-batches; now it has what `best` allows to others' plans.
+    cuts = tuple(profile.index[cut] for cut in plan.cuts)
+    again = best([Partition(cuts, plan.replicas, plan.devices)], profile, cluster, batch, counts, all_reduce=all_reduce)
+    return again if again is not None and again.fits and again.seconds < outcome.seconds * (1 - 1e-9) else outcome
 
 
 def times_of(record: Mapping[str, Any], other: Mapping[str, Any]) -> float:

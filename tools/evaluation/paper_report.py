@@ -66,8 +66,8 @@ NOTES = {
         "longest Apply is half as long."
     ),
     "4/amoeba-36/B": (
-        "128 samples don't split into eleven equal parts: some of eleven replicas have two samples of a "
-        "micro-batch, whose residuals don't fit by Table 1's memory."
+        "128 samples don't split into eleven equal parts: the paper's plan has micro-batches of eleven, the last one "
+        "of seven, and recomputes, as two samples of a replica don't fit by Table 1's memory."
     ),
     "4/amoeba-36/C": "As in config B.",
     "6/vgg-19/A": (
@@ -235,7 +235,8 @@ def _opponents(results: Results) -> Table:
         "its / ours",
     ]  # fmt: skip
     note = (
-        "Others may have every policy and feature that ours has, but were searched less: each owner's plans are ranked "
+        "Others may have every policy and feature that ours has but stages in V, and were searched less: each owner's "
+        "plans are ranked "
         "under P_B or interleaving; the two leading ones, if at most 5 % slower than the best, and the best of each "
         "kind of stages where there are at most two kinds, are tried under the other policies; the best of all also in "
         "8 chunks, with reverse first-k of none or all. That ours is ahead by some percent may be for that alone."

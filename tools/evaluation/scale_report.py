@@ -3,7 +3,7 @@
     python -m tools.evaluation.scale_report
 
 The benchmarks put their numbers there: `bench_memory`, `bench_preparation`, `bench_planner`, `bench_many_devices`,
-`bench_recompute` and `rewrite_models`, each with ``--json=docs/results/scale.json``.
+`bench_recompute`, `bench_first_step` and `rewrite_models`, each with ``--json=docs/results/scale.json``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from absl import flags
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import (
+    bench_first_step,
     bench_many_devices,
     bench_memory,
     bench_planner,
@@ -53,6 +54,13 @@ _PREPARATION = """## Preparing a step against devices and micro-batches
 BERT of 48 layers at reduced width, a stage on each logical device, each line in a process of its own; all measured.
 Parts are seconds on the clock; preparation is from `transform` to the end of the first step, less what a later step
 takes. The first run is TensorFlow's own preparation.
+"""
+_FIRST_STEP = """## The first step of image models
+
+Models of keras.applications for 96 x 96 pixels in two stages on two logical devices, 8 samples in 4 micro-batches,
+beside plain Keras: from the compiled model to the end of the first step, less what a later step takes. Medians of
+processes that take turns; all measured. Most of it is TensorFlow's Python, which makes each operator: once for Keras'
+forward, twice for ours, whose `transform` examines the model before there is data; and once for the gradients of both.
 """
 _PLANNER = """## Planning against layers and devices
 
@@ -135,6 +143,9 @@ def report(results: Mapping[str, Any]) -> str:
     if "preparation" in results:
         entry = results["preparation"]
         sections += [_PREPARATION, bench_preparation.table(entry["records"]), "", _origin([entry])]
+    if "first_step" in results:
+        entry = results["first_step"]
+        sections += [_FIRST_STEP, bench_first_step.table(entry["records"]), "", _origin([entry])]
     if "planner" in results:
         entry = results["planner"]
         sections += [_PLANNER, bench_planner.table(entry["records"]), "", _origin([entry])]

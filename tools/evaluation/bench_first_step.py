@@ -1,0 +1,98 @@
+"""Time to the first step of image models in two stages, beside plain Keras' own.
+
+    python -m tools.evaluation.bench_first_step --json=first_step.json                      # some minutes
+    python -m tools.evaluation.bench_first_step --models=ResNet50 --rounds=1
+
+Models of keras.applications with random weights, on two logical devices of a process, cut near the middle; 8 samples in
+4 micro-batches. The first step counts from the compiled model to the end of the first ``train_on_batch``, `transform`
+included, less what a later step takes, which is computation. Each has its own process, and ways take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import flags
+
+import dapple_tf as dapple
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, rows_apart, write_results
+
+FLAGS = flags.FlagValues()
+
+CUTS = {
+    "MobileNetV2": "block_8_add",
+    "ResNet50": "conv4_block1_out",
+    "DenseNet121": "pool3_pool",
+    "EfficientNetB0": "block4c_add",
+}
+"""Model of keras.applications -> the last layer of its first stage."""
+_SIZE, _CLASSES, _SAMPLES, _MICRO_BATCHES = 96, 10, 8, 4
+
+_MODELS = flags.DEFINE_list("models", list(CUTS), "Models of keras.applications.", flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Processes of each way.", 1, flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
+_WAY = flags.DEFINE_enum("way", None, ["keras", "ours"], "Internal: what this process runs.", flag_values=FLAGS)
+
+
+def measured(name: str, way: str) -> dict[str, Any]:
+    """Builds a model and runs two steps; returns the seconds of the first, on the clock and of one core."""
+    keras.utils.set_random_seed(0)
+    model = getattr(keras.applications, name)(weights=None, classes=_CLASSES, input_shape=(_SIZE, _SIZE, 3))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy())
+    draw = np.random.default_rng(0)
+    x = draw.random((_SAMPLES, _SIZE, _SIZE, 3)).astype("float32")
+    y = draw.integers(0, _CLASSES, _SAMPLES)
+    times = [(time.perf_counter(), time.process_time())]
+    if way == "ours":
+        plan = dapple.Plan.manual([CUTS[name]], [[0], [1]], _MICRO_BATCHES, _SAMPLES)
+        model = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
+    for _ in range(2):
+        model.train_on_batch(x, y)
+        times.append((time.perf_counter(), time.process_time()))
+    seconds, processor = ((first - began) - (second - first) for began, first, second in zip(*times, strict=True))
+    return {"model": name, "way": way, "first_step_s": seconds, "first_step_processor_s": processor}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the medians of each model for people."""
+
+    def median(name: str, way: str, key: str) -> float:
+        return statistics.median(row[key] for row in rows if (row["model"], row["way"]) == (name, way))
+
+    cells: list[tuple[object, ...]] = [("model", "plain Keras (s)", "ours (s)", "times as long", "of one core, times")]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        theirs, ours = (median(name, way, "first_step_s") for way in ("keras", "ours"))
+        of_core = median(name, "ours", "first_step_processor_s") / median(name, "keras", "first_step_processor_s")
+        cells.append((name, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}", f"{of_core:.2f}"))
+    return markdown(cells)
+
+
+def main() -> None:
+    """Measures what the flags say, and prints the table."""
+    check_output(_JSON.value)
+    unknown = [name for name in _MODELS.value if name not in CUTS]
+    command.check(not unknown, f"--models: {', '.join(unknown)}; there are {', '.join(CUTS)}")
+    if _WAY.value:
+        sys.stdout.write(json.dumps(measured(_MODELS.value[0], _WAY.value)) + "\n")
+        return
+    began, rows = time.monotonic(), []
+    for name in _MODELS.value:
+        for _ in range(_ROUNDS.value):
+            for way in ("keras", "ours"):
+                rows += rows_apart("tools.evaluation.bench_first_step", f"--models={name}", f"--way={way}")
+                command.say(f"{name}, {way}: {rows[-1]['first_step_s']:.1f} s", began)
+        if _JSON.value:  # Measurements are kept even after an error.
+            write_results(_JSON.value, "first_step", rows)
+    sys.stdout.write(table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
