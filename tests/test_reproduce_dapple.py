@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -336,8 +337,7 @@ def test_one_computation_is_one_claim() -> None:
 def test_better_rows_have_plans_of_the_paper_that_fit() -> None:
     better = {row.key for row, _ in paper_figures.better(STORED["parts"])}
     unfit = {row.key for row in paper_figures.unfit(STORED["parts"])}
-    assert better and unfit == {"table 4: amoeba-36/B", "table 4: amoeba-36/C"}
-    assert not better & unfit
+    assert better and not unfit
 
 
 def _scaling(ten: float, ten_alone: float, recompute: str = "none") -> dict[str, Any]:
@@ -438,9 +438,14 @@ def test_a_plan_of_the_paper_that_does_not_fit_is_told() -> None:
     theirs = paper_models.paper_partitions(row, profile)
     # A limit of 64, which binds straight plans only, had made PipeDream's recompute.
     assert outcomes.micro_batch_counts(profile, row.batch, theirs) == (1, 2, 4, 8, 11, 16, 32, 64, 128)
-    outcome = outcomes.best(theirs, profile, CONFIGS["B"], row.batch, (8,), schedules=("dapple_a",))
+    same = functools.partial(outcomes.best, theirs, profile, CONFIGS["B"], row.batch, (8,), schedules=("dapple_a",))
+    outcome = same(short_last=False)
     assert outcome is not None and not outcome.fits
     assert outcome.note == "stage 0 needs 17.3 of 15.0 GB for 1 slice of 2 samples"
+    # "Doesn't fit" had been a limit of the simulator's: a step may end with a micro-batch of less than eleven samples.
+    outcome = same()
+    assert outcome is not None and outcome.fits
+    assert (outcome.plan.micro_batches, outcome.plan.global_batch_size) == (12, 132)
 
 
 def test_columns_have_the_same_schedules() -> None:

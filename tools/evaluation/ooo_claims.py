@@ -9,8 +9,8 @@ A claim is
 * reproduced otherwise: neither, but it is reproduced under the one other setting that counts for all claims of its
   figure (`FIGURE_10`, `FIGURE_13`);
 * not reproduced: none of these, whether too small or too large;
-* with a part left out: our arithmetic leaves out a part of what the paper measured (`Claim.partial`), so that it can
-  neither reproduce the number nor fail to;
+* with a part left out: our arithmetic leaves out what could only add to it (`Claim.partial`), and it isn't too large
+  already;
 * at a guessed size: it would be one of the first three, but at sizes of a model that the paper doesn't give.
 
 A range over several rows is two claims, about the least and about the most row; where the paper has another claim
@@ -68,7 +68,7 @@ class Claim:
         speedup: whether it is a speedup, so that the gain over 1 counts, too.
         others: (setting, number) under other settings; only the first one counts.
         why: why it isn't reproduced.
-        partial: whether our number leaves out a part of what the paper measured; then it doesn't count.
+        partial: whether our number leaves out what could only add to it; then it doesn't count, unless it is too large.
         guessed: whether sizes of the model are guesses.
         units: whether it is about a schedule in units of time, which no model of hardware is in.
     """
@@ -94,7 +94,7 @@ class Claim:
     def status(self) -> str:
         """One of `STATUSES`."""
         if self.partial:
-            return PARTLY
+            return PARTLY if self.ours is not None and self.ours < self.low else NOT
         status = self.verdict(self.ours)
         if status == NOT and self.others and self.verdict(self.others[0][1]) == REPRODUCED:
             status = OTHERWISE
@@ -338,8 +338,11 @@ def _pre_training(records: Records) -> Iterator[Claim]:
     for word, number, choose in (("least", 1.41, min), ("most", 1.45, max)):
         name = f"BERT-24, 36 and 48 on 16, 24 and 32 GPUs, OOO-Pipe2 over GPipe, {word}"
         yield claim(name, "figure 13 (a)", number, of_all(choose, larger), _FEW)
-    why = "24 transformers keep 24 GPUs busy; with as much work on each the bubble is all that scales badly"
-    for model in ("BERT-24", "BERT-48"):
+    for model, layers in (("BERT-24", 24), ("BERT-48", 48)):
+        why = (
+            f"{layers} transformers keep {min(layers, 32)} of 32 GPUs busy; with as much work on each the bubble is "
+            "all that scales badly"
+        )
         yield claim(f"{model}, OOO-Pipe2 on 32 GPUs over 8", "figure 13 (b)", 2.5, scaling(model), why)
     why = "the more micro-batches, the smaller DAPPLE's bubble of (n - 1) / (M + n - 1)"
     for devices, number in ((8, 1.47), (16, 1.29)):

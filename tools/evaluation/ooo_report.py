@@ -214,7 +214,7 @@ _MEANING = {
         "figure 13, the scripts' micro-batches"
     ),
     NOT: "further off, whether too small or too large",
-    PARTLY: "not counted: our arithmetic leaves out what the paper's numbers have, or holds by construction",
+    PARTLY: "not counted: our arithmetic, without the second stream that the paper's has, gives less",
     GUESSED: "not counted: would be reproduced or near, at sizes of a model that the paper doesn't give",
     IN_UNITS: "not counted: schedules drawn in units of time are as in the paper, which shows nothing of hardware",
 }

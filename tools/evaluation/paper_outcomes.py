@@ -280,9 +280,11 @@ def make_plan(
     outcome = Outcome(simulate(plan, profile, cluster))
     if everything:
         return outcome
-    # It was chosen among equal micro-batches; now it has what `best` allows to others' plans.
-    cuts = tuple(profile.index[cut] for cut in plan.cuts)
-    again = best([Partition(cuts, plan.replicas, plan.devices)], profile, cluster, batch, counts, all_reduce=all_reduce)
+    # It was chosen among equal micro-batches; now it, and data parallelism, may divide the batch as others' plans may.
+    own = Partition(tuple(profile.index[cut] for cut in plan.cuts), plan.replicas, plan.devices)
+    partitions = (own, Partition((), (cluster.num_devices,)))
+    schedules = (str(plan.schedule),)
+    again = best(partitions, profile, cluster, batch, counts, all_reduce=all_reduce, schedules=schedules)
     return again if again is not None and again.fits and again.seconds < outcome.seconds * (1 - 1e-9) else outcome
 
 
