@@ -28,7 +28,7 @@ from dapple_tf.clusters.session import server_config, session_config
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.network.control import Channel, ControlError, split_address
-from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
+from dapple_tf.tools.hosts import LocalWorkers, end, environment, free_ports, launch
 from dapple_tf.worker import Worker, own_address
 
 Worker_ = tuple[str, int]
@@ -343,6 +343,19 @@ def test_a_client_that_dies_in_mid_step_leaves_a_clean_worker(worker: Worker_) -
                 assert not session.run(there)
 
 
+def test_a_worker_knocks_at_the_other_servers(worker: Worker_) -> None:
+    """Its TensorFlow server would wait for one that can't be reached."""
+    address, process = worker
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    with talking(address) as channel:
+        port = channel.ask(question("lease", client="somebody", port=0), PATIENCE)["port"]
+        servers = [f"127.0.0.1:{port}", nobody]
+        channel.ask({"cluster": {"worker": servers}, "task": 0, "leader": 0, "silence": 60.0}, PATIENCE)
+        assert channel.ask({"knock": 5.0}, PATIENCE) == {"unreachable": {nobody: "Connection refused"}}
+        channel.send({"knock": float("nan")}, PATIENCE)  # No client of ours.
+        wait_until(lambda: not children(process))
+
+
 @pytest.mark.slow
 def test_a_worker_s_death_ends_its_clients_servers(workers: LocalWorkers) -> None:
     address, process = workers.addresses[3], workers.processes[3].pid
@@ -368,7 +381,7 @@ def test_no_zombies(worker: Worker_) -> None:
 @pytest.mark.parametrize(
     ("hello", "error"),
     [
-        ({}, "speaks None and the worker 'dapple_tf.worker/1'; use the same version of dapple_tf on both"),
+        ({}, "speaks None and the worker 'dapple_tf.worker/2'; use the same version of dapple_tf on both"),
         ({"protocol": "dapple_tf.worker/0", "ask": "status"}, "speaks 'dapple_tf.worker/0' and the worker"),
         (question("dance"), "asks for 'dance', which no worker knows"),
         (question([1]), r"asks for [1], which no worker knows"),

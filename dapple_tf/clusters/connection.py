@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from dapple_tf.clusters.clocks import ClockSample
+from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE, start_server
 from dapple_tf.clusters.session import session_config
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _EXIT_SECONDS = 3.0
 _START_SECONDS = 1.0
+_GREETING_SECONDS = 60.0
+"""Seconds for a first run on all workers, with which a slow machine isn't taken for one that hangs."""
 _CLOCK_SAMPLES = 8
 """Number of questions for a worker's time; the fastest answer counts."""
 
@@ -85,7 +88,8 @@ class Connection:
             faults: decides how long to wait for workers.
 
         Raises:
-            ClusterError: a worker isn't there, is used by another process, or its server doesn't start.
+            ClusterError: a worker isn't there, is used by another process, its server doesn't start, or can't be
+                reached from another one's machine.
         """
         self.addresses = tuple(addresses)
         self.notice_seconds = faults.notice_seconds
@@ -159,6 +163,8 @@ class Connection:
             _ports[lease.address] = lease.port
 
         for_each(start, len(leases))
+        channels, clients = [lease.channel for lease in leases], [join_address(lease.host, port) for lease in leases]
+        check_ports(self.addresses, channels, servers, clients, self.notice_seconds)
         return target
 
     def _greet(self) -> None:
@@ -174,9 +180,10 @@ class Connection:
                     greetings.append(tf.raw_ops.NoOp())
         deadline = time.monotonic() + self.notice_seconds
         while True:
-            session = RemoteSession(self, graph, tf.compat.v1.ConfigProto(isolate_session_state=True), breaks=False)
+            config = tf.compat.v1.ConfigProto(isolate_session_state=True)
+            session = RemoteSession(self, graph, config, breaks=False, finishes=False)
             try:
-                session.run(greetings)
+                session.run(greetings, seconds=_GREETING_SECONDS)
                 return
             except tf.errors.OpError as error:
                 if time.monotonic() > deadline:
@@ -184,6 +191,9 @@ class Connection:
                         f"all workers answer, but nothing can be run on them: {reason(error)}"
                     ) from error
                 time.sleep(0.05)
+            except BaseException:  # Ctrl-C, or a lost worker
+                session.abandon()
+                raise
             finally:
                 session.close()
 
@@ -277,12 +287,15 @@ class Connection:
 
     # ---- running
 
-    def call(self, function: Callable[[], _T], *, breaks: bool = True, seconds: float | None = None) -> _T:
+    def call(
+        self, function: Callable[[], _T], *, breaks: bool = True, finishes: bool = True, seconds: float | None = None
+    ) -> _T:
         """Calls something that waits for workers, as long as all of them are there.
 
         Args:
             function: what to call.
             breaks: whether a broken connection between servers counts as a lost worker.
+            finishes: whether Ctrl-C waits for the call to end, as in a session of this process.
             seconds: time after which the call counts as hung; None is ``step_seconds``.
 
         Raises:
@@ -299,8 +312,8 @@ class Connection:
         try:
             call.start()
             ended = self._wait_for(call, limit)
-        except BaseException:  # Ctrl-C: the call is finished first, as in a session of this process.
-            if call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
+        except BaseException:  # Ctrl-C
+            if finishes and call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
                 self._wait_for(call, limit)
             raise
         if not ended:

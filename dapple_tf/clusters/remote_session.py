@@ -71,11 +71,18 @@ class RemoteSession:
     """
 
     def __init__(
-        self, connection: Connection, graph: tf.Graph, config: tf.compat.v1.ConfigProto, *, breaks: bool = True
+        self,
+        connection: Connection,
+        graph: tf.Graph,
+        config: tf.compat.v1.ConfigProto,
+        *,
+        breaks: bool = True,
+        finishes: bool = True,
     ) -> None:
+        """Opens the session; ``breaks`` and ``finishes`` are its runs', see `Connection.call`."""
         self.connection, self.graph = connection, graph
         self.sequence = random.SystemRandom().getrandbits(62) | 1
-        self._breaks = breaks
+        self._breaks, self._finishes = breaks, finishes
         self._session = tf.compat.v1.Session(connection.target, graph=graph, config=config)
         # When Python frees a session, also as it exits, TensorFlow waits for the workers, lost ones too. Python doesn't
         # free this one unless it has been closed.
@@ -97,7 +104,10 @@ class RemoteSession:
             WorkerLostError: a worker was lost; see `Connection.call`.
         """
         return self.connection.call(
-            lambda: self._session.run(fetches, feed_dict, options, run_metadata), breaks=self._breaks, seconds=seconds
+            lambda: self._session.run(fetches, feed_dict, options, run_metadata),
+            breaks=self._breaks,
+            finishes=self._finishes,
+            seconds=seconds,
         )
 
     @property
@@ -115,6 +125,10 @@ class RemoteSession:
         except (WorkerLostError, tf.errors.OpError) as error:
             logger.info("a session couldn't be closed: %s", error)
             _close_aside(self._session)  # Closing cancels what it runs elsewhere.
+
+    def abandon(self) -> None:
+        """Closes it in a thread that nobody waits for."""
+        self._left_open()
 
     def __enter__(self) -> RemoteSession:
         return self

@@ -24,6 +24,7 @@ from dapple_tf.clusters.session import server_config
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
+from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
 from graph_passes.ir.tensorflow_private import local_devices
 
@@ -122,6 +123,7 @@ def attend(channel: Channel, machine: Machine) -> None:
     client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": ...}
     client: {"protocol": ..., "ask": "lease", "client": ..., "port": 0}     {"devices": [...], "port": 41234}
     client: {"cluster": {...}, "task": 0, "leader": 0, "silence": 30.0}     {"serving": 4711}
+    client: {"knock": 8.0}                                                  {"unreachable": {"10.0.0.2:2300": "Connection refused"}}
     client: {"ping": 1}                                                     {"pong": 1}
     client: {"time": 1}                                                     {"time": 1, "now": 1700000000123456789}
     """
@@ -157,10 +159,10 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         port = machine.server_port or port or _free_port(machine.host)
         channel.send({"devices": inventory, "port": port}, _ANSWER_SECONDS)
         order = channel.receive(_ANSWER_SECONDS)
-        silence = _start(order, inventory, machine, port)
+        silence, others = _start(order, inventory, machine, port)
         channel.send({"serving": os.getpid()}, _ANSWER_SECONDS)
         logging.info("serving %s", client)
-        _answer(channel, silence)
+        _answer(channel, silence, others)
         logging.info("%s has gone", client)
     else:
         raise _RefusedError(f"asks for {asked!r}, which no worker knows")
@@ -197,8 +199,14 @@ def _free_port(host: str) -> int:
         return int(trial.getsockname()[1])
 
 
-def _start(order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int) -> float:
-    """Starts TensorFlow's server; returns the seconds of silence after which the client counts as gone."""
+def _start(
+    order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int
+) -> tuple[float, list[str]]:
+    """Starts TensorFlow's server.
+
+    Returns:
+        The seconds of silence after which the client counts as gone, and the addresses of the other servers.
+    """
     cluster, task, leader = (_field(order, *field) for field in (("cluster", dict), ("task", int), ("leader", int)))
     silence = _field(order, "silence", float)
     workers = cluster.get("worker")
@@ -219,7 +227,8 @@ def _start(order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: M
         start_server(cluster, "worker", task, config, port, None if machine.all_interfaces else resolve(machine.host))
     except ClusterError as error:
         raise _RefusedError(str(error)) from error
-    return silence
+    own = workers[task]
+    return silence, [address for addresses in cluster.values() for address in addresses if address != own]
 
 
 def start_server(
@@ -246,8 +255,8 @@ def start_server(
     return server
 
 
-def _answer(channel: Channel, silence: float) -> None:
-    """Answers the client as long as it is there."""
+def _answer(channel: Channel, silence: float, others: Sequence[str]) -> None:
+    """Answers the client as long as it is there; knocks at the other servers where it asks for that."""
     try:
         while True:
             message = channel.receive(silence)
@@ -255,6 +264,8 @@ def _answer(channel: Channel, silence: float) -> None:
                 channel.send({"time": message["time"], "now": time.time_ns()}, silence)
             elif "ping" in message:
                 channel.send({"pong": message["ping"]}, silence)
+            elif type(seconds := message.get("knock")) is float and 0 < seconds <= silence:
+                channel.send({"unreachable": unreachable(others, seconds)}, silence)
             else:
                 return
     except ControlError as error:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.clusters.open_ports import ClosedPortError
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
@@ -159,7 +160,8 @@ class Recovery:
                 waited = time.monotonic() - started
                 if waited >= self.policy.wait_seconds:
                     there = reachable(addresses, self.policy.notice_seconds)
-                    away = tuple(task for task, answers in enumerate(there) if not answers)
+                    closed = still.tasks if isinstance(still, ClosedPortError) else ()
+                    away = tuple(task for task, answers in enumerate(there) if not answers or task in closed)
                     if self.policy.action == "replan" and 0 < len(away) < len(addresses):
                         return away
                     # If all are there, they came back just now, or something else prevents a session.

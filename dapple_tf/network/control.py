@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-PROTOCOL = "dapple_tf.worker/1"
+PROTOCOL = "dapple_tf.worker/2"
 _LONGEST = 1 << 20
 """Maximum bytes of a message; a cluster of 10,000 workers needs half of it."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import os
+import queue
 import reprlib
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -105,9 +107,35 @@ def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def for_each(function: Callable[[int], object], count: int) -> None:
-    """Calls a function with 0 ... count - 1, in threads; raises the first one's error once all have ended."""
-    with concurrent.futures.ThreadPoolExecutor(min(64, count)) as threads:
-        waiting = [threads.submit(function, index) for index in range(count)]
-    for future in waiting:
-        future.result()
+def for_each(function: Callable[[int], object], count: int, *, at_once: int = 64) -> None:
+    """Calls a function with 0 ... count - 1, in ``at_once`` threads; raises the first one's error once all have ended.
+
+    Ctrl-C, or Python's end, doesn't wait for calls that have begun.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    errors: dict[int, BaseException] = {}
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                index = waiting.get_nowait()
+                try:
+                    function(index)
+                except BaseException as error:
+                    errors[index] = error
+
+    for index in range(count):
+        waiting.put(index)
+    threads = [threading.Thread(target=work, name="ask", daemon=True) for _ in range(min(at_once, count))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[min(errors)]
+    finally:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.get_nowait()
+        errors.clear()  # An error's frames would keep it, and all that they hold.

@@ -1,0 +1,121 @@
+"""Whether TensorFlow's servers, the workers' and this process's, can connect to each other."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.network.control import Channel, ControlError
+from dapple_tf.network.inquiry import accepted, for_each, garbled
+from dapple_tf.network.knocking import unreachable
+
+_SHARE = 0.8
+"""Share of the time for an answer that workers may knock for."""
+_SERVERS = 3
+"""Maximum number of servers that an error names."""
+_CLIENT = -1
+"""This process's number among the workers'."""
+
+
+class ClosedPortError(ClusterError):
+    """A TensorFlow server can't be reached from another one's machine.
+
+    Attributes:
+        tasks: numbers of the workers without which all others reach each other.
+    """
+
+    def __init__(self, text: str, tasks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.tasks = tuple(tasks)
+
+
+class _Way(NamedTuple):
+    """A way from a machine to a server, by the numbers of their workers."""
+
+    source: int
+    target: int
+
+
+def check_ports(
+    addresses: Sequence[str],
+    channels: Sequence[Channel],
+    servers: Sequence[str],
+    clients: Sequence[str],
+    seconds: float,
+) -> None:
+    """Has this process and all workers knock at each other's TensorFlow servers.
+
+    Args:
+        addresses: ``host:port`` of each worker.
+        channels: the connection to each worker, which serves.
+        servers: ``host:port`` of each worker's TensorFlow server.
+        clients: ``host:port`` of this process's server, as each worker reaches it.
+        seconds: time in which each has to answer.
+
+    Raises:
+        ClosedPortError: a server can't be reached.
+        ClusterError: a worker doesn't answer.
+    """
+    targets = {server: task for task, server in enumerate(servers)} | dict.fromkeys(clients, _CLIENT)
+    closed: dict[_Way, str] = {}
+
+    def knock(task: int) -> None:
+        if task == len(addresses):
+            source, answers = _CLIENT, unreachable(servers, _SHARE * seconds)
+        else:
+            source, answers = task, _ask(task, addresses[task], channels[task], seconds, targets)
+        for server, answer in answers.items():
+            closed[_Way(source, targets[server])] = answer
+
+    # All at once: who knocks at a server that doesn't answer waits for the whole time.
+    for_each(knock, len(addresses) + 1, at_once=len(addresses) + 1)
+    if closed:
+        raise ClosedPortError(_text(closed, addresses, servers, clients), _to_leave_out(closed))
+
+
+def _ask(task: int, address: str, channel: Channel, seconds: float, targets: Collection[str]) -> Mapping[str, str]:
+    """Has a worker knock; returns those of the servers that it doesn't reach, and what happens there."""
+    try:
+        answer = accepted(task, address, channel.ask({"knock": _SHARE * seconds}, seconds))
+    except ControlError as error:
+        raise ClusterError(f"worker {task} ({address}) {error}") from error
+    servers = answer.get("unreachable")
+    if not isinstance(servers, dict) or not servers.keys() <= set(targets) or {*map(type, servers.values())} - {str}:
+        raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'unreachable')}")
+    return servers
+
+
+def _to_leave_out(ways: Collection[_Way]) -> list[int]:
+    """Returns few workers without which no way is left: those with a way from or to this process, then the busiest.
+
+    client → 0, 1 → 0, 1 → 2   is   0 2
+    """
+    tasks = {task for way in ways if _CLIENT in way for task in way} - {_CLIENT}
+    while left := [way for way in ways if tasks.isdisjoint(way)]:
+        counts = collections.Counter(task for way in left for task in way)
+        at_target = collections.Counter(way.target for way in left)
+        tasks.add(max(counts, key=lambda task: (counts[task], at_target[task], task)))
+    return sorted(tasks)
+
+
+def _text(ways: Mapping[_Way, str], addresses: Sequence[str], servers: Sequence[str], clients: Sequence[str]) -> str:
+    """Returns an error's text: which servers, from where, and what happens there."""
+    sources: dict[int, list[str]] = {}
+    for (source, target), answer in sorted(ways.items()):
+        where = "this process" if source == _CLIENT else f"worker {source} ({addresses[source]})"
+        sources.setdefault(target, []).append(f"{where}: {answer}")
+    closed = []
+    for target, told in list(sources.items())[:_SERVERS]:
+        if target == _CLIENT:
+            ports = f"{' and '.join(dict.fromkeys(clients))} of this process"
+        else:
+            ports = f"{servers[target]} of worker {target} ({addresses[target]})"
+        closed.append(f"TensorFlow's port {ports} can't be reached from {', nor from '.join(told)}")
+    if len(sources) > _SERVERS:
+        closed.append(f"so it is with {len(sources) - _SERVERS} more")
+    return (
+        f"{'; '.join(closed)}. Does a firewall stop these connections? TensorFlow's servers, this process's included, "
+        f"connect to each other directly; a worker's has a fixed port to open with --server_port"
+    )
