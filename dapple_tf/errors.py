@@ -41,6 +41,10 @@ class WorkerLostError(DappleError):
         super().__init__(text)
         self.task, self.address = task, address
 
+    def anew(self) -> WorkerLostError:
+        """Returns the same error without its traceback, which holds frames and all that they use: batches, say."""
+        return WorkerLostError(str(self), self.task, self.address)
+
 
 class VerificationError(DappleError):
     """A pipeline differs from plain Keras without a known reason; the text is the table of what differs."""

@@ -382,7 +382,7 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
         started = time.monotonic()
         session.close()
         assert time.monotonic() - started < PATIENCE / 2
-        assert connection.lost is failures[0]
+        assert str(connection.lost) == str(failures[0])
     wait_until(lambda: not children(workers.processes[0].pid))
     workers.restart(1)
     assert works(cluster)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import os
 import signal
+import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from models_for_tests import classifier, values
 from workers import PATIENCE, children, mend, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
+from dapple_tf.clusters import remote_session
 from dapple_tf.execution import recovery
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.network.inquiry import reachable
@@ -554,3 +559,62 @@ def test_what_is_assigned_between_batches_is_assigned_again(workers: LocalWorker
         plain.train_on_batch(*batch(step))
         plain.get_layer("second").kernel.assign(keras.ops.clip(plain.get_layer("second").kernel, -0.05, 0.05))
     assert_same(expected, values(plain), 1e-4)
+
+
+# ---- what faults leave behind
+
+FAULTS_IN_A_ROW = 20
+
+
+def ours() -> collections.Counter[str]:
+    """Number of objects of this package's classes, by class, of TensorFlow's sessions and iterators, of tracebacks."""
+    gc.collect()
+    counts: collections.Counter[str] = collections.Counter()
+    for value in gc.get_objects():
+        kind = type(value)
+        if isinstance(value, types.TracebackType):
+            if "dapple_tf" in value.tb_frame.f_code.co_filename:
+                counts["traceback"] += 1
+        elif kind.__module__.startswith(("dapple_tf", "graph_passes")) or kind.__name__ in ("Session", "OwnedIterator"):
+            counts[kind.__name__] += 1
+    return counts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("action", ["restart", "raise"])
+def test_faults_leave_no_object_and_no_thread(workers: LocalWorkers, action: str) -> None:
+    """Errors kept frames, and with them batches, iterators and models.
+
+    TensorFlow waited for two minutes as it freed such an iterator, in the middle of another step.
+    """
+
+    pipelined = transform(workers, faults=dapple.FaultPolicy(action, **FAULTS))
+    datasets: list[weakref.ref[Any]] = []
+
+    def fault(step: int) -> None:
+        dataset = tf.data.Dataset.from_tensors(batch(step))
+        datasets.append(weakref.ref(dataset))
+        end_server(workers)
+        try:
+            pipelined.fit(dataset, verbose=0)
+        except dapple.WorkerLostError:
+            assert action == "raise"
+            mend(workers)
+            train(pipelined, range(1))
+
+    train(pipelined, range(2))
+    fault(2)
+    wait_until(lambda: not remote_session._running)
+    before, threads = ours(), threading.active_count()
+    for step in range(3, 3 + FAULTS_IN_A_ROW):
+        fault(step)
+    wait_until(lambda: not remote_session._running)
+    wait_until(lambda: threading.active_count() <= threads)
+    left = ours() - before
+    if action == "restart":
+        assert [left.pop(kind) for kind in ("FaultRecord", "WorkerLostError")] == [FAULTS_IN_A_ROW] * 2
+        assert left.pop("Trained", 0) <= FAULTS_IN_A_ROW  # The batches since the last sync.
+        assert not any(record.error.__traceback__ for record in pipelined.faults)
+    assert not left
+    assert not [reference for reference in datasets if reference() is not None]
+    pipelined.close()

@@ -259,7 +259,7 @@ class Connection:
                 )
             )
         if self.lost is not None:
-            raise self.lost
+            raise self.lost.anew()
         return {lease.task: lease.clock[1] for lease in self._leases}
 
     def _lose(self, error: WorkerLostError) -> None:
@@ -283,7 +283,7 @@ class Connection:
                 timeout=2 * self.notice_seconds,
             )
         if self.lost is not None:
-            raise self.lost from failure
+            raise self.lost.anew() from failure
 
     # ---- running
 
@@ -304,31 +304,35 @@ class Connection:
             tf.errors.OpError: it failed, with all workers there.
         """
         if self.lost is not None:
-            raise self.lost
+            raise self.lost.anew()
         if self._closed:  # Nobody watches the workers any more: TensorFlow would wait for them forever.
             raise WorkerLostError(f"workers {', '.join(self.addresses)} were given back by this process")
         limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
         call = Call(function, self._changed)
         try:
-            call.start()
-            ended = self._wait_for(call, limit)
-        except BaseException:  # Ctrl-C
-            if finishes and call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
-                self._wait_for(call, limit)
-            raise
-        if not ended:
-            self._lose(WorkerLostError(f"a run has not ended within {limit:.3g} s, though all workers answer"))
-        if not call.done:
-            assert self.lost is not None
-            raise self.lost
-        if isinstance(call.error, tf.errors.OpError):
-            self._examine(call.error)
-        if breaks and isinstance(call.error, tf.errors.UnavailableError):
-            self._lose(WorkerLostError(f"a connection broke, though all workers answer: {reason(call.error)}"))
-            raise self.lost or call.error
-        if call.error is not None:
-            raise call.error
-        return call.result
+            try:
+                call.start()
+                ended = self._wait_for(call, limit)
+            except BaseException:  # Ctrl-C
+                if finishes and call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
+                    self._wait_for(call, limit)
+                raise
+            if not ended:
+                self._lose(WorkerLostError(f"a run has not ended within {limit:.3g} s, though all workers answer"))
+            if not call.done:
+                assert self.lost is not None
+                raise self.lost.anew()
+            if isinstance(call.error, tf.errors.OpError):
+                self._examine(call.error)
+            if breaks and isinstance(call.error, tf.errors.UnavailableError):
+                self._lose(WorkerLostError(f"a connection broke, though all workers answer: {reason(call.error)}"))
+                assert self.lost is not None
+                raise self.lost.anew()
+            if call.error is not None:
+                raise call.error
+            return call.result
+        finally:
+            call.forget()
 
     def _wait_for(self, call: Call, seconds: float) -> bool:
         with self._changed:
@@ -426,7 +430,7 @@ def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | Non
         return tf.compat.v1.Session(graph=graph, config=config)
     connection = connection or _connections[cluster.addresses]
     if connection.lost is not None:
-        raise connection.lost
+        raise connection.lost.anew()
     return RemoteSession(connection, graph, config)
 
 

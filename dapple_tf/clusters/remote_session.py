@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import random
@@ -41,7 +42,9 @@ class Call:
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self._function, self._changed = function, changed
+        self._function: Callable[[], Any] | None = function
+        self._changed = changed
+        self._forgotten = False
         self._thread = threading.Thread(target=self._run, name="run", daemon=True)
 
     def start(self) -> None:
@@ -51,14 +54,28 @@ class Call:
     def _run(self) -> None:
         _running.add(self._thread)
         self.begun.set()
+        function, self._function = self._function, None
+        assert function is not None
         try:
-            self.result = self._function()
+            self.result = function()
         except BaseException as error:
             self.error = error
+        del function
         with self._changed:
             self.done = True
+            if self._forgotten:
+                self.result = self.error = None
             self._changed.notify_all()
         _running.discard(self._thread)
+
+    def forget(self) -> None:
+        """Notes that nobody asks for the result any more.
+
+        An error holds the frames that raised it and what they use, batches above all; one of them holds this call.
+        """
+        with self._changed:
+            self._forgotten = True
+            self.result = self.error = None
 
 
 class RemoteSession:
@@ -123,7 +140,7 @@ class RemoteSession:
             self.connection.call(self._session.close, seconds=_CLOSE_SECONDS)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._session))
         except (WorkerLostError, tf.errors.OpError) as error:
-            logger.info("a session couldn't be closed: %s", error)
+            logger.info("a session couldn't be closed: %s", str(error))
             _close_aside(self._session)  # Closing cancels what it runs elsewhere.
 
     def abandon(self) -> None:
@@ -138,8 +155,14 @@ class RemoteSession:
 
 
 def _close_aside(session: Any) -> None:
-    """Closes a session in a thread that nobody waits for."""
-    Call(session.close, threading.Condition()).start()
+    """Closes a session in a thread that nobody waits for, and lets Python free it then."""
+
+    def close() -> None:
+        with contextlib.suppress(tf.errors.OpError):  # A worker is lost: there is nothing left to close.
+            session.close()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(session))
+
+    Call(close, threading.Condition()).start()
 
 
 def wait_for_calls(seconds: float) -> None:

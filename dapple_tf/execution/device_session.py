@@ -81,8 +81,9 @@ class DeviceSession:
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """The error of the lost worker; None if all are there."""
-        return self._session.connection.lost if isinstance(self._session, RemoteSession) else None
+        """The error of the lost worker, without a traceback; None if all are there."""
+        lost = self._session.connection.lost if isinstance(self._session, RemoteSession) else None
+        return None if lost is None else lost.anew()
 
     @property
     def freed(self) -> bool:

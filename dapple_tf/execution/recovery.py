@@ -52,7 +52,7 @@ class FaultRecord:
     """A fault after which training continued.
 
     Attributes:
-        error: the lost worker's error.
+        error: the lost worker's error, without a traceback.
         step: the last finished step.
         noticed: when the fault was noticed, in seconds since 1970.
         waited: seconds until the workers were back, or given up.
@@ -145,12 +145,12 @@ class Recovery:
         """
         self._failures += 1
         if self.policy.action == "raise" or self._failures > self.policy.attempts:
-            raise error
+            raise error.anew()  # Raised once more, the error would hold this frame, which holds the error.
         started = reported = time.monotonic()
         addresses = engine.cluster.addresses
         longest = self.policy.wait_seconds + 3 * self.policy.notice_seconds
         engine.close()
-        logger.warning("%s; waiting up to %g s for all workers to be there", error, self.policy.wait_seconds)
+        logger.warning("%s; waiting up to %g s for all workers to be there", str(error), self.policy.wait_seconds)
         while True:
             try:
                 engine.reopen()
@@ -171,7 +171,7 @@ class Recovery:
                         ) from still
                 if time.monotonic() - reported >= _REPORT_SECONDS:
                     reported = time.monotonic()
-                    logger.warning("still waiting, for %.0f s so far: %s", waited, still)
+                    logger.warning("still waiting, for %.0f s so far: %s", waited, str(still))
                 time.sleep(_PAUSE_SECONDS)
 
 

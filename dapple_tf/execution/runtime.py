@@ -149,7 +149,7 @@ class Runtime:
                 # A session is freed before this only if the user's model goes, too, and needs no values.
                 self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
-                logger.warning("model %r: %s; %s", self.model.name, error, self.values.kept)
+                logger.warning("model %r: %s; %s", self.model.name, str(error), self.values.kept)
 
     # ---- values
 
@@ -382,7 +382,7 @@ class Runtime:
                 without = tuple(own for own in addresses if own not in self.cluster.addresses)
                 seconds = time.time() - started
                 replayed = len(self._recovery.log)
-                self.faults.append(FaultRecord(first, self.steps, started, waited, replayed, seconds, without))
+                self.faults.append(FaultRecord(first.anew(), self.steps, started, waited, replayed, seconds, without))
                 logger.warning("went on after step %d, %.1f s after a fault was noticed", self.steps, seconds)
                 return
 
