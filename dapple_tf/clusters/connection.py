@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import os
-import reprlib
 import socket
 import threading
 import time
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from dapple_tf.clusters.clocks import ClockSample
+from dapple_tf.clusters.loan import Loan
 from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE, start_server
@@ -31,7 +30,7 @@ from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError, reason
-from dapple_tf.network.control import Channel, ControlError, join_address, split_address
+from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import CLIENT, accepted, for_each, garbled, hello
 from dapple_tf.network.listening import check_private, resolve
 
@@ -42,31 +41,12 @@ _EXIT_SECONDS = 3.0
 _START_SECONDS = 1.0
 _GREETING_SECONDS = 60.0
 """Seconds for a first run on all workers, with which a slow machine isn't taken for one that hangs."""
-_CLOCK_SAMPLES = 8
-"""Number of questions for a worker's time; the fastest answer counts."""
-
-
-@dataclasses.dataclass
-class _Lease:
-    """The loan of one worker's devices.
-
-    Attributes:
-        task: number of the worker.
-        address: its address.
-        channel: the connection to it.
-        port: port of its TensorFlow server.
-        host: this process's own address, as that worker sees it.
-        confirmed: time at which the last answered ping was sent.
-        clock: the worker's last answer to a question for the time, and the number of that question.
-    """
-
-    task: int
-    address: str
-    channel: Channel
-    port: int
-    host: str
-    confirmed: float = 0.0
-    clock: tuple[int, tuple[ClockSample, ...]] = (0, ())
+_ANSWER = 0.88
+"""Share of `notice_seconds` for an answer: before the question there may be a pause."""
+_PAUSE = 0.1
+"""Share of `notice_seconds` between two questions."""
+_TIME = 0.3
+"""Share of `notice_seconds` for telling the time."""
 
 
 class Connection:
@@ -118,9 +98,9 @@ class Connection:
 
     # ---- opening
 
-    def _open(self) -> tuple[list[_Lease], str]:
+    def _open(self) -> tuple[list[Loan], str]:
         """Borrows all workers and has them serve; also returns the target of sessions."""
-        leases: list[_Lease] = []
+        leases: list[Loan] = []
         try:
             for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
             leases.sort(key=lambda lease: lease.task)
@@ -130,7 +110,7 @@ class Connection:
                 lease.channel.close()
             raise
 
-    def _borrow(self, task: int) -> _Lease:
+    def _borrow(self, task: int) -> Loan:
         address = self.addresses[task]
         question = {"ask": "lease", "client": CLIENT, "port": _ports.get(address, 0)}
         channel, answer = hello(task, address, question, self.notice_seconds)
@@ -138,9 +118,9 @@ class Connection:
         if type(port) is not int or not 1 <= port <= 65_535:
             channel.close()
             raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'port')}")
-        return _Lease(task, address, channel, port, channel.socket.getsockname()[0])
+        return Loan(task, address, channel, port, channel.socket.getsockname()[0])
 
-    def _serve(self, leases: Sequence[_Lease]) -> str:
+    def _serve(self, leases: Sequence[Loan]) -> str:
         servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
         port, target = _client_server(tuple(servers), tuple(dict.fromkeys(lease.host for lease in leases)))
 
@@ -199,20 +179,19 @@ class Connection:
 
     # ---- watching
 
-    def _watch(self, lease: _Lease) -> None:
+    def _watch(self, lease: Loan) -> None:
         """Pings a worker until the connection is closed or the worker is lost."""
         number = 0
         try:
             while not self._closed and self.lost is None:
                 number += 1
-                sent = time.monotonic()
-                # Noticed within notice_seconds: this much for an answer, and at most one pause before the question.
-                lease.channel.ask({"ping": number}, 0.8 * self.notice_seconds)
+                alive = lease.ping(number, _ANSWER * self.notice_seconds)
                 request = self._clock_requests
                 if lease.clock[0] < request:
-                    lease.clock = request, self._ask_time(lease)
+                    with contextlib.suppress(SilentError):  # The next ping tells whether it is lost.
+                        lease.clock = request, lease.ask_time(_TIME * self.notice_seconds)
                 with self._changed:
-                    lease.confirmed = sent
+                    lease.confirmed = alive
                     self._changed.notify_all()
                     self._changed.wait_for(
                         lambda: (
@@ -221,7 +200,7 @@ class Connection:
                             or lease.confirmed < self._asked
                             or lease.clock[0] < self._clock_requests
                         ),
-                        timeout=0.1 * self.notice_seconds,
+                        timeout=_PAUSE * self.notice_seconds,
                     )
         except ControlError as error:
             if not self._closed:
@@ -230,18 +209,6 @@ class Connection:
                 )
         finally:
             lease.channel.close()
-
-    def _ask_time(self, lease: _Lease) -> tuple[ClockSample, ...]:
-        """Asks for a worker's time several times."""
-        samples = []
-        for number in range(_CLOCK_SAMPLES):
-            sent = time.time_ns()
-            answer = lease.channel.ask({"time": number}, 0.8 * self.notice_seconds)
-            answered = time.time_ns()
-            if answer.get("time") != number or type(now := answer.get("now")) is not int:
-                raise ControlError(f"was asked for its time and said {reprlib.repr(answer)}")
-            samples.append(ClockSample(sent, answered, now))
-        return tuple(samples)
 
     def clocks(self) -> dict[int, tuple[ClockSample, ...]]:
         """Asks all workers for their time; returns worker number -> its answers, with this process's times.
@@ -266,7 +233,7 @@ class Connection:
         with self._changed:
             if self.lost is None:
                 self.lost = error
-                logger.warning("lost %s", error)
+                logger.warning("lost %s", str(error))  # Handlers may keep what they are given.
             self._changed.notify_all()
 
     def _examine(self, failure: tf.errors.OpError) -> None:

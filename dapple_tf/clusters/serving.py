@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import mmap
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,7 @@ _ANSWER_SECONDS = 10.0
 """A client must send its request within this time."""
 _GRACE_SECONDS = 1.0
 """The last client's process may still be ending."""
+_BEAT_SECONDS = 0.1
 LONGEST_SILENCE = 86_400.0
 """Maximum seconds of silence after which a client counts as gone."""
 _LONGEST_CLIENT = 1000
@@ -52,6 +55,7 @@ class Lease:
         with tempfile.TemporaryFile() as file:
             self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
+        self._pulse = mmap.mmap(-1, mmap.PAGESIZE)  # shared by all children, too
 
     def take(self, client: str) -> bool:
         """Takes the lease and records the client; returns False if another process holds it."""
@@ -62,6 +66,16 @@ class Lease:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()} {client}".encode(errors="replace"), 0)
         return True
+
+    def beat(self) -> None:
+        """Gives signs of life, without end."""
+        while True:
+            struct.pack_into("d", self._pulse, 0, time.monotonic())
+            time.sleep(_BEAT_SECONDS)
+
+    def age(self) -> float:
+        """Returns the seconds since the last sign of life of the process that holds it."""
+        return time.monotonic() - float(struct.unpack_from("d", self._pulse, 0)[0])
 
     def holder(self) -> tuple[int, str] | None:
         """Returns the process that holds it, by the kernel, and its client, once recorded; None if nobody holds it."""
@@ -123,8 +137,9 @@ def attend(channel: Channel, machine: Machine) -> None:
     client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": ...}
     client: {"protocol": ..., "ask": "lease", "client": ..., "port": 0}     {"devices": [...], "port": 41234}
     client: {"cluster": {...}, "task": 0, "leader": 0, "silence": 30.0}     {"serving": 4711}
-    client: {"knock": 8.0}                                                  {"unreachable": {"10.0.0.2:2300": "Connection refused"}}
+    client: {"knock": 8.0}                                                  {"unreachable": {"10.0.0.2:2300": why}}
     client: {"ping": 1}                                                     {"pong": 1}
+    client: {"protocol": ..., "ask": "pulse", "client": ...}                {"age": 0.1}, on another connection
     client: {"time": 1}                                                     {"time": 1, "now": 1700000000123456789}
     """
     try:
@@ -160,10 +175,16 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         channel.send({"devices": inventory, "port": port}, _ANSWER_SECONDS)
         order = channel.receive(_ANSWER_SECONDS)
         silence, others = _start(order, inventory, machine, port)
+        threading.Thread(target=machine.lease.beat, name="pulse", daemon=True).start()
         channel.send({"serving": os.getpid()}, _ANSWER_SECONDS)
         logging.info("serving %s", client)
         _answer(channel, silence, others)
         logging.info("%s has gone", client)
+    elif asked == "pulse":
+        holder = machine.lease.holder()
+        if holder is None or holder[1] != hello.get("client"):
+            raise _RefusedError("isn't lent to this process any more")
+        channel.send({"age": machine.lease.age()}, _ANSWER_SECONDS)
     else:
         raise _RefusedError(f"asks for {asked!r}, which no worker knows")
 

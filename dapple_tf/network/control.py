@@ -18,6 +18,10 @@ class ControlError(Exception):
     """The other side has gone, doesn't answer in time, or sends something that isn't a message."""
 
 
+class SilentError(ControlError):
+    """The other side doesn't answer in time."""
+
+
 class Channel:
     """One connection, from either side.
 
@@ -67,7 +71,8 @@ class Channel:
         """Returns the next message, if it arrives within ``seconds``.
 
         Raises:
-            ControlError: none arrived, or not a message.
+            SilentError: none arrived.
+            ControlError: the connection is lost, or something else arrived.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
@@ -97,7 +102,7 @@ class Channel:
         waiting = select.poll()
         waiting.register(self.socket, select.POLLOUT if write else select.POLLIN)
         if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise ControlError(otherwise)
+            raise SilentError(otherwise)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -1,0 +1,120 @@
+"""The loan of one worker's devices, and what this process asks the worker as long as it lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import reprlib
+import time
+from typing import Any
+
+from dapple_tf.clusters.clocks import ClockSample
+from dapple_tf.network.control import PROTOCOL, Channel, ControlError, SilentError
+from dapple_tf.network.inquiry import CLIENT
+
+_CLOCK_SAMPLES = 8
+"""Number of questions for a worker's time; the fastest answer counts."""
+_SILENT, _PAUSE, _CONNECT, _ANSWER = 0.15, 0.05, 0.05, 0.3
+"""Shares of the time for an answer: until a worker is asked on new connections, too; between these; for making one;
+for its answer."""
+
+
+@dataclasses.dataclass
+class Loan:
+    """The loan of one worker's devices.
+
+    Attributes:
+        task: number of the worker.
+        address: its address.
+        channel: the connection to it.
+        port: port of its TensorFlow server.
+        host: this process's own address, as that worker sees it.
+        confirmed: time of the worker's last sign of life.
+        clock: the worker's last answer to a question for the time, and the number of that question.
+    """
+
+    task: int
+    address: str
+    channel: Channel
+    port: int
+    host: str
+    confirmed: float = 0.0
+    clock: tuple[int, tuple[ClockSample, ...]] = (0, ())
+
+    def ping(self, number: int, seconds: float) -> float:
+        """Waits at most ``seconds`` for a sign of life; returns a time at which the worker was alive.
+
+        When a link has been down, TCP sends what was lost again only after as many seconds again. A worker that is
+        silent on its connection is therefore asked on new ones, too, each of which is there as soon as the link is.
+
+        Args:
+            number: number of the ping, larger than those before.
+            seconds: time for an answer.
+
+        Raises:
+            SilentError: it gave no sign of life.
+            ControlError: it has gone.
+        """
+        asked = time.monotonic()
+        deadline, pause = asked + seconds, _SILENT * seconds
+        self.channel.send({"ping": number}, seconds)
+        while True:
+            try:
+                self._receive("pong", number, min(pause, max(0.0, deadline - time.monotonic())))
+                return asked
+            except SilentError as silent:
+                if time.monotonic() >= deadline:
+                    raise SilentError(f"doesn't answer within {seconds:.3g} s") from silent
+            pause = _PAUSE * seconds
+            alive = self._last_sign(deadline, seconds)
+            if alive is not None and alive > asked:
+                return alive
+
+    def _last_sign(self, deadline: float, seconds: float) -> float | None:
+        """Asks on a new connection when the serving process was seen alive; None if nobody answers.
+
+        Raises:
+            ControlError: the worker isn't lent to this process any more.
+        """
+
+        def at_most(share: float) -> float:
+            return max(0.0, min(share * seconds, deadline - time.monotonic()))
+
+        try:
+            with contextlib.closing(Channel.connect(self.address, at_most(_CONNECT))) as channel:
+                asked = time.monotonic()
+                answer = channel.ask({"protocol": PROTOCOL, "ask": "pulse", "client": CLIENT}, at_most(_ANSWER))
+        except ControlError:
+            return None
+        if "error" in answer:
+            raise ControlError(str(answer["error"]))
+        age = answer.get("age")
+        return asked - age if type(age) is float else None
+
+    def ask_time(self, seconds: float) -> tuple[ClockSample, ...]:
+        """Asks for the worker's time several times.
+
+        Raises:
+            SilentError: it didn't answer in time.
+            ControlError: it has gone, or says something else.
+        """
+        samples = []
+        for _ in range(_CLOCK_SAMPLES):
+            sent = time.time_ns()
+            self.channel.send({"time": sent}, seconds)
+            answer = self._receive("time", sent, seconds)
+            answered = time.time_ns()
+            if type(now := answer.get("now")) is not int:
+                raise ControlError(f"was asked for its time and said {reprlib.repr(answer)}")
+            samples.append(ClockSample(sent, answered, now))
+        return tuple(samples)
+
+    def _receive(self, name: str, number: int, seconds: float) -> dict[str, Any]:
+        """Returns the answer of a name and number; answers to earlier questions may come before it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = self.channel.receive(max(0.0, deadline - time.monotonic()))
+            if answer.get(name) == number:
+                return answer
+            if not answer.keys() & {"pong", "time"}:
+                raise ControlError(f"was asked for {name!r} and said {reprlib.repr(answer)}")
