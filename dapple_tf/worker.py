@@ -7,8 +7,8 @@ TF_CONFIG, by "cluster", "worker" and "task". Training runs in a separate proces
 `dapple_tf.Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])` or `dapple_tf.Cluster.from_resolver(...)`.
 
 For each client the worker starts a TensorFlow server in a child process, which ends with the client: no client inherits
-variables, aborted collectives or a stuck step from an earlier one. While a client is connected, others are told who it
-is.
+variables, aborted collectives or a stuck step from an earlier one. While a client is connected, others are told that
+the worker is in use.
 
 TensorFlow's gRPC has neither authentication nor encryption: whoever reaches the server can run any graph, read and
 write files included. Both ports are open on the given address only, and public addresses are refused unless a flag says
@@ -17,6 +17,7 @@ otherwise; docs/cluster.md says how to use a private network or a tunnel.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import json
@@ -24,7 +25,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -32,14 +32,17 @@ from absl import app, flags, logging
 
 from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.describe.cluster import ClusterError, check_addresses
-from dapple_tf.network.control import Channel, split_address
+from dapple_tf.network.acceptor import Acceptor, Guest
+from dapple_tf.network.control import split_address
 from dapple_tf.network.listening import check_private, listen, resolve
 from dapple_tf.program import run_program
 
 _ADDRESS = flags.DEFINE_string("address", None, "This worker's host:port; by default its address in TF_CONFIG.")
-_DEVICES = flags.DEFINE_integer("devices", 0, "Logical CPU devices; 0 for the machine's GPUs, or 1 if it has none.")
-_MEMORY = flags.DEFINE_integer("memory_bytes", None, "Bytes of each device, for planning; by default what it has.")
-_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "Port of the TensorFlow server; 0 for any free port.")
+_DEVICES = flags.DEFINE_integer(
+    "devices", 0, "Logical CPU devices; 0 for the machine's GPUs, or 1 if it has none.", 0, 1000
+)
+_MEMORY = flags.DEFINE_integer("memory_bytes", None, "Bytes of each device, for planning; by default what it has.", 1)
+_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "Port of the TensorFlow server; 0 for any free port.", 0, 65_535)
 _ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "Start even on an address that the whole Internet can reach.")
 _ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addresses of this machine.")
 
@@ -77,7 +80,10 @@ def own_address(environment: Mapping[str, str]) -> str:
 
 
 class Worker:
-    """Listens on its address and forks a child for each connection; the children agree on who has the devices."""
+    """Listens on its address and forks a child for each connection that has asked something.
+
+    The children agree on who has the devices.
+    """
 
     def __init__(self, address: str, machine: Machine, *, all_interfaces: bool = False) -> None:
         """Starts to listen.
@@ -91,37 +97,41 @@ class Worker:
         self.address, self.machine = address, machine
         family = socket.AF_INET6 if own.version == 6 else socket.AF_INET
         try:
-            self._listener = socket.create_server(("", port), family=family) if all_interfaces else listen(own, port)
+            listener = socket.create_server(("", port), family=family) if all_interfaces else listen(own, port)
         except OSError as error:
             raise ClusterError(f"no worker can listen on {address}: {error.strerror or error}") from error
-        self._children: set[int] = set()
+        self._acceptor = Acceptor(listener)
+        self._children: dict[int, str] = {}  # process -> host of its client
 
     def serve(self) -> None:
         """Serves until the process is ended."""
-        own = os.getpid()
         while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:  # the other side is gone already, or memory is short
-                logging.warning("a connection is lost before it began: %s", error)
-                time.sleep(0.01)
-                continue
-            with connection:
-                self.reap()
-                if len(self._children) >= _MOST_CHILDREN:
-                    logging.warning("more than %d connections at once; this one is refused", _MOST_CHILDREN)
-                    continue
-                sys.stdout.flush()
-                sys.stderr.flush()
-                try:
-                    child = os.fork()
-                except OSError as error:
-                    logging.warning("no process for a connection: %s", error)
-                    continue
-                if child == 0:
-                    self._listener.close()
-                    _in_child(connection, self.machine, own)
-                self._children.add(child)
+            self._acceptor.wait()
+            self.reap()
+            while len(self._children) < _MOST_CHILDREN:
+                guest = self._acceptor.take(collections.Counter(self._children.values()))
+                if guest is None:
+                    break
+                with contextlib.closing(guest.channel):
+                    self._fork(guest)
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._acceptor.close()
+
+    def _fork(self, guest: Guest) -> None:
+        own = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            child = os.fork()
+        except OSError as error:
+            logging.warning("no process for a connection: %s", error)
+            return
+        if child == 0:
+            self._acceptor.close()
+            _in_child(guest, self.machine, own)
+        self._children[child] = guest.host
 
     def reap(self) -> None:
         """Forgets the children that have ended. A signal's handler may call this while it runs."""
@@ -129,10 +139,10 @@ class Worker:
             with contextlib.suppress(ChildProcessError):
                 if not os.waitpid(child, os.WNOHANG)[0]:
                     continue
-            self._children.discard(child)
+            self._children.pop(child, None)
 
 
-def _in_child(connection: socket.socket, machine: Machine, worker: int) -> None:
+def _in_child(guest: Guest, machine: Machine, worker: int) -> None:
     """Serves one connection; the process ends with it, and at once if the worker does."""
     code = 1
     try:
@@ -141,7 +151,8 @@ def _in_child(connection: socket.socket, machine: Machine, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the worker, and this process with it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == worker:
-            attend(Channel(connection), machine)
+            assert guest.hello is not None
+            attend(guest.channel, guest.hello, machine)
             code = 0
     except Exception:
         logging.exception("a connection to the worker failed")
@@ -159,7 +170,9 @@ def main(argv: list[str]) -> None:
     try:
         address = own_address(os.environ) if _ADDRESS.value is None else _ADDRESS.value
         check_addresses([address])
-        host, _ = split_address(address)
+        host, port = split_address(address)
+        if port == _SERVER_PORT.value:
+            raise ClusterError(f"--server_port={port} is the port of --address, too; give another one")
         check_private(host, allow_public=_ALLOW_PUBLIC.value, all_interfaces=_ALL_INTERFACES.value)
         machine = Machine(host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value)
         worker = Worker(address, machine, all_interfaces=_ALL_INTERFACES.value)

@@ -79,15 +79,25 @@ def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> fl
     return time.monotonic() - started
 
 
+def secret_of(client: str) -> str:
+    """The secret by which a client of these tests gets its lease back."""
+    return f"secret of {client}".ljust(32, ".")
+
+
 def question(ask: str = "status", **fields: Any) -> dict[str, Any]:
     """The first message of a client."""
     return {"protocol": PROTOCOL, "ask": ask, **fields}
 
 
-def status(address: str) -> dict[str, Any]:
+def wish(client: str, port: int = 0) -> dict[str, Any]:
+    """The first message of a client that wants a lease."""
+    return question("lease", client=client, secret=secret_of(client), port=port)
+
+
+def status(address: str, **fields: Any) -> dict[str, Any]:
     """What a worker says of itself."""
     with contextlib.closing(Channel.connect(address, PATIENCE)) as channel:
-        return channel.ask(question(), PATIENCE)
+        return channel.ask(question(**fields), PATIENCE)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
-from dapple_tf.network.inquiry import CLIENT, accepted, for_each, garbled, hello
+from dapple_tf.network.inquiry import CLIENT, accepted, for_each, garbled, hello, lease_secret
 from dapple_tf.network.listening import check_private, resolve
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ class Connection:
 
     def _borrow(self, task: int) -> Loan:
         address = self.addresses[task]
-        question = {"ask": "lease", "client": CLIENT, "port": _ports.get(address, 0)}
+        secret, port = lease_secret(address), _ports.get(address, 0)
+        question = {"ask": "lease", "client": CLIENT, "secret": secret, "port": port}
         channel, answer = hello(task, address, question, self.notice_seconds)
         port = answer.get("port")
         if type(port) is not int or not 1 <= port <= 65_535:

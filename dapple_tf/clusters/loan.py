@@ -10,7 +10,7 @@ from typing import Any
 
 from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, SilentError
-from dapple_tf.network.inquiry import CLIENT
+from dapple_tf.network.inquiry import lease_secret
 
 _CLOCK_SAMPLES = 8
 """Number of questions for a worker's time; the fastest answer counts."""
@@ -83,7 +83,8 @@ class Loan:
         try:
             with contextlib.closing(Channel.connect(self.address, at_most(_CONNECT))) as channel:
                 asked = time.monotonic()
-                answer = channel.ask({"protocol": PROTOCOL, "ask": "pulse", "client": CLIENT}, at_most(_ANSWER))
+                question = {"protocol": PROTOCOL, "ask": "pulse", "secret": lease_secret(self.address)}
+                answer = channel.ask(question, at_most(_ANSWER))
         except ControlError:
             return None
         if "error" in answer:

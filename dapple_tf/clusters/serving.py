@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
+import hmac
 import mmap
 import os
 import re
@@ -17,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -40,8 +42,34 @@ LONGEST_SILENCE = 86_400.0
 """Maximum seconds of silence after which a client counts as gone."""
 _LONGEST_CLIENT = 1000
 """Maximum characters of a client's name, which is shown to others and in the worker's log."""
+_SHORTEST_SECRET = 32
+"""Minimum characters of a client's secret; those of this package's clients have 256 bits."""
+_STRANGER = "another client"
+"""What is told in place of a client's name to those who don't have its secret."""
 _FLOCK = "@hhqqi0q"
 """The kernel's struct flock: type, whence, start, length and process."""
+
+
+class Holder(NamedTuple):
+    """Who has a lease.
+
+    Attributes:
+        process: the worker's process for the client.
+        client: the client's name; empty until it is recorded.
+        digest: hash of the client's secret; empty until it is recorded.
+    """
+
+    process: int
+    client: str
+    digest: str
+
+    def owns(self, secret: str) -> bool:
+        """Returns whether this is the client's secret."""
+        return hmac.compare_digest(self.digest, _digest(secret))
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
 class Lease:
@@ -57,14 +85,14 @@ class Lease:
         weakref.finalize(self, os.close, self._file)
         self._pulse = mmap.mmap(-1, mmap.PAGESIZE)  # shared by all children, too
 
-    def take(self, client: str) -> bool:
+    def take(self, client: str, secret: str) -> bool:
         """Takes the lease and records the client; returns False if another process holds it."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()} {client}".encode(errors="replace"), 0)
+        os.pwrite(self._file, f"{os.getpid()} {_digest(secret)} {client}".encode(errors="replace"), 0)
         return True
 
     def beat(self) -> None:
@@ -77,14 +105,15 @@ class Lease:
         """Returns the seconds since the last sign of life of the process that holds it."""
         return time.monotonic() - float(struct.unpack_from("d", self._pulse, 0)[0])
 
-    def holder(self) -> tuple[int, str] | None:
-        """Returns the process that holds it, by the kernel, and its client, once recorded; None if nobody holds it."""
+    def holder(self) -> Holder | None:
+        """Returns the process that holds it, by the kernel, and what it has recorded; None if nobody holds it."""
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
         if kind == fcntl.F_UNLCK:
             return None
-        told, _, client = os.pread(self._file, 1 << 16, 0).decode(errors="replace").partition(" ")
-        return process, client if told == str(process) else ""
+        told, _, rest = os.pread(self._file, 1 << 16, 0).decode(errors="replace").partition(" ")
+        digest, _, client = rest.partition(" ")
+        return Holder(process, client, digest) if told == str(process) else Holder(process, "", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +160,27 @@ def _memory() -> int:
     return total
 
 
-def attend(channel: Channel, machine: Machine) -> None:
+def attend(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None:
     """Serves one connection until it ends.
 
-    client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": ...}
-    client: {"protocol": ..., "ask": "lease", "client": ..., "port": 0}     {"devices": [...], "port": 41234}
+    client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": null}
+    client: {"protocol": ..., "ask": "lease", "client": "name", "secret": ..., "port": 0}
+                                                                    worker: {"devices": [...], "port": 41234}
     client: {"cluster": {...}, "task": 0, "leader": 0, "silence": 30.0}     {"serving": 4711}
     client: {"knock": 8.0}                                                  {"unreachable": {"10.0.0.2:2300": why}}
     client: {"ping": 1}                                                     {"pong": 1}
-    client: {"protocol": ..., "ask": "pulse", "client": ...}                {"age": 0.1}, on another connection
+    client: {"protocol": ..., "ask": "pulse", "secret": ...}                {"age": 0.1}, on another connection
     client: {"time": 1}                                                     {"time": 1, "now": 1700000000123456789}
+
+    Whoever has a lease chooses its secret. Only with it the lease can be taken from an older connection, and only to
+    who tells it, also with "status", the holder's name is told.
+
+    Args:
+        channel: the connection.
+        hello: the client's first message.
+        machine: what is lent.
     """
     try:
-        hello = channel.receive(_ANSWER_SECONDS)
         try:
             _serve(channel, hello, machine)
         except _RefusedError as error:
@@ -163,13 +200,17 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         )
     asked = hello.get("ask")
     if asked == "status":
+        secret = _field(hello, "secret", str) if "secret" in hello else ""
         holder = machine.lease.holder()
-        channel.send({"devices": machine.inventory(), "holder": holder and holder[1]}, _ANSWER_SECONDS)
+        told = None if holder is None else holder.client if holder.owns(secret) else _STRANGER
+        channel.send({"devices": machine.inventory(), "holder": told}, _ANSWER_SECONDS)
     elif asked == "lease":
-        client, port = _field(hello, "client", str), _field(hello, "port", int)
+        client, secret, port = _field(hello, "client", str), _field(hello, "secret", str), _field(hello, "port", int)
+        if len(secret) < _SHORTEST_SECRET:
+            raise _RefusedError(f"'secret' has {len(secret)} characters; it must have at least {_SHORTEST_SECRET}")
         if not client or len(client) > _LONGEST_CLIENT or not client.isprintable():
             raise _RefusedError(f"'client' must be one line of 1 to {_LONGEST_CLIENT} printable characters")
-        _take(machine.lease, client)
+        _take(machine.lease, client, secret)
         inventory = machine.inventory()
         port = machine.server_port or port or _free_port(machine.host)
         channel.send({"devices": inventory, "port": port}, _ANSWER_SECONDS)
@@ -182,7 +223,7 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         logging.info("%s has gone", client)
     elif asked == "pulse":
         holder = machine.lease.holder()
-        if holder is None or holder[1] != hello.get("client"):
+        if holder is None or not holder.owns(_field(hello, "secret", str)):
             raise _RefusedError("isn't lent to this process any more")
         channel.send({"age": machine.lease.age()}, _ANSWER_SECONDS)
     else:
@@ -196,20 +237,23 @@ def _field(message: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
     return value
 
 
-def _take(lease: Lease, client: str) -> None:
+def _take(lease: Lease, client: str, secret: str) -> None:
     """Takes the lease, if necessary from the same client's older connection, which may hang or be cut off."""
     started = time.monotonic()
-    while not lease.take(client):
+    while not lease.take(client, secret):
         waited = time.monotonic() - started
-        if (held_by := lease.holder()) is not None:
-            process, holder = held_by
-            if holder == client:
+        if (holder := lease.holder()) is not None:
+            if holder.owns(secret):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+                    os.kill(holder.process, signal.SIGKILL)
             elif waited > _GRACE_SECONDS:
-                raise _RefusedError(f"in use by {holder}; it will be free when that process ends")
+                logging.info("%s is refused: in use by %s", client, holder.client)
+                raise _RefusedError(
+                    f"in use by {_STRANGER}, whom a worker with --verbosity=0 names in its log; it will be free when "
+                    f"that process ends"
+                )
             if waited > _ANSWER_SECONDS / 2:
-                raise _RefusedError(f"in use by process {process}, an older connection of the same client")
+                raise _RefusedError(f"in use by process {holder.process}, an older connection of the same client")
         time.sleep(0.01)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 PROTOCOL = "dapple_tf.worker/2"
-_LONGEST = 1 << 20
-"""Maximum bytes of a message; a cluster of 10,000 workers needs half of it."""
 
 
 class ControlError(Exception):
@@ -26,10 +24,17 @@ class Channel:
     """One connection, from either side.
 
     Not for use by several threads at once.
+
+    Attributes:
+        socket: the connection's socket, which doesn't block.
+        longest: maximum bytes of a message that is received.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    LONGEST = 1 << 20
+    """Bytes of the longest message; a cluster of 10,000 workers needs half of it."""
+
+    def __init__(self, connection: socket.socket, longest: int = LONGEST) -> None:
+        self.socket, self.longest = connection, longest
         self._buffer = bytearray()
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -75,15 +80,24 @@ class Channel:
             ControlError: the connection is lost, or something else arrived.
         """
         deadline = time.monotonic() + seconds
+        # Looks at the socket before the clock: a process that has slept finds what has arrived meanwhile.
+        while (message := self.receive_now()) is None:
+            self._wait(deadline, f"doesn't answer within {seconds:.3g} s")
+        return message
+
+    def receive_now(self) -> dict[str, Any] | None:
+        """Returns the next message if all of it has arrived, otherwise None.
+
+        Raises:
+            ControlError: the connection has ended, or what arrived isn't a message.
+        """
         while b"\n" not in self._buffer:
-            if len(self._buffer) > _LONGEST:
-                raise ControlError(f"sends a message of more than {_LONGEST} bytes")
+            if len(self._buffer) > self.longest:
+                raise ControlError(f"sends a message of more than {self.longest} bytes")
             try:
                 received = self.socket.recv(65536)
             except BlockingIOError:
-                # Looks at the socket before the clock: a process that has slept finds what has arrived meanwhile.
-                self._wait(deadline, f"doesn't answer within {seconds:.3g} s")
-                continue
+                return None
             except OSError as error:
                 raise ControlError(f"connection lost: {error}") from error
             if not received:

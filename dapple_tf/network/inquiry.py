@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import queue
 import reprlib
+import secrets
 import socket
 import threading
 import uuid
@@ -17,6 +19,15 @@ from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 
 CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
 """This process's name for workers."""
+_KEY = secrets.token_bytes(32)
+
+
+def lease_secret(address: str) -> str:
+    """Returns this process's secret for one worker, by which it gets its lease back from a connection that hangs.
+
+    Each worker is told a secret of its own, so that none can use it at the others.
+    """
+    return hmac.new(_KEY, address.encode(), "sha256").hexdigest()
 
 
 def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, Any]]]:
@@ -64,7 +75,8 @@ def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
 
     def ask(task: int) -> None:
         try:
-            channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
+            question = {"ask": "status", "secret": lease_secret(addresses[task])}
+            channel, answer = hello(task, addresses[task], question, seconds)
             channel.close()
             free[task] = answer.get("holder") in (None, CLIENT)
         except ClusterError:
