@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import runpy
 
 from setuptools import find_packages, setup
 
@@ -14,6 +15,7 @@ _EVALUATION = "tools.evaluation"
 _COMMANDS = ("dump", "launch", "plan", "profile", "simulate", "train", "what_if")
 """Programs of `tools` that do without a checkout."""
 _MODULES = {"dump": "dump_graph"}
+_VERSION = runpy.run_path(str(_ROOT / "dapple_tf" / "version.py"))["VERSION"]
 
 
 def _packages() -> list[str]:
@@ -38,7 +40,7 @@ def _command(name: str) -> str:
 
 setup(
     name="dapple_tf",
-    version="0.1.0",
+    version=_VERSION,
     description="Pipelined data-parallel training for TensorFlow 2 and Keras 3, as a sequence of graph passes",
     long_description=(_ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

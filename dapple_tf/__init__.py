@@ -9,6 +9,8 @@ import importlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+from dapple_tf.version import VERSION
+
 if TYPE_CHECKING:
     from dapple_tf.checkpoints.checkpoint import latest_checkpoint, load_checkpoint
     from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from graph_passes.errors import PassError
     from graph_passes.pass_manager import After, Before
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _MODULES = {
     name: module

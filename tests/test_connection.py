@@ -30,6 +30,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.network.inquiry import CLIENT, reachable
+from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
 NOTICE = 2.0
@@ -305,15 +306,22 @@ def test_nobody_there(cluster: dapple.Cluster) -> None:
     wait_until(lambda: reachable(addresses, PATIENCE) == [True, False])
 
 
+def line(answer: dict[str, Any]) -> bytes:
+    """What a worker of this version would send."""
+    return json.dumps({**answer, "versions": own_versions()}).encode() + b"\n"
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "sends something that isn't JSON"),
         (b"[]\n", "sends a JSON list where an object is expected"),
-        (b"{}\n", "answers {}, which lacks 'devices' or garbles it"),
-        (b'{"devices": 5}\n', "answers {'devices': 5}, which lacks 'devices' or garbles it"),
-        (b'{"devices": [{"kind": "TPU"}]}\n', "which lacks 'devices' or garbles it"),
-        (b'{"devices": [], "holder": null}\n', "which lacks 'devices' or garbles it"),
+        (b"{}\n", "answers {}, which lacks 'versions' or garbles it"),
+        (b'{"devices": 5, "versions": {"dapple_tf": 1}}\n', "which lacks 'versions' or garbles it"),
+        (line({}), "which lacks 'devices' or garbles it"),
+        (line({"devices": 5}), "which lacks 'devices' or garbles it"),
+        (line({"devices": [{"kind": "TPU"}]}), "which lacks 'devices' or garbles it"),
+        (line({"devices": [], "holder": None}), "which lacks 'devices' or garbles it"),
         (b'{"error": "no"}\n', "no"),
         (b"", "connection closed by the other side"),
     ],

@@ -14,7 +14,7 @@ graph_passes.ir
 graph_passes.analysis
 graph_passes.passes
 graph_passes.pass_manager
-errors units text_table data_files garbage program progress keras_private
+errors units text_table data_files garbage program progress keras_private version
 output_folder network
 schedules
 view

@@ -40,6 +40,7 @@ from dapple_tf.clusters.session import server_config, session_config
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.network.control import Channel, ControlError, split_address
+from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, free_ports, launch
 from dapple_tf.worker import Worker, own_address
 
@@ -65,7 +66,7 @@ def leased(address: str, client: str = "somebody", silence: float = 3600.0) -> I
     """A lease whose server runs."""
     with talking(address) as channel:
         answer = channel.ask(wish(client), PATIENCE)
-        assert set(answer) == {"devices", "port"}, answer
+        assert set(answer) == {"devices", "port", "versions"}, answer
         order = {"cluster": {"worker": [f"127.0.0.1:{answer['port']}"]}, "task": 0, "leader": 0, "silence": silence}
         assert set(channel.ask(order, PATIENCE)) == {"serving"}
         yield channel
@@ -227,7 +228,7 @@ def test_status(worker: Worker_) -> None:
     wait_until(lambda: status(worker[0])["holder"] is None)  # It may still be ending the client of the test before.
     answer = status(worker[0])
     (device,) = answer.pop("devices")
-    assert answer == {"holder": None}
+    assert answer == {"holder": None, "versions": own_versions()}
     assert device["kind"] == "CPU" and 2**28 < device["memory_bytes"] < 2**50
     with leased(worker[0], "somebody"):
         assert status(worker[0], secret=secret_of("somebody"))["holder"] == "somebody"

@@ -30,6 +30,8 @@ from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
+from dapple_tf.network.versions import own_versions
+from dapple_tf.version import VERSION
 from graph_passes.ir.tensorflow_private import local_devices
 
 _T = TypeVar("_T")
@@ -163,9 +165,9 @@ def _memory() -> int:
 def attend(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None:
     """Serves one connection until it ends.
 
-    client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": null}
+    client: {"protocol": ..., "ask": "status"}         worker: {"devices": [...], "holder": null, "versions": {...}}
     client: {"protocol": ..., "ask": "lease", "client": "name", "secret": ..., "port": 0}
-                                                                    worker: {"devices": [...], "port": 41234}
+                                                       worker: {"devices": [...], "port": 41234, "versions": {...}}
     client: {"cluster": {...}, "task": 0, "leader": 0, "silence": 30.0}     {"serving": 4711}
     client: {"knock": 8.0}                                                  {"unreachable": {"10.0.0.2:2300": why}}
     client: {"ping": 1}                                                     {"pong": 1}
@@ -196,14 +198,16 @@ class _RefusedError(Exception):
 def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None:
     if hello.get("protocol") != PROTOCOL:
         raise _RefusedError(
-            f"speaks {hello.get('protocol')!r} and the worker {PROTOCOL!r}; use the same version of dapple_tf on both"
+            f"speaks {hello.get('protocol')!r} and the worker {PROTOCOL!r}; use the same version of dapple_tf on both: "
+            f"the worker's is {VERSION}"
         )
     asked = hello.get("ask")
     if asked == "status":
         secret = _field(hello, "secret", str) if "secret" in hello else ""
         holder = machine.lease.holder()
         told = None if holder is None else holder.client if holder.owns(secret) else _STRANGER
-        channel.send({"devices": machine.inventory(), "holder": told}, _ANSWER_SECONDS)
+        answer = {"devices": machine.inventory(), "holder": told, "versions": own_versions()}
+        channel.send(answer, _ANSWER_SECONDS)
     elif asked == "lease":
         client, secret, port = _field(hello, "client", str), _field(hello, "secret", str), _field(hello, "port", int)
         if len(secret) < _SHORTEST_SECRET:
@@ -213,7 +217,7 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         _take(machine.lease, client, secret)
         inventory = machine.inventory()
         port = machine.server_port or port or _free_port(machine.host)
-        channel.send({"devices": inventory, "port": port}, _ANSWER_SECONDS)
+        channel.send({"devices": inventory, "port": port, "versions": own_versions()}, _ANSWER_SECONDS)
         order = channel.receive(_ANSWER_SECONDS)
         silence, others = _start(order, inventory, machine, port)
         threading.Thread(target=machine.lease.beat, name="pulse", daemon=True).start()

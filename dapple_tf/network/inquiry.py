@@ -16,6 +16,7 @@ from typing import Any
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
+from dapple_tf.network.versions import are_versions, version_difference
 
 CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
 """This process's name for workers."""
@@ -90,12 +91,14 @@ def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) 
     """Connects to a worker and asks a question; returns the connection, which stays open, and the answer.
 
     Raises:
-        ClusterError: the worker isn't there, or refuses.
+        ClusterError: the worker isn't there, refuses, or has other versions with which results could differ.
     """
     channel = None
     try:
         channel = Channel.connect(address, seconds)
-        return channel, accepted(task, address, channel.ask({"protocol": PROTOCOL, **question}, seconds))
+        answer = accepted(task, address, channel.ask({"protocol": PROTOCOL, **question}, seconds))
+        _check_versions(task, address, answer)
+        return channel, answer
     except ControlError as error:
         if channel is not None:
             channel.close()
@@ -106,6 +109,14 @@ def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) 
         assert channel is not None
         channel.close()
         raise
+
+
+def _check_versions(task: int, address: str, answer: Mapping[str, Any]) -> None:
+    versions = answer.get("versions")
+    if not are_versions(versions):
+        raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'versions')}")
+    if difference := version_difference(versions):
+        raise ClusterError(f"worker {task} ({address}) {difference}")
 
 
 def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,3 @@
+"""This package's version."""
+
+VERSION = "0.1.0"

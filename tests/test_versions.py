@@ -1,0 +1,106 @@
+"""Client and workers of other versions don't train together where results could differ."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import socket
+import threading
+from collections.abc import Mapping
+
+import keras
+import pytest
+import tensorflow as tf
+from workers import client, expect
+
+import dapple_tf as dapple
+from dapple_tf.clusters.connection import connected
+from dapple_tf.network.versions import are_versions, own_versions, version_difference
+from dapple_tf.tools.hosts import free_ports
+
+
+def test_own_versions() -> None:
+    own = own_versions()
+    assert own["dapple_tf"] == dapple.__version__
+    assert own["tensorflow"].startswith(f"{tf.__version__} (v")
+    assert own["keras"] == keras.__version__
+    assert importlib.metadata.version("dapple_tf") == dapple.__version__
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, None),
+        # Nothing of these two runs on a worker.
+        ({"keras": "3.0.0", "python": "3.12.1"}, None),
+        ({"a later one's": "1"}, None),
+        (
+            {"dapple_tf": "0.0.1"},
+            f"has dapple_tf 0.0.1 where this process has {dapple.__version__}: steps on it can give other results. Use "
+            f"the same versions on both, such as by `pip install dapple_tf=={dapple.__version__}` there, and start the "
+            f"worker again",
+        ),
+        ({"tensorflow": "2.0.0 (v2)"}, f"`pip install tensorflow=={tf.__version__}` there"),
+        ({"tensorflow": f"{tf.__version__} (our own build)"}, f"has TensorFlow {tf.__version__} (our own build) where"),
+        (
+            {"dapple_tf": "9", "tensorflow": "9"},
+            f"`pip install dapple_tf=={dapple.__version__} tensorflow=={tf.__version__}`",
+        ),
+    ],
+)
+def test_what_must_be_the_same(change: Mapping[str, str], expected: str | None) -> None:
+    difference = version_difference({**own_versions(), **change})
+    assert difference is None if expected is None else difference is not None and expected in difference
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], {}, {"dapple_tf": "1"}, {"tensorflow": "1"}, {"dapple_tf": 1, "tensorflow": "1"}]
+)
+def test_what_is_no_versions(value: object) -> None:
+    assert not are_versions(value)
+
+
+def test_a_worker_of_another_tensorflow_is_named() -> None:
+    versions = {**own_versions(), "tensorflow": "2.18.0 (v2.18.0)"}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(json.dumps({"devices": [], "holder": None, "versions": versions}).encode() + b"\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(dapple.ClusterError) as raised:
+            dapple.Cluster.of_servers([address])
+        thread.join()
+    assert str(raised.value).startswith(
+        f"worker 0 ({address}) has TensorFlow 2.18.0 (v2.18.0) where this process has {own_versions()['tensorflow']}: "
+    )
+
+
+OLDER = """
+import sys
+import dapple_tf.version
+dapple_tf.version.VERSION = "0.0.1"
+from absl import app
+from dapple_tf import worker
+app.run(worker.main, sys.argv)
+"""
+
+
+@pytest.mark.slow
+def test_two_versions_of_this_package_do_not_train_together() -> None:
+    """0.0.1 and 0.1.0 did, without a word."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(client(OLDER, f"--address={address}", "--devices=1"))
+        expect(process, f"worker on {address} (process {process.pid})")
+        with pytest.raises(dapple.ClusterError, match=rf"worker 0 \({address}\) has dapple_tf 0\.0\.1 where this "):
+            dapple.Cluster.of_servers([address])
+        described = dapple.Cluster.of_servers([address], devices_per_server=1)  # asks nobody
+        with pytest.raises(dapple.ClusterError, match=r"has dapple_tf 0\.0\.1 where this "):
+            stack.enter_context(connected(described))
