@@ -26,7 +26,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DataError, NonFiniteLossError
 from dapple_tf.examination import check_cuts, examine
-from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
@@ -90,10 +90,13 @@ class PipelinedModel(Inspection, KerasMethods):
         operator_costs: OperatorCosts | None = None,
         quiet: bool = False,
         passes: Sequence[After | Before] = (),
+        prepared_steps: int = PREPARED_STEPS,
     ) -> None:
         """Takes the arguments of :func:`dapple_tf.transform`; ``quiet`` omits notes, for measuring or comparing."""
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
+        if isinstance(prepared_steps, bool) or not isinstance(prepared_steps, int) or prepared_steps < 1:
+            raise ValueError(f"prepared_steps is {prepared_steps!r}; it must be a whole number from 1 on")
         self.model, self.profile = model, profile
         self._own_passes = tuple(passes)
         self.last_step_seconds = 0.0
@@ -106,8 +109,12 @@ class PipelinedModel(Inspection, KerasMethods):
         self._monitor = StepMonitor(simulation)
         self._on_non_finite_loss = on_non_finite_loss
         self._check()
-        order, policy = pipeline(self._own_passes), faults or FaultPolicy()
-        self._runtime = Runtime(model, cluster, plan, profile, policy, operator_costs, quiet=quiet, pipeline=order)
+        self._runtime = Runtime(
+            *(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs),
+            quiet=quiet,
+            pipeline=pipeline(self._own_passes),
+            prepared_steps=prepared_steps,
+        )
         self._start(examined=not quiet)
         if model.run_eagerly:
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)

@@ -15,6 +15,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
+from dapple_tf.execution.builds import PREPARED_STEPS
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -34,6 +35,7 @@ def transform(
     on_non_finite_loss: str = "stop",
     faults: FaultPolicy | None = None,
     passes: Sequence[After | Before] = (),
+    prepared_steps: int = PREPARED_STEPS,
     **planning: Any,
 ) -> PipelinedModel:
     """Makes a pipelined, data-parallel trainer of a compiled Keras model.
@@ -58,6 +60,10 @@ def transform(
         faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
         passes: your own passes, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
             verified, timed and dumped like the others (docs/extending.md).
+        prepared_steps: number of steps that stay prepared: one for each batch size in training, evaluation and
+            prediction, and some more (traced ones, say). When another one is needed, those that ran least often are
+            left out until the next time, which bounds memory and the time that a new size takes; the devices have all
+            values twice meanwhile. Raise it for data of more sizes that come again and again.
         planning: the choices of the search, as for :func:`dapple_tf.plan`: all policies and features by default,
             updates during the next step's forward only where the optimizer allows that; ``only`` narrows it. And
             example data (``x``, ``y``, ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`.
@@ -126,4 +132,5 @@ def transform(
         faults=faults,
         operator_costs=operator_costs,
         passes=passes,
+        prepared_steps=prepared_steps,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,12 @@ from dapple_tf.operators.step_placer import PlacedStep
 from dapple_tf.tracing.step_nodes import StepNode
 from dapple_tf.tracing.step_trace import TracedStep
 from dapple_tf.variables.device_values import Holding
-from graph_passes.ir.graph import Ref
+from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Program, Step
+
+PREPARED_STEPS = 64
+"""Number of steps that stay prepared, by default: more than training, evaluation and prediction of a few sizes need."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Build:
     Attributes:
         carried: the parameter groups whose updates steps leave to the next one, by their stages.
         flush: node that makes these updates without a step; None as long as there is none.
+        graphs: name of a step, or of the graph of ``flush`` -> what is added to the session under this name.
+        absent: the graphs that the session doesn't have, because they were added to an earlier one.
         nodes: name of a step -> purposes of its graph's nodes.
         placed: steps whose operators have been placed, and that aren't in the session yet.
         placements: step -> stage -> placement of its operators.
@@ -79,10 +84,26 @@ class Build:
     steps: dict[StepKind, tuple[str, Step]] = dataclasses.field(default_factory=dict)
     carried: tuple[tuple[int, ...], ...] = ()
     flush: str | None = None
+    graphs: dict[str, GraphDef] = dataclasses.field(default_factory=dict)
+    absent: set[str] = dataclasses.field(default_factory=set)
     nodes: dict[str, Mapping[str, StepNode]] = dataclasses.field(default_factory=dict)
     placed: dict[StepKind, PlacedStep] = dataclasses.field(default_factory=dict)
     placements: dict[StepKind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
     requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
+
+    @property
+    def flush_graph(self) -> str:
+        """Name of the graph of ``flush`` in the session."""
+        return f"{self.prefix}flush"
+
+    def leave(self, names: Collection[str]) -> None:
+        """Notes that the session's graph is an empty one, and forgets all steps but those of these names."""
+        evicted = {kind: name for kind, (name, _) in self.steps.items() if name not in names}
+        for kind, name in evicted.items():
+            del self.steps[kind], self.graphs[name], self.nodes[name]
+            self.placements.pop(kind, None)
+        self.requests = {key: request for key, request in self.requests.items() if key[0] in names}
+        self.absent = set(self.graphs)
 
     def input_shapes(self, kind: StepKind) -> list[tuple[int | None, ...]]:
         """Returns the shapes of the batch inputs of a step."""

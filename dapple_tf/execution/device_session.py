@@ -42,7 +42,6 @@ class DeviceSession:
             ClusterError: a worker is missing.
         """
         self.cluster, self.faults = cluster, faults
-        self._longest: dict[str, float] = {}  # step graph -> seconds
         self._connected = contextlib.ExitStack()
         self._connection = self._connected.enter_context(connected(cluster, faults))
         self._open()
@@ -53,6 +52,8 @@ class DeviceSession:
         self._session = open_session(self.cluster, self.graph, self._connection)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced: set[str] = set()
+        self._longest: dict[str, float] = {}  # step graph -> seconds
+        self._runs: dict[str, int] = {}  # step graph -> number of runs; the one that ran last comes last
 
     def close(self) -> None:
         """Frees the devices' memory, and workers for others."""
@@ -78,6 +79,16 @@ class DeviceSession:
         self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
         self._session = open_session(self.cluster, self.graph, self._connection)
         self._traced.clear()
+
+    def another(self) -> DeviceSession:
+        """Opens another session on the same devices, with an empty graph and variables of its own.
+
+        Raises:
+            WorkerLostError: a worker is lost.
+        """
+        if self.lost is not None:
+            raise self.lost
+        return DeviceSession(self.cluster, self.faults)
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -125,6 +136,10 @@ class DeviceSession:
         """Whether a step has run already, so that TensorFlow has prepared it."""
         return name in self._longest
 
+    def most_run(self, count: int) -> list[str]:
+        """Returns the ``count`` steps that have run most often; of those that ran equally often, the latest."""
+        return sorted(self._runs, key=self._runs.__getitem__)[-count:] if count else []
+
     def run_step(self, name: str, request: StepRequest, values: Sequence[Any], metadata: Any = None) -> Any:
         """Runs a step with these values of its placeholders.
 
@@ -142,6 +157,7 @@ class DeviceSession:
             request, values, metadata, None if longest is None else max(_LEAST_PATIENCE, 10 * longest)
         )
         self._longest[name] = max(longest or 0.0, time.monotonic() - started)
+        self._runs[name] = self._runs.pop(name, 0) + 1
         return result
 
     def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:

@@ -67,6 +67,27 @@ class DeviceState:
         self.generation += 1
         self._open()
 
+    def moved(
+        self, run: Run, add: Callable[[GraphDef, str], None], update: Callable[[str], Any], *, values: bool
+    ) -> DeviceState:
+        """Returns the state in another session on the same devices; this one stays as it is.
+
+        Updates left to the next step are made, and a snapshot that is being written is finished first.
+
+        Args:
+            run: as for `DeviceState`, in the other session.
+            add: as above.
+            update: as above.
+            values: whether the devices have values, which are copied.
+        """
+        other = DeviceState(self._model, self._table, self._timing, self._holdings, run, add, update)
+        other.ahead, other.fetched, other.generation = self.ahead, set(self.fetched), self.generation
+        if values:
+            self.flush()
+            other._stored.take_over(self._stored)
+        self._snapshots.wait()
+        return other
+
     def close(self) -> None:
         """Prepares for the session's end, after finishing a snapshot that is being written."""
         self._snapshots.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
-from dapple_tf.errors import DappleError
-from dapple_tf.execution.builds import Build, StepKind, StepRequest, StepResult
+from dapple_tf.errors import DappleError, reason
+from dapple_tf.execution.builds import PREPARED_STEPS, Build, StepKind, StepRequest, StepResult
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.preparation import Preparation
@@ -34,6 +35,8 @@ from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Step
 from graph_passes.pass_manager import Pipeline
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -59,6 +62,7 @@ class Engine:
         faults: FaultPolicy,
         operator_costs: OperatorCosts | None = None,
         pipeline: Pipeline | None = None,
+        prepared_steps: int = PREPARED_STEPS,
     ) -> None:
         """Opens a session; nothing is built yet.
 
@@ -69,6 +73,7 @@ class Engine:
             faults: how long to wait for workers.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             pipeline: the passes; None for those of this package.
+            prepared_steps: number of steps that stay prepared; see `make_room`.
 
         Raises:
             PlanError: the plan names devices that the cluster lacks.
@@ -92,6 +97,7 @@ class Engine:
             model, cluster, plan, self.table, self.timing, operator_costs, self._add, self._moving, pipeline
         )
         self.running = False
+        self._most_steps = prepared_steps
         self.session = DeviceSession(cluster, faults)
         self.state = DeviceState(
             model,
@@ -99,7 +105,7 @@ class Engine:
             self.timing,
             self.builder.holdings,
             self.session.run,
-            self._add,
+            self.session.add,
             self.session.run_update,
         )
 
@@ -142,6 +148,42 @@ class Engine:
             yield True
         else:
             yield False
+
+    def make_room(self, *, values: bool) -> None:
+        """Continues in a fresh session, with only those steps that ran most often: half of what may stay prepared.
+
+        TensorFlow's graphs and sessions only grow, and each new step takes the longer the more there are. The devices
+        have all values twice until the old session is closed. If their memory is too small for that, the old one stays,
+        and may get twice as many steps.
+
+        Args:
+            values: whether the devices have values, which the fresh session's variables get, too.
+
+        Raises:
+            WorkerLostError: a worker was lost; the old session is still there.
+        """
+        count = self.builder.num_steps
+        self.timing.tell("moving to a fresh session")
+        names = self.session.most_run(self._most_steps // 2)
+        fresh = self.session.another()
+        try:
+            state = self.state.moved(fresh.run, fresh.add, fresh.run_update, values=values)
+        except tf.errors.ResourceExhaustedError as error:
+            fresh.close()
+            self._most_steps *= 2
+            logger.warning(
+                "%d steps are prepared, but the devices' memory doesn't suffice to leave some out (%s): up to %d steps "
+                "stay prepared",
+                *(count, reason(error), self._most_steps),
+            )
+            return
+        except BaseException:
+            fresh.close()
+            raise
+        old, self.session, self.state = self.session, fresh, state
+        self.builder.leave(names)
+        old.close()
+        logger.info("%d steps were prepared, as many as may be; %d stay in a fresh session", count, len(names))
 
     # ---- running
 
@@ -222,11 +264,23 @@ class Engine:
             training: as for `run`.
             options: ``want_gradients`` and ``trace``, as for `run`.
         """
+        name = self._prepared(mode, spec, samples, training, **options)
+        return name is not None and self.session.has_run(name)
+
+    def lacks_room(
+        self, mode: Mode, spec: BatchSpec, samples: int, *, training: bool | None = None, **options: bool
+    ) -> bool:
+        """Whether such a step must be made, and as many as may stay prepared are there; arguments as for `has_run`."""
+        full = self.builder.num_steps >= self._most_steps
+        return full and self._prepared(mode, spec, samples, training, **options) is None
+
+    def _prepared(
+        self, mode: Mode, spec: BatchSpec, samples: int, training: bool | None, **options: bool
+    ) -> str | None:
+        """Returns the name of such a step if there is one."""
         built = self.builder.builds.get((mode, spec.key, mode is Mode.TRAIN if training is None else training))
-        if built is None:
-            return False
-        step = built.steps.get(self._kind(built, samples, **options))
-        return step is not None and self.session.has_run(step[0])
+        step = None if built is None else built.steps.get(self._kind(built, samples, **options))
+        return None if step is None else step[0]
 
     # ---- traces
 

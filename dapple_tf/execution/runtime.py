@@ -21,7 +21,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, StepError, WorkerLostError, reason
-from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
@@ -71,6 +71,7 @@ class Runtime:
         *,
         quiet: bool = False,
         pipeline: Pipeline | None = None,
+        prepared_steps: int = PREPARED_STEPS,
     ) -> None:
         """Opens a session.
 
@@ -83,6 +84,7 @@ class Runtime:
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             quiet: whether notes aren't logged, for steps that only measure or compare.
             pipeline: the order of passes, the user's own included; None for the order without any.
+            prepared_steps: number of steps that stay prepared.
         """
         self.model, self.cluster, self.plan = model, cluster, plan
         self.saver = Saver()
@@ -90,6 +92,7 @@ class Runtime:
         self._synced = 0  # steps at the last sync
         self.faults: list[FaultRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
+        self._prepared_steps = prepared_steps
         self._recovery = Recovery(policy)
         self._broken = False  # A worker was lost, and hasn't come back in time.
         self._spec: BatchSpec | None = None  # of the last training batch
@@ -105,8 +108,8 @@ class Runtime:
 
     def start(self) -> None:
         """Makes a fresh engine, for the model as it is compiled now."""
-        policy = self._recovery.policy
-        self.engine = Engine(self.model, self.cluster, self.plan, policy, self._operator_costs, self._pipeline)
+        settings = (self._recovery.policy, self._operator_costs, self._pipeline, self._prepared_steps)
+        self.engine = Engine(self.model, self.cluster, self.plan, *settings)
         self.engine.builder.notes.quiet = self._quiet
         self.values = LiveValues(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)
@@ -303,6 +306,10 @@ class Runtime:
 
         def step() -> StepResult:
             with self._shown(mode, batch, training=training, **options):
+                samples = batch.arrays[0].shape[0]
+                if self.engine.lacks_room(mode, batch.spec, samples, training=training, **options):
+                    with self._looking:
+                        self.values.make_room()
                 self.values.prepare(mode, batch.spec, training)
                 self._watch()
                 metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None

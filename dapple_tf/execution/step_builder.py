@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import keras
 
@@ -233,10 +233,15 @@ class StepBuilder:
         return StepKind(samples, self.carries(built, want_gradients), head, apart)
 
     def step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
-        """Returns a step's prefix in the session's graph, and the step; made once."""
+        """Returns a step's prefix in the session's graph, and the step; made once, until `leave` forgets it."""
         if kind not in built.steps:
             built.steps[kind] = self._make_step(built, kind)
-        return built.steps[kind]
+        name, step = built.steps[kind]
+        for needed in (name, built.flush_graph) if kind.carries else (name,):
+            if needed in built.absent:
+                self._add(built.graphs[needed], needed)
+                built.absent.remove(needed)
+        return name, step
 
     @without_collection
     def _make_step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
@@ -250,15 +255,30 @@ class StepBuilder:
             program, passes = self._complete(built, kind, self._owners)
         name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
         self._add(program.graph, name)
+        built.graphs[name] = program.graph
         if kind.carries and built.flush is None:
             update = next(item for item in passes if isinstance(item, Update))
             graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
             if (by_server := self.passes.reduce_by_server()) is not None:
                 by_server.rewrite(graph)
-            self._add(graph, f"{built.prefix}flush")
-            built.flush = f"{built.prefix}flush/{node}"
+            self._add(graph, built.flush_graph)
+            built.graphs[built.flush_graph] = graph
+            built.flush = f"{built.flush_graph}/{node}"
         built.nodes[name] = step_nodes(program)
         return name, program.own_step
+
+    @property
+    def num_steps(self) -> int:
+        """Number of prepared steps."""
+        return sum(len(built.steps) for built in self.builds.values())
+
+    def leave(self, names: Collection[str]) -> None:
+        """Notes that the session's graph is an empty one, to which steps of these names are added when they are needed.
+
+        Other steps are forgotten, and made again when they are needed.
+        """
+        for built in self.builds.values():
+            built.leave(names)
 
     def _complete(
         self, built: Build, kind: StepKind, owners: Mapping[str, tuple[int, ...]]

@@ -218,6 +218,11 @@ class LiveValues:
             self._load()
         return True
 
+    def make_room(self) -> None:
+        """Has the engine leave out steps that seldom run; the devices keep the values that they have, if any."""
+        self._loaded = self._loaded and self._engine.state.has_values
+        self._engine.make_room(values=self._loaded)
+
     def doubt(self) -> None:
         """Lets the next step check for values assigned to the model."""
         self._unsure = True

@@ -16,9 +16,10 @@ from dapple_tf.frontend.variables import VariableTable, assign_value
 from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
 from dapple_tf.variables.device_values import Holding, StorageNodes, load_each, save_each
 from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import buckets, by_dtype
 
-# Bytes fetched at once from models that were never completely on the client.
+# Bytes fetched at once where the client may have no place for all values.
 _BUCKET_BYTES = 2**26
 
 
@@ -132,6 +133,22 @@ class StoredValues:
     def _prefix(self) -> str:
         return f"{StorageNodes.PREFIX}{next(self._numbers)}"
 
+    def take_over(self, other: StoredValues) -> None:
+        """Copies all values from the devices of another session, some at a time; ``other`` keeps them, too."""
+        self._rate = other._rate
+        for holding in self._made().holdings:
+            for bucket in _buckets(holding.variables):
+                values = other._read(holding.devices[0], bucket)
+                nodes = StorageNodes([dataclasses.replace(holding, variables=bucket)], self._prefix())
+                self._add(nodes.graph, nodes.prefix)
+                self._feed(nodes, {variable.name: value for variable, value in zip(bucket, values, strict=True)})
+
+    def _read(self, device: str, variables: Sequence[Variable]) -> list[Any]:
+        """Returns the values of variables on a device."""
+        graph, refs = reading(device, variables, prefix := self._prefix())
+        self._add(graph, prefix)
+        return self._run([f"{prefix}/{ref.node}:{ref.output}" for ref in refs])
+
     def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
         """Copies devices -> Keras values, each variable from the first device that keeps it.
 
@@ -162,11 +179,9 @@ class StoredValues:
         """Copies devices -> Keras values, some at a time."""
         for holding in holdings:
             wanted = [variable for variable in holding.variables if variable.name not in seen]
-            for bucket in buckets(sorted(wanted, key=lambda variable: variable.dtype), _BUCKET_BYTES):
+            for bucket in _buckets(wanted):
                 seen |= {variable.name for variable in bucket}
-                graph, results = reading(holding.devices[0], bucket, prefix := self._prefix())
-                self._add(graph, prefix)
-                values = self._run([f"{prefix}/{ref.node}:{ref.output}" for ref in results])
+                values = self._read(holding.devices[0], bucket)
                 for variable, value in zip(bucket, values, strict=True):
                     self._table.keras_variables[variable.name].assign(value)
 
@@ -217,3 +232,8 @@ class StoredValues:
             self._nodes = StorageNodes(self._holdings(), self._prefix())
             self._add(self._nodes.graph, self._nodes.prefix)
         return self._nodes
+
+
+def _buckets(variables: Iterable[Variable]) -> list[tuple[Variable, ...]]:
+    """Groups variables by dtype into parts that the client has memory for."""
+    return buckets(sorted(variables, key=lambda variable: variable.dtype), _BUCKET_BYTES)

@@ -1,0 +1,192 @@
+"""Steps for new batch sizes make others leave: a session stays small, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models_for_tests import classifier, plan, samples, transform, values
+from workers import PATIENCE, children, wait_until
+
+import dapple_tf as dapple
+from dapple_tf.checkpoints import checkpoint as checkpoint_module
+from dapple_tf.checkpoints.checkpoint_files import checkpoints
+from dapple_tf.frontend.capture import Mode
+from dapple_tf.tools.hosts import LocalWorkers
+from dapple_tf.variables.stored_values import StoredValues
+
+X, Y, _ = samples(7)
+SIZES = (7, 3, 7, 4, 5, 3, 7)
+OUT_OF_ORDER = plan(cuts=["first", "second"], devices=[[0, 1]] * 3, reverse_first_k=2, carried_updates=2)
+
+
+def model() -> keras.Model:
+    """Random draws, moving statistics and slots: all kinds of values that a step changes."""
+    keras.utils.set_random_seed(3)
+    features = keras.Input((4,))
+    x = keras.layers.Dense(6, activation="tanh", name="first")(features)
+    x = keras.layers.BatchNormalization(name="second")(keras.layers.Dropout(0.3)(x))
+    own = keras.Model(features, keras.layers.Dense(3, name="logits")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    own.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+    return own
+
+
+def steps(pipelined: dapple.PipelinedModel) -> int:
+    return pipelined._engine.builder.num_steps
+
+
+def train(pipelined: dapple.PipelinedModel, sizes: tuple[int, ...] = SIZES) -> list[Any]:
+    """Logs of training on batches of these sizes, with metrics that go on, and a prediction after the second."""
+    logs: list[Any] = []
+    for number, size in enumerate(sizes):
+        logs.append(pipelined.train_on_batch(X[:size], Y[:size], return_dict=True))
+        if number == 1:
+            logs.append(pipelined.predict_on_batch(X[:2]).tolist())
+    return logs
+
+
+def assert_equal(one: dapple.PipelinedModel, other: dapple.PipelinedModel) -> None:
+    for own, its in zip(values(one.sync()), values(other.sync()), strict=True):
+        np.testing.assert_array_equal(own, its)
+
+
+@pytest.mark.parametrize(
+    ("own_plan", "most"), [(plan(), 3), pytest.param(OUT_OF_ORDER, 1, marks=pytest.mark.slow, id="carried updates")]
+)
+def test_what_is_trained_is_the_same_whatever_stays_prepared(own_plan: dapple.Plan, most: int) -> None:
+    """Every new size cost more than the one before, without bound: 0.3 s, then 1.4 s after 360 sizes."""
+    free, bounded = (transform(model(), own_plan, prepared_steps=count) for count in (64, most))
+    assert train(bounded) == train(free)
+    assert_equal(bounded, free)
+    assert steps(bounded) <= most < steps(free)
+
+
+def test_what_runs_most_stays_and_the_rest_is_gone() -> None:
+    pipelined = transform(classifier(), prepared_steps=4)
+    engine = pipelined._engine
+    first = weakref.ref(engine.session.graph)
+    nodes, staying = [], []
+    for size in (7, 7, 7, 2, 3, 3, 4, 5, 6, 7, 7, 1):
+        pipelined.train_on_batch(X[:size], Y[:size])
+        (built,) = engine.builder.builds.values()
+        staying.append({kind.samples for kind in built.steps})
+        nodes.append(len(engine.session.graph.get_operations()))
+    full = [{7, 2, 3, 4}, {7, 3, 5}, {7, 3, 5, 6}, {7, 3, 5, 6}, {7, 3, 5, 6}, {7, 6, 1}]
+    assert staying == [{7}, {7}, {7}, {7, 2}, {7, 2, 3}, {7, 2, 3}, *full]
+    assert not engine.has_run(Mode.TRAIN, pipelined._specs[Mode.TRAIN], 3)
+    names = {name for name, _ in built.steps.values()}
+    assert set(built.nodes) == set(built.graphs) == names and {name for name, _ in built.requests} <= names
+    assert max(nodes[7:]) < max(nodes[:7])
+    gc.collect()
+    assert first() is None
+
+
+@pytest.mark.parametrize("most", [0, -1, True, 2.0, "8"])
+def test_a_bound_that_means_nothing_is_refused(most: Any) -> None:
+    with pytest.raises(ValueError, match=r"prepared_steps is .*; it must be a whole number from 1 on"):
+        transform(classifier(), prepared_steps=most)
+
+
+@pytest.mark.slow
+def test_steps_that_do_not_count_still_do_not() -> None:
+    """The values that are restored after a measured step are those before it, also if a session ends in between."""
+    pipelined = transform(model(), prepared_steps=1)
+    train(pipelined, (7, 3))
+    before = values(pipelined.sync())
+    pipelined.profile_step(X[:6], Y[:6], warm_up=1)
+    pipelined.verify(X[:6], Y[:6])
+    for own, its in zip(values(pipelined.sync()), before, strict=True):
+        np.testing.assert_array_equal(own, its)
+
+
+def test_what_was_assigned_counts() -> None:
+    free, least = (transform(model(), prepared_steps=most) for most in (64, 1))
+    for pipelined in (free, least):
+        for size in (7, 3, 4):
+            pipelined.train_on_batch(X[:size], Y[:size])
+            kernel = pipelined.model.get_layer("first").kernel
+            kernel.assign(keras.ops.clip(kernel, -0.1, 0.1))
+    assert_equal(least, free)
+
+
+@pytest.mark.slow
+def test_values_that_only_devices_have_move_with_them() -> None:
+    pipelined = []
+    for most in (64, 1):
+        with dapple.deferred_init():
+            own = model()
+        pipelined.append(transform(own, prepared_steps=most))
+        train(pipelined[-1])
+    assert pipelined[1]._engine.state.deferred
+    assert_equal(*pipelined)
+
+
+def test_devices_without_memory_for_two_sessions_keep_the_old_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: StoredValues, other: StoredValues) -> None:
+        raise tf.errors.ResourceExhaustedError(None, None, "no 8 bytes are left")
+
+    free, bounded = (transform(model(), prepared_steps=most) for most in (64, 3))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="dapple_tf"):
+        patch.setattr(StoredValues, "take_over", full)
+        logs = train(bounded, (7, 3, 4, 5, 6))
+    told = [record.getMessage() for record in caplog.records if "stay prepared" in record.getMessage()]
+    assert told == [
+        "3 steps are prepared, but the devices' memory doesn't suffice to leave some out (no 8 bytes are left): up to "
+        "6 steps stay prepared"
+    ]
+    assert logs == train(free, (7, 3, 4, 5, 6))
+    assert_equal(bounded, free)
+
+
+def test_a_snapshot_is_written_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, going = checkpoint_module._write, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        assert going.wait(PATIENCE)
+        write(*arguments)
+
+    pipelined = transform(model(), prepared_steps=1)
+    train(pipelined, (7, 3))
+    expected = values(pipelined.sync())
+    monkeypatch.setattr(checkpoint_module, "_write", late)
+    pipelined.save_checkpoint(tmp_path, wait=False)
+    threading.Timer(0.1, going.set).start()
+    train(pipelined, (4, 5))
+    pipelined.wait_for_checkpoint()
+    assert len(checkpoints(tmp_path)) == 1
+    pipelined.restore_checkpoint(tmp_path)
+    for own, its in zip(values(pipelined.sync()), expected, strict=True):
+        np.testing.assert_array_equal(own, its)
+
+
+@pytest.mark.slow
+def test_on_workers_also_after_one_was_lost(workers: LocalWorkers) -> None:
+    faults = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)
+    cluster = dapple.Cluster.of_servers(workers.addresses[:2])
+    own_plan = plan(devices=[[0], [1]])
+    bounded = dapple.transform(model(), cluster, own_plan, faults=faults, prepared_steps=2)
+    logs = train(bounded, SIZES[:4])
+    (child,) = children(workers.processes[1].pid)
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: bounded._engine.session.lost)
+    logs += train(bounded, SIZES[4:])
+    assert len(bounded.faults) == 1 and steps(bounded) <= 2
+    bounded.sync()
+    bounded.close()
+    free = dapple.transform(model(), cluster, own_plan)
+    assert train(free, SIZES[:4]) + train(free, SIZES[4:]) == logs
+    assert_equal(bounded, free)
+    free.close()
