@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
     from dapple_tf.frontend.initialization import deferred_init
+    from dapple_tf.frontend.on_workers import OnWorkers, on_workers
     from dapple_tf.measuring.device_speeds import measure_speeds
     from dapple_tf.measuring.emulated_waits import EmulationError
     from dapple_tf.measuring.emulator import Emulation, emulate
@@ -69,6 +70,7 @@ _MODULES = {
         "dapple_tf.errors": "CaptureError DappleError DataError NonFiniteLossError StepError "
         "VerificationError WorkerLostError",
         "dapple_tf.frontend.initialization": "deferred_init",
+        "dapple_tf.frontend.on_workers": "OnWorkers on_workers",
         "dapple_tf.measuring.device_speeds": "measure_speeds",
         "dapple_tf.measuring.emulated_waits": "EmulationError",
         "dapple_tf.measuring.emulator": "Emulation emulate",
@@ -116,6 +118,7 @@ __all__ = [
     "EmulationError",
     "FaultPolicy",
     "NonFiniteLossError",
+    "OnWorkers",
     "OperatorCosts",
     "PassError",
     "PipelineMonitor",
@@ -142,6 +145,7 @@ __all__ = [
     "measure_links",
     "measure_speeds",
     "measure_speedups",
+    "on_workers",
     "plan",
     "plan_streams",
     "profile",

@@ -35,6 +35,7 @@ from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.initialization import materialize
+from dapple_tf.frontend.on_workers import arguments_on_workers
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
@@ -165,6 +166,7 @@ class PipelinedModel(Inspection, KerasMethods):
     def _call(self, method: str, **kwargs: Any) -> Any:
         """Calls a method of the user's model, whose steps run here meanwhile."""
         self._follow()
+        kwargs = arguments_on_workers(kwargs, self._runtime.reading())
         hooks = Hooks(
             train=self._function(Mode.TRAIN),
             test=self._function(Mode.TEST),
@@ -327,6 +329,7 @@ class PipelinedModel(Inspection, KerasMethods):
                     if step == 0:
                         raise
                     break
+                self._runtime.prepare(batch)
                 if mode is Mode.TRAIN and (self._steps_left is None or step + 1 < self._steps_left):
                     batches.prefetch()
                 waited = time.perf_counter() - started

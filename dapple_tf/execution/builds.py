@@ -53,12 +53,14 @@ class StepKind(NamedTuple):
         apart: whether the graph is a separate one: for fetching gradients if operators are placed, whose order would
             otherwise make them wait for updates; for fetching gradients and tracing if a step is one function. Other
             steps serve all purposes.
+        on_workers: whether workers take the batch that they have read themselves.
     """
 
     samples: int
     carries: bool = False
     head: bool = False
     apart: bool = False
+    on_workers: bool = False
 
 
 @dataclasses.dataclass
@@ -115,7 +117,8 @@ class StepRequest:
     """A step's feeds and fetches, by names in the session's graph.
 
     Attributes:
-        feeds: placeholders of the batch's arrays, then two for each of `Step.metric_feeds`.
+        feeds: placeholders of the batch's arrays, or of the number under which workers keep it, then two for each of
+            `Step.metric_feeds`.
         fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", if they exist.
         sums: whether tasks add up over replicas.
     """
@@ -137,7 +140,8 @@ class StepRequest:
         def name(ref: Ref) -> str:
             return f"{prefix}/{ref.node}:{ref.output}"
 
-        feeds = [step.feeds[ref] for ref in built.program.roles.inputs]
+        inputs = built.program.roles.inputs
+        feeds = [step.feeds[ref] for ref in inputs] if step.taken is None else [step.taken.number]
         feeds += [ref for placeholders in step.metric_feeds.values() for ref in placeholders]
         fetches: dict[str, Any] = {
             "metrics": {key: [name(ref) for ref in refs] for key, refs in step.metric_results.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ class DeviceSession:
         cluster: the devices.
         faults: how long to wait for workers.
         graph: everything that can be run.
+        generation: number of sessions opened before: what workers keep besides the graph goes with each.
+        reading: held while batches are read on workers, beside a step: no session is closed or opened meanwhile.
     """
 
     def __init__(self, cluster: Cluster, faults: FaultPolicy) -> None:
@@ -42,6 +45,8 @@ class DeviceSession:
             ClusterError: a worker is missing.
         """
         self.cluster, self.faults = cluster, faults
+        self.generation = 0
+        self.reading = threading.RLock()
         self._connected = contextlib.ExitStack()
         self._connection = self._connected.enter_context(connected(cluster, faults))
         self._open()
@@ -57,8 +62,9 @@ class DeviceSession:
 
     def close(self) -> None:
         """Frees the devices' memory, and workers for others."""
-        self._end()
-        self._connected.close()
+        with self.reading:
+            self._end()
+            self._connected.close()
 
     def _end(self) -> None:
         """Frees the devices' memory; workers stay this process's."""
@@ -67,8 +73,10 @@ class DeviceSession:
 
     def renew(self) -> None:
         """Opens a fresh session with an empty graph, on the same workers."""
-        self._end()
-        self._open()
+        with self.reading:
+            self._end()
+            self._open()
+            self.generation += 1
 
     def reopen(self) -> None:
         """Opens a fresh session on the same graph, after `close`: variables are empty until they are loaded.
@@ -76,9 +84,11 @@ class DeviceSession:
         Raises:
             ClusterError: a worker is missing; the call may be repeated.
         """
-        self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
-        self._session = open_session(self.cluster, self.graph, self._connection)
-        self._traced.clear()
+        with self.reading:
+            self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
+            self._session = open_session(self.cluster, self.graph, self._connection)
+            self._traced.clear()
+            self.generation += 1
 
     def another(self) -> DeviceSession:
         """Opens another session on the same devices, with an empty graph and variables of its own.
@@ -88,7 +98,9 @@ class DeviceSession:
         """
         if self.lost is not None:
             raise self.lost
-        return DeviceSession(self.cluster, self.faults)
+        session = DeviceSession(self.cluster, self.faults)
+        session.reading = self.reading
+        return session
 
     @property
     def lost(self) -> WorkerLostError | None:

@@ -16,16 +16,18 @@ from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
-from dapple_tf.errors import DappleError, reason
+from dapple_tf.errors import DappleError, DataError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, Build, StepKind, StepRequest, StepResult
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_builder import StepBuilder
+from dapple_tf.execution.worker_data import WorkerData
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.frontend.host_part import on_host
+from dapple_tf.frontend.host_part import CapturedProgram, on_host
 from dapple_tf.frontend.metrics import merged
+from dapple_tf.frontend.on_workers import Address, address_of
 from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -51,6 +53,7 @@ class Engine:
         session: the session, and its graph.
         builder: builds steps.
         state: the devices' values.
+        data: the batches that workers read themselves.
         running: whether a step is running.
     """
 
@@ -99,6 +102,7 @@ class Engine:
         self.running = False
         self._most_steps = prepared_steps
         self.session = DeviceSession(cluster, faults)
+        self.data = WorkerData(cluster, self.session, cluster.device_names[plan.devices[0][0]])
         self.state = DeviceState(
             model,
             self.table,
@@ -180,9 +184,11 @@ class Engine:
         except BaseException:
             fresh.close()
             raise
-        old, self.session, self.state = self.session, fresh, state
-        self.builder.leave(names)
-        old.close()
+        with self.session.reading:  # until the thread that reads ahead has read its batch
+            old, self.session, self.state = self.session, fresh, state
+            self.data.follow(fresh)
+            self.builder.leave(names)
+            old.close()
         logger.info("%d steps were prepared, as many as may be; %d stay in a fresh session", count, len(names))
 
     # ---- running
@@ -203,7 +209,7 @@ class Engine:
         Args:
             mode: TRAIN also updates the variables, unless gradients are wanted.
             spec: structure of the batch.
-            arrays: its leaves.
+            arrays: its leaves; `RemoteArray`s if workers read them.
             training: as for :func:`dapple_tf.frontend.capture.capture`.
             metrics: metric variable -> (value before the step, value after a reset).
             want_gradients: whether to return reduced gradients and leave the variables unchanged.
@@ -215,15 +221,21 @@ class Engine:
         carries = self.builder.carries(built, want_gradients)
         if self.state.left_over != (built.flush if carries else None):
             self.state.flush()
-        arrays = on_host(built.program, arrays)
-        kind = self._kind(built, arrays[0].shape[0], want_gradients=want_gradients, trace=trace)
+        address, samples = address_of(arrays), arrays[0].shape[0]
+        if address is None:
+            arrays = on_host(built.program, arrays)
+        else:
+            self._check_on_workers(built)
+        on_workers = address is not None
+        kind = self._kind(built, samples, want_gradients=want_gradients, trace=trace, on_workers=on_workers)
         name, step = self.builder.step(built, kind)
         if not self.session.has_run(name):
             self.timing.tell("TensorFlow prepares the step")
 
         request = StepRequest.of(built, name, step, want_gradients)
         running = {} if metrics is None else metrics
-        values = [*arrays, *(value for metric in step.metric_feeds for value in running[metric])]
+        fed = arrays if address is None else [self._prepared(address, step)]
+        values = [*fed, *(value for metric in step.metric_feeds for value in running[metric])]
         metadata = tf.compat.v1.RunMetadata() if trace else None
         before = self.session.clocks() if trace else {}
         self.state.ahead |= "train" in request.fetches
@@ -235,6 +247,8 @@ class Engine:
             result = self.session.run_step(name, request, values, metadata)
         finally:
             self.running = False
+        if address is not None and step.taken is not None:
+            self.data.taken(address, step.taken.arrays)
         traced = None
         if metadata is not None:
             traced = self._traced(built, name, step, metadata.step_stats, (called, time.time_ns()), before)
@@ -247,6 +261,29 @@ class Engine:
             gradients=result["gradients"],
             traced=traced,
         )
+
+    def _check_on_workers(self, built: Build) -> None:
+        """Checks that workers can read the batches of a model themselves.
+
+        Raises:
+            DataError: they can't.
+        """
+        if self.plan.operator_devices is not None:
+            raise DataError(
+                "the plan places single operators (operator_devices), for which workers don't read data themselves: "
+                "feed the data from this process, or use a plan of stages"
+            )
+        if isinstance(built.program, CapturedProgram) and built.program.host is not None:
+            names = ", ".join(built.program.host.names)
+            raise DataError(
+                f"{names} of model {self.model.name!r} works on strings or by a table, in this process: do it in the "
+                f"dataset, or feed the data from this process"
+            )
+
+    def _prepared(self, address: Address, step: Step) -> np.ndarray:
+        """Has workers read a step's batch; returns the number under which they keep it, int64 []."""
+        assert step.taken is not None
+        return np.asarray(self.data.prepare(address, step.taken.arrays), np.int64)
 
     def _kind(self, built: Build, samples: int, **options: bool) -> StepKind:
         """Returns the kind of the next step, after left-over updates of another kind were flushed."""
@@ -262,9 +299,9 @@ class Engine:
             spec: structure of the batch.
             samples: number of samples in the batch.
             training: as for `run`.
-            options: ``want_gradients`` and ``trace``, as for `run`.
+            options: ``want_gradients`` and ``trace``, as for `run`; ``on_workers``, whether workers read the batch.
         """
-        name = self._prepared(mode, spec, samples, training, **options)
+        name = self._step_name(mode, spec, samples, training, **options)
         return name is not None and self.session.has_run(name)
 
     def lacks_room(
@@ -272,9 +309,9 @@ class Engine:
     ) -> bool:
         """Whether such a step must be made, and as many as may stay prepared are there; arguments as for `has_run`."""
         full = self.builder.num_steps >= self._most_steps
-        return full and self._prepared(mode, spec, samples, training, **options) is None
+        return full and self._step_name(mode, spec, samples, training, **options) is None
 
-    def _prepared(
+    def _step_name(
         self, mode: Mode, spec: BatchSpec, samples: int, training: bool | None, **options: bool
     ) -> str | None:
         """Returns the name of such a step if there is one."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from dapple_tf.clusters.open_ports import ClosedPortError
@@ -120,9 +119,7 @@ class Recovery:
     def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
         """Notes that devices have trained on a batch."""
         if self.policy.action != "raise":
-            # Copies, because the arrays' owner may fill them with the next batch.
-            batch = dataclasses.replace(batch, arrays=[np.array(array) for array in batch.arrays])
-            self.log.append(Trained(step, batch, None if rate is None else float(rate.numpy()), self.last))
+            self.log.append(Trained(step, batch.copied(), None if rate is None else float(rate.numpy()), self.last))
             self.last = {}
 
     def succeeded(self) -> None:

@@ -30,6 +30,7 @@ from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
+from dapple_tf.frontend.on_workers import Address, Read, Shape
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.keras_private import compute_loss, tensorflow_variable
@@ -332,10 +333,30 @@ class Runtime:
 
     def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""
-        samples = batch.arrays[0].shape[0]
-        if self._apart or self.engine.has_run(mode, batch.spec, samples, **options):
+        options["on_workers"] = batch.address is not None
+        if self._apart or self.engine.has_run(mode, batch.spec, batch.samples, **options):
             return contextlib.nullcontext()
-        return self.engine.timing.shown(mode, samples)
+        return self.engine.timing.shown(mode, batch.samples)
+
+    def reading(self) -> Read:
+        """Returns the function by which workers read batches of data that are theirs.
+
+        A thread that reads ahead doesn't recover from a fault: it reports it, and the thread that runs steps goes on.
+        """
+        here = threading.get_ident()
+
+        def read(address: Address) -> Sequence[Shape] | None:
+            if threading.get_ident() != here:
+                return self.engine.data.read(address)
+            self.mend()
+            return self._surviving(lambda: self.engine.data.read(address))
+
+        return read
+
+    def prepare(self, batch: Batch) -> None:
+        """Has workers read a batch again if they have lost it in a fault, before they read the batch after it."""
+        if (address := batch.address) is not None:
+            self._surviving(lambda: self.engine.data.prepare(address))
 
     def _surviving(self, function: Callable[[], _T]) -> _T:
         """Calls a function that uses the devices, again if a worker was lost and the policy is to continue."""
@@ -453,7 +474,7 @@ class Runtime:
 
         TensorFlow often reports only that some device was waiting for the one that failed.
         """
-        if self.engine.state.deferred:
+        if self.engine.state.deferred or batch.address is not None:
             return ""
         arrays = iter(batch.arrays)
 

@@ -217,7 +217,14 @@ class StepBuilder:
         return built.mode is Mode.TRAIN and not want_gradients and bool(built.carried)
 
     def kind(
-        self, built: Build, samples: int, *, head: bool, want_gradients: bool = False, trace: bool = False
+        self,
+        built: Build,
+        samples: int,
+        *,
+        head: bool,
+        want_gradients: bool = False,
+        trace: bool = False,
+        on_workers: bool = False,
     ) -> StepKind:
         """Returns the kind of step for a purpose.
 
@@ -227,10 +234,11 @@ class StepBuilder:
             head: whether it begins with updates that the previous step left.
             want_gradients: whether gradients are fetched, and variables left unchanged.
             trace: whether its times are wanted.
+            on_workers: whether workers read its batch themselves.
         """
         apart = want_gradients and self.placer is not None
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
-        return StepKind(samples, self.carries(built, want_gradients), head, apart)
+        return StepKind(samples, self.carries(built, want_gradients), head, apart, on_workers)
 
     def step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
         """Returns a step's prefix in the session's graph, and the step; made once, until `leave` forgets it."""

@@ -15,6 +15,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import residuals_held
+from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.group_update import GroupUpdate
@@ -31,6 +32,7 @@ from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
 from graph_passes.passes.partition import Partition
+from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
 from graph_passes.passes.reduce_by_server import ReduceByServer
 from graph_passes.passes.replicate import Replicate, sum_keys
@@ -308,6 +310,12 @@ class StepAsked(NamedTuple):
         """Returns the pass for hierarchical all-reduces."""
         return self.passes.reduce_by_server() if self._updates else None
 
+    def place_data(self) -> PlaceData | None:
+        """Returns the pass that has workers take batches that they have read."""
+        if not self.kind.on_workers:
+            return None
+        return PlaceData(hosts_of(self.passes.cluster), area_of(leaf.dtype for leaf in self.built.spec.leaves))
+
     def join(self) -> Join | None:
         """Returns the pass that makes one function of the whole step."""
         function = f"{self.built.prefix}joined_of{self.kind.samples}"
@@ -348,6 +356,7 @@ PASSES: tuple[Slot, ...] = (
     Slot(OrderTasks, step=StepAsked.order),
     Slot(Update, step=StepAsked.update),
     Slot(ReduceByServer, step=StepAsked.reduce_by_server),
+    Slot(PlaceData, step=StepAsked.place_data),
     Slot(Join, step=StepAsked.join, ends=True),
     Slot(Flatten),
     Slot(FoldShapes),

@@ -14,7 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.errors import DataError, reason
+from dapple_tf.errors import DataError, WorkerLostError, reason
+from dapple_tf.frontend.on_workers import Address, OnWorkers, RemoteArray, address_of
 from dapple_tf.keras_private import input_structure
 
 Shape = tuple[int | None, ...]
@@ -99,7 +100,7 @@ class BatchSpec:
         for wanted, given in ((self.x, x), (self.y, y), (self.sample_weight, sample_weight)):
             if wanted is None and given is None:
                 continue
-            if not isinstance(wanted, Leaf) or type(given) is not np.ndarray:
+            if not isinstance(wanted, Leaf) or type(given) not in (np.ndarray, RemoteArray):
                 return False
             if given.dtype.name != wanted.dtype or None in wanted.shape[1:] or given.shape[1:] != wanted.shape[1:]:
                 return False
@@ -148,13 +149,24 @@ class Batch:
 
     Attributes:
         spec: the spec of this batch and batches like it.
-        arrays: its arrays, in feed order.
+        arrays: its arrays, in feed order; what is known of them if they are on workers.
         samples: its number of samples.
     """
 
     spec: BatchSpec
-    arrays: Sequence[np.ndarray]
+    arrays: Sequence[np.ndarray] | Sequence[RemoteArray]
     samples: int
+
+    @property
+    def address(self) -> Address | None:
+        """Its address on workers; None if it is in this process."""
+        return address_of(self.arrays)
+
+    def copied(self) -> Batch:
+        """Returns the batch with arrays of its own: the owner of its arrays may fill them with the next one."""
+        if self.address is not None:
+            return self
+        return dataclasses.replace(self, arrays=[np.array(array) for array in self.arrays])
 
 
 class Batches(Iterator[Batch]):
@@ -193,6 +205,8 @@ class Batches(Iterator[Batch]):
             DataError: it doesn't fit.
         """
         item = self._arrived() if self._coming else self._read()
+        if isinstance(item, WorkerLostError):  # Only the thread that runs steps goes on after a fault.
+            item = self._read()
         if isinstance(item, Exception):
             raise item
         return item
@@ -302,7 +316,7 @@ def _serve(asked: queue.SimpleQueue[Callable[[], Batch] | None], items: queue.Si
         del read, item  # While it waits, it holds neither the batches nor their reader.
 
 
-def check_samples(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray]) -> int:
+def check_samples(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> int:
     """Returns the number of samples, which must be equal in all arrays of a batch.
 
     Raises:
@@ -416,7 +430,9 @@ def _leaf(name: str, value: Any) -> Leaf:
             f"{name} is a {type(value).__name__}, which can't be cut into slices; make it dense "
             f"({'to_tensor()' if isinstance(value, tf.RaggedTensor) else 'tf.sparse.to_dense()'})"
         )
-    array = value if isinstance(value, (tf.Tensor, np.ndarray)) else np.asarray(value)
+    if isinstance(value, OnWorkers):
+        raise DataError(f"{name} is data on workers, of which only fit, evaluate and predict read batches")
+    array = value if isinstance(value, (tf.Tensor, np.ndarray, RemoteArray)) else np.asarray(value)
     if array.ndim == 0:
         raise DataError(
             f"{name} is a scalar; each array of a batch needs the batch as its first axis: are the data batched "
@@ -447,7 +463,9 @@ def _named(kind: str, tree: Any) -> list[tuple[str, Any]]:
     return [(kind, tree)]
 
 
-def _as_array(value: Any) -> np.ndarray:
+def _as_array(value: Any) -> Any:
+    if isinstance(value, RemoteArray):
+        return value
     return np.asarray(value.numpy() if isinstance(value, tf.Tensor) else value)
 
 

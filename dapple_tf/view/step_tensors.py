@@ -39,7 +39,11 @@ class StepTensors:
         self._made_by: dict[Ref, Task] = {}
         self._known: dict[Ref, TensorText] = {}
         variables = program.variables
-        self._named = {ref: batch.node for batch, ref in self.step.feeds.items()}
+        self._flat = Graph(program.flat_graph)
+        self._batches = {ref: batch for batch, ref in self.step.feeds.items()}
+        for arrays in () if self.step.taken is None else self.step.taken.arrays.values():
+            self._batches |= dict(zip(arrays, program.roles.inputs, strict=True))
+        self._named = {ref: batch.node for ref, batch in self._batches.items()}
         self._named |= {ref: name for name, refs in self.step.metric_feeds.items() for ref in refs}
         self._named |= {ref: f"gradient({name})" for name, ref in self.step.gradients.items()}
         self._shaped = {ref: variables[name].shape for name, ref in self.step.gradients.items()}
@@ -97,20 +101,18 @@ class StepTensors:
         if ref in self._shaped:
             return self._shaped[ref]
         node = self.graph.nodes[ref.node]
+        if ref in self._batches:
+            return (self.step.layout.batch, *_declared(self._flat.nodes[self._batches[ref].node])[1:])
         if BYTES_ATTR in node.attr:
             return (node.attr[BYTES_ATTR].i // dtype_size(output_dtypes(node)[0]),)
         if node.op == "Placeholder":
-            return self._fed_shape(ref, node)
+            return _declared(node)
         if node.op == "Const":
             return tuple(dim.size for dim in node.attr["value"].tensor.tensor_shape.dim)
         if node.op in CONNECTING:
             return connected_shape(self.graph, ref, self._shape)
         variable = self._variables.get(self._meanings[ref].ref) if ref in self._meanings else None
         return None if variable is None else variable.shape
-
-    def _fed_shape(self, ref: Ref, node: NodeDef) -> Shape:
-        dims = tuple(None if dim.size < 0 else dim.size for dim in node.attr["shape"].shape.dim)
-        return (self.step.layout.batch, *dims[1:]) if ref in self.step.feeds.values() else dims
 
     def _result_shape(self, task: Task, value: Value) -> Shape | None:
         variable = self._updated.get(value.ref) or self._variables.get(value.ref)
@@ -158,6 +160,10 @@ class StepTensors:
     @functools.cached_property
     def _boundaries(self) -> Mapping[Ref, Boundary]:
         return {boundary.ref: boundary for boundary in self.program.boundaries}
+
+
+def _declared(placeholder: NodeDef) -> Shape:
+    return tuple(None if dim.size < 0 else dim.size for dim in placeholder.attr["shape"].shape.dim)
 
 
 def _place(task: Task) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ class NodeKind(enum.Enum):
     INPUT_GRAD = "input_grad", "Bx", "Bx"
     WEIGHT_GRAD = "weight_grad", "Bw", "Bw"
     METRICS = "metrics", "metrics", "metrics"
+    BATCH = "batch", "host", "other"  # the batch that a worker has read itself
     SLICES = "slices", "host", "split"  # the batch, cut for the replicas of a stage
     NORMALIZERS = "normalizers", "host", "other"  # what slices need to know of the whole batch
     READ = "read", "", "read"  # variables

@@ -451,6 +451,19 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
+class TakenBatch:
+    """The batch of a step that workers have read themselves.
+
+    Attributes:
+        number: the placeholder of the number under which each worker keeps the batch (int64).
+        arrays: CPU of a worker -> its tensors of the batch inputs, whole batches in the order of `Roles.inputs`.
+    """
+
+    number: Ref
+    arrays: Mapping[str, tuple[Ref, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """The top level of a step graph, as far as it has been built.
 
@@ -463,7 +476,8 @@ class Step:
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables.
-        feeds: flat batch input -> placeholder of the whole batch.
+        feeds: flat batch input -> placeholder of the whole batch; empty if workers read it themselves.
+        taken: the batch that workers have read themselves; None if it is fed.
         metric_feeds: metric variable -> placeholders of its value before the step and of its value after a reset.
         metric_results: metric variable -> its value on each replica after the step, the first replica first.
         loss: mean loss over the global batch.
@@ -484,6 +498,7 @@ class Step:
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
+    taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
     metric_results: Mapping[str, tuple[Ref, ...]] = dataclasses.field(default_factory=dict)
     loss: Ref | None = None

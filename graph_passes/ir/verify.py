@@ -159,6 +159,8 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     legal = {device for devices in (*layout.devices, *layout.owner_devices) for device in devices}
     legal |= step.placed_on
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
+    if step.taken is not None:
+        legal |= {graph.nodes[step.taken.number.node].device, *step.taken.arrays}
     for node in graph:
         if node.device in legal or (not node.device and node.op in _ANYWHERE):
             continue

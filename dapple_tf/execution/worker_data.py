@@ -1,0 +1,304 @@
+"""Batches that workers read themselves: iterators on workers' CPUs, and the memory in which batches wait for a step.
+
+    session.run: next(iterator) ─▶ kept under a number     on each worker that reads, while the step before runs
+    session.run: the step takes the batch of that number
+
+So the end of the data, a batch's size and errors of the input pipeline are known before a step begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.errors import DataError, reason
+from dapple_tf.execution.device_session import DeviceSession
+from dapple_tf.frontend.on_workers import Address, OnWorkers, Shape
+from graph_passes.ir.graph import GraphDef, copied
+
+
+def hosts_of(cluster: Cluster) -> dict[str, str]:
+    """Returns device -> the CPU of its worker, on which its batches are read and cut."""
+    if not cluster.addresses:
+        return dict.fromkeys(cluster.device_names, cluster.host_device)
+    return {device.name: f"/job:worker/replica:0/task:{device.server}/device:CPU:0" for device in cluster.devices}
+
+
+def area_of(dtypes: Iterable[str]) -> str:
+    """Returns the name of the memory on each worker in which batches of these dtypes wait for their steps."""
+    return "_".join(("batches", *dtypes))
+
+
+@dataclasses.dataclass
+class _Reader:
+    """One worker's iterator of one dataset, and the nodes that move it, by their names in the session's graph.
+
+    Attributes:
+        host: CPU of the worker.
+        keep: node that makes the dataset, from which all rounds read.
+        begin: node that begins a round.
+        skip: placeholder of the number of batches that are left out at its beginning.
+        read: node that reads the next batch, and keeps it under a number.
+        number: placeholder of that number.
+        lengths: tensor of the lengths of the batch's axes, array by array.
+        drop: node that removes a batch.
+        rounds: number of rounds begun.
+        next: number of the batch that is read next; None if that isn't known.
+    """
+
+    host: str
+    keep: str
+    begin: str
+    skip: str
+    read: str
+    number: str
+    lengths: str
+    drop: str
+    rounds: int = 0
+    next: int | None = None
+
+
+@dataclasses.dataclass
+class _Kept:
+    """A batch that waits for its step.
+
+    Attributes:
+        number: the number under which workers keep it.
+        shapes: the shapes of its arrays.
+        hosts: CPUs of the workers that have it.
+    """
+
+    number: int
+    shapes: tuple[Shape, ...]
+    hosts: set[str]
+
+
+class WorkerData:
+    """Reads batches on the workers of a session. Safe for the thread that reads ahead beside the one that runs steps."""
+
+    def __init__(self, cluster: Cluster, session: DeviceSession, first: str) -> None:
+        """Starts without having read anything.
+
+        Args:
+            cluster: the devices.
+            session: the session on them.
+            first: device that reads inputs in any step, whose worker reads the first batch, before there is a step.
+        """
+        self._cluster, self._session = cluster, session
+        hosts = hosts_of(cluster)
+        self._hosts, self._first = tuple(dict.fromkeys(hosts.values())), hosts[first]
+        self._lock = session.reading
+        self._numbers = itertools.count()
+        self._generation = -1  # of the session in which the following exist
+        self._readers: dict[tuple[OnWorkers, str], _Reader] = {}
+        self._kept: dict[Address, _Kept] = {}
+        self._wanted: dict[OnWorkers, tuple[str, ...]] = {}  # CPUs of the workers that are known to read
+
+    # ---- for the runtime
+
+    def follow(self, session: DeviceSession) -> None:
+        """Reads in another session from now on, which has the same lock and none of the batches that wait."""
+        with self._lock:
+            self._session, self._generation = session, -1
+
+    def read(self, address: Address) -> tuple[Shape, ...] | None:
+        """Has all workers that read these data read a batch, while steps may run.
+
+        Returns:
+            The shapes of its arrays; None if the round has ended before.
+
+        Raises:
+            DataError: a worker can't read it, or workers have read different batches.
+            WorkerLostError: a worker was lost.
+        """
+        with self._lock:
+            self._follow()
+            hosts = self._wanted.setdefault(address.source, (self._first,))
+            kept = self._kept.get(address)
+            if kept is None:
+                self._drop_earlier(address)
+                kept = self._kept[address] = _Kept(next(self._numbers), (), set())
+            if not self._fill(address, kept, hosts):
+                del self._kept[address]
+                return None
+            return kept.shapes
+
+    def prepare(self, address: Address, hosts: Collection[str] = ()) -> int:
+        """Has the workers of a step have its batch; returns the number under which they keep it.
+
+        Args:
+            address: the batch.
+            hosts: CPUs of the workers that need it; empty for those that are known so far.
+
+        Raises:
+            DataError: see `read`.
+            WorkerLostError: a worker was lost.
+        """
+        kept, wanted = self._kept.get(address), self._wanted.get(address.source, ())
+        if kept is not None and self._generation == self._session.generation and kept.hosts.issuperset(hosts or wanted):
+            return kept.number  # without waiting for the batch after it, which is being read
+        with self._lock:
+            self._follow()
+            known = self._wanted.get(address.source, ())
+            self._wanted[address.source] = tuple(dict.fromkeys((*known, *hosts))) or (self._first,)
+            if self.read(address) is None:
+                raise DataError(
+                    f"batch {address.number + 1} of round {address.round + 1} isn't there when it is read again: the "
+                    f"dataset has changed, or differs between workers"
+                )
+            return self._kept[address].number
+
+    def taken(self, address: Address, hosts: Collection[str]) -> None:
+        """Notes that a step has taken a batch from the workers with these CPUs."""
+        kept = self._kept.pop(address, None)
+        if kept is not None and (left := kept.hosts.difference(hosts)):
+            self._drop(address.source, kept.number, left)  # Those workers have no samples of a small batch.
+
+    # ---- reading
+
+    def _follow(self) -> None:
+        """Forgets what went with an earlier session."""
+        if self._generation != self._session.generation:
+            self._readers.clear()
+            self._kept.clear()
+            self._generation = self._session.generation
+
+    def _fill(self, address: Address, kept: _Kept, hosts: Sequence[str]) -> bool:
+        """Has workers read a batch that don't have it; returns False if the round has ended before."""
+        readers = [self._reader(address, host) for host in hosts if host not in kept.hosts]
+        if not readers:
+            return True
+        for reader in readers:
+            reader.next = None  # as long as it isn't known that all have read
+        fetches = [[reader.lengths for reader in readers], [reader.read for reader in readers]]
+        try:
+            lengths, _ = self._session.run(fetches, {reader.number: kept.number for reader in readers})
+        except tf.errors.OutOfRangeError as error:
+            if kept.hosts:
+                raise DataError(
+                    f"worker {self._worker(error, readers)} has no batch {address.number + 1}, which others have: the "
+                    f"data differ between workers"
+                ) from error
+            return False
+        except tf.errors.OpError as error:
+            raise self._explained(error, address, readers) from error
+        for reader, own in zip(readers, lengths, strict=True):
+            reader.next = address.number + 1
+            shapes = _shapes(own, address.source)
+            if kept.shapes and shapes != kept.shapes:
+                raise DataError(
+                    f"the arrays of batch {address.number + 1} have shapes {_shown(shapes)} on worker "
+                    f"{self._hosts.index(reader.host)}, but {_shown(kept.shapes)} on others: the data differ between "
+                    f"workers"
+                )
+            kept.shapes = shapes
+            kept.hosts.add(reader.host)
+        return True
+
+    def _reader(self, address: Address, host: str) -> _Reader:
+        """Returns a worker's iterator, which is right before a batch.
+
+        A dataset draws other random numbers for each round, so that the rounds before have been begun, too.
+        """
+        reader = self._readers.get((address.source, host))
+        if reader is not None and (reader.rounds, reader.next) == (address.round + 1, address.number):
+            return reader
+        try:
+            if reader is None or reader.rounds > address.round:
+                reader = self._readers[address.source, host] = self._add_reader(address.source, host)
+                self._session.run([reader.keep])
+            while reader.rounds <= address.round:
+                skipped = address.number if reader.rounds == address.round else 0
+                self._session.run([reader.begin], {reader.skip: skipped})
+                reader.rounds += 1
+        except tf.errors.OpError as error:
+            raise self._explained(error, address, [reader] if reader else []) from error
+        reader.next = address.number
+        return reader
+
+    def _explained(self, error: tf.errors.OpError, address: Address, readers: Sequence[_Reader]) -> DataError:
+        return DataError(
+            f"worker {self._worker(error, readers)} can't read batch {address.number + 1} of round "
+            f"{address.round + 1}: {reason(error)}"
+        )
+
+    def _worker(self, error: tf.errors.OpError, readers: Sequence[_Reader]) -> str:
+        """Returns the number of the worker whose node failed, as far as TensorFlow says."""
+        failed = None if error.op is None else error.op.device
+        hosts = [reader.host for reader in readers]
+        return " or ".join(str(self._hosts.index(host)) for host in hosts if failed == host or failed not in hosts)
+
+    # ---- batches that no step has taken
+
+    def _drop_earlier(self, address: Address) -> None:
+        """Removes batches of the data's earlier rounds, which nobody will ask for."""
+        for other, kept in list(self._kept.items()):
+            if other.source is address.source and other.round < address.round:
+                del self._kept[other]
+                self._drop(other.source, kept.number, kept.hosts)
+
+    def _drop(self, source: OnWorkers, number: int, hosts: Collection[str]) -> None:
+        readers = [self._readers[source, host] for host in hosts]
+        self._session.run([reader.drop for reader in readers], {reader.number: number for reader in readers})
+
+    # ---- graphs
+
+    def _add_reader(self, source: OnWorkers, host: str) -> _Reader:
+        """Adds the nodes by which a worker reads to the session's graph, with a dataset of their own."""
+        name = f"data{next(self._numbers)}"
+        self._session.add(_reading(source, host, self._cluster.host_device, name), name)
+        nodes = ("keep", "begin", "skip:0", "read", "number:0", "lengths:0", "drop")
+        return _Reader(host, *(f"{name}/{node}" for node in nodes))
+
+
+def _reading(source: OnWorkers, host: str, client: str, name: str) -> GraphDef:
+    """Returns the graph by which a worker reads; the nodes of `_Reader` and what they need."""
+    specs = source.components
+    dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+    raw = tf.raw_ops
+    with tf.Graph().as_default() as graph:
+        with tf.device(client):
+            skip = tf.compat.v1.placeholder(tf.int64, [], name="skip")
+            number = tf.compat.v1.placeholder(tf.int64, [], name="number")
+        with tf.device(host):
+            (made,) = tf.graph_util.import_graph_def(
+                _renamed_resources(source.graph, name), return_elements=[source.output], name="dataset"
+            )
+            dataset = {"key": tf.constant(0, tf.int64), "indices": [0], "dtypes": [tf.variant], "shared_name": name}
+            raw.MapStage(values=[made], name="keep", **dataset)
+            element = {"output_types": dtypes, "output_shapes": shapes}
+            (dataset_kept,) = raw.MapPeek(**dataset)
+            rest = raw.SkipDataset(input_dataset=dataset_kept, count=skip, **element)
+            iterator = raw.IteratorV2(shared_name=name, container="", **element)
+            raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
+            arrays = raw.IteratorGetNext(iterator=iterator, **element)
+            kept = {"indices": list(range(len(dtypes))), "dtypes": dtypes}
+            kept["shared_name"] = area_of(dtype.name for dtype in dtypes)
+            raw.MapStage(key=number, values=arrays, name="read", **kept)
+            raw.MapUnstage(key=number, name="drop", **kept)
+            tf.concat([tf.shape(array, tf.int64) for array in arrays], 0, name="lengths")
+    return graph.as_graph_def()
+
+
+def _renamed_resources(graph: GraphDef, name: str) -> GraphDef:
+    """Returns the graph of a dataset whose state (seeds of its rounds, caches) no other reader has."""
+    renamed = copied(graph)
+    for node in renamed.node:
+        for handle in node.attr["value"].tensor.resource_handle_val if node.op == "Const" else ():
+            handle.name = f"{handle.name}/{name}"
+    return renamed
+
+
+def _shapes(lengths: np.ndarray, source: OnWorkers) -> tuple[Shape, ...]:
+    """Returns the shapes of a batch's arrays from the lengths of all their axes."""
+    ends = np.cumsum([spec.shape.rank for spec in source.components])
+    return tuple(tuple(int(length) for length in own) for own in np.split(lengths, ends[:-1]))
+
+
+def _shown(shapes: Sequence[Shape]) -> str:
+    return ", ".join(map(str, shapes))

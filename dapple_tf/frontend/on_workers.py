@@ -1,0 +1,324 @@
+"""Data that workers read themselves: a ``tf.data`` pipeline as a graph, and the batches of it as the client sees them.
+
+The client runs steps and counts batches. It knows a batch by its number, and the shapes of its arrays; the arrays
+themselves stay on the workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.errors import DataError, reason
+from dapple_tf.keras_private import DataAdapter
+from graph_passes.ir.graph import GraphDef, NodeDef, data_inputs
+from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, op_def
+
+Shape = tuple[int, ...]
+
+_FAIL = 2
+"""TensorFlow's `ExternalStatePolicy.FAIL`."""
+_MOST_BYTES = 2**28
+"""Largest graph of a dataset: each worker that reads has a part of its own in the session's graph, of at most 2 GiB."""
+_SERVICE = "DataServiceDataset"
+_SHUFFLING = frozenset({"ShuffleDataset", "ShuffleDatasetV3", "ShuffleAndRepeatDataset", "ShuffleAndRepeatDatasetV2"})
+
+
+class OnWorkers:
+    """A dataset whose graph workers have; see `on_workers`.
+
+    Attributes:
+        graph: the graph of the dataset, without devices.
+        output: name of the tensor in it that is the dataset.
+        element_spec: structure of its elements, each a batch.
+        num_batches: number of its elements; None if it isn't known, or there is no end.
+        rounds: number of times that it was read from its beginning: shuffled data have another order each time.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        """Takes the dataset's graph.
+
+        Raises:
+            DataError: it can't be sent, workers would read different batches, or its elements aren't batches of arrays.
+        """
+        _check_elements(dataset.element_spec)
+        self.element_spec = dataset.element_spec
+        cardinality = int(dataset.cardinality())
+        self.num_batches = cardinality if cardinality >= 0 else None
+        self.rounds = 0
+        options = tf.data.Options()
+        options.deterministic = True
+        self.graph, self.output = _graph_of(dataset.with_options(options))
+        _check_order(self.graph)
+
+    @property
+    def components(self) -> list[tf.TensorSpec]:
+        """The specs of an element's arrays, in feed order."""
+        return list(tf.nest.flatten(self.element_spec))
+
+    def batch(self, shapes: Sequence[Shape], address: Address) -> Any:
+        """Returns a batch as its arrays' descriptions, in the structure of an element."""
+        arrays = [
+            RemoteArray(shape, np.dtype(spec.dtype.as_numpy_dtype), address)
+            for shape, spec in zip(shapes, self.components, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self.element_spec, arrays)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("the batches of dapple.on_workers(...) are on the workers; give it to fit, evaluate or predict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """What tells a batch that is on workers from all others.
+
+    Attributes:
+        source: the data.
+        round: number of the round, from 0.
+        number: number of the batch in the round, from 0.
+    """
+
+    source: OnWorkers
+    round: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteArray:
+    """An array of a batch that is on workers.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        address: its batch.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    address: Address
+
+    @property
+    def ndim(self) -> int:
+        """Its rank."""
+        return len(self.shape)
+
+
+def address_of(arrays: Sequence[Any]) -> Address | None:
+    """Returns the address of a batch; None if its arrays are in this process."""
+    return arrays[0].address if arrays and isinstance(arrays[0], RemoteArray) else None
+
+
+Read = Callable[[Address], "Sequence[Shape] | None"]
+"""Has workers read a batch; returns the shapes of its arrays, or None if the round has ended before."""
+
+
+class Round(Iterator[Any]):
+    """The batches of one round.
+
+    Attributes:
+        element_spec: structure of the batches.
+    """
+
+    def __init__(self, source: OnWorkers, read: Read, start: int = 0) -> None:
+        """Begins the next round of the data, at batch ``start``."""
+        self.element_spec = source.element_spec
+        self._source, self._read, self._next = source, read, start
+        self._round = source.rounds
+        source.rounds += 1
+
+    def __next__(self) -> Any:
+        """Returns the next batch, as `RemoteArray`s.
+
+        Raises:
+            DataError: it can't be read.
+            WorkerLostError: a worker was lost; the next call reads the same batch.
+        """
+        address = Address(self._source, self._round, self._next)
+        shapes = self._read(address)
+        if shapes is None:
+            raise StopIteration
+        self._next += 1
+        return self._source.batch(shapes, address)
+
+
+class WorkerBatches(DataAdapter):
+    """The data of workers, for Keras and for the devices that read them.
+
+    Attributes:
+        source: the data.
+        read: see `Read`.
+    """
+
+    def __init__(self, source: OnWorkers, read: Read) -> None:
+        self.source, self.read = source, read
+
+    def get_tf_dataset(self) -> WorkerBatches:
+        """Returns the object from which Keras takes iterators."""
+        return self
+
+    def __iter__(self) -> Round:
+        """Begins the next round."""
+        return Round(self.source, self.read)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches in a round; None if it isn't known."""
+        return self.source.num_batches
+
+    @property
+    def batch_size(self) -> None:
+        """Not used by Keras here."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> None:
+        """Not used by Keras here."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        """Not used by Keras here."""
+        return None
+
+
+def on_workers(make_dataset: Callable[[], tf.data.Dataset] | tf.data.Dataset) -> OnWorkers:
+    """Returns data for ``fit``, ``evaluate`` and ``predict`` that workers read themselves, instead of this process.
+
+        pipelined.fit(dapple.on_workers(make_dataset), epochs=3)
+
+    The dataset is made here, once, and its graph is sent to the workers. Each worker whose devices read inputs, labels
+    or weights has its own iterator on its CPU, and takes the rows that its devices need. All of them read the same
+    batches in the same order, so that training is the same as with ``fit(make_dataset())``, bit for bit. Files must be
+    there under the same names on all of these workers.
+
+    Args:
+        make_dataset: a function that returns a dataset of batches, such as ``(x, y)``; or such a dataset.
+
+    Raises:
+        DataError: the dataset can't be sent: it runs Python code, or has a state of its own (random numbers that follow
+            no seed, tables); or workers would read different batches.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        dataset = make_dataset if isinstance(make_dataset, tf.data.Dataset) else _made(make_dataset)
+        return OnWorkers(dataset)
+
+
+def _made(make_dataset: Any) -> tf.data.Dataset:
+    if not callable(make_dataset):
+        raise DataError(
+            f"on_workers takes a function that returns a tf.data.Dataset, not a {type(make_dataset).__name__}: arrays "
+            f"and generators are in this process only; feed them from here, or read files in a tf.data.Dataset"
+        )
+    dataset = make_dataset()
+    if not isinstance(dataset, tf.data.Dataset):
+        raise DataError(
+            f"the function given to on_workers returned a {type(dataset).__name__}; let it return a tf.data.Dataset"
+        )
+    return dataset
+
+
+def _check_elements(element_spec: Any) -> None:
+    for spec in tf.nest.flatten(element_spec):
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+            raise DataError(
+                f"the dataset's elements have {spec}, which can't be cut into slices: give it dense tensors of known "
+                f"rank (RaggedTensor.to_tensor(), tf.sparse.to_dense, tf.ensure_shape)"
+            )
+        if spec.shape.rank == 0:
+            raise DataError(f"the dataset's elements have the scalar {spec}: are they batched (dataset.batch(...))?")
+
+
+def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
+    """Returns the graph of a dataset, and the name of its output."""
+    try:
+        serialized = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=_FAIL,
+            strip_device_assignment=True,
+        )
+    except tf.errors.OpError as error:
+        raise DataError(
+            f"this dataset can't be read on workers: {reason(error)}. Python code (from_generator, py_function), tables "
+            f"and random numbers without a seed of their own stay in this process: draw by tf.random.stateless_* from "
+            f"numbers in the dataset (Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the "
+            f"data from here, fit(make_dataset())"
+        ) from error
+    if len(serialized.numpy()) > _MOST_BYTES:
+        raise DataError(
+            f"the dataset's graph has {len(serialized.numpy()):,} bytes, more than {_MOST_BYTES:,}: arrays in it would "
+            f"be sent to each worker; read them from files there, or feed the data from here"
+        )
+    graph = GraphDef.FromString(serialized.numpy())
+    (end,) = (node for node in graph.node if node.op == "_Retval")
+    (output,) = data_inputs(end)
+    graph.node.remove(end)
+    return graph, f"{output.node}:{output.output}"
+
+
+def _check_order(graph: GraphDef) -> None:
+    """Makes the order of a dataset's elements follow from its graph alone.
+
+    Raises:
+        DataError: it can't.
+    """
+    bodies = [function_graph(graph.library, function.signature.name)[0] for function in graph.library.function]
+    for body in (graph, *bodies):
+        constants = {node.name: node for node in body.node if node.op == "Const"}
+        for node in body.node:
+            if node.op.startswith(_SERVICE):
+                raise DataError(
+                    "the dataset reads from a tf.data service, which gives each reader other elements: several workers "
+                    "would read different batches; feed the data from this process"
+                )
+            if node.op in _SHUFFLING and not _is_seeded(node, constants):
+                raise DataError(
+                    "the dataset is shuffled without a seed: each worker would draw another order. Give one, "
+                    "shuffle(size, seed=1), or call keras.utils.set_random_seed before the dataset is made"
+                )
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        for node in nodes:
+            if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+                node.attr["deterministic"].s = b"true"
+            if "sloppy" in node.attr:
+                node.attr["sloppy"].b = False
+
+
+def _is_seeded(node: NodeDef, constants: Mapping[str, NodeDef]) -> bool:
+    """Whether a shuffling node has a seed, as far as its seeds are constants."""
+    arguments = [argument.name for argument in op_def(node.op).input_arg]
+    seeds = [data_inputs(node)[arguments.index(name)].node for name in ("seed", "seed2")]
+    return any(name not in constants or constant_value(constants[name]) != 0 for name in seeds)
+
+
+def arguments_on_workers(arguments: dict[str, Any], read: Read) -> dict[str, Any]:
+    """Returns the arguments of one of Keras' methods with `WorkerBatches` in place of data that workers read.
+
+    Raises:
+        DataError: other arguments don't go with such data.
+    """
+    for name in ("x", "validation_data"):
+        if isinstance(arguments.get(name), OnWorkers):
+            _check_alone(arguments, name)
+    parts = arguments.get("validation_data")
+    if isinstance(parts, (tuple, list)) and any(isinstance(part, OnWorkers) for part in parts):
+        raise DataError("give data on workers alone, validation_data=dapple.on_workers(...): labels are in the dataset")
+    for name in ("y", "sample_weight"):
+        if isinstance(arguments.get(name), OnWorkers):
+            raise DataError(f"{name} is data on workers; give one dataset of (x, y) or (x, y, sample_weight) as x")
+    return {
+        name: WorkerBatches(value, read) if isinstance(value, OnWorkers) else value for name, value in arguments.items()
+    }
+
+
+def _check_alone(arguments: dict[str, Any], name: str) -> None:
+    if name == "x":
+        for other in ("y", "sample_weight", "class_weight"):
+            if arguments.get(other) is not None:
+                raise DataError(f"{other} doesn't go with data on workers: let the dataset give (x, y, sample_weight)")
+        if arguments.get("validation_split"):
+            raise DataError("validation_split doesn't go with data on workers: give validation_data")
+

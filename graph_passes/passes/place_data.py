@@ -1,0 +1,136 @@
+"""Batches that workers read themselves, in the place of batches that are fed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import (
+    PHASE_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    NodeDef,
+    Ref,
+    control_inputs,
+    copied_node,
+    data_inputs,
+    dtype_attr,
+    dtypes_attr,
+    shape_attr,
+)
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.program import Fact, Program, TakenBatch
+from graph_passes.ir.tensorflow_bridge import output_dtypes
+
+_OF_BATCH = frozenset({NodeKind.SLICES, NodeKind.NORMALIZERS})
+"""The kinds of nodes that compute something of the whole batch, for tasks to read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceData:
+    """Lets each worker take the batch from its own memory, where it has read it, instead of from feeds.
+
+        batch/x (client) -> stage0/slices/x (client) -> F on workers 0 and 1
+            becomes   worker0/batch -> worker0/stage0/slices/x -> F on worker 0
+                      worker1/batch -> worker1/stage0/slices/x -> F on worker 1
+
+    What is computed of the whole batch (slices, divisors of losses) is computed on every worker that reads it, from
+    that worker's own copy of the batch, so that no part of a batch travels between machines. The only feed is the
+    number under which workers keep the batch.
+
+    Attributes:
+        hosts: device of the plan -> the CPU of its worker.
+        area: name of the memory in which workers keep batches by number (`MapStage`).
+    """
+
+    name: ClassVar[str] = "place_data"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
+    hosts: Mapping[str, str]
+    area: str
+
+    def run(self, program: Program) -> Program:
+        """Step with feeds -> the same step with ``taken`` in place of them.
+
+        Raises:
+            PassError: a node that no pass of this package has made reads the batch on none of the plan's devices.
+        """
+        return _Placing(self, program).result()
+
+
+class _Placing:
+    """The top level while it is being made."""
+
+    def __init__(self, options: PlaceData, program: Program) -> None:
+        self.options, self.program, self.step = options, program, program.own_step
+        self.graph = Graph(program.graph)
+        self.inputs = program.roles.inputs
+        self.components = {self.step.feeds[ref].node: index for index, ref in enumerate(self.inputs)}
+        self.of_batch = {node.name for node in self.graph if NodeKind.of(node) in _OF_BATCH}
+        self.workers = {host: number for number, host in enumerate(dict.fromkeys(options.hosts.values()))}
+        kept = [copied_node(node) for node in self.graph if not self._is_moved(Ref(node.name))]
+        given = program.graph
+        self.builder = Builder(GraphDef(node=kept, versions=given.versions, library=given.library))
+        host = self.graph.nodes[next(iter(self.components))].device
+        number = {"dtype": dtype_attr(types_pb2.DT_INT64), "shape": shape_attr([])}
+        self.number = self.builder.add("batch/number", "Placeholder", device=host, **number)
+        self.taken: dict[str, tuple[Ref, ...]] = {}
+        self.copies: dict[tuple[str, str], str] = {}
+
+    def result(self) -> Program:
+        graph = self.builder.graph
+        for node in list(graph.node):
+            refs, waits = data_inputs(node), control_inputs(node)
+            if any(map(self._is_moved, refs)):
+                host = self._host_of(node)
+                node.input[:] = [str(self._on(host, ref)) if self._is_moved(ref) else str(ref) for ref in refs]
+                node.input.extend(f"^{name}" for name in waits)
+            if any(self._is_moved(Ref(name)) for name in waits):
+                raise PassError(
+                    f"{node.op} node {node.name!r} waits for nodes of the whole batch ({', '.join(waits)}), of which "
+                    f"each worker has its own"
+                )
+        taken = TakenBatch(self.number, self.taken)
+        return self.program.replace(graph=graph, step=dataclasses.replace(self.step, feeds={}, taken=taken))
+
+    def _host_of(self, node: NodeDef) -> str:
+        if node.device not in self.options.hosts:
+            raise PassError(
+                f"{node.op} node {node.name!r} on {node.device!r} reads the batch, which only workers have: place it on "
+                f"one of the plan's devices, or feed the data from this process"
+            )
+        return self.options.hosts[node.device]
+
+    def _on(self, host: str, ref: Ref) -> Ref:
+        """Returns a tensor of the batch, or one that is computed of it, on a worker's CPU."""
+        if ref.node in self.components:
+            return self._batch_on(host)[self.components[ref.node]]
+        if (host, ref.node) not in self.copies:
+            node = copied_node(self.graph.nodes[ref.node])
+            inputs = [self._on(host, source) if self._is_moved(source) else source for source in data_inputs(node)]
+            node.name = self.builder.names.fresh(f"worker{self.workers[host]}/{ref.node}")
+            node.device = host
+            node.input[:] = [str(source) for source in inputs]
+            self.builder.append(node)
+            self.copies[host, ref.node] = node.name
+        return Ref(self.copies[host, ref.node], ref.output)
+
+    def _is_moved(self, ref: Ref) -> bool:
+        return ref.node in self.components or ref.node in self.of_batch
+
+    def _batch_on(self, host: str) -> Sequence[Ref]:
+        """Returns the arrays of the batch on a worker's CPU."""
+        if host not in self.taken:
+            dtypes = [output_dtypes(self.graph.nodes[name])[0] for name in self.components]
+            indices = self.builder.const(range(len(dtypes)), types_pb2.DT_INT32)
+            attrs = {"dtypes": dtypes_attr(dtypes), "shared_name": self.options.area, "container": ""}
+            attrs |= {"capacity": 0, "memory_limit": 0, PHASE_ATTR: NodeKind.BATCH.text}
+            name = f"worker{self.workers[host]}/batch"
+            node = self.builder.add(name, "MapUnstage", [self.number, indices], device=host, **attrs).node
+            self.taken[host] = tuple(Ref(node, index) for index in range(len(dtypes)))
+        return self.taken[host]
