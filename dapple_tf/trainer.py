@@ -157,6 +157,7 @@ class PipelinedModel(Inspection, KerasMethods):
         if source is not None:
             self._follow()
             self._runtime.restore(source)
+        arguments = arguments_on_workers(arguments, self._runtime.reading())
         x, y = arguments.pop("x"), arguments.pop("y")
         try:
             return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))

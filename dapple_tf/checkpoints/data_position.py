@@ -9,6 +9,7 @@ and their order:
   read again from the beginning of the round, up to the position;
 * a ``keras.utils.PyDataset``: batches are requested by number, in an order drawn by Python's random generator, as in
   Keras; its state is saved;
+* data on workers: the number of the batch is saved, and workers leave out those before it;
 * a generator: the new one is read, and its batches dropped, up to the position.
 
 So a generator, a dataset without seeds, or a PyDataset that shuffles by itself must give the same batches in the
@@ -30,8 +31,10 @@ from dapple_tf.checkpoints.data_sources import (
     PyDatasetSource,
     Source,
     State,
+    WorkerSource,
 )
 from dapple_tf.errors import DataError
+from dapple_tf.frontend.on_workers import WorkerBatches
 from dapple_tf.keras_private import DataAdapter, can_convert_arrays, get_data_adapter
 
 
@@ -140,8 +143,11 @@ class TrainingData(DataAdapter):
         Raises:
             DataError: labels or weights are given in addition to data that include them.
         """
-        if can_convert_arrays((x, y, sample_weight)):
-            source: Source = ArraySource(x, y, sample_weight, batch_size, shuffle, class_weight)
+        source: Source
+        if isinstance(x, WorkerBatches):
+            source = WorkerSource(x)
+        elif can_convert_arrays((x, y, sample_weight)):
+            source = ArraySource(x, y, sample_weight, batch_size, shuffle, class_weight)
         elif y is not None or sample_weight is not None:
             raise DataError(f"a {type(x).__name__} gives labels and weights itself: leave out y and sample_weight")
         elif isinstance(x, keras.utils.PyDataset):

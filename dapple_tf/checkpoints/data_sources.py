@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
 from dapple_tf.errors import reason
+from dapple_tf.frontend.on_workers import Round, WorkerBatches
 from dapple_tf.keras_private import ArrayDataAdapter, PyDatasetAdapter, dataset_of, sliceable_arrays, standardized
 from graph_passes.ir.tensorflow_private import global_seed, iterator_resource, seeded
 
@@ -100,6 +101,27 @@ def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str
                 f"the checkpoint was written in the middle of an epoch over data with {name} {saved[name]!r:.60}, "
                 f"but now it is {own[name]!r}: resume with the same data and batch size"
             )
+
+
+def _times_opened(saved: Mapping[str, Any], least: int = 0) -> int:
+    """Returns how often a dataset was opened before its position was saved.
+
+    Raises:
+        CheckpointError: the position doesn't say, or says a number that can't be.
+    """
+    opened = saved.get("opened")
+    if type(opened) is not int or not least <= opened < _MOST_OPENED:
+        raise CheckpointError("the data's position lacks how often the dataset was opened")
+    return opened
+
+
+def _zeros(element_spec: Any) -> Any:
+    """Returns a batch of zeros with one sample, and of length 1 where a length is open."""
+
+    def zeros(spec: tf.TensorSpec) -> np.ndarray:
+        return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)
+
+    return keras.tree.map_structure(zeros, element_spec)
 
 
 class ArraySource(Source):
@@ -313,11 +335,8 @@ class DatasetSource(Source):
     def example(self) -> Any:
         """See `Source.example`; opening the dataset would draw seeds from it."""
 
-        def zeros(spec: tf.TensorSpec) -> np.ndarray:
-            return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)
-
         if all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in keras.tree.flatten(self.element_spec)):
-            return keras.tree.map_structure(zeros, self.element_spec)
+            return _zeros(self.element_spec)
         return next(self.open(0, 0))
 
     def open(self, number: int, start: int) -> Iterator[Any]:
@@ -393,7 +412,36 @@ class DatasetSource(Source):
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
         """See `Source.resume`."""
-        opened = saved.get("opened")
-        if type(opened) is not int or not 0 <= opened < _MOST_OPENED:
-            raise CheckpointError("the data's position lacks how often the dataset was opened")
-        self._opened_before = opened
+        self._opened_before = _times_opened(saved)
+
+
+class WorkerSource(Source):
+    """Data that workers read themselves. A position is the number of a batch: workers leave out those before it."""
+
+    kind = "dataset on workers"
+
+    def __init__(self, batches: WorkerBatches) -> None:
+        self._batches = batches
+        self.element_spec = batches.source.element_spec
+        self.num_batches = batches.num_batches
+
+    def example(self) -> Any:
+        """See `Source.example`; nothing is read."""
+        return _zeros(self.element_spec)
+
+    def open(self, number: int, start: int) -> Iterator[Any]:
+        """See `Source.open`."""
+        return Round(self._batches.source, self._batches.read, start)
+
+    def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
+        """See `Source.reopen`."""
+        self._batches.source.rounds -= 1  # The round was begun in the other process.
+        return self.open(number, start)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Source.describe`."""
+        return {"opened": self._batches.source.rounds}
+
+    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
+        """See `Source.resume`."""
+        self._batches.source.rounds = _times_opened(saved, least=1)

@@ -1,0 +1,418 @@
+"""Data that workers read themselves: training is the same as with the same data fed by the client."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models_for_tests import classifier, samples, values
+from workers import PATIENCE, children, wait_until
+
+import dapple_tf as dapple
+from dapple_tf.models.sources import untuned
+from dapple_tf.network.inquiry import reachable
+from dapple_tf.tools.hosts import LocalWorkers
+
+layers = keras.layers
+
+BATCH = 6
+X, Y, W = samples(26)  # four full batches, and one of two samples
+
+ONE = dapple.Plan.manual([], [[0]], 1, BATCH)
+PARALLEL = dapple.Plan.manual([], [[0, 1]], 1, BATCH)
+PIPELINE = dapple.Plan.manual(["first"], [[0], [1]], 2, BATCH)
+REPLICATED = dapple.Plan.manual(["first", "second"], [[0], [1, 2], [3]], 3, BATCH)
+SHARED = dapple.Plan.manual(["first"], [[0, 1], [2, 3]], 1, BATCH, shares=[[2, 1], [1, 2]])
+PLANS = {"one": ONE, "parallel": PARALLEL, "pipeline": PIPELINE, "replicated": REPLICATED, "shares": SHARED}
+
+Make = Callable[[], tf.data.Dataset]
+
+
+def dataset(*arrays: Any, seed: int | None = 4, size: int = BATCH) -> tf.data.Dataset:
+    own = tf.data.Dataset.from_tensor_slices(arrays)
+    own = own if seed is None else own.shuffle(10, seed=seed)
+    return untuned(own.batch(size).prefetch(1))
+
+
+def weighted() -> tf.data.Dataset:
+    return dataset(X, Y, W)
+
+
+def labelled() -> tf.data.Dataset:
+    return dataset(X, Y)
+
+
+def pipelined(
+    plan: dapple.Plan, cluster: dapple.Cluster | None = None, model: keras.Model | None = None, **options: Any
+) -> dapple.PipelinedModel:
+    keras.utils.set_random_seed(3)
+    model = model or classifier(metrics=["accuracy"])
+    return dapple.transform(model, cluster or dapple.Cluster.local(4, kind="cpu"), plan, **options)
+
+
+def fitted(own: dapple.PipelinedModel, data: Any, **options: Any) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    history = own.fit(data, verbose=0, **({"epochs": 2} | options)).history
+    own.close()
+    return history, values(own.model)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert ours[0] == theirs[0]
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_trains_alike(
+    plan: dapple.Plan, make: Make, build: Callable[[], keras.Model] | None = None, **options: Any
+) -> None:
+    """The same history and the same values, bit by bit, as with batches that the client feeds."""
+    both = []
+    for on_workers in (False, True):
+        keras.utils.set_random_seed(3)
+        data = dapple.on_workers(make) if on_workers else make()
+        both.append(fitted(pipelined(plan, model=build() if build else None), data, **options))
+    assert_same(*both)
+
+
+# ---- equal to data that the client feeds, on devices of this process
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_equals_fed_data_with_weights_a_seeded_shuffle_and_a_smaller_last_batch(plan: dapple.Plan) -> None:
+    assert_trains_alike(plan, weighted)
+
+
+def test_batches_without_weights() -> None:
+    assert_trains_alike(PIPELINE, labelled)
+
+
+def two_inputs() -> keras.Model:
+    left, right = keras.Input((4,), name="left"), keras.Input((4,), name="right")
+    x = layers.Dense(4, activation="tanh", name="first")(left)
+    x = layers.Dense(4, name="second")(layers.Concatenate()([x, right]))
+    model = keras.Model({"left": left, "right": right}, {"a": layers.Dense(3, name="a")(x), "b": x})
+    model.compile("adam", {"a": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "b": "mse"})
+    return model
+
+
+def named() -> tf.data.Dataset:
+    return dataset({"right": X, "left": X[::-1]}, {"a": Y, "b": X})
+
+
+def test_several_inputs_and_outputs_by_name_are_read_where_their_stages_are() -> None:
+    """A stage in between reads an input of its own."""
+    assert_trains_alike(PIPELINE, named, two_inputs)
+
+
+def masked() -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(7, 4, mask_zero=True, name="first")(tokens)
+    model = keras.Model(tokens, layers.Dense(7, name="second")(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def tokens() -> tf.data.Dataset:
+    generator = np.random.default_rng(0)
+    return dataset(*(generator.integers(0, 7, size=(26, 5)).astype("int32") for _ in range(2)))
+
+
+def test_divisors_of_the_whole_batch_are_computed_where_it_is() -> None:
+    """Losses of masked outputs divide by a number that only the whole batch gives."""
+    assert_trains_alike(PARALLEL, tokens, masked)
+    assert_trains_alike(PIPELINE, tokens, masked)
+
+
+def test_validation_evaluation_and_prediction() -> None:
+    both: list[Any] = []
+    for on_workers in (False, True):
+        keras.utils.set_random_seed(3)
+        train, other = (dapple.on_workers(make) if on_workers else make() for make in (weighted, labelled))
+        plain = dataset(X, seed=None)
+        own = pipelined(REPLICATED)
+        history = own.fit(train, epochs=2, validation_data=other, verbose=0).history
+        scores = own.evaluate(other, verbose=0)
+        outputs = own.predict(dapple.on_workers(plain) if on_workers else plain, verbose=0)
+        own.close()
+        both.append((history, scores, outputs))
+    assert both[0][:2] == both[1][:2]
+    np.testing.assert_array_equal(both[0][2], both[1][2])
+
+
+def test_epochs_of_a_given_number_of_steps_go_on_where_the_one_before_ended() -> None:
+    assert_trains_alike(PIPELINE, lambda: labelled().repeat(), steps_per_epoch=3, epochs=3)
+
+
+def test_several_calls_of_fit_go_on_with_other_orders() -> None:
+    """A dataset that is shuffled anew in each round goes on with its own random numbers."""
+    both = []
+    for on_workers in (False, True):
+        keras.utils.set_random_seed(3)
+        data = dapple.on_workers(labelled) if on_workers else labelled()
+        own = pipelined(PARALLEL)
+        own.fit(data, epochs=2, verbose=0)
+        both.append(fitted(own, data))
+    assert_same(*both)
+
+
+def test_all_devices_take_their_rows_from_memory_of_the_worker(tmp_path: pathlib.Path) -> None:
+    """What the client feeds of a batch is its number."""
+    own = pipelined(PIPELINE)
+    own.fit(dapple.on_workers(labelled), verbose=0)
+    (_, step), *_ = own._engine.builder.builds[next(iter(own._engine.builder.builds))].steps.values()
+    assert step.feeds == {}
+    assert step.taken is not None
+    assert len(step.taken.arrays) == 1
+    own.close()
+
+
+# ---- the end of the data, and errors
+
+
+def test_an_unknown_number_of_batches_ends_by_itself() -> None:
+    assert_trains_alike(PIPELINE, lambda: labelled().filter(lambda x, y: True))
+
+
+def test_an_error_in_the_pipeline_names_the_worker_the_batch_and_its_cause() -> None:
+    def broken() -> tf.data.Dataset:
+        checked = dataset(np.where(np.arange(26) == 15, np.inf, X[:, 0]).astype("float32"), Y, seed=None, size=1)
+        checked = checked.map(lambda x, y: (tf.debugging.check_numerics(x, "bad row"), y))
+        return checked.unbatch().map(lambda x, y: (tf.fill([4], x), y)).batch(BATCH)
+
+    own = pipelined(PARALLEL)
+    with pytest.raises(dapple.DataError, match=r"worker 0 can't read batch 3 of round \d: bad row : Tensor had Inf"):
+        own.fit(dapple.on_workers(broken), verbose=0)
+    own.fit(dapple.on_workers(labelled), verbose=0)
+    own.close()
+
+
+def python_code() -> tf.data.Dataset:
+    return labelled().map(lambda x, y: (tf.numpy_function(lambda a: a, [x], tf.float32), y))
+
+
+def from_generator() -> tf.data.Dataset:
+    return tf.data.Dataset.from_generator(lambda: iter([X]), output_signature=tf.TensorSpec((None, 4)))
+
+
+def drawn() -> tf.data.Dataset:
+    return labelled().map(lambda x, y: (x + tf.random.uniform([]), y))
+
+
+def looked_up() -> tf.data.Dataset:
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1, 2], [2, 1, 0]), 0)
+    return labelled().map(lambda x, y: (x, table.lookup(tf.cast(y, tf.int32))))
+
+
+@pytest.mark.parametrize("make", [python_code, from_generator, drawn, looked_up])
+def test_what_cannot_be_sent_is_refused(make: Make) -> None:
+    with pytest.raises(dapple.DataError, match="can't be read on workers: .*; or feed the data from here"):
+        dapple.on_workers(make)
+
+
+def test_a_shuffle_without_a_seed_is_refused() -> None:
+    """Each worker would draw another order: inputs and labels of different samples would meet."""
+    tf.random.set_seed(None)
+    with pytest.raises(dapple.DataError, match="shuffled without a seed"):
+        dapple.on_workers(tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(10).batch(BATCH))
+    nested = tf.data.Dataset.range(3).interleave(lambda n: tf.data.Dataset.from_tensor_slices(X).shuffle(5))
+    with pytest.raises(dapple.DataError, match="shuffled without a seed"):
+        dapple.on_workers(nested.batch(BATCH))
+
+
+def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
+    mapped = labelled().unbatch().map(lambda x, y: (x, y), num_parallel_calls=4, deterministic=False).batch(BATCH)
+    graph = dapple.on_workers(mapped).graph
+    orders = {node.attr["deterministic"].s for node in graph.node if node.op == "ParallelMapDatasetV2"}
+    assert orders == {b"true"}
+
+
+@pytest.mark.parametrize("data", [[X], iter([X]), X], ids=["list", "iterator", "array"])
+def test_only_datasets_are_read_on_workers(data: Any) -> None:
+    with pytest.raises(dapple.DataError, match="takes a function that returns a tf.data.Dataset, not a"):
+        dapple.on_workers(data)
+    with pytest.raises(dapple.DataError, match=r"returned a \w+; let it return a tf.data.Dataset"):
+        dapple.on_workers(lambda: data)
+
+
+def test_elements_that_are_not_batches_of_arrays_are_refused() -> None:
+    with pytest.raises(dapple.DataError, match="are they batched"):
+        dapple.on_workers(tf.data.Dataset.range(3))
+    with pytest.raises(dapple.DataError, match="RaggedTensorSpec.*can't be cut"):
+        dapple.on_workers(tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).ragged_batch(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"y": Y}, "y doesn't go with data on workers"),
+        ({"sample_weight": W}, "sample_weight doesn't go with"),
+        ({"class_weight": {0: 2.0}}, "class_weight doesn't go with"),
+        ({"validation_split": 0.5}, "validation_split doesn't go with"),
+    ],
+)
+def test_arguments_that_such_data_would_ignore_are_refused(options: dict[str, Any], text: str) -> None:
+    own = pipelined(ONE)
+    with pytest.raises(dapple.DataError, match=text):
+        own.fit(dapple.on_workers(labelled), **options)
+    own.close()
+
+
+def test_other_places_say_that_they_do_not_read_data_on_workers() -> None:
+    own, data = pipelined(ONE), dapple.on_workers(labelled)
+    with pytest.raises(dapple.DataError, match="only fit, evaluate and predict"):
+        own.train_on_batch(data)
+    with pytest.raises(dapple.DataError, match="give data on workers alone"):
+        own.fit(X, Y, validation_data=(data, None))
+    with pytest.raises(dapple.DataError, match="y is data on workers"):
+        own.fit(X, data)
+    with pytest.raises(TypeError, match="give it to fit, evaluate or predict"):
+        next(iter(data))
+    own.close()
+
+
+def test_models_that_work_on_strings_are_refused() -> None:
+    words = keras.Input((), dtype="string")
+    x = layers.Dense(3, name="last")(layers.CategoryEncoding(4)(layers.Hashing(4)(words)))
+    model = keras.Model(words, x)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    own = pipelined(ONE, model=model)
+    with pytest.raises(dapple.DataError, match="works on strings or by a table, in this process"):
+        own.fit(dapple.on_workers(dataset(np.array(["a"] * 26), Y)), verbose=0)
+    own.close()
+
+
+# ---- positions
+
+
+class Stopped(Exception):
+    pass
+
+
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise Stopped
+
+
+@pytest.mark.parametrize(("steps", "every"), [(3, 1), (7, 1), (8, 2), (6, None)])
+def test_a_resumed_run_reads_the_batches_that_an_undisturbed_one_reads(
+    steps: int, every: int | None, tmp_path: pathlib.Path
+) -> None:
+    checkpoint = dapple.Checkpointing(tmp_path / "stopped", every_steps=every)
+    undisturbed = fitted(
+        pipelined(PIPELINE),
+        dapple.on_workers(labelled),
+        epochs=3,
+        checkpoint=dapple.Checkpointing(tmp_path / "whole", every_steps=every),
+    )
+    first = pipelined(PIPELINE)
+    with pytest.raises(Stopped):
+        fitted(first, dapple.on_workers(labelled), epochs=3, checkpoint=checkpoint, callbacks=[StopAfter(steps)])
+    first.close(sync=False)
+    resumed = fitted(pipelined(PIPELINE), dapple.on_workers(labelled), epochs=3, checkpoint=checkpoint, resume=True)
+    for one, other in zip(resumed[1], undisturbed[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- on workers in other processes
+
+
+@pytest.fixture
+def cluster(workers: LocalWorkers) -> dapple.Cluster:
+    wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
+    return dapple.Cluster.of_servers(workers.addresses)
+
+
+def on(cluster: dapple.Cluster, plan: dapple.Plan) -> dapple.Cluster:
+    """The workers that a plan needs."""
+    return dapple.Cluster.of_servers(cluster.addresses[: max(map(max, plan.devices)) + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [PARALLEL, PIPELINE, REPLICATED], ids=["parallel", "pipeline", "replicated"])
+def test_workers_train_as_with_fed_data(plan: dapple.Plan, cluster: dapple.Cluster) -> None:
+    """Each of those that read has an iterator of its own, with the same order."""
+    both = []
+    for on_workers in (False, True):
+        keras.utils.set_random_seed(3)
+        data = dapple.on_workers(weighted) if on_workers else weighted()
+        other = dapple.on_workers(labelled) if on_workers else labelled()
+        both.append(fitted(pipelined(plan, on(cluster, plan)), data, validation_data=other))
+    assert_same(*both)
+
+
+FAULTS = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)
+
+
+class EndServer(keras.callbacks.Callback):
+    """Kills the process that a worker has for its client, after the step of a number."""
+
+    def __init__(self, workers: LocalWorkers, worker: int, step: int) -> None:
+        super().__init__()
+        self._workers, self._worker, self._left = workers, worker, step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            (child,) = children(self._workers.processes[self._worker].pid)
+            os.kill(child, signal.SIGKILL)
+
+
+class EndServerInValidation(EndServer):
+    """The same after the test step of a number."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "worker", "step"),
+    [(EndServer, 0, 2), (EndServer, 1, 5), (EndServer, 1, 8), (EndServerInValidation, 0, 7)],
+    ids=["first_reads_inputs", "at_the_end_of_an_epoch", "in_the_second_epoch", "in_validation"],
+)
+def test_after_a_fault_the_same_batches_are_read_again(
+    end: type[EndServer], worker: int, step: int, cluster: dapple.Cluster, workers: LocalWorkers
+) -> None:
+    """The iterators are gone with the worker's process, and the seeds of the rounds before with them."""
+    both = []
+    for disturbed in (False, True):
+        keras.utils.set_random_seed(3)
+        own = pipelined(PIPELINE, on(cluster, PIPELINE), faults=FAULTS)
+        data, other = dapple.on_workers(labelled), dapple.on_workers(weighted)
+        callbacks = [end(workers, worker, step)] if disturbed else []
+        both.append(fitted(own, data, epochs=3, callbacks=callbacks, validation_data=other))
+        assert len(own.faults) == disturbed
+    assert_same(*both)
+
+
+@pytest.mark.slow
+def test_files_that_a_worker_lacks_are_named(cluster: dapple.Cluster, tmp_path: pathlib.Path) -> None:
+    """Files are each worker's own."""
+    file = tmp_path / "numbers"
+
+    def lines() -> tf.data.Dataset:
+        numbers = tf.data.TextLineDataset(str(file)).map(tf.strings.to_number)
+        return untuned(numbers.map(lambda n: (tf.fill([4], n), tf.cast(n, tf.int32) % 3)).batch(BATCH))
+
+    own = pipelined(PARALLEL, on(cluster, PARALLEL))
+    with pytest.raises(dapple.DataError, match=r"worker 0 can't read batch 1 of round 1: .*numbers; No such file"):
+        own.fit(dapple.on_workers(lines), verbose=0)
+    file.write_text("".join(f"{number}\n" for number in range(12)))
+    own.fit(dapple.on_workers(lines), verbose=0)
+    own.close()
