@@ -281,7 +281,7 @@ def _reading(source: OnWorkers, host: str, client: str, name: str) -> GraphDef:
             kept["shared_name"] = area_of(dtype.name for dtype in dtypes)
             raw.MapStage(key=number, values=arrays, name="read", **kept)
             raw.MapUnstage(key=number, name="drop", **kept)
-            tf.concat([tf.shape(array, tf.int64) for array in arrays], 0, name="lengths")
+            tf.identity(tf.concat([tf.shape(array, tf.int64) for array in arrays], 0), name="lengths")
     return graph.as_graph_def()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import DataError, WorkerLostError, reason
-from dapple_tf.frontend.on_workers import Address, OnWorkers, RemoteArray, address_of
+from dapple_tf.frontend.on_workers import Address, RemoteArray, address_of
 from dapple_tf.keras_private import input_structure
 
 Shape = tuple[int | None, ...]
@@ -430,8 +430,6 @@ def _leaf(name: str, value: Any) -> Leaf:
             f"{name} is a {type(value).__name__}, which can't be cut into slices; make it dense "
             f"({'to_tensor()' if isinstance(value, tf.RaggedTensor) else 'tf.sparse.to_dense()'})"
         )
-    if isinstance(value, OnWorkers):
-        raise DataError(f"{name} is data on workers, of which only fit, evaluate and predict read batches")
     array = value if isinstance(value, (tf.Tensor, np.ndarray, RemoteArray)) else np.asarray(value)
     if array.ndim == 0:
         raise DataError(

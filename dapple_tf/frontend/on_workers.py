@@ -12,20 +12,29 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import types_pb2
 
 from dapple_tf.errors import DataError, reason
 from dapple_tf.keras_private import DataAdapter
 from graph_passes.ir.graph import GraphDef, NodeDef, data_inputs
-from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, op_def
+from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 
 Shape = tuple[int, ...]
 
-_FAIL = 2
-"""TensorFlow's `ExternalStatePolicy.FAIL`."""
+_READING = ("fit", "evaluate", "predict")
+
+_IGNORE = 1
+"""TensorFlow's `ExternalStatePolicy.IGNORE`: state is looked for here, by `_check_order`."""
 _MOST_BYTES = 2**28
 """Largest graph of a dataset: each worker that reads has a part of its own in the session's graph, of at most 2 GiB."""
-_SERVICE = "DataServiceDataset"
-_SHUFFLING = frozenset({"ShuffleDataset", "ShuffleDatasetV3", "ShuffleAndRepeatDataset", "ShuffleAndRepeatDatasetV2"})
+_SERVICE, _DATASET = "DataServiceDataset", "Dataset"
+_SIGNATURE = frozenset({"_Arg", "_Retval", "Const", "Placeholder", "NoOp", "Identity"})
+_HARMLESS = frozenset(
+    {"Assert", "CheckNumerics", "CheckNumericsV2", "Print", "PrintV2", "DummySeedGenerator", "DummyMemoryCache"}
+    | {"StatefulPartitionedCall", "If", "While", "Case"}
+)
+"""The stateful ops, besides datasets, that give the same on all workers: checks, and calls of what is looked at, too."""
+_PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"})
 
 
 class OnWorkers:
@@ -237,16 +246,11 @@ def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=_FAIL,
+            external_state_policy=_IGNORE,
             strip_device_assignment=True,
         )
     except tf.errors.OpError as error:
-        raise DataError(
-            f"this dataset can't be read on workers: {reason(error)}. Python code (from_generator, py_function), tables "
-            f"and random numbers without a seed of their own stay in this process: draw by tf.random.stateless_* from "
-            f"numbers in the dataset (Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the "
-            f"data from here, fit(make_dataset())"
-        ) from error
+        raise _unsent(reason(error)) from error
     if len(serialized.numpy()) > _MOST_BYTES:
         raise DataError(
             f"the dataset's graph has {len(serialized.numpy()):,} bytes, more than {_MOST_BYTES:,}: arrays in it would "
@@ -259,8 +263,17 @@ def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
     return graph, f"{output.node}:{output.output}"
 
 
+def _unsent(cause: str) -> DataError:
+    return DataError(
+        f"this dataset can't be read on workers: {cause}. Python code (from_generator, py_function), variables, tables and "
+        f"random numbers with a state stay in this process: draw by tf.random.stateless_* from numbers in the dataset "
+        f"(Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the data from here, "
+        f"fit(make_dataset())"
+    )
+
+
 def _check_order(graph: GraphDef) -> None:
-    """Makes the order of a dataset's elements follow from its graph alone.
+    """Makes what a dataset gives follow from its graph and its files alone.
 
     Raises:
         DataError: it can't.
@@ -269,16 +282,7 @@ def _check_order(graph: GraphDef) -> None:
     for body in (graph, *bodies):
         constants = {node.name: node for node in body.node if node.op == "Const"}
         for node in body.node:
-            if node.op.startswith(_SERVICE):
-                raise DataError(
-                    "the dataset reads from a tf.data service, which gives each reader other elements: several workers "
-                    "would read different batches; feed the data from this process"
-                )
-            if node.op in _SHUFFLING and not _is_seeded(node, constants):
-                raise DataError(
-                    "the dataset is shuffled without a seed: each worker would draw another order. Give one, "
-                    "shuffle(size, seed=1), or call keras.utils.set_random_seed before the dataset is made"
-                )
+            _check_node(node, constants)
     for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
         for node in nodes:
             if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
@@ -287,19 +291,44 @@ def _check_order(graph: GraphDef) -> None:
                 node.attr["sloppy"].b = False
 
 
+def _check_node(node: NodeDef, constants: Mapping[str, NodeDef]) -> None:
+    """Checks a node of a dataset, or of a function in it, beside the constants of its graph."""
+    if node.op.startswith(_SERVICE):
+        raise DataError(
+            "the dataset reads from a tf.data service, which gives each reader other elements: several workers would "
+            "read different batches; feed the data from this process"
+        )
+    if node.op in _PYTHON:
+        raise _unsent(f"it has the op {node.op}, which runs Python code")
+    if node.op in _SIGNATURE:
+        return
+    if _DATASET in node.op:
+        seeds = [argument.name for argument in op_def(node.op).input_arg if argument.name in ("seed", "seed2")]
+        if seeds and not _is_seeded(node, constants):
+            raise DataError(
+                f"the dataset is shuffled, or draws, without a seed ({node.op}): each worker would draw another order. "
+                f"Give one, shuffle(size, seed=1), or call keras.utils.set_random_seed before the dataset is made"
+            )
+        return
+    if node.op not in _HARMLESS and (is_stateful(node.op) or types_pb2.DT_RESOURCE in input_dtypes(node)):
+        raise _unsent(f"it has the op {node.op}, which depends on a state")
+
+
 def _is_seeded(node: NodeDef, constants: Mapping[str, NodeDef]) -> bool:
-    """Whether a shuffling node has a seed, as far as its seeds are constants."""
+    """Whether a node has a seed, as far as its seeds are constants."""
     arguments = [argument.name for argument in op_def(node.op).input_arg]
     seeds = [data_inputs(node)[arguments.index(name)].node for name in ("seed", "seed2")]
     return any(name not in constants or constant_value(constants[name]) != 0 for name in seeds)
 
 
-def arguments_on_workers(arguments: dict[str, Any], read: Read) -> dict[str, Any]:
+def arguments_on_workers(method: str, arguments: dict[str, Any], read: Read) -> dict[str, Any]:
     """Returns the arguments of one of Keras' methods with `WorkerBatches` in place of data that workers read.
 
     Raises:
-        DataError: other arguments don't go with such data.
+        DataError: the method doesn't read such data, or other arguments don't go with them.
     """
+    if method not in _READING and any(isinstance(value, OnWorkers) for value in arguments.values()):
+        raise DataError(f"{method} takes a batch of this process; {', '.join(_READING)} read data on workers")
     for name in ("x", "validation_data"):
         if isinstance(arguments.get(name), OnWorkers):
             _check_alone(arguments, name)
