@@ -157,7 +157,7 @@ class PipelinedModel(Inspection, KerasMethods):
         if source is not None:
             self._follow()
             self._runtime.restore(source)
-        arguments = arguments_on_workers("fit", arguments, self._runtime.reading())
+        arguments = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)
         x, y = arguments.pop("x"), arguments.pop("y")
         try:
             return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
@@ -167,7 +167,7 @@ class PipelinedModel(Inspection, KerasMethods):
     def _call(self, method: str, **kwargs: Any) -> Any:
         """Calls a method of the user's model, whose steps run here meanwhile."""
         self._follow()
-        kwargs = arguments_on_workers(method, kwargs, self._runtime.reading())
+        kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
         hooks = Hooks(
             train=self._function(Mode.TRAIN),
             test=self._function(Mode.TEST),

@@ -243,8 +243,8 @@ def test_random_numbers_with_seeds_of_their_own_are_sent() -> None:
 
 def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
     mapped = labelled().unbatch().map(lambda x, y: (x, y), num_parallel_calls=4, deterministic=False).batch(BATCH)
-    graph = dapple.on_workers(mapped).graph
-    orders = {node.attr["deterministic"].s for node in graph.node if node.op == "ParallelMapDatasetV2"}
+    (part,) = dapple.on_workers(mapped).parts(1)
+    orders = {node.attr["deterministic"].s for node in part.graph.node if node.op == "ParallelMapDatasetV2"}
     assert orders == {b"true"}
 
 
@@ -417,6 +417,7 @@ def test_after_a_fault_the_same_batches_are_read_again(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_files_that_a_worker_lacks_are_named(cluster: dapple.Cluster, tmp_path: pathlib.Path) -> None:
     """Files are each worker's own."""
     file = tmp_path / "numbers"
@@ -431,3 +432,70 @@ def test_files_that_a_worker_lacks_are_named(cluster: dapple.Cluster, tmp_path: 
     file.write_text("".join(f"{number}\n" for number in range(12)))
     own.fit(dapple.on_workers(lines), verbose=0)
     own.close()
+
+
+# ---- in parts
+
+
+def part(context: tf.distribute.InputContext) -> tf.data.Dataset:
+    rows = tf.data.Dataset.from_tensor_slices((X, Y, W)).shuffle(30, seed=2)
+    rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+    return untuned(rows.batch(context.get_per_replica_batch_size(BATCH), drop_remainder=True))
+
+
+def union(micro_batches: int) -> tf.data.Dataset:
+    """What two workers read together: each micro-batch has samples of the first one, then of the second one."""
+    size = BATCH // 2 // micro_batches
+    parts = [part(tf.distribute.InputContext(2, index, 2)).unbatch().batch(size) for index in range(2)]
+    joined = tf.data.Dataset.zip(tuple(parts)).map(
+        lambda *both: tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *both)
+    )
+    batches = joined.unbatch().batch(BATCH, drop_remainder=True)
+    return untuned(batches.apply(tf.data.experimental.assert_cardinality(4)))
+
+
+TWICE = dapple.Plan.manual(["first"], [[0, 1], [2, 3]], 1, BATCH)
+IN_MICRO_BATCHES = dapple.Plan.manual([], [[0, 1]], 3, BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [PARALLEL, TWICE, IN_MICRO_BATCHES], ids=["parallel", "twice", "micro_batches"])
+def test_parts_of_batches_are_read_by_those_who_train_on_them(plan: dapple.Plan, cluster: dapple.Cluster) -> None:
+    both = []
+    for on_workers in (False, True):
+        keras.utils.set_random_seed(3)
+        data = dapple.on_workers(part, in_parts=True) if on_workers else union(plan.micro_batches)
+        both.append(fitted(pipelined(plan, on(cluster, plan)), data))
+    assert_same(*both)
+
+
+def test_one_worker_reads_the_only_part() -> None:
+    own = pipelined(REPLICATED)
+    history = own.fit(dapple.on_workers(part, in_parts=True), verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    own.close()
+
+
+@pytest.mark.slow
+def test_stages_that_cut_batches_otherwise_do_not_read_parts(cluster: dapple.Cluster) -> None:
+    plan = dapple.Plan.manual(["first"], [[0], [1, 2]], 1, BATCH)
+    own = pipelined(plan, on(cluster, plan))
+    text = r"worker 1 needs samples 0 to 2 of each batch, but the first stage's workers read 0 to 5: .*leave out in_parts"
+    with pytest.raises(dapple.DataError, match=text):
+        own.fit(dapple.on_workers(part, in_parts=True), verbose=0)
+    own.close()
+
+
+def test_parts_of_another_size_are_refused() -> None:
+    def whole(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return weighted()
+
+    own = pipelined(ONE)
+    with pytest.raises(dapple.DataError, match=r"part 0 of batch 5 has 2 samples on worker 0, .* take 6 of each 6: let"):
+        own.fit(dapple.on_workers(whole, in_parts=True), verbose=0)
+    own.close()
+
+
+def test_a_dataset_has_no_parts() -> None:
+    with pytest.raises(dapple.DataError, match="in_parts=True calls a function for each part"):
+        dapple.on_workers(labelled(), in_parts=True)

@@ -54,6 +54,7 @@ class StepKind(NamedTuple):
             otherwise make them wait for updates; for fetching gradients and tracing if a step is one function. Other
             steps serve all purposes.
         on_workers: whether workers take the batch that they have read themselves.
+        in_parts: whether each of them has only a part of it.
     """
 
     samples: int
@@ -61,6 +62,7 @@ class StepKind(NamedTuple):
     head: bool = False
     apart: bool = False
     on_workers: bool = False
+    in_parts: bool = False
 
 
 @dataclasses.dataclass

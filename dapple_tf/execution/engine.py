@@ -27,7 +27,7 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import CapturedProgram, on_host
 from dapple_tf.frontend.metrics import merged
-from dapple_tf.frontend.on_workers import Address, address_of
+from dapple_tf.frontend.on_workers import Address, address_of, read_by
 from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -102,7 +102,7 @@ class Engine:
         self.running = False
         self._most_steps = prepared_steps
         self.session = DeviceSession(cluster, faults)
-        self.data = WorkerData(cluster, self.session, cluster.device_names[plan.devices[0][0]])
+        self.data = WorkerData(cluster, self.session, self.builder.layout(plan.global_batch_size))
         self.state = DeviceState(
             model,
             self.table,
@@ -226,8 +226,7 @@ class Engine:
             arrays = on_host(built.program, arrays)
         else:
             self._check_on_workers(built)
-        on_workers = address is not None
-        kind = self._kind(built, samples, want_gradients=want_gradients, trace=trace, on_workers=on_workers)
+        kind = self._kind(built, samples, want_gradients=want_gradients, trace=trace, **read_by(address))
         name, step = self.builder.step(built, kind)
         if not self.session.has_run(name):
             self.timing.tell("TensorFlow prepares the step")
@@ -283,7 +282,7 @@ class Engine:
     def _prepared(self, address: Address, step: Step) -> np.ndarray:
         """Has workers read a step's batch; returns the number under which they keep it, int64 []."""
         assert step.taken is not None
-        return np.asarray(self.data.prepare(address, step.taken.arrays), np.int64)
+        return np.asarray(self.data.prepare(address, step.taken), np.int64)
 
     def _kind(self, built: Build, samples: int, **options: bool) -> StepKind:
         """Returns the kind of the next step, after left-over updates of another kind were flushed."""
@@ -299,7 +298,7 @@ class Engine:
             spec: structure of the batch.
             samples: number of samples in the batch.
             training: as for `run`.
-            options: ``want_gradients`` and ``trace``, as for `run`; ``on_workers``, whether workers read the batch.
+            options: ``want_gradients`` and ``trace``, as for `run`, and those of `read_by`.
         """
         name = self._step_name(mode, spec, samples, training, **options)
         return name is not None and self.session.has_run(name)

@@ -30,7 +30,7 @@ from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
-from dapple_tf.frontend.on_workers import Address, Read, Shape
+from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.keras_private import compute_loss, tensorflow_variable
@@ -333,7 +333,7 @@ class Runtime:
 
     def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""
-        options["on_workers"] = batch.address is not None
+        options |= read_by(batch.address)
         if self._apart or self.engine.has_run(mode, batch.spec, batch.samples, **options):
             return contextlib.nullcontext()
         return self.engine.timing.shown(mode, batch.samples)

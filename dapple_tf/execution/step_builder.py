@@ -225,6 +225,7 @@ class StepBuilder:
         want_gradients: bool = False,
         trace: bool = False,
         on_workers: bool = False,
+        in_parts: bool = False,
     ) -> StepKind:
         """Returns the kind of step for a purpose.
 
@@ -235,10 +236,11 @@ class StepBuilder:
             want_gradients: whether gradients are fetched, and variables left unchanged.
             trace: whether its times are wanted.
             on_workers: whether workers read its batch themselves.
+            in_parts: whether each of them reads only a part of it.
         """
         apart = want_gradients and self.placer is not None
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
-        return StepKind(samples, self.carries(built, want_gradients), head, apart, on_workers)
+        return StepKind(samples, self.carries(built, want_gradients), head, apart, on_workers, in_parts)
 
     def step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
         """Returns a step's prefix in the session's graph, and the step; made once, until `leave` forgets it."""

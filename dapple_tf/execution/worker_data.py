@@ -18,8 +18,11 @@ import tensorflow as tf
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DataError, reason
 from dapple_tf.execution.device_session import DeviceSession
-from dapple_tf.frontend.on_workers import Address, OnWorkers, Shape
+from dapple_tf.frontend.on_workers import Address, OnWorkers, Part, Shape
+from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import GraphDef, copied
+from graph_passes.ir.program import Layout, TakenBatch
+from graph_passes.passes.place_data import joined
 
 
 def hosts_of(cluster: Cluster) -> dict[str, str]:
@@ -81,23 +84,35 @@ class _Kept:
 class WorkerData:
     """Reads batches on the workers of a session. Safe for the thread that reads ahead beside the one that runs steps."""
 
-    def __init__(self, cluster: Cluster, session: DeviceSession, first: str) -> None:
+    def __init__(self, cluster: Cluster, session: DeviceSession, layout: Layout) -> None:
         """Starts without having read anything.
 
         Args:
             cluster: the devices.
             session: the session on them.
-            first: device that reads inputs in any step, whose worker reads the first batch, before there is a step.
+            layout: how a full batch is cut. The workers of the first stage read inputs in any step; they read the first
+                batch, before there is one.
         """
         self._cluster, self._session = cluster, session
         hosts = hosts_of(cluster)
-        self._hosts, self._first = tuple(dict.fromkeys(hosts.values())), hosts[first]
+        self._hosts = tuple(dict.fromkeys(hosts.values()))
+        samples: dict[str, list[Interval]] = {}
+        for micro_batch in range(len(layout.micro_batch_intervals)):
+            for device, interval in zip(layout.devices[0], layout.slices(0, micro_batch), strict=True):
+                samples.setdefault(hosts[device], []).append(interval)
+        self._part_of = {host: joined(own) for host, own in samples.items()}  # CPU of a worker -> samples that it reads
+        self._parts = sorted(set(self._part_of.values()))
         self._lock = session.reading
         self._numbers = itertools.count()
         self._generation = -1  # of the session in which the following exist
         self._readers: dict[tuple[OnWorkers, str], _Reader] = {}
         self._kept: dict[Address, _Kept] = {}
         self._wanted: dict[OnWorkers, tuple[str, ...]] = {}  # CPUs of the workers that are known to read
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of workers that read the same samples."""
+        return len(self._parts)
 
     # ---- for the runtime
 
@@ -118,7 +133,7 @@ class WorkerData:
         """
         with self._lock:
             self._follow()
-            hosts = self._wanted.setdefault(address.source, (self._first,))
+            hosts = self._wanted.setdefault(address.source, self._first(address.source))
             kept = self._kept.get(address)
             if kept is None:
                 self._drop_earlier(address)
@@ -128,24 +143,27 @@ class WorkerData:
                 return None
             return kept.shapes
 
-    def prepare(self, address: Address, hosts: Collection[str] = ()) -> int:
+    def prepare(self, address: Address, taken: TakenBatch | None = None) -> int:
         """Has the workers of a step have its batch; returns the number under which they keep it.
 
         Args:
             address: the batch.
-            hosts: CPUs of the workers that need it; empty for those that are known so far.
+            taken: how the step takes it; None for workers that are known so far.
 
         Raises:
-            DataError: see `read`.
+            DataError: see `read`; or the workers of several stages read the batch in different parts.
             WorkerLostError: a worker was lost.
         """
+        hosts = () if taken is None else tuple(taken.arrays)
         kept, wanted = self._kept.get(address), self._wanted.get(address.source, ())
         if kept is not None and self._generation == self._session.generation and kept.hosts.issuperset(hosts or wanted):
             return kept.number  # without waiting for the batch after it, which is being read
         with self._lock:
             self._follow()
-            known = self._wanted.get(address.source, ())
-            self._wanted[address.source] = tuple(dict.fromkeys((*known, *hosts))) or (self._first,)
+            if taken is not None:
+                self._check_parts(taken)
+            known = self._wanted.get(address.source, ()) or self._first(address.source)
+            self._wanted[address.source] = tuple(dict.fromkeys((*known, *hosts)))
             if self.read(address) is None:
                 raise DataError(
                     f"batch {address.number + 1} of round {address.round + 1} isn't there when it is read again: the "
@@ -158,6 +176,23 @@ class WorkerData:
         kept = self._kept.pop(address, None)
         if kept is not None and (left := kept.hosts.difference(hosts)):
             self._drop(address.source, kept.number, left)  # Those workers have no samples of a small batch.
+
+    def _first(self, source: OnWorkers) -> tuple[str, ...]:
+        """Returns CPUs of workers that together read whole batches in any step."""
+        if not source.in_parts:
+            return tuple(self._part_of)[:1]
+        return tuple({part: host for host, part in reversed(self._part_of.items())}.values())
+
+    def _check_parts(self, taken: TakenBatch) -> None:
+        """Checks that all workers of a step read one of the parts into which the first stage's workers cut a batch."""
+        for host, part in taken.parts.items():
+            if part not in self._parts:
+                raise DataError(
+                    f"worker {self._hosts.index(host)} needs samples {_samples(part)} of each batch, but the first "
+                    f"stage's workers read {' and '.join(map(_samples, self._parts))}: for data that are read in parts, "
+                    f"stages that read them need as many replicas, side by side on as many workers; leave out in_parts"
+                )
+            self._part_of[host] = part
 
     # ---- reading
 
@@ -189,7 +224,7 @@ class WorkerData:
             raise self._explained(error, address, readers) from error
         for reader, own in zip(readers, lengths, strict=True):
             reader.next = address.number + 1
-            shapes = _shapes(own, address.source)
+            shapes = self._whole(_shapes(own, address.source), reader.host, address)
             if kept.shapes and shapes != kept.shapes:
                 raise DataError(
                     f"the arrays of batch {address.number + 1} have shapes {_shown(shapes)} on worker "
@@ -199,6 +234,21 @@ class WorkerData:
             kept.shapes = shapes
             kept.hosts.add(reader.host)
         return True
+
+    def _whole(self, shapes: tuple[Shape, ...], host: str, address: Address) -> tuple[Shape, ...]:
+        """Returns the shapes of a whole batch's arrays, from those of a worker's part."""
+        if not address.source.in_parts:
+            return shapes
+        part = self._part_of[host]
+        wanted, batch = sum(interval.size for interval in part), sum(i.size for part in self._parts for i in part)
+        for shape in shapes:
+            if shape[0] != wanted:
+                raise DataError(
+                    f"part {self._parts.index(part)} of batch {address.number + 1} has {shape[0]} samples on worker "
+                    f"{self._hosts.index(host)}, whose devices take {wanted} of each {batch}: let the dataset give "
+                    f"batches of {wanted}, batch({wanted}, drop_remainder=True)"
+                )
+        return tuple((batch, *shape[1:]) for shape in shapes)
 
     def _reader(self, address: Address, host: str) -> _Reader:
         """Returns a worker's iterator, which is right before a batch.
@@ -251,15 +301,16 @@ class WorkerData:
     def _add_reader(self, source: OnWorkers, host: str) -> _Reader:
         """Adds the nodes by which a worker reads to the session's graph, with a dataset of their own."""
         name = f"data{next(self._numbers)}"
-        self._session.add(_reading(source, host, self._cluster.host_device, name), name)
+        parts = source.parts(self.groups)
+        part = parts[self._parts.index(self._part_of[host]) if source.in_parts else 0]
+        self._session.add(_reading(part, host, self._cluster.host_device, name), name)
         nodes = ("keep", "begin", "skip:0", "read", "number:0", "lengths:0", "drop")
         return _Reader(host, *(f"{name}/{node}" for node in nodes))
 
 
-def _reading(source: OnWorkers, host: str, client: str, name: str) -> GraphDef:
+def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
     """Returns the graph by which a worker reads; the nodes of `_Reader` and what they need."""
-    specs = source.components
-    dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+    dtypes, shapes = [spec.dtype for spec in part.specs], [spec.shape for spec in part.specs]
     raw = tf.raw_ops
     with tf.Graph().as_default() as graph:
         with tf.device(client):
@@ -267,7 +318,7 @@ def _reading(source: OnWorkers, host: str, client: str, name: str) -> GraphDef:
             number = tf.compat.v1.placeholder(tf.int64, [], name="number")
         with tf.device(host):
             (made,) = tf.graph_util.import_graph_def(
-                _renamed_resources(source.graph, name), return_elements=[source.output], name="dataset"
+                _renamed_resources(part.graph, name), return_elements=[part.output], name="dataset"
             )
             dataset = {"key": tf.constant(0, tf.int64), "indices": [0], "dtypes": [tf.variant], "shared_name": name}
             raw.MapStage(values=[made], name="keep", **dataset)
@@ -296,8 +347,12 @@ def _renamed_resources(graph: GraphDef, name: str) -> GraphDef:
 
 def _shapes(lengths: np.ndarray, source: OnWorkers) -> tuple[Shape, ...]:
     """Returns the shapes of a batch's arrays from the lengths of all their axes."""
-    ends = np.cumsum([spec.shape.rank for spec in source.components])
+    ends = np.cumsum([spec.shape.rank for spec in tf.nest.flatten(source.element_spec)])
     return tuple(tuple(int(length) for length in own) for own in np.split(lengths, ends[:-1]))
+
+
+def _samples(part: Sequence[Interval]) -> str:
+    return ", ".join(f"{start} to {stop - 1}" for start, stop in part)
 
 
 def _shown(shapes: Sequence[Shape]) -> str:

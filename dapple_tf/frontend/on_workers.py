@@ -37,48 +37,89 @@ _HARMLESS = frozenset(
 _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"})
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A dataset as a graph: the whole one, or what one group of workers reads of it.
+
+    Attributes:
+        graph: the graph, without devices.
+        output: name of the tensor in it that is the dataset.
+        specs: specs of an element's arrays, in feed order.
+        num_batches: number of its elements; None if it isn't known, or there is no end.
+    """
+
+    graph: GraphDef
+    output: str
+    specs: tuple[tf.TensorSpec, ...]
+    num_batches: int | None
+
+
 class OnWorkers:
     """A dataset whose graph workers have; see `on_workers`.
 
     Attributes:
-        graph: the graph of the dataset, without devices.
-        output: name of the tensor in it that is the dataset.
-        element_spec: structure of its elements, each a batch.
-        num_batches: number of its elements; None if it isn't known, or there is no end.
+        in_parts: whether groups of workers read parts of each batch, and not all of them whole batches.
+        element_spec: structure of its batches, of any size.
         rounds: number of times that it was read from its beginning: shuffled data have another order each time.
     """
 
-    def __init__(self, dataset: tf.data.Dataset) -> None:
-        """Takes the dataset's graph.
+    def __init__(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset], *, in_parts: bool) -> None:
+        """Makes the dataset once.
 
         Raises:
             DataError: it can't be sent, workers would read different batches, or its elements aren't batches of arrays.
         """
-        _check_elements(dataset.element_spec)
-        self.element_spec = dataset.element_spec
-        cardinality = int(dataset.cardinality())
-        self.num_batches = cardinality if cardinality >= 0 else None
+        self.in_parts = in_parts
         self.rounds = 0
-        options = tf.data.Options()
-        options.deterministic = True
-        self.graph, self.output = _graph_of(dataset.with_options(options))
-        _check_order(self.graph)
+        self._make = make
+        self._parts: dict[int, tuple[Part, ...]] = {}
+        dataset = self._made(1, 0)
+        self.element_spec = tf.nest.map_structure(_of_any_size, dataset.element_spec)
+        if not in_parts:
+            self._parts[1] = (_part(dataset),)
 
-    @property
-    def components(self) -> list[tf.TensorSpec]:
-        """The specs of an element's arrays, in feed order."""
-        return list(tf.nest.flatten(self.element_spec))
+    def parts(self, count: int) -> tuple[Part, ...]:
+        """Returns the datasets of as many groups of workers, or the whole one if all of them read whole batches."""
+        count = count if self.in_parts else 1
+        if count not in self._parts:
+            self._parts[count] = tuple(_part(self._made(count, index)) for index in range(count))
+        return self._parts[count]
+
+    def _made(self, count: int, index: int) -> tf.data.Dataset:
+        with tf.init_scope(), tf.device("CPU:0"):
+            dataset = self._make(tf.distribute.InputContext(count, index, count))
+        if not isinstance(dataset, tf.data.Dataset):
+            raise DataError(
+                f"the function given to on_workers returned a {type(dataset).__name__}; let it return a tf.data.Dataset"
+            )
+        _check_elements(dataset.element_spec)
+        return dataset
 
     def batch(self, shapes: Sequence[Shape], address: Address) -> Any:
         """Returns a batch as its arrays' descriptions, in the structure of an element."""
+        specs = tf.nest.flatten(self.element_spec)
         arrays = [
             RemoteArray(shape, np.dtype(spec.dtype.as_numpy_dtype), address)
-            for shape, spec in zip(shapes, self.components, strict=True)
+            for shape, spec in zip(shapes, specs, strict=True)
         ]
         return tf.nest.pack_sequence_as(self.element_spec, arrays)
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("the batches of dapple.on_workers(...) are on the workers; give it to fit, evaluate or predict")
+
+
+def _of_any_size(spec: tf.TensorSpec) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+def _part(dataset: tf.data.Dataset) -> Part:
+    options = tf.data.Options()
+    options.deterministic = True
+    graph, output = _graph_of(dataset.with_options(options))
+    _check_order(graph)
+    cardinality = int(dataset.cardinality())
+    specs = tuple(tf.nest.flatten(dataset.element_spec))
+    return Part(graph, output, specs, cardinality if cardinality >= 0 else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +160,11 @@ class RemoteArray:
 def address_of(arrays: Sequence[Any]) -> Address | None:
     """Returns the address of a batch; None if its arrays are in this process."""
     return arrays[0].address if arrays and isinstance(arrays[0], RemoteArray) else None
+
+
+def read_by(address: Address | None) -> dict[str, bool]:
+    """Returns who reads a batch, as options of the kind of its step."""
+    return {"on_workers": address is not None, "in_parts": address is not None and address.source.in_parts}
 
 
 Read = Callable[[Address], "Sequence[Shape] | None"]
@@ -162,8 +208,9 @@ class WorkerBatches(DataAdapter):
         read: see `Read`.
     """
 
-    def __init__(self, source: OnWorkers, read: Read) -> None:
+    def __init__(self, source: OnWorkers, read: Read, num_batches: int | None) -> None:
         self.source, self.read = source, read
+        self._num_batches = num_batches
 
     def get_tf_dataset(self) -> WorkerBatches:
         """Returns the object from which Keras takes iterators."""
@@ -176,7 +223,7 @@ class WorkerBatches(DataAdapter):
     @property
     def num_batches(self) -> int | None:
         """Number of batches in a round; None if it isn't known."""
-        return self.source.num_batches
+        return self._num_batches
 
     @property
     def batch_size(self) -> None:
@@ -194,40 +241,43 @@ class WorkerBatches(DataAdapter):
         return None
 
 
-def on_workers(make_dataset: Callable[[], tf.data.Dataset] | tf.data.Dataset) -> OnWorkers:
+def on_workers(
+    make_dataset: Callable[..., tf.data.Dataset] | tf.data.Dataset, *, in_parts: bool = False
+) -> OnWorkers:
     """Returns data for ``fit``, ``evaluate`` and ``predict`` that workers read themselves, instead of this process.
 
         pipelined.fit(dapple.on_workers(make_dataset), epochs=3)
 
-    The dataset is made here, once, and its graph is sent to the workers. Each worker whose devices read inputs, labels
-    or weights has its own iterator on its CPU, and takes the rows that its devices need. All of them read the same
+    The dataset is made here, and its graph is sent to the workers. Each worker whose devices read inputs, labels or
+    weights has its own iterator on its CPU, and takes the samples that its devices need. All of them read the same
     batches in the same order, so that training is the same as with ``fit(make_dataset())``, bit for bit. Files must be
     there under the same names on all of these workers.
 
+    With ``in_parts``, each worker reads and decodes only its part of each batch. The function is then called for each
+    part, with a ``tf.distribute.InputContext``, as for ``tf.distribute``:
+
+        def make_dataset(context):
+            files = dataset_of_files.shard(context.num_input_pipelines, context.input_pipeline_id)
+            return files.map(decode).batch(context.get_per_replica_batch_size(64), drop_remainder=True)
+
     Args:
         make_dataset: a function that returns a dataset of batches, such as ``(x, y)``; or such a dataset.
+        in_parts: whether the function takes a context and returns a part.
 
     Raises:
         DataError: the dataset can't be sent: it runs Python code, or has a state of its own (random numbers that follow
             no seed, tables); or workers would read different batches.
     """
-    with tf.init_scope(), tf.device("CPU:0"):
-        dataset = make_dataset if isinstance(make_dataset, tf.data.Dataset) else _made(make_dataset)
-        return OnWorkers(dataset)
-
-
-def _made(make_dataset: Any) -> tf.data.Dataset:
+    if isinstance(make_dataset, tf.data.Dataset):
+        if in_parts:
+            raise DataError("in_parts=True calls a function for each part; give it instead of a tf.data.Dataset")
+        return OnWorkers(lambda context: make_dataset, in_parts=False)
     if not callable(make_dataset):
         raise DataError(
             f"on_workers takes a function that returns a tf.data.Dataset, not a {type(make_dataset).__name__}: arrays "
             f"and generators are in this process only; feed them from here, or read files in a tf.data.Dataset"
         )
-    dataset = make_dataset()
-    if not isinstance(dataset, tf.data.Dataset):
-        raise DataError(
-            f"the function given to on_workers returned a {type(dataset).__name__}; let it return a tf.data.Dataset"
-        )
-    return dataset
+    return OnWorkers(make_dataset if in_parts else lambda context: make_dataset(), in_parts=in_parts)
 
 
 def _check_elements(element_spec: Any) -> None:
@@ -321,8 +371,14 @@ def _is_seeded(node: NodeDef, constants: Mapping[str, NodeDef]) -> bool:
     return any(name not in constants or constant_value(constants[name]) != 0 for name in seeds)
 
 
-def arguments_on_workers(method: str, arguments: dict[str, Any], read: Read) -> dict[str, Any]:
+def arguments_on_workers(method: str, arguments: dict[str, Any], read: Read, groups: int) -> dict[str, Any]:
     """Returns the arguments of one of Keras' methods with `WorkerBatches` in place of data that workers read.
+
+    Args:
+        method: the method.
+        arguments: its arguments.
+        read: see `Read`.
+        groups: number of parts into which batches are cut, of data that are read in parts.
 
     Raises:
         DataError: the method doesn't read such data, or other arguments don't go with them.
@@ -338,9 +394,15 @@ def arguments_on_workers(method: str, arguments: dict[str, Any], read: Read) -> 
     for name in ("y", "sample_weight"):
         if isinstance(arguments.get(name), OnWorkers):
             raise DataError(f"{name} is data on workers; give one dataset of (x, y) or (x, y, sample_weight) as x")
-    return {
-        name: WorkerBatches(value, read) if isinstance(value, OnWorkers) else value for name, value in arguments.items()
-    }
+
+    def bound(data: Any) -> Any:
+        if not isinstance(data, OnWorkers):
+            return data
+        lengths = [part.num_batches for part in data.parts(groups)]
+        known = [length for length in lengths if length is not None]
+        return WorkerBatches(data, read, min(known) if len(known) == len(lengths) else None)
+
+    return {name: bound(value) for name, value in arguments.items()}
 
 
 def _check_alone(arguments: dict[str, Any], name: str) -> None:
