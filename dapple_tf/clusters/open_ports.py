@@ -13,6 +13,8 @@ from dapple_tf.network.knocking import unreachable
 
 _SHARE = 0.8
 """Share of the time for an answer that workers may knock for."""
+_LONGEST_SECONDS = 3600.0
+"""Maximum seconds to knock for."""
 _SERVERS = 3
 """Maximum number of servers that an error names."""
 _CLIENT = -1
@@ -63,7 +65,7 @@ def check_ports(
 
     def knock(task: int) -> None:
         if task == len(addresses):
-            source, answers = _CLIENT, unreachable(servers, _SHARE * seconds)
+            source, answers = _CLIENT, unreachable(servers, _knocking(seconds))
         else:
             source, answers = task, _ask(task, addresses[task], channels[task], seconds, targets)
         for server, answer in answers.items():
@@ -75,10 +77,14 @@ def check_ports(
         raise ClosedPortError(_text(closed, addresses, servers, clients), _to_leave_out(closed))
 
 
+def _knocking(seconds: float) -> float:
+    return min(_SHARE * seconds, _LONGEST_SECONDS)
+
+
 def _ask(task: int, address: str, channel: Channel, seconds: float, targets: Collection[str]) -> Mapping[str, str]:
     """Has a worker knock; returns those of the servers that it doesn't reach, and what happens there."""
     try:
-        answer = accepted(task, address, channel.ask({"knock": _SHARE * seconds}, seconds))
+        answer = accepted(task, address, channel.ask({"knock": _knocking(seconds)}, seconds))
     except ControlError as error:
         raise ClusterError(f"worker {task} ({address}) {error}") from error
     servers = answer.get("unreachable")
