@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 
 class DappleError(Exception):
@@ -15,6 +16,18 @@ class CaptureError(DappleError):
 
 class ClusterError(ValueError):
     """A cluster isn't available on this machine, or its description is wrong."""
+
+
+class UnusableWorkersError(ClusterError):
+    """Workers answer, but some can't be used: the others don't reach them, or they lack devices.
+
+    Attributes:
+        tasks: numbers of the workers to do without.
+    """
+
+    def __init__(self, text: str, tasks: Iterable[int]) -> None:
+        super().__init__(text)
+        self.tasks = tuple(tasks)
 
 
 class DataError(DappleError):

@@ -27,9 +27,9 @@ from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.errors import WorkerLostError
+from dapple_tf.errors import UnusableWorkersError, WorkerLostError
 from dapple_tf.measuring.links import measure_links
-from dapple_tf.network.inquiry import CLIENT, reachable
+from dapple_tf.network.inquiry import client_name, reachable
 from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
@@ -291,7 +291,7 @@ def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -
         said, _ = process.communicate(timeout=PATIENCE)
     assert said.startswith("2 [False, False]\nworker ")
     assert "in use by another client, whom a worker with --verbosity=0 names in its log" in said
-    assert CLIENT not in said
+    assert client_name() not in said
 
 
 def test_nobody_there(cluster: dapple.Cluster) -> None:
@@ -394,6 +394,61 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
     wait_until(lambda: not children(workers.processes[0].pid))
     workers.restart(1)
     assert works(cluster)
+
+
+def test_a_worker_with_fewer_devices_than_the_cluster_has_of_it(cluster: dapple.Cluster) -> None:
+    """TensorFlow told of an unknown device, step by step, after the model had been prepared."""
+    larger = dapple.Cluster.of_servers(cluster.addresses, devices_per_server=2)
+    with pytest.raises(UnusableWorkersError) as raised:
+        acquire(larger, QUICK)
+    assert f"worker 0 ({cluster.addresses[0]}) has 1 CPU device, but the cluster has 2 CPU devices of it" in str(
+        raised.value
+    )
+    assert raised.value.tasks == (0,)
+    assert works(cluster)
+
+
+FORKS = """
+import gc, os, sys
+import tensorflow as tf
+import dapple_tf as dapple
+from dapple_tf.clusters.connection import acquire, open_session
+
+cluster = dapple.Cluster.of_servers(sys.argv[1:])
+policy = dapple.FaultPolicy(notice_seconds=5.0)
+connection = acquire(cluster, policy)
+with tf.Graph().as_default() as graph:
+    with tf.device(cluster.device_names[1]):
+        drawn = tf.random.uniform([])
+    session = open_session(cluster, graph)
+session.run(drawn)
+child = os.fork()
+if child == 0:
+    try:
+        acquire(cluster, policy)
+    except dapple.ClusterError as error:
+        print(error, flush=True)
+    try:
+        session.run(drawn)
+    except dapple.WorkerLostError as error:
+        print(error, flush=True)
+    connection.close()
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], flush=True)
+session.run(drawn)
+print(connection.lost, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_leaves_the_workers_to_its_parent(cluster: dapple.Cluster) -> None:
+    """Its end shut the connections down that it had in common with its parent, which lost all workers."""
+    with client(FORKS, *cluster.addresses) as process:
+        said, complaints = process.communicate(timeout=PATIENCE)
+    used, given_back, code, lost = said.splitlines()
+    assert "was forked from one that uses workers" in used, complaints
+    assert "were given back by this process" in given_back
+    assert (code, lost) == ("0", "None")
 
 
 @pytest.mark.slow

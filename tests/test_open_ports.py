@@ -16,8 +16,9 @@ import pytest
 from conftest import require_namespaces
 from workers import PATIENCE, expect, wait_until
 
-from dapple_tf.clusters.open_ports import ClosedPortError, check_ports
+from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.errors import UnusableWorkersError
 from dapple_tf.network.control import Channel
 from dapple_tf.tools.hosts import Hosts, end
 
@@ -73,7 +74,7 @@ def test_all_ports_are_open() -> None:
     ids=["client to worker", "worker to client", "worker to worker", "several"],
 )
 def test_a_port_that_is_closed(client: list[str], answers: list[Any], text: str, tasks: list[int]) -> None:
-    with pytest.raises(ClosedPortError) as raised:
+    with pytest.raises(UnusableWorkersError) as raised:
         check(*answers, client=client)
     assert text in str(raised.value)
     assert "firewall" in str(raised.value)
@@ -172,7 +173,7 @@ def test_a_firewall_is_told_of(hosts: Hosts, where: int, what: list[str], text: 
         done = hosts.run(
             0, [sys.executable, "-c", TRAINING, "2", *hosts.addresses], stdout=subprocess.PIPE, timeout=2 * PATIENCE
         )
-    assert "begins\nClosedPortError TensorFlow's port 10.77.0." in done.stdout
+    assert "begins\nUnusableWorkersError TensorFlow's port 10.77.0." in done.stdout
     assert text in done.stdout
 
 

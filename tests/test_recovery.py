@@ -248,6 +248,27 @@ def test_errors_are_raised_and_the_model_can_be_used_again(workers: LocalWorkers
     assert not pipelined.faults
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("action", ["restart", "replan"])
+def test_a_worker_that_comes_back_with_fewer_devices(action: str) -> None:
+    plan = dapple.Plan.manual(["first"], [[0, 1], [2, 3]], 1, BATCH)
+    policy = dapple.FaultPolicy(action, notice_seconds=2.0, wait_seconds=0.0)
+    with LocalWorkers(2, devices=2, echo=lambda *_: None) as workers:
+        pipelined = dapple.transform(build(), dapple.Cluster.of_servers(workers.addresses), plan, faults=policy)
+        train(pipelined, range(2))
+        workers.devices = 1
+        workers.restart(1)
+        if action == "restart":
+            with pytest.raises(dapple.WorkerLostError, match="has 1 CPU device, but the cluster has 2 CPU devices of"):
+                train(pipelined, range(2, 3))
+        else:
+            train(pipelined, range(2, 4))
+            assert pipelined.plan.devices == ((0, 1),)
+            (record,) = pipelined.faults
+            assert record.without == (workers.addresses[1],)
+        pipelined.close(sync=False)
+
+
 # ---- values that others have assigned or restored
 
 

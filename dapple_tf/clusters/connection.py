@@ -10,13 +10,14 @@ the devices that need them, and no worker is more important than another.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -28,10 +29,11 @@ from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_call
 from dapple_tf.clusters.serving import LONGEST_SILENCE, start_server
 from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError
+from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.errors import WorkerLostError, reason
+from dapple_tf.errors import UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
-from dapple_tf.network.inquiry import CLIENT, accepted, for_each, garbled, hello, lease_secret
+from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
 from dapple_tf.network.listening import check_private, resolve
 
 logger = logging.getLogger(__name__)
@@ -60,18 +62,22 @@ class Connection:
         lost: the worker that was lost first; None while all are there.
     """
 
-    def __init__(self, addresses: Sequence[str], faults: FaultPolicy) -> None:
+    def __init__(self, cluster: Cluster, faults: FaultPolicy) -> None:
         """Borrows the devices of all workers.
 
         Args:
-            addresses: ``host:port`` of each worker.
+            cluster: the workers and their devices.
             faults: decides how long to wait for workers.
 
         Raises:
-            ClusterError: a worker isn't there, is used by another process, its server doesn't start, or can't be
-                reached from another one's machine.
+            ClusterError: a worker isn't there, is used by another process, has fewer devices than the cluster or
+                others, its server doesn't start, or can't be reached from another one's machine.
         """
-        self.addresses = tuple(addresses)
+        self.addresses = tuple(cluster.addresses)
+        self._kinds = [
+            collections.Counter(kind_and_number(cluster.devices[device].name)[0] for device in cluster.devices_of(task))
+            for task in range(len(self.addresses))
+        ]
         self.notice_seconds = faults.notice_seconds
         self.step_seconds = faults.step_seconds
         self.lost: WorkerLostError | None = None
@@ -113,12 +119,22 @@ class Connection:
     def _borrow(self, task: int) -> Loan:
         address = self.addresses[task]
         secret, port = lease_secret(address), _ports.get(address, 0)
-        question = {"ask": "lease", "client": CLIENT, "secret": secret, "port": port}
+        question = {"ask": "lease", "client": client_name(), "secret": secret, "port": port}
         channel, answer = hello(task, address, question, self.notice_seconds)
         port = answer.get("port")
         if type(port) is not int or not 1 <= port <= 65_535:
             channel.close()
             raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'port')}")
+        offered = collections.Counter(device["kind"] for device in devices(task, address, answer))
+        offered["CPU"] = max(1, offered["CPU"])  # A server has one in any case.
+        if self._kinds[task] - offered:
+            channel.close()
+            raise UnusableWorkersError(
+                f"worker {task} ({address}) has {_counted(offered)}, but the cluster has {_counted(self._kinds[task])} "
+                f"of it: start the worker as it was, or describe the cluster anew (Cluster.of_servers) and transform "
+                f"the model again",
+                [task],
+            )
         return Loan(task, address, channel, port, channel.socket.getsockname()[0])
 
     def _serve(self, leases: Sequence[Loan]) -> str:
@@ -306,6 +322,14 @@ class Connection:
         with self._changed:
             return self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=seconds)
 
+    def disown(self) -> None:
+        """Leaves the workers to the process that this one was forked from."""
+        self._closed = True
+        self._changed = threading.Condition()  # A thread that doesn't exist here may have the other one.
+        for lease in self._leases:
+            lease.channel.close()
+        self._leases.clear()
+
     def close(self) -> None:
         """Gives the devices back, which ends the workers' servers."""
         self._closed = True
@@ -318,6 +342,12 @@ class Connection:
             self._changed.notify_all()
 
 
+def _counted(kinds: Mapping[str, int]) -> str:
+    """Returns "1 CPU and 2 GPU devices", say."""
+    text = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return f"{text} device{'s' * (sum(kinds.values()) > 1)}"
+
+
 # ---- the connections of this process
 
 _lock = threading.RLock()
@@ -325,6 +355,8 @@ _connections: dict[tuple[str, ...], Connection] = {}
 _ports: dict[str, int] = {}
 """Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
 _client_servers: dict[tuple[str, ...], tuple[int, Any]] = {}
+_forked = False
+"""Whether this process was forked from one with a TensorFlow server."""
 
 
 def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
@@ -333,8 +365,14 @@ def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
     An already open connection keeps its own `FaultPolicy`.
 
     Raises:
-        ClusterError: see `Connection`; or this process has some of the workers in another cluster's connection.
+        ClusterError: see `Connection`; or this process has some of the workers in another cluster's connection, or
+            can't use TensorFlow's servers.
     """
+    if _forked:
+        raise ClusterError(
+            "this process was forked from one that uses workers, and lacks the threads of TensorFlow's server there: "
+            'start it anew instead, by multiprocessing.get_context("spawn"), say'
+        )
     with _lock:
         connection = _connections.get(cluster.addresses)
         if connection is None or connection.lost is not None:
@@ -347,7 +385,7 @@ def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
                     )
             if connection is not None:
                 connection.close()
-            connection = _connections[cluster.addresses] = Connection(cluster.addresses, faults)
+            connection = _connections[cluster.addresses] = Connection(cluster, faults)
         connection.users += 1
         return connection
 
@@ -423,6 +461,19 @@ def _client_server(workers: tuple[str, ...], hosts: tuple[str, ...]) -> tuple[in
         _client_servers[key] = (port, start_server(cluster, "client", 0, config, port, own))
     port, server = _client_servers[key]
     return port, server.target
+
+
+def _leave_all() -> None:
+    """Leaves all workers to the process that this one was forked from, whatever ends first."""
+    global _lock, _forked
+    _lock = threading.RLock()
+    _forked = _forked or bool(_client_servers)
+    for connection in _connections.values():
+        connection.disown()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 @atexit.register

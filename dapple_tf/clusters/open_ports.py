@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.errors import UnusableWorkersError
 from dapple_tf.network.control import Channel, ControlError
 from dapple_tf.network.inquiry import accepted, for_each, garbled
 from dapple_tf.network.knocking import unreachable
@@ -19,18 +20,6 @@ _SERVERS = 3
 """Maximum number of servers that an error names."""
 _CLIENT = -1
 """This process's number among the workers'."""
-
-
-class ClosedPortError(ClusterError):
-    """A TensorFlow server can't be reached from another one's machine.
-
-    Attributes:
-        tasks: numbers of the workers without which all others reach each other.
-    """
-
-    def __init__(self, text: str, tasks: Sequence[int]) -> None:
-        super().__init__(text)
-        self.tasks = tuple(tasks)
 
 
 class _Way(NamedTuple):
@@ -57,7 +46,7 @@ def check_ports(
         seconds: time in which each has to answer.
 
     Raises:
-        ClosedPortError: a server can't be reached.
+        UnusableWorkersError: a server can't be reached.
         ClusterError: a worker doesn't answer.
     """
     targets = {server: task for task, server in enumerate(servers)} | dict.fromkeys(clients, _CLIENT)
@@ -74,7 +63,7 @@ def check_ports(
     # All at once: who knocks at a server that doesn't answer waits for the whole time.
     for_each(knock, len(addresses) + 1, at_once=len(addresses) + 1)
     if closed:
-        raise ClosedPortError(_text(closed, addresses, servers, clients), _to_leave_out(closed))
+        raise UnusableWorkersError(_text(closed, addresses, servers, clients), _to_leave_out(closed))
 
 
 def _knocking(seconds: float) -> float:

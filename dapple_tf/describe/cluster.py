@@ -19,6 +19,7 @@ from dapple_tf.describe.devices import (
     Server,
     check_addresses,
     check_link,
+    kind_and_number,
 )
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
@@ -231,7 +232,7 @@ class Cluster(JsonFile):
             raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
         mains, subs = [], []
         for index, device in enumerate(self.devices):
-            kind, number = _kind_and_number(device.name)
+            kind, number = kind_and_number(device.name)
             size = device.memory_bytes
             if size is None and self.real and kind == "GPU":
                 raise ClusterError(
@@ -401,16 +402,8 @@ class Cluster(JsonFile):
 def _is_like(first: Device, second: Device) -> bool:
     sizes = [device.memory_bytes for device in (first, second) if device.memory_bytes is not None]
     same = len(sizes) < 2 or max(sizes) <= min(sizes) * _LIKE_MEMORY
-    kinds = {
-        (_kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)
-    }
+    kinds = {(kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)}
     return same and len(kinds) == 1
-
-
-def _kind_and_number(name: str) -> tuple[str, int]:
-    """Returns a device's kind and number: ``.../device:GPU:3`` is ("GPU", 3)."""
-    _, kind, number = name.rsplit(":", 2)
-    return kind, int(number)
 
 
 def _count_gpus() -> int:

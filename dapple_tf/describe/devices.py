@@ -92,6 +92,12 @@ class ReductionLinks:
         return {name: link for name in REDUCTION_LINKS if (link := getattr(self, name)) is not None}
 
 
+def kind_and_number(name: str) -> tuple[str, int]:
+    """Returns a device's kind and number: ``.../device:GPU:3`` is ("GPU", 3)."""
+    _, kind, number = name.rsplit(":", 2)
+    return kind, int(number)
+
+
 def check_addresses(addresses: Sequence[str]) -> None:
     """Checks the addresses of servers.
 

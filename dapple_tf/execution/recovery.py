@@ -12,10 +12,9 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from dapple_tf.clusters.open_ports import ClosedPortError
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.errors import WorkerLostError
+from dapple_tf.errors import UnusableWorkersError, WorkerLostError
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.network.inquiry import reachable
@@ -157,8 +156,8 @@ class Recovery:
                 waited = time.monotonic() - started
                 if waited >= self.policy.wait_seconds:
                     there = reachable(addresses, self.policy.notice_seconds)
-                    closed = still.tasks if isinstance(still, ClosedPortError) else ()
-                    away = tuple(task for task, answers in enumerate(there) if not answers or task in closed)
+                    unusable = still.tasks if isinstance(still, UnusableWorkersError) else ()
+                    away = tuple(task for task, answers in enumerate(there) if not answers or task in unusable)
                     if self.policy.action == "replan" and 0 < len(away) < len(addresses):
                         return away
                     # If all are there, they came back just now, or something else prevents a session.

@@ -18,17 +18,23 @@ from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.versions import are_versions, version_difference
 
-CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
-"""This process's name for workers."""
+
+_RUN = uuid.uuid4().hex[:8]
+"""Tells processes with the same number on the same machine apart."""
 _KEY = secrets.token_bytes(32)
+
+
+def client_name() -> str:
+    """Returns this process's name for workers; a process that is forked from it has another one."""
+    return f"{socket.gethostname()} process {os.getpid()} ({_RUN})"
 
 
 def lease_secret(address: str) -> str:
     """Returns this process's secret for one worker, by which it gets its lease back from a connection that hangs.
 
-    Each worker is told a secret of its own, so that none can use it at the others.
+    Each worker is told a secret of its own, so that none can use it at the others; a forked process has others.
     """
-    return hmac.new(_KEY, address.encode(), "sha256").hexdigest()
+    return hmac.new(_KEY, f"{os.getpid()} {address}".encode(), "sha256").hexdigest()
 
 
 def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, Any]]]:
@@ -46,13 +52,22 @@ def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, A
     def ask(task: int) -> None:
         channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
         channel.close()
-        devices = answer.get("devices")
-        if not isinstance(devices, list) or not devices or not all(map(_is_device, devices)):
-            raise ClusterError(f"worker {task} ({addresses[task]}) {garbled(answer, 'devices')}")
-        inventories[task] = devices
+        inventories[task] = devices(task, addresses[task], answer)
 
     for_each(ask, len(addresses))
     return [inventories[task] for task in range(len(addresses))]
+
+
+def devices(task: int, address: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the devices that a worker's answer names.
+
+    Raises:
+        ClusterError: it names none, or garbles them.
+    """
+    entries = answer.get("devices")
+    if not isinstance(entries, list) or not entries or not all(map(_is_device, entries)):
+        raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'devices')}")
+    return entries
 
 
 def _is_device(entry: object) -> bool:
@@ -79,7 +94,7 @@ def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
             question = {"ask": "status", "secret": lease_secret(addresses[task])}
             channel, answer = hello(task, addresses[task], question, seconds)
             channel.close()
-            free[task] = answer.get("holder") in (None, CLIENT)
+            free[task] = answer.get("holder") in (None, client_name())
         except ClusterError:
             free[task] = False
 
