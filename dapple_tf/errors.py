@@ -48,15 +48,16 @@ class WorkerLostError(DappleError):
     Attributes:
         task: the worker's number; None if a run hangs for an unknown reason.
         address: the worker's address.
+        out_of_memory: whether the worker's kernel killed its process for lack of memory, as far as is known.
     """
 
-    def __init__(self, text: str, task: int | None = None, address: str = "") -> None:
+    def __init__(self, text: str, task: int | None = None, address: str = "", out_of_memory: bool = False) -> None:
         super().__init__(text)
-        self.task, self.address = task, address
+        self.task, self.address, self.out_of_memory = task, address, out_of_memory
 
     def anew(self) -> WorkerLostError:
         """Returns the same error without its traceback, which holds frames and all that they use: batches, say."""
-        return WorkerLostError(str(self), self.task, self.address)
+        return WorkerLostError(str(self), self.task, self.address, self.out_of_memory)
 
 
 class VerificationError(DappleError):

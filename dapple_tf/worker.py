@@ -26,10 +26,11 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from absl import app, flags, logging
 
+from dapple_tf.clusters.ends import End, memory_kills
 from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.network.acceptor import Acceptor, Guest
@@ -47,6 +48,8 @@ _ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "Start even on an addre
 _ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addresses of this machine.")
 
 _MOST_CHILDREN = 64
+_MOST_ENDS = 1000
+"""Maximum number of processes whose ends are remembered for their clients."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -79,6 +82,18 @@ def own_address(environment: Mapping[str, str]) -> str:
         ) from error
 
 
+class _Child(NamedTuple):
+    """A process for a connection.
+
+    Attributes:
+        host: host of its client.
+        memory_kills: the kernel's count of memory kills when it began.
+    """
+
+    host: str
+    memory_kills: int
+
+
 class Worker:
     """Listens on its address and forks a child for each connection that has asked something.
 
@@ -101,7 +116,7 @@ class Worker:
         except OSError as error:
             raise ClusterError(f"no worker can listen on {address}: {error.strerror or error}") from error
         self._acceptor = Acceptor(listener)
-        self._children: dict[int, str] = {}  # process -> host of its client
+        self._children: dict[int, _Child] = {}  # by process
 
     def serve(self) -> None:
         """Serves until the process is ended."""
@@ -109,7 +124,7 @@ class Worker:
             self._acceptor.wait()
             self.reap()
             while len(self._children) < _MOST_CHILDREN:
-                guest = self._acceptor.take(collections.Counter(self._children.values()))
+                guest = self._acceptor.take(collections.Counter(child.host for child in self._children.values()))
                 if guest is None:
                     break
                 with contextlib.closing(guest.channel):
@@ -131,15 +146,26 @@ class Worker:
         if child == 0:
             self._acceptor.close()
             _in_child(guest, self.machine, own)
-        self._children[child] = guest.host
+        self.machine.ends.pop(child, None)
+        self._children[child] = _Child(guest.host, memory_kills())
 
     def reap(self) -> None:
-        """Forgets the children that have ended. A signal's handler may call this while it runs."""
+        """Notes how children have ended. A signal's handler may call this while it runs."""
         for child in list(self._children):
-            with contextlib.suppress(ChildProcessError):
-                if not os.waitpid(child, os.WNOHANG)[0]:
-                    continue
-            self._children.pop(child, None)
+            try:
+                ended, status, usage = os.wait4(child, os.WNOHANG)
+            except ChildProcessError:
+                self._children.pop(child, None)
+                continue
+            if ended and (known := self._children.pop(child, None)) is not None:
+                end = End.of(status, 1024 * usage.ru_maxrss, memory_kills() - known.memory_kills)
+                ends = self.machine.ends
+                ends[child] = end
+                if len(ends) > _MOST_ENDS:
+                    del ends[next(iter(ends))]
+                if status:
+                    # Logging isn't for handlers of signals.
+                    os.write(sys.stderr.fileno(), f"process {child} for a client: {end.text}\n".encode())
 
 
 def _in_child(guest: Guest, machine: Machine, worker: int) -> None:

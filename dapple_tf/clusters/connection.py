@@ -47,6 +47,8 @@ _ANSWER = 0.88
 """Share of `notice_seconds` for an answer: before the question there may be a pause."""
 _PAUSE = 0.1
 """Share of `notice_seconds` between two questions."""
+_END_SECONDS = 1.0
+"""Maximum seconds for asking how a worker's process has ended."""
 _TIME = 0.3
 """Share of `notice_seconds` for telling the time."""
 
@@ -151,13 +153,16 @@ class Connection:
                 "silence": min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE),
             }
             try:
-                accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
+                answer = accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
             except ControlError as error:
                 raise ClusterError(f"worker {index} ({lease.address}) {error}") from error
             except ClusterError:
                 _ports.pop(lease.address, None)  # Another process may have taken the port: use another one next time.
                 raise
             _ports[lease.address] = lease.port
+            if type(process := answer.get("serving")) is not int:
+                raise ClusterError(f"worker {index} ({lease.address}) {garbled(answer, 'serving')}")
+            lease.process = process
 
         for_each(start, len(leases))
         channels, clients = [lease.channel for lease in leases], [join_address(lease.host, port) for lease in leases]
@@ -221,9 +226,10 @@ class Connection:
                     )
         except ControlError as error:
             if not self._closed:
-                self._lose(
-                    WorkerLostError(f"worker {lease.task} ({lease.address}): {error}", lease.task, lease.address)
-                )
+                silent = isinstance(error, SilentError)
+                end = None if silent else lease.end(min(_END_SECONDS, _TIME * self.notice_seconds))
+                text = f"worker {lease.task} ({lease.address}): {error}{'' if end is None else f'; {end.text}'}"
+                self._lose(WorkerLostError(text, lease.task, lease.address, end is not None and end.out_of_memory))
         finally:
             lease.channel.close()
 

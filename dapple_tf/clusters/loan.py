@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from dapple_tf.clusters.clocks import ClockSample
+from dapple_tf.clusters.ends import End
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, SilentError
 from dapple_tf.network.inquiry import lease_secret
 
@@ -17,6 +18,9 @@ _CLOCK_SAMPLES = 8
 _SILENT, _PAUSE, _CONNECT, _ANSWER = 0.15, 0.05, 0.05, 0.3
 """Shares of the time for an answer: until a worker is asked on new connections, too; between these; for making one;
 for its answer."""
+
+
+_AGAIN_SECONDS = 0.05
 
 
 @dataclasses.dataclass
@@ -29,6 +33,7 @@ class Loan:
         channel: the connection to it.
         port: port of its TensorFlow server.
         host: this process's own address, as that worker sees it.
+        process: the worker's process that serves this one.
         confirmed: time of the worker's last sign of life.
         clock: the worker's last answer to a question for the time, and the number of that question.
     """
@@ -38,6 +43,7 @@ class Loan:
     channel: Channel
     port: int
     host: str
+    process: int = 0
     confirmed: float = 0.0
     clock: tuple[int, tuple[ClockSample, ...]] = (0, ())
 
@@ -83,14 +89,30 @@ class Loan:
         try:
             with contextlib.closing(Channel.connect(self.address, at_most(_CONNECT))) as channel:
                 asked = time.monotonic()
-                question = {"protocol": PROTOCOL, "ask": "pulse", "secret": lease_secret(self.address)}
-                answer = channel.ask(question, at_most(_ANSWER))
+                answer = self._ask_pulse(channel, at_most(_ANSWER))
         except ControlError:
             return None
+        if (end := End.parsed(answer)) is not None:
+            raise ControlError(end.text)
         if "error" in answer:
             raise ControlError(str(answer["error"]))
         age = answer.get("age")
         return asked - age if type(age) is float else None
+
+    def end(self, seconds: float) -> End | None:
+        """Asks the worker on a new connection how its process for this one has ended; None if it doesn't know."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(ControlError):
+            while (left := deadline - time.monotonic()) > 0:
+                with contextlib.closing(Channel.connect(self.address, left)) as channel:
+                    if (end := End.parsed(self._ask_pulse(channel, left))) is not None:
+                        return end
+                time.sleep(_AGAIN_SECONDS)  # Its connections are closed a moment before the process has ended.
+        return None
+
+    def _ask_pulse(self, channel: Channel, seconds: float) -> dict[str, Any]:
+        question = {"protocol": PROTOCOL, "ask": "pulse", "secret": lease_secret(self.address), "process": self.process}
+        return channel.ask(question, seconds)
 
     def ask_time(self, seconds: float) -> tuple[ClockSample, ...]:
         """Asks for the worker's time several times.

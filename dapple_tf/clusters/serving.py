@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 from absl import logging
 
+from dapple_tf.clusters.ends import End
 from dapple_tf.clusters.session import server_config
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
@@ -129,6 +130,7 @@ class Machine:
         server_port: port of TensorFlow's server; 0 for any.
         all_interfaces: whether that server listens on all of the machine's addresses.
         lease: the right to use it.
+        ends: process -> how it ended, of those that clients had.
     """
 
     host: str
@@ -137,6 +139,7 @@ class Machine:
     server_port: int = 0
     all_interfaces: bool = False
     lease: Lease = dataclasses.field(default_factory=Lease)
+    ends: dict[int, End] = dataclasses.field(default_factory=dict)
 
     def inventory(self) -> list[dict[str, Any]]:
         """Returns kind, memory and hardware of each device.
@@ -171,7 +174,8 @@ def attend(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
     client: {"cluster": {...}, "task": 0, "leader": 0, "silence": 30.0}     {"serving": 4711}
     client: {"knock": 8.0}                                                  {"unreachable": {"10.0.0.2:2300": why}}
     client: {"ping": 1}                                                     {"pong": 1}
-    client: {"protocol": ..., "ask": "pulse", "secret": ...}                {"age": 0.1}, on another connection
+    client: {"protocol": ..., "ask": "pulse", "secret": ..., "process": 4711}       on another connection:
+                                                                            {"age": 0.1}, or {"ended": how, ...}
     client: {"time": 1}                                                     {"time": 1, "now": 1700000000123456789}
 
     Whoever has a lease chooses its secret. Only with it the lease can be taken from an older connection, and only to
@@ -228,6 +232,9 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
     elif asked == "pulse":
         holder = machine.lease.holder()
         if holder is None or not holder.owns(_field(hello, "secret", str)):
+            if (end := machine.ends.get(_field(hello, "process", int))) is not None:
+                channel.send(end.message(), _ANSWER_SECONDS)
+                return
             raise _RefusedError("isn't lent to this process any more")
         channel.send({"age": machine.lease.age()}, _ANSWER_SECONDS)
     else:

@@ -140,7 +140,8 @@ class Recovery:
             WorkerLostError: they aren't back in time, or are lost again and again.
         """
         self._failures += 1
-        if self.policy.action == "raise" or self._failures > self.policy.attempts:
+        attempts = 1 if error.out_of_memory else self.policy.attempts  # The same step needs as much memory again.
+        if self.policy.action == "raise" or self._failures > attempts:
             raise error.anew()  # Raised once more, the error would hold this frame, which holds the error.
         started = reported = time.monotonic()
         addresses = engine.cluster.addresses
@@ -163,7 +164,10 @@ class Recovery:
                     # If all are there, they came back just now, or something else prevents a session.
                     if away or self.policy.action == "restart" or waited >= longest:
                         raise WorkerLostError(
-                            f"{error}; after {waited:.0f} s it isn't back: {still}", error.task, error.address
+                            f"{error}; after {waited:.0f} s it isn't back: {still}",
+                            error.task,
+                            error.address,
+                            error.out_of_memory,
                         ) from still
                 if time.monotonic() - reported >= _REPORT_SECONDS:
                     reported = time.monotonic()

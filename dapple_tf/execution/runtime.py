@@ -37,6 +37,7 @@ from dapple_tf.keras_private import compute_loss, tensorflow_variable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.planning.replanning import shrink, without_servers
+from dapple_tf.units import bytes_text
 from graph_passes.ir.tensorflow_private import eager_mode
 from graph_passes.pass_manager import Pipeline
 
@@ -420,16 +421,32 @@ class Runtime:
 
     def _explained(self, error: WorkerLostError) -> WorkerLostError:
         stages = [
-            str(stage)
+            stage
             for stage, replicas in enumerate(self.plan.working_devices)
             if any(self.cluster.devices[device].server == error.task for device in replicas)
         ]
-        runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(stages)}; " if stages else ""
+        runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}; " if stages else ""
+        needs = f"{self._memory_of(stages)}; " if error.out_of_memory else ""
         return WorkerLostError(
-            f"{error}; {runs}the last finished step is {self.steps}; {self.values.kept}",
+            f"{error}; {runs}{needs}the last finished step is {self.steps}; {self.values.kept}",
             error.task,
             error.address,
+            error.out_of_memory,
         )
+
+    def _memory_of(self, stages: Sequence[int]) -> str:
+        """Returns what stages were predicted to need, what there is, and what to do about it."""
+        report = self.plan.report
+        told = []
+        for stage in stages if report is not None else ():
+            assert report is not None
+            expected = report.stages[stage]
+            limit = "an unknown size" if expected.memory_limit is None else bytes_text(expected.memory_limit)
+            told.append(
+                f"stage {stage} was predicted to need {bytes_text(expected.memory_bytes)} of {limit} per device"
+            )
+        advice = "use smaller micro-batches, recompute='boundary', more stages, or start workers with --memory_bytes"
+        return "; ".join([*told, advice])
 
     def _replan(self, away: Sequence[int]) -> None:
         """Continues with the remaining workers."""
