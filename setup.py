@@ -12,7 +12,7 @@ _INSIDE = ("models", "tools")
 """Folders of a checkout that are installed as packages of dapple_tf, so that nobody else's folders have their names."""
 _EVALUATION = "tools.evaluation"
 """Programs of our own evaluation, which need a checkout: not installed."""
-_COMMANDS = ("dump", "launch", "plan", "profile", "simulate", "train", "what_if")
+_COMMANDS = ("dump", "keys", "launch", "plan", "profile", "simulate", "train", "what_if")
 """Programs of `tools` that do without a checkout."""
 _MODULES = {"dump": "dump_graph"}
 _VERSION = runpy.run_path(str(_ROOT / "dapple_tf" / "version.py"))["VERSION"]
@@ -53,6 +53,7 @@ setup(
     extras_require={
         "images": ["matplotlib"],
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
+        "tls": ["cryptography"],  # for dapple-keys alone, which makes certificates
         "torch": ["torch>=2.6"],  # for tools.evaluation.bench_torch alone
         "zoo": ["keras-hub"],  # for tools.evaluation.zoo, which trains its models beside plain Keras
         "docs": ["zensical", "mkdocstrings-python", "ruff"],  # for the site of the documentation, `make docs`
@@ -67,6 +68,7 @@ setup(
             "tensorboard",
             "matplotlib",
             "pyyaml",
+            "cryptography",
             "tokenizers",
             "selenium",
             "netron",

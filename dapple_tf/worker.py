@@ -34,7 +34,8 @@ from dapple_tf.clusters.ends import End, memory_kills
 from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.network.acceptor import Acceptor, Guest
-from dapple_tf.network.control import split_address
+from dapple_tf.network.control import Hello, split_address
+from dapple_tf.network.keys import TLS_VARIABLE, Keys
 from dapple_tf.network.listening import check_private, listen, resolve
 from dapple_tf.program import run_program
 
@@ -44,6 +45,12 @@ _DEVICES = flags.DEFINE_integer(
 )
 _MEMORY = flags.DEFINE_integer("memory_bytes", None, "Bytes of each device, for planning; by default what it has.", 1)
 _SERVER_PORT = flags.DEFINE_integer("server_port", 0, "Port of the TensorFlow server; 0 for any free port.", 0, 65_535)
+_TLS = flags.DEFINE_string(
+    "tls",
+    None,
+    "Directory with this machine's certificate (see dapple-keys): all connections are encrypted, and only who has a "
+    "certificate of the same authority gets in. By default the environment variable DAPPLE_TF_TLS.",
+)
 _ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "Start even on an address that the whole Internet can reach.")
 _ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addresses of this machine.")
 
@@ -115,7 +122,8 @@ class Worker:
             listener = socket.create_server(("", port), family=family) if all_interfaces else listen(own, port)
         except OSError as error:
             raise ClusterError(f"no worker can listen on {address}: {error.strerror or error}") from error
-        self._acceptor = Acceptor(listener)
+        self._keys = machine.keys
+        self._acceptor = Acceptor(listener, self._begin)
         self._children: dict[int, _Child] = {}  # by process
 
     def serve(self) -> None:
@@ -127,14 +135,19 @@ class Worker:
                 guest = self._acceptor.take(collections.Counter(child.host for child in self._children.values()))
                 if guest is None:
                     break
-                with contextlib.closing(guest.channel):
+                with contextlib.closing(guest.opening.channel):
                     self._fork(guest)
 
     def close(self) -> None:
         """Listens no more."""
         self._acceptor.close()
 
-    def _fork(self, guest: Guest) -> None:
+    def _begin(self, connection: socket.socket) -> Hello:
+        if self._keys is not None:
+            self._keys = self._keys.renewed()
+        return Hello(connection, self._keys)
+
+    def _fork(self, guest: Guest[Hello]) -> None:
         own = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -145,7 +158,7 @@ class Worker:
             return
         if child == 0:
             self._acceptor.close()
-            _in_child(guest, self.machine, own)
+            _in_child(guest.opening, self.machine, own)
         self.machine.ends.pop(child, None)
         self._children[child] = _Child(guest.host, memory_kills())
 
@@ -168,7 +181,7 @@ class Worker:
                     os.write(sys.stderr.fileno(), f"process {child} for a client: {end.text}\n".encode())
 
 
-def _in_child(guest: Guest, machine: Machine, worker: int) -> None:
+def _in_child(hello: Hello, machine: Machine, worker: int) -> None:
     """Serves one connection; the process ends with it, and at once if the worker does."""
     code = 1
     try:
@@ -177,8 +190,7 @@ def _in_child(guest: Guest, machine: Machine, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the worker, and this process with it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == worker:
-            assert guest.hello is not None
-            attend(guest.channel, guest.hello, machine)
+            attend(hello.channel, hello.message, machine)
             code = 0
     except Exception:
         logging.exception("a connection to the worker failed")
@@ -186,6 +198,14 @@ def _in_child(guest: Guest, machine: Machine, worker: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # TensorFlow's server can't be stopped.
+
+
+def _warn_of_name(keys: Keys, host: str) -> None:
+    """Warns if the certificate isn't for the worker's own host: others may reach it by another name (Kubernetes)."""
+    try:
+        keys.check_host(host)
+    except ClusterError as error:
+        logging.warning("%s; or let them reach this worker by a name that it has", error)
 
 
 def main(argv: list[str]) -> None:
@@ -199,8 +219,13 @@ def main(argv: list[str]) -> None:
         host, port = split_address(address)
         if port == _SERVER_PORT.value:
             raise ClusterError(f"--server_port={port} is the port of --address, too; give another one")
-        check_private(host, allow_public=_ALLOW_PUBLIC.value, all_interfaces=_ALL_INTERFACES.value)
-        machine = Machine(host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value)
+        directory = os.environ.get(TLS_VARIABLE) if _TLS.value is None else _TLS.value
+        keys = Keys(directory) if directory else None
+        if keys is not None:
+            _warn_of_name(keys, host)
+        allow_public = _ALLOW_PUBLIC.value or keys is not None
+        check_private(host, allow_public=allow_public, all_interfaces=_ALL_INTERFACES.value)
+        machine = Machine(host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value, keys)
         worker = Worker(address, machine, all_interfaces=_ALL_INTERFACES.value)
     except ClusterError as error:
         raise app.UsageError(str(error)) from error

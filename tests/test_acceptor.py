@@ -12,16 +12,16 @@ from workers import wait_until
 
 from dapple_tf.network import acceptor as acceptor_module
 from dapple_tf.network.acceptor import Acceptor, Guest
-from dapple_tf.network.control import Channel
+from dapple_tf.network.control import Channel, Hello
 
 ADDRESS = tuple[str, int]
 
 
 @pytest.fixture
-def listening() -> Iterator[tuple[Acceptor, ADDRESS]]:
+def listening() -> Iterator[tuple[Acceptor[Hello], ADDRESS]]:
     """Connections to all addresses of the loopback device, so that clients seem to be on several hosts."""
     listener = socket.create_server(("127.0.0.1", 0))
-    acceptor = Acceptor(listener)
+    acceptor = Acceptor(listener, Hello)
     yield acceptor, listener.getsockname()
     acceptor.close()
 
@@ -34,8 +34,8 @@ def connected(address: ADDRESS, host: str = "127.0.0.1", says: object = None) ->
         yield connection
 
 
-def next_guest(acceptor: Acceptor, served: dict[str, int] | None = None) -> Guest:
-    guests: list[Guest | None] = []
+def next_guest(acceptor: Acceptor[Hello], served: dict[str, int] | None = None) -> Guest[Hello]:
+    guests: list[Guest[Hello] | None] = []
 
     def look() -> bool:
         acceptor.wait()
@@ -48,20 +48,20 @@ def next_guest(acceptor: Acceptor, served: dict[str, int] | None = None) -> Gues
     return guest
 
 
-def test_who_speaks_is_served_before_those_who_do_not(listening: tuple[Acceptor, ADDRESS]) -> None:
+def test_who_speaks_is_served_before_those_who_do_not(listening: tuple[Acceptor[Hello], ADDRESS]) -> None:
     acceptor, address = listening
     with contextlib.ExitStack() as stack:
         for _ in range(70):
             stack.enter_context(connected(address)).sendall(b"{")
         stack.enter_context(connected(address, says={"ask": "status"}))
         guest = next_guest(acceptor)
-        assert (guest.host, guest.hello) == ("127.0.0.1", {"ask": "status"})
-        assert guest.channel.longest == Channel.LONGEST
-        guest.channel.close()
+        assert (guest.host, guest.opening.message) == ("127.0.0.1", {"ask": "status"})
+        assert guest.opening.channel.longest == Channel.LONGEST
+        guest.opening.channel.close()
 
 
 def test_a_crowd_from_one_host_keeps_no_other_out(
-    listening: tuple[Acceptor, ADDRESS], monkeypatch: pytest.MonkeyPatch
+    listening: tuple[Acceptor[Hello], ADDRESS], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest connections of the host that has the most are closed."""
     monkeypatch.setattr(acceptor_module, "_MOST_GUESTS", 5)
@@ -75,16 +75,16 @@ def test_a_crowd_from_one_host_keeps_no_other_out(
         patient.sendall(b'{"ask": "status"}\n')
         guest = next_guest(acceptor)
         assert guest.host == "127.0.0.9"
-        guest.channel.close()
+        guest.opening.channel.close()
 
 
-def settle(acceptor: Acceptor) -> None:
+def settle(acceptor: Acceptor[Hello]) -> None:
     """Deals with all that has arrived."""
     while acceptor._selector.select(0.1):
         acceptor.wait()
 
 
-def test_the_host_that_is_served_least_is_next(listening: tuple[Acceptor, ADDRESS]) -> None:
+def test_the_host_that_is_served_least_is_next(listening: tuple[Acceptor[Hello], ADDRESS]) -> None:
     acceptor, address = listening
     with contextlib.ExitStack() as stack:
         for host in ("127.0.0.2", "127.0.0.2", "127.0.0.3"):
@@ -95,15 +95,15 @@ def test_the_host_that_is_served_least_is_next(listening: tuple[Acceptor, ADDRES
         while (guest := acceptor.take(served)) is not None:
             served[guest.host] = served.get(guest.host, 0) + 1
             hosts.append(guest.host)
-            guest.channel.close()
+            guest.opening.channel.close()
     assert hosts == ["127.0.0.3", "127.0.0.2", "127.0.0.2"]
 
 
 @pytest.mark.parametrize("says", [b"\n", b"[]\n", b"x" * 200_000, b'{"half":'])
 def test_who_says_nonsense_or_too_little_is_dismissed(
-    says: bytes, listening: tuple[Acceptor, ADDRESS], monkeypatch: pytest.MonkeyPatch
+    says: bytes, listening: tuple[Acceptor[Hello], ADDRESS], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor_module, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(acceptor_module, "_OPENING_SECONDS", 0.2)
     acceptor, address = listening
     with connected(address) as connection:
         connection.setblocking(False)

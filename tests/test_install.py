@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 COMMANDS = {
-    f"dapple-{name}" for name in ("dump", "launch", "plan", "profile", "simulate", "train", "what-if", "worker")
+    f"dapple-{name}" for name in ("dump", "keys", "launch", "plan", "profile", "simulate", "train", "what-if", "worker")
 }
 
 pytestmark = pytest.mark.slow

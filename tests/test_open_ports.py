@@ -46,7 +46,8 @@ def check(*answers: Mapping[str, Any], client: list[str] | None = None) -> None:
         channels = [stack.enter_context(answering(answer)) for answer in answers]
         closed = dict.fromkeys(client or [], "Connection refused")
         monkeypatch.setattr("dapple_tf.clusters.open_ports.unreachable", lambda servers, seconds: closed)
-        check_ports(ADDRESSES[: len(answers)], channels, SERVERS[: len(answers)], [CLIENT] * len(answers), SECONDS)
+        servers = {server: server for server in SERVERS[: len(answers)]}
+        check_ports(ADDRESSES[: len(answers)], channels, servers, [CLIENT] * len(answers), SECONDS)
 
 
 def closed(*servers: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -34,7 +34,10 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
+from dapple_tf.network.keys import Keys
 from dapple_tf.network.listening import check_private, resolve
+from dapple_tf.network.relay import LOOPBACK
+from dapple_tf.network.tunnels import Tunnels
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class Connection:
         self.step_seconds = faults.step_seconds
         self.lost: WorkerLostError | None = None
         self.users = 0
+        self._keys = cluster.keys
         self._changed = threading.Condition()
         self._asked = 0.0  # workers must answer a ping that is sent after this time
         self._clock_requests = 0  # number of questions to workers for the time
@@ -122,7 +126,7 @@ class Connection:
         address = self.addresses[task]
         secret, port = lease_secret(address), _ports.get(address, 0)
         question = {"ask": "lease", "client": client_name(), "secret": secret, "port": port}
-        channel, answer = hello(task, address, question, self.notice_seconds)
+        channel, answer = hello(task, address, question, self.notice_seconds, self._keys)
         port = answer.get("port")
         if type(port) is not int or not 1 <= port <= 65_535:
             channel.close()
@@ -137,21 +141,25 @@ class Connection:
                 f"the model again",
                 [task],
             )
-        return Loan(task, address, channel, port, channel.socket.getsockname()[0])
+        return Loan(task, address, channel, port, channel.socket.getsockname()[0], self._keys)
 
     def _serve(self, leases: Sequence[Loan]) -> str:
         servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
-        port, target = _client_server(tuple(servers), tuple(dict.fromkeys(lease.host for lease in leases)))
+        hosts = tuple(dict.fromkeys(lease.host for lease in leases))
+        fingerprints = [lease.channel.fingerprint for lease in leases]
+        client = _client_server(tuple(servers), hosts, self._keys, tuple(fingerprints))
 
         def start(index: int) -> None:
             lease = leases[index]
-            cluster = {"client": [join_address(lease.host, port)], "worker": servers}
+            cluster = {"client": [join_address(lease.host, client.port)], "worker": servers}
             order = {
                 "cluster": cluster,
                 "task": index,
                 "leader": 0,
                 "silence": min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE),
             }
+            if self._keys is not None:
+                order["fingerprints"] = fingerprints
             try:
                 answer = accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
             except ControlError as error:
@@ -165,9 +173,11 @@ class Connection:
             lease.process = process
 
         for_each(start, len(leases))
-        channels, clients = [lease.channel for lease in leases], [join_address(lease.host, port) for lease in leases]
-        check_ports(self.addresses, channels, servers, clients, self.notice_seconds)
-        return target
+        channels, clients = [lease.channel for lease in leases], [join_address(lease.host, client.port) for lease in leases]
+        ends = servers if client.tunnels is None else client.tunnels.cluster["worker"]
+        reached = dict(zip(servers, ends, strict=True))
+        check_ports(self.addresses, channels, reached, clients, self.notice_seconds)
+        return client.target
 
     def _greet(self) -> None:
         """Runs something on every worker.
@@ -342,8 +352,7 @@ class Connection:
         if _connections.get(self.addresses) is self:  # not a newer one, opened because this one was lost
             del _connections[self.addresses]
         for lease in self._leases:
-            with contextlib.suppress(OSError):
-                lease.channel.socket.shutdown(socket.SHUT_RDWR)  # wakes its watcher, which closes it
+            lease.channel.interrupt()  # wakes its watcher, which closes it
         with self._changed:
             self._changed.notify_all()
 
@@ -360,9 +369,25 @@ _lock = threading.RLock()
 _connections: dict[tuple[str, ...], Connection] = {}
 _ports: dict[str, int] = {}
 """Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
-_client_servers: dict[tuple[str, ...], tuple[int, Any]] = {}
 _forked = False
 """Whether this process was forked from one with a TensorFlow server."""
+
+
+class _ClientServer(NamedTuple):
+    """This process's TensorFlow server for a cluster.
+
+    Attributes:
+        port: port at which workers reach it.
+        target: its target for sessions.
+        tunnels: the tunnels by which it is reached and reaches workers; None without TLS.
+    """
+
+    port: int
+    target: str
+    tunnels: Tunnels | None
+
+
+_client_servers: dict[tuple[tuple[str, ...], ...], _ClientServer] = {}
 
 
 def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
@@ -446,27 +471,49 @@ def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | Non
     return RemoteSession(connection, graph, config)
 
 
-def _client_server(workers: tuple[str, ...], hosts: tuple[str, ...]) -> tuple[int, str]:
-    """Returns port and target of this process's server for a cluster; made once, as TensorFlow can't stop a server."""
-    key = (*workers, *hosts)
-    if key not in _client_servers:
+def _client_server(
+    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
+) -> _ClientServer:
+    """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
+
+    Args:
+        workers: address of each worker's server.
+        hosts: this process's addresses, as workers see them.
+        keys: this machine's, for TLS.
+        fingerprints: those of the workers' certificates.
+    """
+    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint,)
+    server = _client_servers.get(key)
+    if server is None or (server.tunnels is not None and not server.tunnels.alive):
+        server = _client_servers[key] = _make_client_server(workers, hosts, keys, fingerprints)
+    elif server.tunnels is not None:
+        server.tunnels.drop()
+    return server
+
+
+def _make_client_server(
+    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
+) -> _ClientServer:
+    own = [resolve(host)[0] for host in hosts]
+    with socket.socket(socket.AF_INET6 if own[0].version == 6 else socket.AF_INET) as trial:
+        trial.bind((str(own[0]), 0))
+        port = int(trial.getsockname()[1])
+    cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
+    if keys is None:
         for host in hosts:
             try:
                 check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
             except ClusterError as error:
                 raise ClusterError(
                     f"this process reaches the workers from {host}, where it would have to listen; use a private "
-                    f"network, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
+                    f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
                 ) from error
-        own = [resolve(host)[0] for host in hosts]
-        with socket.socket(socket.AF_INET6 if own[0].version == 6 else socket.AF_INET) as trial:
-            trial.bind((str(own[0]), 0))
-            port = int(trial.getsockname()[1])
-        cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
-        config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
-        _client_servers[key] = (port, start_server(cluster, "client", 0, config, port, own))
-    port, server = _client_servers[key]
-    return port, server.target
+        return _ClientServer(port, start_server(cluster, "client", 0, config, port, own).target, None)
+    all_fingerprints = {"client": [""], "worker": fingerprints}
+    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0))
+    server = start_server(tunnels.cluster, "client", 0, config, tunnels.server_port, resolve(LOOPBACK))
+    return _ClientServer(port, server.target, tunnels)
 
 
 def _leave_all() -> None:
@@ -477,6 +524,7 @@ def _leave_all() -> None:
     for connection in _connections.values():
         connection.disown()
     _connections.clear()
+    _client_servers.clear()  # Their tunnels are that process's, too.
 
 
 os.register_at_fork(after_in_child=_leave_all)
@@ -487,3 +535,6 @@ def _give_all_back() -> None:
     for connection in list(_connections.values()):
         connection.close()
     wait_for_calls(_EXIT_SECONDS)
+    for server in _client_servers.values():
+        if server.tunnels is not None:
+            server.tunnels.close()

@@ -12,6 +12,7 @@ from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.ends import End
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, SilentError
 from dapple_tf.network.inquiry import lease_secret
+from dapple_tf.network.keys import Keys
 
 _CLOCK_SAMPLES = 8
 """Number of questions for a worker's time; the fastest answer counts."""
@@ -33,6 +34,7 @@ class Loan:
         channel: the connection to it.
         port: port of its TensorFlow server.
         host: this process's own address, as that worker sees it.
+        keys: this machine's, for TLS; None without.
         process: the worker's process that serves this one.
         confirmed: time of the worker's last sign of life.
         clock: the worker's last answer to a question for the time, and the number of that question.
@@ -43,6 +45,7 @@ class Loan:
     channel: Channel
     port: int
     host: str
+    keys: Keys | None = None
     process: int = 0
     confirmed: float = 0.0
     clock: tuple[int, tuple[ClockSample, ...]] = (0, ())
@@ -87,7 +90,7 @@ class Loan:
             return max(0.0, min(share * seconds, deadline - time.monotonic()))
 
         try:
-            with contextlib.closing(Channel.connect(self.address, at_most(_CONNECT))) as channel:
+            with contextlib.closing(Channel.connect(self.address, at_most(_CONNECT), self.keys)) as channel:
                 asked = time.monotonic()
                 answer = self._ask_pulse(channel, at_most(_ANSWER))
         except ControlError:
@@ -104,7 +107,7 @@ class Loan:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(ControlError):
             while (left := deadline - time.monotonic()) > 0:
-                with contextlib.closing(Channel.connect(self.address, left)) as channel:
+                with contextlib.closing(Channel.connect(self.address, left, self.keys)) as channel:
                     if (end := End.parsed(self._ask_pulse(channel, left))) is not None:
                         return end
                 time.sleep(_AGAIN_SECONDS)  # Its connections are closed a moment before the process has ended.

@@ -32,7 +32,7 @@ class _Way(NamedTuple):
 def check_ports(
     addresses: Sequence[str],
     channels: Sequence[Channel],
-    servers: Sequence[str],
+    servers: Mapping[str, str],
     clients: Sequence[str],
     seconds: float,
 ) -> None:
@@ -41,7 +41,7 @@ def check_ports(
     Args:
         addresses: ``host:port`` of each worker.
         channels: the connection to each worker, which serves.
-        servers: ``host:port`` of each worker's TensorFlow server.
+        servers: ``host:port`` of each worker's TensorFlow server -> where this process reaches it.
         clients: ``host:port`` of this process's server, as each worker reaches it.
         seconds: time in which each has to answer.
 
@@ -63,7 +63,7 @@ def check_ports(
     # All at once: who knocks at a server that doesn't answer waits for the whole time.
     for_each(knock, len(addresses) + 1, at_once=len(addresses) + 1)
     if closed:
-        raise UnusableWorkersError(_text(closed, addresses, servers, clients), _to_leave_out(closed))
+        raise UnusableWorkersError(_text(closed, addresses, [*servers], clients), _to_leave_out(closed))
 
 
 def _knocking(seconds: float) -> float:

@@ -30,7 +30,10 @@ from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.knocking import unreachable
+from dapple_tf.network.keys import Keys
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
+from dapple_tf.network.relay import LOOPBACK
+from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.network.versions import own_versions
 from dapple_tf.version import VERSION
 from graph_passes.ir.tensorflow_private import local_devices
@@ -129,6 +132,8 @@ class Machine:
         memory_bytes: memory of each device; None is the real size.
         server_port: port of TensorFlow's server; 0 for any.
         all_interfaces: whether that server listens on all of the machine's addresses.
+        keys: the machine's keys for TLS; None for TCP. With them ``server_port`` and ``all_interfaces`` are about the
+            tunnels to TensorFlow's server, which listens on the loopback device alone.
         lease: the right to use it.
         ends: process -> how it ended, of those that clients had.
     """
@@ -138,6 +143,7 @@ class Machine:
     memory_bytes: int | None = None
     server_port: int = 0
     all_interfaces: bool = False
+    keys: Keys | None = None
     lease: Lease = dataclasses.field(default_factory=Lease)
     ends: dict[int, End] = dataclasses.field(default_factory=dict)
 
@@ -177,6 +183,8 @@ def attend(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
     client: {"protocol": ..., "ask": "pulse", "secret": ..., "process": 4711}       on another connection:
                                                                             {"age": 0.1}, or {"ended": how, ...}
     client: {"time": 1}                                                     {"time": 1, "now": 1700000000123456789}
+
+    With TLS the third message also has ``fingerprints``, those of the workers' certificates.
 
     Whoever has a lease chooses its secret. Only with it the lease can be taken from an older connection, and only to
     who tells it, also with "status", the holder's name is told.
@@ -223,7 +231,7 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         port = machine.server_port or port or _free_port(machine.host)
         channel.send({"devices": inventory, "port": port, "versions": own_versions()}, _ANSWER_SECONDS)
         order = channel.receive(_ANSWER_SECONDS)
-        silence, others = _start(order, inventory, machine, port)
+        silence, others = _start(order, inventory, machine, port, channel.fingerprint)
         threading.Thread(target=machine.lease.beat, name="pulse", daemon=True).start()
         channel.send({"serving": os.getpid()}, _ANSWER_SECONDS)
         logging.info("serving %s", client)
@@ -276,12 +284,20 @@ def _free_port(host: str) -> int:
 
 
 def _start(
-    order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int
-) -> tuple[float, list[str]]:
+    order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int, client: str
+) -> tuple[float, dict[str, str]]:
     """Starts TensorFlow's server.
 
+    Args:
+        order: the client's.
+        inventory: the devices.
+        machine: what is lent.
+        port: port at which the server is reached.
+        client: fingerprint of the client's certificate; empty without TLS.
+
     Returns:
-        The seconds of silence after which the client counts as gone, and the addresses of the other servers.
+        The seconds of silence after which the client counts as gone, and the address of each other server -> where
+        this one reaches it, which is another place if a tunnel leads there.
     """
     cluster, task, leader = (_field(order, *field) for field in (("cluster", dict), ("task", int), ("leader", int)))
     silence = _field(order, "silence", float)
@@ -300,11 +316,38 @@ def _start(
     kinds = [device["kind"] for device in inventory]
     config = server_config(kinds.count("CPU"), kinds.count("GPU"), leader)
     try:
-        start_server(cluster, "worker", task, config, port, None if machine.all_interfaces else resolve(machine.host))
+        view = cluster
+        if machine.keys is None:
+            addresses = None if machine.all_interfaces else resolve(machine.host)
+            start_server(cluster, "worker", task, config, port, addresses)
+        else:
+            fingerprints = {"client": [client], "worker": _fingerprints(order, workers)}
+            if set(cluster) - set(fingerprints) or len(cluster.get("client", ())) > 1:
+                raise _RefusedError(f"the cluster has the jobs {list(cluster)}; it must have workers and one client")
+            tunnels = Tunnels(
+                machine.keys,
+                [machine.host],
+                port,
+                cluster,
+                fingerprints,
+                ("worker", task),
+                all_interfaces=machine.all_interfaces,
+            )
+            start_server(tunnels.cluster, "worker", task, config, tunnels.server_port, resolve(LOOPBACK))
+            view = tunnels.cluster
     except ClusterError as error:
         raise _RefusedError(str(error)) from error
-    own = workers[task]
-    return silence, [address for addresses in cluster.values() for address in addresses if address != own]
+    pairs = [pair for job, addresses in cluster.items() for pair in zip(addresses, view[job], strict=True)]
+    return silence, {address: reached for address, reached in pairs if address != workers[task]}
+
+
+def _fingerprints(order: Mapping[str, Any], workers: Sequence[str]) -> list[str]:
+    fingerprints = _field(order, "fingerprints", list)
+    if len(fingerprints) != len(workers) or not set(map(type, fingerprints)) <= {str}:
+        raise _RefusedError(
+            f"'fingerprints' is {fingerprints!r}; it must have a text for each of the workers {workers}"
+        )
+    return fingerprints
 
 
 def start_server(
@@ -331,7 +374,7 @@ def start_server(
     return server
 
 
-def _answer(channel: Channel, silence: float, others: Sequence[str]) -> None:
+def _answer(channel: Channel, silence: float, others: Mapping[str, str]) -> None:
     """Answers the client as long as it is there; knocks at the other servers where it asks for that."""
     try:
         while True:

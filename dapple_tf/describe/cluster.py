@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
+from dapple_tf.network.keys import TLS_VARIABLE, Keys
 from dapple_tf.text_table import ranges
 from dapple_tf.units import link_text
 
@@ -51,6 +53,7 @@ class Cluster(JsonFile):
         reduce_latency: the least seconds of one step of the ring; None for the link's own.
         addresses: "host:port" of the worker on each server (`dapple_tf.worker`); empty for the devices of this process.
         reductions: all-reduces as they were measured, which count before links and the two values above.
+        tls: directory with this machine's certificate, if the workers are reached by TLS (`network.keys`).
         sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
 
     Raises:
@@ -71,6 +74,7 @@ class Cluster(JsonFile):
     addresses: tuple[str, ...] = ()
     sub_streams: int = 0
     reductions: ReductionLinks = field(default_factory=ReductionLinks)
+    tls: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -143,7 +147,12 @@ class Cluster(JsonFile):
 
     @classmethod
     def of_servers(
-        cls, addresses: Sequence[str], *, devices_per_server: int | None = None, memory_bytes: int | None = None
+        cls,
+        addresses: Sequence[str],
+        *,
+        devices_per_server: int | None = None,
+        memory_bytes: int | None = None,
+        tls: str | os.PathLike[str] | None = None,
     ) -> Cluster:
         """Makes a cluster of the devices of running workers, see `dapple_tf.worker`.
 
@@ -153,14 +162,18 @@ class Cluster(JsonFile):
             addresses: "host:port" of each worker, at which this process and the other workers reach it.
             devices_per_server: logical CPU devices of each worker; None asks the workers for their devices.
             memory_bytes: memory of each device, for planning; None for what the workers say, or unknown.
+            tls: directory with this machine's certificate, for workers that were started with ``--tls``; None is the
+                environment variable DAPPLE_TF_TLS, without which nothing is encrypted.
 
         Raises:
-            ClusterError: there are no addresses, one isn't "host:port" or is listed twice, there are no devices, or no
-                worker answers.
+            ClusterError: there are no addresses, one isn't "host:port" or is listed twice, there are no devices, no
+                worker answers, or TLS doesn't accept a certificate.
         """
         check_addresses(addresses)
+        tls = tls or os.environ.get(TLS_VARIABLE) or None
+        keys = None if tls is None else Keys(tls)
         if devices_per_server is None:
-            answers = inventory(addresses, FaultPolicy().notice_seconds)
+            answers = inventory(addresses, FaultPolicy().notice_seconds, keys)
             server_devices = [
                 [(str(d["kind"]), d["memory_bytes"], clean(d.get("hardware", ""))) for d in devices]
                 for devices in answers
@@ -176,10 +189,26 @@ class Cluster(JsonFile):
             for task, kinds in enumerate(server_devices)
             for index, (kind, memory, hardware) in enumerate(kinds)
         )
-        return cls(devices, addresses=tuple(addresses))
+        return cls(devices, addresses=tuple(addresses), tls=None if keys is None else str(keys.directory))
+
+    @property
+    def keys(self) -> Keys | None:
+        """This machine's keys as they are now; None without TLS.
+
+        Raises:
+            ClusterError: they can't be used.
+        """
+        return None if self.tls is None else Keys(self.tls)
 
     @classmethod
-    def from_resolver(cls, resolver: Any, *, job: str = "worker", memory_bytes: int | None = None) -> Cluster:
+    def from_resolver(
+        cls,
+        resolver: Any,
+        *,
+        job: str = "worker",
+        memory_bytes: int | None = None,
+        tls: str | os.PathLike[str] | None = None,
+    ) -> Cluster:
         """Makes a cluster of the workers that a ``tf.distribute.cluster_resolver`` names (TF_CONFIG, Slurm, ...).
 
             Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
@@ -190,6 +219,7 @@ class Cluster(JsonFile):
             resolver: the resolver, which names the addresses.
             job: the job whose tasks are the workers.
             memory_bytes: as for `of_servers`.
+            tls: as for `of_servers`.
 
         Raises:
             ClusterError: the resolver has no such job, or as for `of_servers`.
@@ -202,7 +232,7 @@ class Cluster(JsonFile):
             )
         tasks = jobs[job]
         addresses = [tasks[task] for task in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
-        return cls.of_servers(addresses, memory_bytes=memory_bytes)
+        return cls.of_servers(addresses, memory_bytes=memory_bytes, tls=tls)
 
     def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
         """Returns a cluster with a sub-stream per device: a second logical device of the same hardware.

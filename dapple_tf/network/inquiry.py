@@ -16,6 +16,7 @@ from typing import Any
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
+from dapple_tf.network.keys import Keys
 from dapple_tf.network.versions import are_versions, version_difference
 
 
@@ -37,12 +38,13 @@ def lease_secret(address: str) -> str:
     return hmac.new(_KEY, f"{os.getpid()} {address}".encode(), "sha256").hexdigest()
 
 
-def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, Any]]]:
+def inventory(addresses: Sequence[str], seconds: float, keys: Keys | None = None) -> list[list[dict[str, Any]]]:
     """Asks running workers for kind, memory and hardware of their devices.
 
     Args:
         addresses: ``host:port`` of each worker.
         seconds: time in which each has to answer.
+        keys: this machine's, for TLS.
 
     Raises:
         ClusterError: a worker isn't there.
@@ -50,7 +52,7 @@ def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, A
     inventories: dict[int, list[dict[str, Any]]] = {}
 
     def ask(task: int) -> None:
-        channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
+        channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds, keys)
         channel.close()
         inventories[task] = devices(task, addresses[task], answer)
 
@@ -85,14 +87,14 @@ def garbled(answer: Mapping[str, Any], name: str) -> str:
     return f"answers {reprlib.repr(answer)}, which lacks {name!r} or garbles it; is it a worker of this version?"
 
 
-def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
+def reachable(addresses: Sequence[str], seconds: float, keys: Keys | None = None) -> list[bool]:
     """Returns whether each worker answers within ``seconds``, and is free for this process."""
     free: dict[int, bool] = {}
 
     def ask(task: int) -> None:
         try:
             question = {"ask": "status", "secret": lease_secret(addresses[task])}
-            channel, answer = hello(task, addresses[task], question, seconds)
+            channel, answer = hello(task, addresses[task], question, seconds, keys)
             channel.close()
             free[task] = answer.get("holder") in (None, client_name())
         except ClusterError:
@@ -102,7 +104,9 @@ def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
     return [free[task] for task in range(len(addresses))]
 
 
-def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) -> tuple[Channel, dict[str, Any]]:
+def hello(
+    task: int, address: str, question: Mapping[str, Any], seconds: float, keys: Keys | None = None
+) -> tuple[Channel, dict[str, Any]]:
     """Connects to a worker and asks a question; returns the connection, which stays open, and the answer.
 
     Raises:
@@ -110,16 +114,20 @@ def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) 
     """
     channel = None
     try:
-        channel = Channel.connect(address, seconds)
+        channel = Channel.connect(address, seconds, keys)
         answer = accepted(task, address, channel.ask({"protocol": PROTOCOL, **question}, seconds))
         _check_versions(task, address, answer)
         return channel, answer
     except ControlError as error:
         if channel is not None:
             channel.close()
-        raise ClusterError(
-            f"worker {task} ({address}) {error}; is `python -m dapple_tf.worker --address={address}` running there?"
-        ) from error
+        advice = (
+            f"is `python -m dapple_tf.worker --address={address}` running there, without --tls?"
+            if keys is None
+            else f"is `python -m dapple_tf.worker --address={address} --tls=...` running there, with a certificate of "
+            f"the same authority as the one in {keys.directory}?"
+        )
+        raise ClusterError(f"worker {task} ({address}) {error}; {advice}") from error
     except ClusterError:
         assert channel is not None
         channel.close()

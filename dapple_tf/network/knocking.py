@@ -24,17 +24,23 @@ _FALLBACK_SECONDS = 0.25
 """Seconds until the next one of a host's addresses is tried, too, as gRPC does."""
 
 
-def unreachable(addresses: Sequence[str], seconds: float) -> dict[str, str]:
+def unreachable(servers: Mapping[str, str], seconds: float) -> dict[str, str]:
     """Knocks at TensorFlow servers; returns those that don't answer within ``seconds``, and what happens instead.
 
-        unreachable(["10.0.0.2:2300", "10.0.0.3:2300"], 10.0)   is   {"10.0.0.3:2300": "no answer within 10 s"}
+        unreachable({"10.0.0.2:2300": "10.0.0.2:2300", "10.0.0.3:2300": "10.0.0.3:2300"}, 10.0)
+        is {"10.0.0.3:2300": "no answer within 10 s"}
 
     Not for a thread that runs an event loop.
+
+    Args:
+        servers: address -> where to knock, which is another place if a tunnel leads there.
+        seconds: time for an answer.
     """
-    return asyncio.run(_knock_at_all(addresses, seconds))
+    answers = asyncio.run(_knock_at_all([*servers.values()], seconds))
+    return {address: answer for address, answer in zip(servers, answers, strict=True) if answer is not None}
 
 
-async def _knock_at_all(addresses: Sequence[str], seconds: float) -> dict[str, str]:
+async def _knock_at_all(addresses: Sequence[str], seconds: float) -> list[str | None]:
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def knock(address: str) -> str | None:
@@ -45,8 +51,7 @@ async def _knock_at_all(addresses: Sequence[str], seconds: float) -> dict[str, s
             except TimeoutError:
                 return f"no answer within {seconds:.3g} s"
 
-    answers = await asyncio.gather(*map(knock, addresses))
-    return {address: answer for address, answer in zip(addresses, answers, strict=True) if answer is not None}
+    return await asyncio.gather(*map(knock, addresses))
 
 
 async def _knock(address: str) -> str | None:

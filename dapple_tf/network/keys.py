@@ -1,0 +1,161 @@
+"""A machine's certificate for mutual TLS: who it is, and by which authority it knows the others.
+
+A directory has three files in PEM form, which `dapple-keys` makes, or any other authority's program:
+
+    authority.pem     certificate of the authority; who has none of its certificates gets nowhere
+    certificate.pem   this machine's own, of that authority, with its names and addresses
+    key.pem           the private key of that certificate
+
+Both sides of every connection show their certificates. A client looks for the address at which it reaches a worker
+among the names in the worker's certificate. For the tunnels between TensorFlow's servers (`tunnels.py`) everybody knows
+the very certificates of the others, by their fingerprints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import socket
+import ssl
+import stat
+from pathlib import Path
+
+from dapple_tf.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+TLS_VARIABLE = "DAPPLE_TF_TLS"
+"""Environment variable with the directory of clients and workers that aren't told another one."""
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_FILES = {AUTHORITY: "the authority's certificate", CERTIFICATE: "this machine's certificate", KEY: "its private key"}
+
+
+def fingerprint(connection: ssl.SSLSocket) -> str:
+    """Returns the fingerprint of the certificate that the other side has shown: SHA-256, as 64 hexadecimal digits.
+
+    The connection's handshake must be over.
+    """
+    certificate = connection.getpeercert(binary_form=True)
+    assert certificate is not None, "both sides are asked for certificates"
+    return hashlib.sha256(certificate).hexdigest()
+
+
+def pem_fingerprint(certificate: str) -> str:
+    """Returns the fingerprint of a certificate in PEM form: of the first, where those of its authorities follow.
+
+    Raises:
+        ValueError: there is none.
+    """
+    first = _PEM.search(certificate)
+    if first is None:
+        raise ValueError("no certificate in PEM form")
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).hexdigest()
+
+
+class Keys:
+    """The files of one directory, as they are now.
+
+    Attributes:
+        directory: the directory.
+        fingerprint: that of this machine's certificate.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Reads the files.
+
+        Raises:
+            ClusterError: a file is missing or isn't what it should be; others may read the private key; or the
+                certificate isn't this key's, isn't this authority's, or isn't valid now.
+        """
+        self.directory = Path(directory).absolute()
+        for name, what in _FILES.items():
+            if not (self.directory / name).is_file():
+                raise ClusterError(
+                    f"TLS: {self.directory / name} ({what}) is missing; a directory for TLS has {', '.join(_FILES)}, "
+                    f"and dapple-keys makes it"
+                )
+        key = self.directory / KEY
+        if key.stat().st_mode & stat.S_IROTH:
+            raise ClusterError(f"TLS: every user of this machine can read {key}; `chmod o= {key}`, or make new keys")
+        self._changed = self._changes()
+        self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
+        self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        self._peer = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        self._peer.check_hostname = False
+        self._check(self._peer, None)
+        self.fingerprint = pem_fingerprint((self.directory / CERTIFICATE).read_text())
+
+    def renewed(self) -> Keys:
+        """Returns the keys that the directory has now: these unless its files have changed, or can't be used."""
+        try:
+            return self if self._changes() == self._changed else Keys(self.directory)
+        except (ClusterError, OSError) as error:
+            logger.warning("the former certificate stays in use: %s", error)
+            return self
+
+    def _changes(self) -> list[int]:
+        return [(self.directory / name).stat().st_mtime_ns for name in _FILES]
+
+    def check_host(self, host: str) -> None:
+        """Checks that the certificate is for a host's name or address, by which others will reach this machine.
+
+        Raises:
+            ClusterError: it isn't.
+        """
+        self._check(self._client, host)
+
+    def server(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Returns a connection that was accepted, with the handshake still to come."""
+        return self._server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def client(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
+        """Returns a connection to a host, whose certificate has to name it, with the handshake still to come."""
+        return self._client.wrap_socket(connection, server_hostname=host, do_handshake_on_connect=False)
+
+    def peer(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Returns a connection to who is known by its fingerprint, which the caller has to compare."""
+        return self._peer.wrap_socket(connection, do_handshake_on_connect=False)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            # Nobody resumes sessions, and a client that closes before it has read a ticket would lose what it sent.
+            context.num_tickets = 0
+        try:
+            context.load_verify_locations(self.directory / AUTHORITY)
+        except (OSError, ssl.SSLError) as error:
+            raise ClusterError(f"TLS: {self.directory / AUTHORITY} can't be read: {error}") from error
+        try:
+            context.load_cert_chain(self.directory / CERTIFICATE, self.directory / KEY, password=_no_password)
+        except (OSError, ssl.SSLError) as error:
+            raise ClusterError(
+                f"TLS: {CERTIFICATE} and {KEY} in {self.directory} don't go together or can't be read: {error}"
+            ) from error
+        return context
+
+    def _check(self, context: ssl.SSLContext, host: str | None) -> None:
+        """Greets itself, as others will: what they would refuse is refused here."""
+        one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = self._server.wrap_bio(one, other, server_side=True)
+        client = context.wrap_bio(other, one, server_hostname=host)
+        try:
+            for side in (client, server, client, server):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason or str(error)
+            raise ClusterError(
+                f"TLS: others would refuse {self.directory / CERTIFICATE}"
+                f"{f' from {host}' if host else ''}: {why}. Make one with dapple-keys, which is given the machine's "
+                f"names and addresses"
+            ) from error
+
+
+def _no_password() -> str:
+    raise ClusterError("TLS: the private key has a password, which nobody is there to type; store it without one")

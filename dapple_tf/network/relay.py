@@ -1,0 +1,310 @@
+"""Relays between TensorFlow's servers: a program that `tunnels.Tunnels` starts, one for each server.
+
+    this machine                                                another one
+    server ──▶ a port of 127.0.0.1 ─ relay ═══ TLS ═══▶ relay ──▶ 127.0.0.1, its server's port
+
+TensorFlow's servers listen on the loopback device alone. For each other server the relay has a port there, its end of
+the tunnel; what comes in goes on by TLS to the relay of that server, which hands it to the server. A connection is
+carried only if both sides have shown the very certificates that the client of the cluster knows the other by.
+
+The first line of its input is its order, in JSON; it answers with the ports, or an error. From then on each line drops
+all connections, and the end of its input ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dapple_tf.errors import ClusterError
+from dapple_tf.network.acceptor import Acceptor
+from dapple_tf.network.control import ControlError, split_address
+from dapple_tf.network.keys import Keys, fingerprint
+from dapple_tf.network.listening import listen, resolve
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_CONNECT_SECONDS = 10.0
+_TAKEN_SECONDS = 0.5
+"""The relay of the client before may still be ending."""
+_BUFFER_BYTES = 1 << 18
+_RECORD_BYTES = 1 << 14
+"""Bytes of the longest record of TLS, the most that is received at once."""
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
+"""Seconds of silence before the other machine is asked whether it is there, between questions, and their number."""
+_READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
+
+
+class _Flow:
+    """One direction of a link, with what has been received and not yet handed on.
+
+    Attributes:
+        ended: whether nothing more comes, and all has been handed on.
+        waits_for: what it needs to go on: a socket, and the event of `select.poll`.
+    """
+
+    def __init__(self, source: socket.socket, sink: socket.socket) -> None:
+        self.ended = False
+        self.waits_for = source, _READABLE
+        self._source, self._sink = source, sink
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+
+    def advance(self) -> bool:
+        """Receives and hands on what it can; returns whether that was anything."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            self._receive()
+        handed_on = self._start
+        try:
+            while self._start < self._end:
+                self._start += self._sink.send(self._view[self._start : self._end])
+        except ssl.SSLWantReadError:
+            self.waits_for = self._sink, _READABLE
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self.waits_for = self._sink, _WRITABLE
+        return self._start > handed_on
+
+    def _receive(self) -> None:
+        try:
+            while self._end + _RECORD_BYTES <= _BUFFER_BYTES:
+                count = self._source.recv_into(self._view[self._end :])
+                if not count:
+                    self.ended = self._end == 0
+                    return
+                self._end += count
+        except ssl.SSLWantWriteError:
+            self.waits_for = self._source, _WRITABLE
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self.waits_for = self._source, _READABLE
+
+
+def carry(one: socket.socket, other: socket.socket) -> None:
+    """Hands on what either side of a link sends to the other, until one of them ends; then both are to be closed.
+
+    A connection of TLS mustn't be used by two threads at once: one thread serves both directions, and neither waits
+    for the other.
+
+    Raises:
+        OSError: a side is lost.
+    """
+    for side in (one, other):
+        side.setblocking(False)
+        side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    flows = _Flow(one, other), _Flow(other, one)
+    while True:
+        moved = [flow.advance() for flow in flows]
+        if any(flow.ended for flow in flows):
+            return
+        if any(moved):
+            continue
+        events: dict[socket.socket, int] = {}
+        for flow in flows:
+            waiting, event = flow.waits_for
+            events[waiting] = events.get(waiting, 0) | event
+        poll = select.poll()
+        for waiting, event in events.items():
+            poll.register(waiting, event)
+        poll.poll()
+
+
+class _Handshake:
+    """A connection until TLS knows the other side, on the side that accepts it."""
+
+    def __init__(self, connection: socket.socket, keys: Keys) -> None:
+        connection.setblocking(False)
+        self.connection = keys.server(connection)
+        self.writing = False
+
+    def advance(self) -> bool:
+        try:
+            self.connection.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as blocked:
+            self.writing = isinstance(blocked, ssl.SSLWantWriteError)
+            return False
+        except OSError as error:
+            raise ControlError(f"doesn't get in: {error}") from error
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """Where a tunnel leads: another server's relay, and the fingerprint of its certificate."""
+
+    address: str
+    fingerprint: str
+
+
+class Relay:
+    """The relays of one server: threads that carry its connections.
+
+    Attributes:
+        ports: port of 127.0.0.1 for each other server.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        listeners: Sequence[socket.socket],
+        server_port: int,
+        known: Collection[str],
+        ends: Sequence[_End],
+    ) -> None:
+        """Begins to accept connections.
+
+        Args:
+            keys: this machine's.
+            listeners: where other machines' relays connect.
+            server_port: port of 127.0.0.1 of the server here.
+            known: fingerprints of the certificates of those that may connect to it.
+            ends: the other servers.
+        """
+        self._keys, self._server_port, self._known = keys, server_port, frozenset(known)
+        self._lock = threading.Lock()
+        self._carried: set[socket.socket] = set()
+        local = [socket.create_server((LOOPBACK, 0)) for _ in ends]
+        self.ports = [listener.getsockname()[1] for listener in local]
+        for listener in listeners:
+            self._start(self._accept_others, listener)
+        for listener, end in zip(local, ends, strict=True):
+            self._start(self._accept_own, listener, end)
+
+    def drop(self) -> None:
+        """Drops all connections: those behind them may be of an earlier server, and nothing tells of its end."""
+        with self._lock:
+            for carried in self._carried:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(carried, socket.SHUT_RDWR)
+
+    def _start(self, function: Any, *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+    def _accept_others(self, listener: socket.socket) -> None:
+        acceptor = Acceptor(listener, lambda connection: _Handshake(connection, self._keys))
+        while True:
+            acceptor.wait()
+            while (guest := acceptor.take({})) is not None:
+                self._start(self._bring_in, guest.opening.connection, guest.host)
+
+    def _accept_own(self, listener: socket.socket, end: _End) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                logger.warning("no connection to %s: %s", end.address, error)
+                time.sleep(0.01)
+                continue
+            self._start(self._take_out, connection, end)
+
+    def _bring_in(self, connection: ssl.SSLSocket, host: str) -> None:
+        with connection:
+            if fingerprint(connection) not in self._known:
+                logger.warning("%s has a certificate of the authority, but isn't one of this client's machines", host)
+                return
+            try:
+                with socket.create_connection((LOOPBACK, self._server_port), _CONNECT_SECONDS) as server:
+                    self._carry(server, connection)
+            except OSError as error:
+                logger.info("a connection from %s has ended: %s", host, error)
+
+    def _take_out(self, connection: socket.socket, end: _End) -> None:
+        with connection:
+            try:
+                plain = socket.create_connection(split_address(end.address), _CONNECT_SECONDS)
+                with self._keys.peer(plain) as secured:
+                    secured.do_handshake()
+                    if fingerprint(secured) != end.fingerprint:
+                        logger.warning("%s has another certificate than the client knows it by", end.address)
+                        return
+                    self._carry(connection, secured)
+            except OSError as error:
+                logger.info("a connection to %s has ended: %s", end.address, error)
+
+    def _carry(self, plain: socket.socket, secured: ssl.SSLSocket) -> None:
+        for option, value in _KEEPALIVE.items():
+            secured.setsockopt(socket.IPPROTO_TCP, option, value)
+        secured.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with self._lock:
+            self._carried |= {plain, secured}
+        try:
+            carry(plain, secured)
+        finally:
+            with self._lock:
+                self._carried -= {plain, secured}
+
+
+def _listeners(hosts: Sequence[str], port: int, *, all_interfaces: bool) -> list[socket.socket]:
+    """Listens where other machines' relays connect; waits a little while for a port that is taken."""
+    deadline = time.monotonic() + _TAKEN_SECONDS
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                own = resolve(hosts[0])[0]
+                family = socket.AF_INET6 if own.version == 6 else socket.AF_INET
+                sockets = [
+                    stack.enter_context(listener)
+                    for listener in (
+                        [socket.create_server(("", port), family=family)]
+                        if all_interfaces
+                        else (listen(resolve(host)[0], port) for host in hosts)
+                    )
+                ]
+                stack.pop_all()
+                return sockets
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"no tunnel can end at port {port} of {', '.join(hosts)}: is it taken? ({error})"
+                    ) from error
+        time.sleep(0.02)
+
+
+def start_relay(order: Mapping[str, Any]) -> Relay:
+    """Starts the relays of an order.
+
+    Raises:
+        ClusterError: the keys or the addresses can't be used.
+    """
+    keys = Keys(order["directory"])
+    listeners = _listeners(order["hosts"], order["port"], all_interfaces=order["all_interfaces"])
+    ends = [_End(*end) for end in order["ends"]]
+    return Relay(keys, listeners, order["server_port"], order["known"], ends)
+
+
+def main() -> None:
+    """Serves until the input ends, or the process that has started this one does."""
+    logging.basicConfig(format="relay: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this one.
+    parent = os.getppid()
+    order = json.loads(sys.stdin.buffer.readline())
+    try:
+        relay = start_relay(order)
+    except ClusterError as error:
+        answer: dict[str, Any] = {"error": str(error)}
+    else:
+        answer = {"ports": relay.ports}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    # Forks of the parent have its end of the pipe, too, which doesn't end with the parent then.
+    while "error" not in answer and os.getppid() == parent:
+        if select.select([0], [], [], 1.0)[0]:
+            if not os.read(0, 1 << 10):
+                break
+            relay.drop()
+
+
+if __name__ == "__main__":
+    main()
