@@ -213,7 +213,7 @@ def looked_up() -> tf.data.Dataset:
 
 @pytest.mark.parametrize("make", [python_code, from_generator, drawn, looked_up])
 def test_what_cannot_be_sent_is_refused(make: Make) -> None:
-    with pytest.raises(dapple.DataError, match="can't be read on workers: .*; or feed the data from here"):
+    with pytest.raises(dapple.DataError, match=r"can't be read on workers: .*; or feed the data from here"):
         dapple.on_workers(make)
 
 
@@ -250,7 +250,7 @@ def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
 
 @pytest.mark.parametrize("data", [[X], iter([X]), X], ids=["list", "iterator", "array"])
 def test_only_datasets_are_read_on_workers(data: Any) -> None:
-    with pytest.raises(dapple.DataError, match="takes a function that returns a tf.data.Dataset, not a"):
+    with pytest.raises(dapple.DataError, match=r"takes a function that returns a tf\.data\.Dataset, not a"):
         dapple.on_workers(data)
     with pytest.raises(dapple.DataError, match=r"returned a \w+; let it return a tf.data.Dataset"):
         dapple.on_workers(lambda: data)
@@ -259,7 +259,7 @@ def test_only_datasets_are_read_on_workers(data: Any) -> None:
 def test_elements_that_are_not_batches_of_arrays_are_refused() -> None:
     with pytest.raises(dapple.DataError, match="are they batched"):
         dapple.on_workers(tf.data.Dataset.range(3))
-    with pytest.raises(dapple.DataError, match="RaggedTensorSpec.*can't be cut"):
+    with pytest.raises(dapple.DataError, match=r"RaggedTensorSpec.*can't be cut"):
         dapple.on_workers(tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).ragged_batch(2))
 
 
@@ -306,7 +306,7 @@ def test_models_that_work_on_strings_are_refused() -> None:
 # ---- positions
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
 
 
@@ -318,7 +318,7 @@ class StopAfter(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._left -= 1
         if self._left == 0:
-            raise Stopped
+            raise StoppedError
 
 
 @pytest.mark.parametrize(("steps", "every"), [(3, 1), (7, 1), (8, 2), (6, None)])
@@ -333,7 +333,7 @@ def test_a_resumed_run_reads_the_batches_that_an_undisturbed_one_reads(
         checkpoint=dapple.Checkpointing(tmp_path / "whole", every_steps=every),
     )
     first = pipelined(PIPELINE)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         fitted(first, dapple.on_workers(labelled), epochs=3, checkpoint=checkpoint, callbacks=[StopAfter(steps)])
     first.close(sync=False)
     resumed = fitted(pipelined(PIPELINE), dapple.on_workers(labelled), epochs=3, checkpoint=checkpoint, resume=True)
@@ -480,7 +480,9 @@ def test_one_worker_reads_the_only_part() -> None:
 def test_stages_that_cut_batches_otherwise_do_not_read_parts(cluster: dapple.Cluster) -> None:
     plan = dapple.Plan.manual(["first"], [[0], [1, 2]], 1, BATCH)
     own = pipelined(plan, on(cluster, plan))
-    text = r"worker 1 needs samples 0 to 2 of each batch, but the first stage's workers read 0 to 5: .*leave out in_parts"
+    text = (
+        r"worker 1 needs samples 0 to 2 of each batch, but the first stage's workers read 0 to 5: .*leave out in_parts"
+    )
     with pytest.raises(dapple.DataError, match=text):
         own.fit(dapple.on_workers(part, in_parts=True), verbose=0)
     own.close()
@@ -491,7 +493,9 @@ def test_parts_of_another_size_are_refused() -> None:
         return weighted()
 
     own = pipelined(ONE)
-    with pytest.raises(dapple.DataError, match=r"part 0 of batch 5 has 2 samples on worker 0, .* take 6 of each 6: let"):
+    with pytest.raises(
+        dapple.DataError, match=r"part 0 of batch 5 has 2 samples on worker 0, .* take 6 of each 6: let"
+    ):
         own.fit(dapple.on_workers(whole, in_parts=True), verbose=0)
     own.close()
 

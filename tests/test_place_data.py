@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 from programs import HOST, apply, layout, replicated, step_of, two_stages
 
@@ -86,5 +85,7 @@ def test_slices_of_neighbours_are_one_part() -> None:
 
 def test_what_reads_the_batch_elsewhere_is_refused() -> None:
     before = replicated(two_stages(), layout((1, 1), 4))
-    with pytest.raises(PassError, match="reads the batch, which only workers have: place it on one of the plan's devices"):
+    with pytest.raises(
+        PassError, match="reads the batch, which only workers have: place it on one of the plan's devices"
+    ):
         PlaceData({}, "area").run(before)

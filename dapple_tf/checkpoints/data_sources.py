@@ -334,7 +334,6 @@ class DatasetSource(Source):
 
     def example(self) -> Any:
         """See `Source.example`; opening the dataset would draw seeds from it."""
-
         if all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in keras.tree.flatten(self.element_spec)):
             return _zeros(self.element_spec)
         return next(self.open(0, 0))

@@ -29,8 +29,8 @@ from dapple_tf.clusters.session import server_config
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
-from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.keys import Keys
+from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
 from dapple_tf.network.relay import LOOPBACK
 from dapple_tf.network.tunnels import Tunnels

@@ -314,7 +314,9 @@ class StepAsked(NamedTuple):
         """Returns the pass that has workers take batches that they have read."""
         if not self.kind.on_workers:
             return None
-        return PlaceData(hosts_of(self.passes.cluster), area_of(leaf.dtype for leaf in self.built.spec.leaves), self.kind.in_parts)
+        return PlaceData(
+            hosts_of(self.passes.cluster), area_of(leaf.dtype for leaf in self.built.spec.leaves), self.kind.in_parts
+        )
 
     def join(self) -> Join | None:
         """Returns the pass that makes one function of the whole step."""

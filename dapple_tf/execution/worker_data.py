@@ -82,7 +82,7 @@ class _Kept:
 
 
 class WorkerData:
-    """Reads batches on the workers of a session. Safe for the thread that reads ahead beside the one that runs steps."""
+    """Reads batches on the workers of a session. Safe for a thread that reads ahead beside the one that runs steps."""
 
     def __init__(self, cluster: Cluster, session: DeviceSession, layout: Layout) -> None:
         """Starts without having read anything.
@@ -189,8 +189,9 @@ class WorkerData:
             if part not in self._parts:
                 raise DataError(
                     f"worker {self._hosts.index(host)} needs samples {_samples(part)} of each batch, but the first "
-                    f"stage's workers read {' and '.join(map(_samples, self._parts))}: for data that are read in parts, "
-                    f"stages that read them need as many replicas, side by side on as many workers; leave out in_parts"
+                    f"stage's workers read {' and '.join(map(_samples, self._parts))}: for data that are read in "
+                    f"parts, stages that read them need as many replicas, side by side on as many workers; "
+                    f"leave out in_parts"
                 )
             self._part_of[host] = part
 

@@ -33,7 +33,7 @@ _HARMLESS = frozenset(
     {"Assert", "CheckNumerics", "CheckNumericsV2", "Print", "PrintV2", "DummySeedGenerator", "DummyMemoryCache"}
     | {"StatefulPartitionedCall", "If", "While", "Case"}
 )
-"""The stateful ops, besides datasets, that give the same on all workers: checks, and calls of what is looked at, too."""
+"""Stateful ops, besides datasets, that give the same on all workers: checks, and calls of what is looked at, too."""
 _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"})
 
 
@@ -241,9 +241,7 @@ class WorkerBatches(DataAdapter):
         return None
 
 
-def on_workers(
-    make_dataset: Callable[..., tf.data.Dataset] | tf.data.Dataset, *, in_parts: bool = False
-) -> OnWorkers:
+def on_workers(make_dataset: Callable[..., tf.data.Dataset] | tf.data.Dataset, *, in_parts: bool = False) -> OnWorkers:
     """Returns data for ``fit``, ``evaluate`` and ``predict`` that workers read themselves, instead of this process.
 
         pipelined.fit(dapple.on_workers(make_dataset), epochs=3)
@@ -315,9 +313,9 @@ def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
 
 def _unsent(cause: str) -> DataError:
     return DataError(
-        f"this dataset can't be read on workers: {cause}. Python code (from_generator, py_function), variables, tables and "
-        f"random numbers with a state stay in this process: draw by tf.random.stateless_* from numbers in the dataset "
-        f"(Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the data from here, "
+        f"this dataset can't be read on workers: {cause}. Python code (from_generator, py_function), variables, tables "
+        f"and random numbers with a state stay in this process: draw by tf.random.stateless_* from numbers in the "
+        f"dataset (Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the data from here, "
         f"fit(make_dataset())"
     )
 
@@ -412,4 +410,3 @@ def _check_alone(arguments: dict[str, Any], name: str) -> None:
                 raise DataError(f"{other} doesn't go with data on workers: let the dataset give (x, y, sample_weight)")
         if arguments.get("validation_split"):
             raise DataError("validation_split doesn't go with data on workers: give validation_data")
-

@@ -19,7 +19,6 @@ from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.versions import are_versions, version_difference
 
-
 _RUN = uuid.uuid4().hex[:8]
 """Tells processes with the same number on the same machine apart."""
 _KEY = secrets.token_bytes(32)

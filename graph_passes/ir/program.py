@@ -456,8 +456,8 @@ class TakenBatch:
 
     Attributes:
         number: the placeholder of the number under which each worker keeps the batch (int64).
-        arrays: CPU of a worker -> its tensors of the batch inputs, in the order of `Roles.inputs`: whole batches, or its
-            part of them.
+        arrays: CPU of a worker -> its tensors of the batch inputs, in the order of `Roles.inputs`: whole batches, or
+            its part of them.
         parts: CPU of a worker -> the samples that are its part, in order; empty if each has whole batches.
     """
 

@@ -110,8 +110,8 @@ class _Placing:
     def _host_of(self, node: NodeDef) -> str:
         if node.device not in self.options.hosts:
             raise PassError(
-                f"{node.op} node {node.name!r} on {node.device!r} reads the batch, which only workers have: place it on "
-                f"one of the plan's devices, or feed the data from this process"
+                f"{node.op} node {node.name!r} on {node.device!r} reads the batch, which only workers have: place it "
+                f"on one of the plan's devices, or feed the data from this process"
             )
         return self.options.hosts[node.device]
 
@@ -133,8 +133,8 @@ class _Placing:
         node = self.graph.nodes[ref.node]
         if NodeKind.of(node) is not NodeKind.SLICES:
             raise PassError(
-                f"{node.op} node {node.name!r} computes something of whole batches (the divisor of a loss with masks or "
-                f"weights, say), of which each worker has only a part: let all workers read whole batches"
+                f"{node.op} node {node.name!r} computes something of whole batches (the divisor of a loss with masks "
+                f"or weights, say), of which each worker has only a part: let all workers read whole batches"
             )
         _, sizes, _ = data_inputs(node)
         ends = list(itertools.accumulate(map(int, constant_value(self.graph.nodes[sizes.node]))))
@@ -168,7 +168,9 @@ class _Placing:
             pieces = {start: stop - start for start, stop in itertools.pairwise(bounds) if stop > start}
             with self.builder.marked({key: node.attr[key] for key in (PHASE_ATTR, STAGE_ATTR)}):
                 name, dtype = f"worker{self.workers[host]}/{ref.node}", output_dtypes(node)[0]
-                cut = dict(zip(pieces, self.builder.split(name, part, dtype, [*pieces.values()], 0, device=host)))
+                cut = dict(
+                    zip(pieces, self.builder.split(name, part, dtype, [*pieces.values()], 0, device=host), strict=True)
+                )
             self.slices[host, ref.node] = [cut[self._place_of(host, interval.start)] for interval in own]
         return self.slices[host, ref.node][own.index(self._samples_of(ref))]
 
