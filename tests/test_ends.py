@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import types
 import uuid
 from collections.abc import Iterator
 
@@ -18,8 +19,10 @@ from dapple_tf.clusters import ends
 from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.ends import End, memory_kills
 from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan_report import StageReport
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.recovery import Recovery
+from dapple_tf.execution.runtime import Runtime
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.tools.hosts import LocalWorkers
 
@@ -118,6 +121,16 @@ def test_a_process_without_memory_is_told(cluster: dapple.Cluster, workers: Loca
         assert "was ended by SIGKILL when the kernel killed 1 for lack of memory; it had up to " in str(raised.value)
         wait_until(lambda: not children(process))
     assert any("for lack of memory" in line for line in workers.lines(1))
+
+
+def test_what_stages_were_predicted_to_need_is_told() -> None:
+    stages = [StageReport(1, 0.5, 0.1, 1, 3 * MIB, 2 * MIB), StageReport(1, 0.5, 0.1, 1, MIB, None)]
+    for report, text in (
+        (types.SimpleNamespace(stages=stages), "stage 0 was predicted to need 3.00 MiB of 2.00 MiB; stage 1 was predi"),
+        (None, "use smaller micro-batches"),
+    ):
+        runtime = types.SimpleNamespace(plan=types.SimpleNamespace(report=report))
+        assert Runtime._memory_of(runtime, [0, 1]).startswith(text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("out_of_memory", "attempts"), [(True, 1), (False, 5)])

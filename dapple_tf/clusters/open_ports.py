@@ -53,6 +53,7 @@ def check_ports(
     closed: dict[_Way, str] = {}
 
     def knock(task: int) -> None:
+        answers: Mapping[str, str]
         if task == len(addresses):
             source, answers = _CLIENT, unreachable(servers, _knocking(seconds))
         else:

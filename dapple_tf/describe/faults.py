@@ -26,7 +26,8 @@ class FaultPolicy:
             step ever took (and a minute at least); all workers are then restarted.
         replay_steps: number of steps without a sync or checkpoint after which a sync is made; the batches since the
             last one are kept in this process's memory.
-        attempts: number of attempts without a successful step in between.
+        attempts: number of attempts without a successful step in between; a single one after a worker's process was
+            killed for lack of memory, as the same step needs as much again.
 
     Raises:
         DappleError: the action is unknown, or a number is out of range.

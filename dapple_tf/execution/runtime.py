@@ -445,7 +445,10 @@ class Runtime:
             told.append(
                 f"stage {stage} was predicted to need {bytes_text(expected.memory_bytes)} of {limit} per device"
             )
-        advice = "use smaller micro-batches, recompute='boundary', more stages, or start workers with --memory_bytes"
+        advice = (
+            "use smaller micro-batches, recompute='boundary' or more stages, or tell the planner of less memory by the "
+            "worker's --memory_bytes"
+        )
         return "; ".join([*told, advice])
 
     def _replan(self, away: Sequence[int]) -> None:

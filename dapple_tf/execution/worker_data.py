@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -306,7 +307,8 @@ class WorkerData:
         part = parts[self._parts.index(self._part_of[host]) if source.in_parts else 0]
         self._session.add(_reading(part, host, self._cluster.host_device, name), name)
         nodes = ("keep", "begin", "skip:0", "read", "number:0", "lengths:0", "drop")
-        return _Reader(host, *(f"{name}/{node}" for node in nodes))
+        keep, begin, skip, read, number, lengths, drop = (f"{name}/{node}" for node in nodes)
+        return _Reader(host, keep, begin, skip, read, number, lengths, drop)
 
 
 def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
@@ -329,7 +331,7 @@ def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
             iterator = raw.IteratorV2(shared_name=name, container="", **element)
             raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
             arrays = raw.IteratorGetNext(iterator=iterator, **element)
-            kept = {"indices": list(range(len(dtypes))), "dtypes": dtypes}
+            kept: dict[str, Any] = {"indices": list(range(len(dtypes))), "dtypes": dtypes}
             kept["shared_name"] = area_of(dtype.name for dtype in dtypes)
             raw.MapStage(key=number, values=arrays, name="read", **kept)
             raw.MapUnstage(key=number, name="drop", **kept)

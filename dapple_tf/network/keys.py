@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import socket
 import ssl
@@ -62,7 +63,7 @@ class Keys:
         fingerprint: that of this machine's certificate.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Reads the files.
 
         Raises:

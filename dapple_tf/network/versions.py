@@ -18,6 +18,7 @@ import functools
 import importlib.metadata
 import platform
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from dapple_tf.version import VERSION
 
@@ -61,6 +62,6 @@ def version_difference(theirs: Mapping[str, str]) -> str | None:
     )
 
 
-def are_versions(value: object) -> bool:
+def are_versions(value: object) -> TypeGuard[Mapping[str, str]]:
     """Returns whether a message's value has the versions that are compared."""
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in _REQUIREMENTS)

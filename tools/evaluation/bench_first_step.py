@@ -83,7 +83,8 @@ def main() -> None:
     if _WAY.value:
         sys.stdout.write(json.dumps(measured(_MODELS.value[0], _WAY.value)) + "\n")
         return
-    began, rows = time.monotonic(), []
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
     for name in _MODELS.value:
         for _ in range(_ROUNDS.value):
             for way in ("keras", "ours"):
