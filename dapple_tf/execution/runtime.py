@@ -442,9 +442,7 @@ class Runtime:
             assert report is not None
             expected = report.stages[stage]
             limit = "an unknown size" if expected.memory_limit is None else bytes_text(expected.memory_limit)
-            told.append(
-                f"stage {stage} was predicted to need {bytes_text(expected.memory_bytes)} of {limit} per device"
-            )
+            told.append(f"stage {stage} was predicted to need {bytes_text(expected.memory_bytes)} of {limit}")
         advice = (
             "use smaller micro-batches, recompute='boundary' or more stages, or tell the planner of less memory by the "
             "worker's --memory_bytes"
