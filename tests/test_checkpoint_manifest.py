@@ -14,7 +14,14 @@ import tensorflow as tf
 
 from dapple_tf.checkpoints.bundle_index import BundleIndexError, Stored, read_index
 from dapple_tf.checkpoints.checkpoint_files import check_bundle, index_file
-from dapple_tf.checkpoints.checkpoint_manifest import FORMAT, CheckpointError, Entry, Manifest, Shard
+from dapple_tf.checkpoints.checkpoint_manifest import (
+    FORMAT,
+    FORMAT_WITHOUT_DIGEST,
+    CheckpointError,
+    Entry,
+    Manifest,
+    Shard,
+)
 
 MANIFEST = Manifest(
     step=12,
@@ -36,8 +43,15 @@ def parse(text: str) -> Manifest:
     return Manifest.from_json(text, source="m.json")
 
 
-def changed(*path: Any, value: Any) -> str:
+def contents() -> dict[str, Any]:
+    """A manifest as versions without digests wrote it, of which single values can be changed."""
     data = json.loads(MANIFEST.to_json())
+    del data["sha256"]
+    return {**data, "format": FORMAT_WITHOUT_DIGEST}
+
+
+def changed(*path: Any, value: Any) -> str:
+    data = contents()
     place = data
     for key in path[:-1]:
         place = place[key]
@@ -58,7 +72,7 @@ def test_what_is_written_comes_back() -> None:
         ("[" * 100_000, "m.json isn't JSON"),
         ('{"step": ' + "9" * 10_000 + "}", "m.json isn't JSON"),
         ("[1]", "m.json has a JSON list where an object"),
-        (changed("format", value="dapple_tf.checkpoint/2"), f"it must be '{FORMAT}'"),
+        (changed("format", value="dapple_tf.checkpoint/3"), f"it must be '{FORMAT}'"),
         (changed("step", value=float("nan")), "NaN isn't a number in JSON"),
         (changed("step", value=-1), "step is -1; it must be a whole number of at least 0 and below 2**62"),
         (changed("epoch", value=True), "epoch is True; it must be a whole number"),
@@ -92,11 +106,34 @@ def test_what_cannot_be_is_refused(text: str, message: str) -> None:
 
 
 def test_a_key_that_is_missing_is_named() -> None:
-    for name in json.loads(MANIFEST.to_json()):
-        data = json.loads(MANIFEST.to_json())
+    for name in contents():
+        data = contents()
         del data[name]
         with pytest.raises(CheckpointError, match=f"{name}.* is missing" if name != "format" else "format"):
             parse(json.dumps(data))
+
+
+def test_no_flipped_bit_goes_unnoticed() -> None:
+    """A quarter of them gave other steps, shapes or plans."""
+    content = MANIFEST.to_json().encode()
+    for place in range(len(content)):
+        for bit in range(8):
+            flipped = content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :]
+            with pytest.raises((CheckpointError, UnicodeDecodeError)):
+                parse(flipped.decode())
+
+
+def test_digests_are_of_contents_not_of_their_layout() -> None:
+    assert parse(json.dumps(json.loads(MANIFEST.to_json()), indent=1)) == MANIFEST
+    edited = MANIFEST.to_json().replace('"step": 12', '"step": 13')
+    with pytest.raises(CheckpointError, match="is damaged or was edited"):
+        parse(edited)
+    with pytest.raises(CheckpointError, match="'sha256' is missing"):
+        parse(json.dumps({**contents(), "format": FORMAT}))
+
+
+def test_manifests_of_earlier_versions_are_read() -> None:
+    assert parse(json.dumps(contents())) == MANIFEST
 
 
 # ---- index files

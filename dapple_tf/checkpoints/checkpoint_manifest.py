@@ -7,6 +7,7 @@ the few possible ones.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -17,7 +18,9 @@ from typing import Any
 from dapple_tf.data_files import AMOUNTS, Decoder, Scalar, parse_object, short
 from dapple_tf.errors import DappleError
 
-FORMAT = "dapple_tf.checkpoint/1"
+FORMAT = "dapple_tf.checkpoint/2"
+FORMAT_WITHOUT_DIGEST = "dapple_tf.checkpoint/1"
+"""The format of earlier versions, whose manifests have no digest of their own. They are read, too."""
 CLIENT, DATA = "client", "data"
 """Shards written by the training process: what no device keeps, and the position in a tf.data.Dataset."""
 
@@ -46,6 +49,7 @@ DTYPES = {
 _SHARD = re.compile(rf"shard-\d{{1,6}}|{CLIENT}|{DATA}")
 _KEY = re.compile(r"(model|optimizer|metrics)/(0|[1-9]\d{0,8})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST_KEY = "sha256"
 
 
 class CheckpointError(DappleError):
@@ -119,7 +123,7 @@ class Manifest:
     data: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
-        """Returns JSON text with a line for each variable."""
+        """Returns JSON text with a line for each variable, and the digest of its contents in the last line."""
         variables = ",\n".join(f"    {json.dumps(dataclasses.asdict(entry))}" for entry in self.entries)
         shards = {name: dataclasses.asdict(shard) for name, shard in self.shards.items()}
         values = {"format": FORMAT, "step": self.step, "epoch": self.epoch, "batch": self.batch}
@@ -129,6 +133,8 @@ class Manifest:
             f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
             for key, value in (("shards", shards), ("data", self.data), ("plan", self.plan))
         ]
+        digest = _digest(json.loads("{" + ",".join(lines) + "}"))
+        lines.append(f'  "{_DIGEST_KEY}": "{digest}"')
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
@@ -140,14 +146,16 @@ class Manifest:
             source: name of the manifest in errors.
 
         Raises:
-            CheckpointError: the text isn't JSON, or has another format, a wrong or missing key, or a wrong value.
+            CheckpointError: the text isn't JSON, or has another format, a wrong or missing key, a wrong value, or
+                another digest than its contents.
         """
         data = parse_object(text, source, CheckpointError, most_bytes=MOST_BYTES, finite=True)
-        if data.get("format") != FORMAT:
+        if data.get("format") not in (FORMAT, FORMAT_WITHOUT_DIGEST):
             shown = short(data.get("format"))
             raise CheckpointError(f"{source} isn't a checkpoint: 'format' is {shown}; it must be {FORMAT!r}")
         places = {("variables" if field.name == "entries" else field.name): field for field in dataclasses.fields(cls)}
-        _DECODER.check_keys(data, ("format", *places), (), source)
+        digested = data["format"] == FORMAT
+        _DECODER.check_keys(data, ("format", *places, *([_DIGEST_KEY] if digested else ())), (), source)
         if not all(map(_SHARD.fullmatch, _DECODER.object(data["shards"], f"{source}: shards"))):
             raise CheckpointError(f"{source}: 'shards' names others than shard-<number>, {CLIENT} and {DATA}")
         types = typing.get_type_hints(cls)
@@ -164,7 +172,26 @@ class Manifest:
             _check(entry, manifest.shards, f"{source}: variable {number}")
         if len({entry.key for entry in manifest.entries}) < len(manifest.entries):
             raise CheckpointError(f"{source} has a variable twice")
+        if digested:
+            _check_digest(data, source)
         return manifest
+
+
+def _check_digest(data: dict[str, Any], source: str) -> None:
+    """Checks that a manifest's contents have the digest that stands among them."""
+    digest = data.pop(_DIGEST_KEY)
+    try:
+        same = digest == _digest(data)
+    except RecursionError as error:
+        raise CheckpointError(f"{source} is nested too deeply: {error}") from error
+    if not same:
+        raise CheckpointError(f"{source} is damaged or was edited: its contents don't have the digest in its end")
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    """Returns the digest of a manifest's contents, whatever their layout in the file."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _DECODER = Decoder(
