@@ -62,7 +62,8 @@ class KerasMethods(ModelFront, abc.ABC):
         Raises:
             DataError: batches change their structure or shape.
             NonFiniteLossError: the loss isn't finite and the transform was told to stop.
-            CheckpointError: the checkpoint to resume from is damaged, or of another model or other data.
+            CheckpointError: the checkpoint to resume from is damaged, or of another model or other data; or another
+                training uses the directory; or, at the end of training, the last checkpoint couldn't be written.
             TypeError: Keras' method doesn't have an argument.
             ValueError: ``resume`` without ``checkpoint``.
         """

@@ -153,16 +153,14 @@ class PipelinedModel(Inspection, KerasMethods):
         batch_size = arguments.pop("batch_size")
         save = functools.partial(self._runtime.save, checkpoint.directory, checkpoint.keep)
         fit = CheckpointedFit(checkpoint, self.model, batch_size, save, lambda: self._runtime.steps)
-        source = fit.resumable() if resume else None
-        if source is not None:
-            self._follow()
-            self._runtime.restore(source)
-        arguments = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)
-        x, y = arguments.pop("x"), arguments.pop("y")
-        try:
+        self._follow()
+        with self._runtime.saver.training(checkpoint.directory, self.model.name):
+            source = fit.resumable() if resume else None
+            if source is not None:
+                self._runtime.restore(source)
+            arguments = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)
+            x, y = arguments.pop("x"), arguments.pop("y")
             return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
-        finally:
-            self._runtime.saver.finish()
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         """Calls a method of the user's model, whose steps run here meanwhile."""

@@ -7,6 +7,7 @@ the files. Loading one never executes code: files are JSON and tensors.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -15,7 +16,7 @@ import pathlib
 import re
 import threading
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -30,6 +31,7 @@ from dapple_tf.checkpoints.checkpoint_files import (
     remove_old,
 )
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
+from dapple_tf.checkpoints.directory_lock import DirectoryLock
 from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.errors import reason
 from dapple_tf.frontend.initialization import tensor_of
@@ -332,6 +334,55 @@ class Saver:
         self.newest: tuple[pathlib.Path, int] | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._lock: DirectoryLock | None = None
+        self._training = False
+
+    @contextlib.contextmanager
+    def training(self, directory: Path, model: str) -> Iterator[None]:
+        """Makes a context for a training that saves in a directory, where nobody else can save meanwhile.
+
+        A checkpoint that can't be written doesn't end the training: the next one may succeed.
+
+        Args:
+            directory: directory of checkpoints.
+            model: name of the model.
+
+        Raises:
+            CheckpointError: the directory is in use by another training, or can't be written to; or, in the end, the
+                last checkpoint couldn't be written.
+        """
+        place = pathlib.Path(directory).absolute()
+        self._join()
+        self._error = None
+        self._hold(place, model)
+        self._training = True
+        try:
+            yield
+            self._join()
+            if (error := self._error) is not None:
+                cause = str(error) if isinstance(error, CheckpointError) else reason(error)
+                raise CheckpointError(
+                    f"training is over, but its last checkpoint couldn't be written: {cause}; the trained values are "
+                    f"still there, and save_checkpoint() writes them to another directory"
+                ) from error
+        finally:
+            self._training = False
+            self.release()
+
+    def _hold(self, place: pathlib.Path, model: str) -> None:
+        if self._lock is None or not self._lock.covers(place):
+            self.release()
+            self._lock = DirectoryLock(place, model, self._busy)
+
+    def _busy(self) -> bool:
+        return self._training or (self._thread is not None and self._thread.is_alive())
+
+    def release(self) -> None:
+        """Lets others save in the directory, once the last checkpoint has been written."""
+        self._join()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def save(
         self,
@@ -359,14 +410,19 @@ class Saver:
             The path that the checkpoint will have.
 
         Raises:
-            CheckpointError: the directory can't be written to.
+            CheckpointError: the directory can't be written to, or is in use by another training.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self._join()
         self._error = None
         place = pathlib.Path(directory).absolute()
-        writing = Writing(place, step)
+        try:
+            self._hold(place, model.name)
+            writing = Writing(place, step)
+        except CheckpointError as error:
+            self._error = error
+            raise
         variables = {**variables_of(model), **metrics_of(model)}
         try:
             snapshot = None if devices is None else _snapshot(devices, variables)

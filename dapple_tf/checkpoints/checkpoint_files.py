@@ -1,5 +1,6 @@
 """Checkpoints on disk: finding, checking and writing them, so that no crash leaves half of one.
 
+    <directory>/.lock                             who writes here, while it does (directory_lock.py)
     <directory>/save-000007-step-1200/    the 7th checkpoint that was written here, after 1200 steps
         shard-0.index, shard-0.data-00000-of-00001    what server 0 wrote: a TensorFlow tensor bundle
         shard-1. ...
@@ -10,7 +11,7 @@
 A checkpoint is written to ``.partial-<name>-<random>``, the manifest last. When all files are on disk (fsync), one
 rename gives the directory its name. So whatever has such a name is complete, and a crash at any time leaves the
 earlier checkpoints. They are numbered in the order of writing, so that the newest one counts even if training began
-anew. Only one process may write to a directory at a time.
+anew. Only one training may write to a directory at a time (`directory_lock.py`).
 """
 
 from __future__ import annotations

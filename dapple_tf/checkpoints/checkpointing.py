@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, latest_checkpoint, metrics_of
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import build
@@ -208,4 +209,7 @@ class _Save(keras.callbacks.Callback):
     def _now(self, epoch: int, batch: int, *, epoch_over: bool) -> None:
         self._saved = self._steps()
         data, state = self._data.position(epoch_over=epoch_over)
-        self._save(Progress(epoch, batch, data, state))
+        try:
+            self._save(Progress(epoch, batch, data, state))
+        except CheckpointError as error:  # `Saver.training` raises it in the end, unless a later one succeeds.
+            logger.warning("no checkpoint after step %d: %s; training goes on", self._saved, error)

@@ -142,6 +142,7 @@ class Runtime:
             if not sync:
                 self.drop()
             self.engine.close()
+            self.saver.release()
             self._recovery.forget()  # The next engine starts from the model's values; a base belongs to this engine.
             self._broken = False
             unwatch([variable for variable, _ in self._watched.values()], self)

@@ -1,0 +1,230 @@
+"""The right to write to a directory of checkpoints, which one training has at a time.
+
+The file ``.lock`` in the directory names the owner, which keeps it locked (``flock``). The kernel unlocks it when the
+process ends, however it ends, so that whoever comes next takes over. Where a file system has no locks, the name alone
+counts: an owner on this machine that no longer runs is replaced, one on another machine has to be removed by hand.
+Reading needs no lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import socket
+import time
+import weakref
+from collections.abc import Callable
+
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+_MOST_BYTES = 4096
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""What ``flock`` says on file systems without locks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """A training that may write to a directory.
+
+    Attributes:
+        host: name of its machine.
+        process: number of its process.
+        started: when that process was started, in seconds since 1970.
+        model: name of its model.
+    """
+
+    host: str
+    process: int
+    started: int
+    model: str
+
+    @classmethod
+    def here(cls, model: str) -> Owner:
+        """Returns the owner for a model of this process."""
+        process = os.getpid()
+        return cls(socket.gethostname(), process, _started(process) or 0, model)
+
+    @classmethod
+    def of(cls, text: bytes) -> Owner | None:
+        """Returns the owner that a file names; None if it names none."""
+        try:
+            data = json.loads(text)
+            fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        types = {"host": str, "process": int, "started": int, "model": str}
+        return cls(**fields) if all(type(value) is types[name] for name, value in fields.items()) else None
+
+    @property
+    def may_run(self) -> bool:
+        """Whether its process runs, as far as this machine knows."""
+        if self.host != socket.gethostname():
+            return True
+        started = _started(self.process)
+        return started is not None and abs(started - self.started) <= 2  # The clock may have been set.
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a model of this process."""
+        return (self.host, self.process) == (socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        if self.is_here:
+            return f"model {self.model!r} of this process"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+        return f"model {self.model!r} of process {self.process} on host {self.host}, which was started at {at}"
+
+
+class DirectoryLock:
+    """The lock of a directory, held until `release`, the end of this object or that of the process.
+
+    Attributes:
+        directory: the directory.
+        busy: returns whether others in this process can't have the lock now.
+    """
+
+    def __init__(self, directory: pathlib.Path, model: str, busy: Callable[[], bool]) -> None:
+        """Takes the lock; creates the directory if there is none.
+
+        Args:
+            directory: the directory.
+            model: name of the model that is trained.
+            busy: see `DirectoryLock`; unless it is busy, another model of this process takes the lock over.
+
+        Raises:
+            CheckpointError: another training has it, or the directory can't be written to.
+        """
+        self.directory = directory
+        self._path, self.busy = directory / LOCK, busy
+        self._descriptor: int | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = self._taken(Owner.here(model))
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be written to {directory}: {error}") from error
+        _held[os.path.realpath(directory)] = self
+
+    def _taken(self, owner: Owner) -> int:
+        """Returns the descriptor of the lock's file, which now is this owner's."""
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if self._lock(descriptor) and self._is(descriptor):
+                    self._name(descriptor, owner)
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> bool:
+        """Locks the file, perhaps after another model of this process has given it back, in which case it is False."""
+        before = Owner.of(os.pread(descriptor, _MOST_BYTES, 0))
+        other = _held.get(os.path.realpath(self.directory))
+        if other is not None and not other.held:
+            other = None
+        locks = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = False
+        except BlockingIOError:
+            taken = True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            locks, taken = False, before is not None and (before.may_run if not before.is_here else other is not None)
+        if not taken:
+            if before is not None and before.host != socket.gethostname():
+                logger.warning(
+                    "%s was in use by %s, which hasn't given it back; if it still runs, locks of this file system "
+                    "don't reach the other machine, and the two trainings remove each other's checkpoints",
+                    *(self.directory, before),
+                )
+            return True
+        if other is not None and not other.busy():
+            other.release()
+            return False
+        way_out = "" if locks else f" (if that has ended, remove {self._path})"
+        raise CheckpointError(
+            f"{self.directory} is in use: {before or 'another process'} saves its checkpoints there{way_out}; choose "
+            f"another directory, or end that training first"
+        )
+
+    def _is(self, descriptor: int) -> bool:
+        """Whether the path still is that of the open file, which its owner may have removed."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        return False
+
+    @staticmethod
+    def _name(descriptor: int, owner: Owner) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(dataclasses.asdict(owner)).encode(), 0)
+
+    @property
+    def held(self) -> bool:
+        """Whether it hasn't been released."""
+        return self._descriptor is not None
+
+    def covers(self, directory: pathlib.Path) -> bool:
+        """Whether it is held, and is that of a directory."""
+        return self._descriptor is not None and directory == self.directory and self._is(self._descriptor)
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            if self._is(descriptor):
+                self._path.unlink()
+        except OSError as error:  # The directory can't be written to any more; without the lock the name is nobody's.
+            logger.debug("%s can't be removed: %s", self._path, error)
+        os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def forget(self) -> None:
+        """Leaves the lock to the process that this one was forked from."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
+"""Directory -> its lock, if a model of this process had it last."""
+
+
+def _release_all() -> None:
+    for lock in list(_held.values()):
+        lock.release()
+
+
+def _forget_all() -> None:
+    for lock in list(_held.values()):
+        lock.forget()
+
+
+atexit.register(_release_all)
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _started(process: int) -> int | None:
+    """Returns when a process was started, in seconds since 1970; None if there is none."""
+    try:
+        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return None
+    return round(time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK"))

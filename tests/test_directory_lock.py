@@ -1,0 +1,158 @@
+"""One training writes to a directory of checkpoints at a time; its name is told, and its end frees the directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import signal
+import socket
+import textwrap
+from typing import Any
+
+import keras
+import pytest
+from models_for_tests import classifier
+from workers import client, expect, has_ended, wait_until
+
+import dapple_tf as dapple
+from dapple_tf.checkpoints.checkpoint import Progress, Saver
+from dapple_tf.checkpoints.checkpoint_files import checkpoints
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+from dapple_tf.checkpoints.directory_lock import LOCK, DirectoryLock, Owner, _started
+
+HOLD = textwrap.dedent("""
+    import os, pathlib, sys, time
+    from dapple_tf.checkpoints.directory_lock import DirectoryLock
+    lock = DirectoryLock(pathlib.Path(sys.argv[1]), "other", lambda: True)
+    child = os.fork() if sys.argv[2] == "with a child" else None
+    if child != 0:
+        print("holds", flush=True)
+        print(child, flush=True)
+    time.sleep(1000)
+""")
+
+
+@pytest.fixture(scope="module")
+def model() -> keras.Model:
+    return classifier(name="mine")
+
+
+def save(saver: Saver, directory: pathlib.Path, model: keras.Model, step: int = 1) -> None:
+    saver.save(directory, model, None, step=step, progress=Progress(), plan="{}", keep=3)
+    saver.wait()
+
+
+def test_another_process_is_named_and_does_not_hinder_reading(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    """Of 144 checkpoints that two processes wrote, 27 failed with "No such file or directory"."""
+    saver = Saver()
+    save(saver, tmp_path, model)
+    saver.release()
+    with client(HOLD, str(tmp_path), "alone") as other:
+        expect(other, "holds")
+        with pytest.raises(CheckpointError) as error:
+            save(saver, tmp_path, model, 2)
+        owner = f"model 'other' of process {other.pid} on host {socket.gethostname()}, which was started at 20"
+        assert f"{tmp_path} is in use: {owner}" in str(error.value)
+        with pytest.raises(CheckpointError, match="is in use"), saver.training(tmp_path, "mine"):
+            raise AssertionError("it began")
+        assert dapple.load_checkpoint(tmp_path, model).step == 1
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    save(saver, tmp_path, model, 3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["save-000001-step-1", "save-000002-step-3"]
+    saver.release()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_children_do_not_keep_it(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    with client(HOLD, str(tmp_path), "with a child") as other:
+        assert other.stdout is not None
+        expect(other, "holds")
+        child = int(other.stdout.readline())
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        try:
+            assert not has_ended(child)
+            save(Saver(), tmp_path, model)
+        finally:
+            os.kill(child, signal.SIGKILL)
+        wait_until(lambda: has_ended(child))
+
+
+def test_models_of_one_process_take_turns_but_never_at_once(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    one, other = Saver(), Saver()
+    for step, saver in enumerate((one, other, one), start=1):
+        save(saver, tmp_path, model, step)
+    with (
+        one.training(tmp_path, "mine"),
+        pytest.raises(CheckpointError, match="is in use: model 'mine' of this process saves its checkpoints there;"),
+    ):
+        save(other, tmp_path, model, 4)
+    save(other, tmp_path, model, 5)
+    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["2", "3", "5"]
+
+
+def test_a_directory_that_was_removed_is_locked_anew(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    place, saver = tmp_path / "runs", Saver()
+    save(saver, place, model)
+    place.rename(tmp_path / "elsewhere")
+    save(saver, place, model)
+    with client(HOLD, str(place), "alone") as other:
+        assert other.stderr is not None
+        assert "is in use: model 'mine'" in other.stderr.read()
+
+
+def test_another_machines_owner_that_has_not_given_it_back_is_told(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, Owner("far", 7, 0, "m"))
+    with caplog.at_level(logging.WARNING, logger="dapple_tf"):
+        DirectoryLock(tmp_path, "mine", lambda: False).release()
+    assert "was in use by model 'm' of process 7 on host far" in caplog.text
+
+
+@pytest.fixture
+def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def write(directory: pathlib.Path, owner: Owner) -> None:
+    (directory / LOCK).write_text(json.dumps(dataclasses.asdict(owner)))
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_without_locks_the_name_counts(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    here, saver, parent = Owner.here("other"), Saver(), os.getppid()
+    for owner in (dataclasses.replace(here, process=parent, started=_started(parent)), Owner("far", 7, 0, "m")):
+        write(tmp_path, owner)
+        with pytest.raises(CheckpointError, match=r"is in use: .*\(if that has ended, remove .*\.lock\)"):
+            save(saver, tmp_path, model)
+    for owner in (
+        dataclasses.replace(here, process=2**22 + 1),  # no such process
+        dataclasses.replace(here, process=parent, started=1),  # another one has its number now
+        here,  # left behind by this process
+    ):
+        write(tmp_path, owner)
+        save(saver, tmp_path, model)
+        saver.release()
+    other = Saver()
+    save(saver, tmp_path, model)
+    save(other, tmp_path, model)
+    with other.training(tmp_path, "other"), pytest.raises(CheckpointError, match="model 'mine' of this process"):
+        save(saver, tmp_path, model)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": 1, "process": 2, "started": 3, "model": "m"}', "[" * 9999])
+def test_a_file_that_names_nobody(tmp_path: pathlib.Path, text: str) -> None:
+    assert Owner.of(text.encode()) is None
+    (tmp_path / LOCK).write_text(text)
+    DirectoryLock(tmp_path, "mine", lambda: False).release()
+    assert not (tmp_path / LOCK).exists()
