@@ -290,7 +290,7 @@ def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -
     with held(cluster), client(IS_REFUSED, *cluster.addresses) as process:
         said, _ = process.communicate(timeout=PATIENCE)
     assert said.startswith("2 [False, False]\nworker ")
-    assert "in use by another client, whom a worker with --verbosity=0 names in its log" in said
+    assert "in use by another client, whose name is in the worker's log" in said
     assert client_name() not in said
 
 

@@ -23,7 +23,15 @@ from dapple_tf.tools.hosts import ROOT, environment, free_ports
 DEPLOY = ROOT / "docs" / "deploy"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted([*DEPLOY.iterdir(), ROOT / "docs" / "cluster.md"])}
 SCRIPTS = [DEPLOY / "ssh.sh", DEPLOY / "slurm.sbatch"]
-PROGRAM = "import os; print(os.environ['TF_CONFIG'])"
+PROGRAM = """
+import os
+import tensorflow as tf
+import dapple_tf as dapple
+cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+assert (cluster.tls or "") == os.environ.get("DAPPLE_TF_TLS", ""), cluster.tls
+print("by TLS" if cluster.tls else "bare")
+print(os.environ["TF_CONFIG"])
+"""
 
 
 def joined(text: str) -> str:
@@ -109,8 +117,22 @@ def test_the_workers_are_found_by_their_names() -> None:
     (client,) = manifests()["Job"]["spec"]["template"]["spec"]["containers"]
     config = json.loads(next(item["value"] for item in client["env"] if item["name"] == "TF_CONFIG"))
     replicas = workers["spec"]["replicas"]
-    wanted = [f"{workers['metadata']['name']}-{number}.{name}:{port}" for number in range(replicas)]
+    names = [f"{workers['metadata']['name']}-{number}.{name}" for number in range(replicas)]
+    assert f"dapple-keys --directory=keys job,{','.join(names)}" in TEXTS[DEPLOY / "kubernetes.yaml"]
+    wanted = [f"{name}:{port}" for name in names]
     assert config["cluster"]["worker"] == wanted
+
+
+def test_all_pods_have_keys_and_use_them() -> None:
+    for pod in pods():
+        spec = pod["spec"]
+        (secret,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
+        assert secret == {"secretName": "dapple-tls", "defaultMode": 0o440}
+        assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
+        (container,) = spec["containers"]
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+        told = "--tls=" + mount["mountPath"] in container.get("args", ())
+        assert told or {"name": "DAPPLE_TF_TLS", "value": mount["mountPath"]} in container["env"]
 
 
 # ---- WireGuard
@@ -160,9 +182,16 @@ def run(folder: pathlib.Path, *command: str, **variables: str) -> subprocess.Com
     )
 
 
+def require_keys(tls: str) -> None:
+    if tls == "on":
+        pytest.importorskip("cryptography", reason="needs certificates: cryptography isn't installed (make venv)")
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_ssh_script_starts_workers_and_ends_them(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("tls", ["on", "off"])
+def test_ssh_script_starts_workers_and_ends_them(tls: str, tmp_path: pathlib.Path) -> None:
+    require_keys(tls)
     (port,) = free_ports(1)
     # ssh [options] host command, here
     stand_in(tmp_path, "ssh", 'echo "$$" >>"$PIDS"\nexec bash -c "${@: -1}"\n')
@@ -173,21 +202,28 @@ def test_ssh_script_starts_workers_and_ends_them(tmp_path: pathlib.Path) -> None
         PORT=str(port),
         DEVICES="2",
         PIDS=str(pids),
+        TLS=tls,
+        TMPDIR=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
     wanted = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
-    assert json.loads(done.stdout)["cluster"]["worker"] == wanted
+    kind, config = done.stdout.splitlines()
+    assert kind == ("by TLS" if tls == "on" else "bare")
+    assert json.loads(config)["cluster"]["worker"] == wanted
+    assert not list(tmp_path.glob("tmp.*"))  # No key is left, neither here nor there.
     for address in wanted:
         assert f"worker on {address}" in done.stderr
     workers = pids.read_text().split()
-    assert len(workers) == 2
+    assert len(workers) == (6 if tls == "on" else 2)
     assert not any(pathlib.Path("/proc", pid).exists() for pid in workers)
     assert run(tmp_path, str(DEPLOY / "ssh.sh"), "127.0.0.1").returncode == 2
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_slurm_script_starts_workers(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("tls", ["on", "off"])
+def test_slurm_script_starts_workers(tls: str, tmp_path: pathlib.Path) -> None:
+    require_keys(tls)
     # srun [--options] command, on one node
     stand_in(tmp_path, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     stand_in(tmp_path, "hostname", "echo 192.168.7.1 127.0.0.1\n")
@@ -197,8 +233,11 @@ def test_slurm_script_starts_workers(tmp_path: pathlib.Path) -> None:
         *["bash", str(DEPLOY / "slurm.sbatch"), "python", "-c", PROGRAM],
         NETWORK="127.",
         SLURM_JOB_ID=str(port - 20_000),
+        TLS=tls,
     )
     assert done.returncode == 0, done.stderr
-    worker, config = done.stdout.splitlines()
+    worker, kind, config = done.stdout.splitlines()
+    assert kind == ("by TLS" if tls == "on" else "bare")
+    assert not list(ROOT.glob("dapple-keys-*"))
     assert worker.startswith(f"worker on 127.0.0.1:{port} ")
     assert json.loads(config)["cluster"]["worker"] == [f"127.0.0.1:{port}"]

@@ -25,7 +25,7 @@ from program_flags import ROOT, flags_of, imported, source_of
 
 import dapple_tf as dapple
 from dapple_tf.models.registry import find_model
-from dapple_tf.tools import command
+from dapple_tf.tools import command, keys
 from dapple_tf.tools.evaluation.run_document import blocks, run
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
@@ -44,8 +44,8 @@ INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()
     "dapple-worker": "dapple_tf.worker"
 }
 """The modules that this package's own commands run."""
-SYSTEM = {"nft"}
-"""Programs of the system, which change it: only their syntax is looked at."""
+SYSTEM = {"nft", "scp"}
+"""Programs of the system, which change it or others: only their syntax is looked at."""
 
 
 class Command(NamedTuple):
@@ -155,7 +155,9 @@ def _check_module(module: str, arguments: Sequence[str]) -> None:
     if following:
         check(shlex.join(following))
     for argument in left[: len(left) - len(following)]:
-        if not (ROOT / argument).exists():
+        if module == "tools.keys":
+            keys.machine_names(argument)
+        elif not (ROOT / argument).exists():
             raise UnknownCommandError(f"{module} is given {argument!r}, which isn't there")
     model = values["model"].value if "model" in values and module != "tools.evaluation.check_streams" else None
     if model and not model.startswith("my_"):

@@ -84,6 +84,21 @@ def test_the_command_gets_tf_config_and_its_exit_code_is_returned() -> None:
 
 
 @pytest.mark.thorough
+def test_the_command_gets_keys_and_reaches_the_workers_by_them() -> None:
+    pytest.importorskip("cryptography", reason="needs certificates: cryptography isn't installed (make venv)")
+    program = """
+import os, sys
+import tensorflow as tf
+import dapple_tf as dapple
+cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+print(cluster.num_devices, cluster.tls == os.environ["DAPPLE_TF_TLS"])
+"""
+    code, out, err = finish(launch("--workers=2", "--tls", "--", sys.executable, "-c", program))
+    assert code == 0, err
+    assert out == "2 True\n"
+
+
+@pytest.mark.thorough
 def test_signals_go_on_to_the_command() -> None:
     program = """
 import signal, sys, time

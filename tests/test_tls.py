@@ -227,9 +227,13 @@ def test_a_hostile_host_gets_nothing(keys: pathlib.Path) -> None:
 
 @pytest.mark.thorough
 def test_without_tls_a_hostile_host_gets_in(keys: pathlib.Path) -> None:
-    """So its attempts are real ones: it is told of devices, and TensorFlow's servers greet it."""
-    answers = {(address, asked): answer for address, way, asked, answer in attempts(keys, tls=False) if way == "plain"}
-    for ip in ("10.77.0.1", "10.77.0.2"):
-        assert json.loads(answers[f"{ip}:2222", "status"])["holder"] == "another client"
-        assert answers[f"{ip}:2222", "lease"].startswith('{"error": "in use by another client')
-        assert answers[f"{ip}:{SERVER_PORT}", "grpc"]
+    """So its attempts are real ones: it is told of devices, and TensorFlow's servers greet it, the client's, too."""
+    answers = {attempt[:3]: attempt[3] for attempt in attempts(keys, tls=False) if attempt[3]}
+    assert {way for _, way, _ in answers} == {"plain"}
+    servers = {address for address, _, asked in answers if asked == "grpc"}
+    assert len(servers) == 3 and {f"10.77.0.1:{SERVER_PORT}", f"10.77.0.2:{SERVER_PORT}"} < servers
+    workers = {address for address, _, _ in answers} - servers
+    assert workers == {"10.77.0.1:2222", "10.77.0.2:2222"}
+    for address in workers:
+        assert json.loads(answers[address, "plain", "status"])["holder"] == "another client"
+        assert answers[address, "plain", "lease"].startswith('{"error": "in use by another client')

@@ -40,6 +40,7 @@ INSTALLED = pathlib.Path(__file__).resolve().parents[1] == pathlib.Path(dapple._
 
 CONSOLE = {
     "dump_graph": "dapple-dump",
+    "keys": "dapple-keys",
     "launch": "dapple-launch",
     "plan": "dapple-plan",
     "profile": "dapple-profile",

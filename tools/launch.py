@@ -6,9 +6,10 @@
 
 The command finds the workers' addresses in TF_CONFIG:
 `dapple_tf.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())` is their cluster.
-SIGTERM, SIGHUP and SIGINT are passed on to the command (Ctrl-C in a terminal reaches it anyway). Its exit code is this
-program's, or 128 + n if signal n ended it. Without a command, the workers' addresses are printed, and they serve until
-Ctrl-C.
+With --tls all connections are encrypted, by a certificate that is made for this run; the command finds it in
+DAPPLE_TF_TLS. SIGTERM, SIGHUP and SIGINT are passed on to the command (Ctrl-C in a terminal reaches it anyway). Its
+exit code is this program's, or 128 + n if signal n ended it. Without a command, the workers' addresses are printed, and
+they serve until Ctrl-C.
 
 The workers' output is shown with their number, such as "[worker 1] ...". They listen on 127.0.0.1 only. When this
 program ends, however that happens, the workers and the command end, too.
@@ -16,19 +17,25 @@ program ends, however that happens, the workers and the command end, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pathlib
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from absl import app, flags
 
+from dapple_tf.errors import ClusterError
+from dapple_tf.network.certificates import Authority
+from dapple_tf.network.keys import TLS_VARIABLE
 from dapple_tf.program import run_program
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
 
@@ -42,10 +49,13 @@ _MEMORY = flags.DEFINE_integer(
 _BASE_PORT = flags.DEFINE_integer(
     "base_port", None, "Port of worker 0; the others follow. By default any free ports.", 1, 65_535
 )
+_TLS = flags.DEFINE_boolean("tls", False, "Connect by mutual TLS, with a certificate that is made for this run.")
 _RESTART = flags.DEFINE_boolean("restart", False, "Restart workers that die, at the same address.")
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE_SECONDS = 0.1
+_KEY_DAYS = 365
+"""Days after which keys for TLS expire; no run takes as long."""
 
 
 def tf_config(addresses: Sequence[str]) -> str:
@@ -53,12 +63,13 @@ def tf_config(addresses: Sequence[str]) -> str:
     return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "chief", "index": 0}})
 
 
-def advice(addresses: Sequence[str]) -> str:
-    """Returns what to write in a program that uses the workers."""
+def advice(addresses: Sequence[str], tls: str | None = None) -> str:
+    """Returns what to write in a program that uses the workers, with the directory of its keys for TLS."""
+    keys, variable = ("", "") if tls is None else (f", tls={tls!r}", f" {TLS_VARIABLE}={shlex.quote(tls)}")
     return (
         f"{len(addresses)} workers: {' '.join(addresses)}\n"
-        f"  in Python:   cluster = dapple_tf.Cluster.of_servers({list(addresses)!r})\n"
-        f"  or a shell:  export TF_CONFIG={shlex.quote(tf_config(addresses))}\n"
+        f"  in Python:   cluster = dapple_tf.Cluster.of_servers({list(addresses)!r}{keys})\n"
+        f"  or a shell:  export TF_CONFIG={shlex.quote(tf_config(addresses))}{variable}\n"
         f"Ctrl-C ends them.\n"
     )
 
@@ -89,10 +100,11 @@ class Supervisor:
         return len(self.given_up) == len(self.workers.processes)
 
 
-def start(command: Sequence[str], addresses: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts the command on this process's terminal."""
+def start(command: Sequence[str], addresses: Sequence[str], tls: str | None = None) -> subprocess.Popen[bytes]:
+    """Starts the command on this process's terminal; it finds the workers in TF_CONFIG, and keys for TLS."""
     ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    return subprocess.Popen([*ending, *command], env={**os.environ, "TF_CONFIG": tf_config(addresses)})
+    variables = {"TF_CONFIG": tf_config(addresses)} | ({} if tls is None else {TLS_VARIABLE: tls})
+    return subprocess.Popen([*ending, *command], env={**os.environ, **variables})
 
 
 def attend(process: subprocess.Popen[bytes], supervisor: Supervisor) -> int:
@@ -112,9 +124,9 @@ def attend(process: subprocess.Popen[bytes], supervisor: Supervisor) -> int:
             supervisor.look()
 
 
-def serve(supervisor: Supervisor) -> int:
+def serve(supervisor: Supervisor, tls: str | None = None) -> int:
     """Serves until a signal comes; fails when no worker is left."""
-    sys.stdout.write(advice(supervisor.workers.addresses))
+    sys.stdout.write(advice(supervisor.workers.addresses, tls))
     sys.stdout.flush()
     try:
         while not supervisor.nothing_left:
@@ -138,6 +150,13 @@ def ports() -> list[int] | None:
     return list(range(_BASE_PORT.value, last + 1))
 
 
+def _new_keys(folder: str) -> str:
+    """Makes keys for workers and client on this machine; returns their directory."""
+    directory = pathlib.Path(folder, "keys")
+    Authority.make(_KEY_DAYS).write_machine(directory, ["127.0.0.1"], _KEY_DAYS)
+    return str(directory)
+
+
 def _say(text: str) -> None:
     sys.stderr.write(f"[launch] {text}\n")
     sys.stderr.flush()
@@ -156,12 +175,19 @@ def main(argv: list[str]) -> None:
     for number in _FORWARDED:
         signal.signal(number, _leave)
     try:
-        began = time.monotonic()
-        with LocalWorkers(_WORKERS.value, _DEVICES.value, ports=ports(), arguments=arguments) as workers:
+        with contextlib.ExitStack() as stack:
+            tls = _new_keys(stack.enter_context(tempfile.TemporaryDirectory())) if _TLS.value else None
+            if tls is not None:
+                arguments.append(f"--tls={tls}")
+            began = time.monotonic()
+            workers = stack.enter_context(
+                LocalWorkers(_WORKERS.value, _DEVICES.value, ports=ports(), arguments=arguments)
+            )
             _say(f"{_WORKERS.value} workers serve after {time.monotonic() - began:.1f} s")
             supervisor = Supervisor(workers, _RESTART.value)
-            code = attend(start(command, workers.addresses), supervisor) if command else serve(supervisor)
-    except HostsError as error:
+            own = start(command, workers.addresses, tls) if command else None
+            code = serve(supervisor, tls) if own is None else attend(own, supervisor)
+    except (HostsError, ClusterError) as error:
         sys.exit(f"launch: {error}")
     sys.exit(code)
 

@@ -124,8 +124,8 @@ class Connection:
 
     def _borrow(self, task: int) -> Loan:
         address = self.addresses[task]
-        usual, secret = _ports.get(address, 0), lease_secret(address)
-        question = {"ask": "lease", "client": client_name(), "secret": secret, "port": usual}
+        former_port = _ports.get(address, 0)
+        question = {"ask": "lease", "client": client_name(), "secret": lease_secret(address), "port": former_port}
         channel, answer = hello(task, address, question, self.notice_seconds, self._keys)
         port = answer.get("port")
         if type(port) is not int or not 1 <= port <= 65_535:

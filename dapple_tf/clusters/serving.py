@@ -268,8 +268,7 @@ def _take(lease: Lease, client: str, secret: str) -> None:
             elif waited > _GRACE_SECONDS:
                 logging.info("%s is refused: in use by %s", client, holder.client)
                 raise _RefusedError(
-                    f"in use by {_STRANGER}, whom a worker with --verbosity=0 names in its log; it will be free when "
-                    f"that process ends"
+                    f"in use by {_STRANGER}, whose name is in the worker's log; it will be free when that process ends"
                 )
             if waited > _ANSWER_SECONDS / 2:
                 raise _RefusedError(f"in use by process {holder.process}, an older connection of the same client")
