@@ -40,12 +40,14 @@ class DataSource:
         about: description in a line.
         batches: (model, batch size, seed) -> batches (x, y) or (x, y, sample weights): full ones only, without end.
         held_out: (model, batch size) -> batches that training doesn't see; None if there are none.
+        in_files: whether the batches are read from files, which workers of a cluster can read themselves.
     """
 
     name: str
     about: str
     batches: Callable[[keras.Model, int, int], tf.data.Dataset]
     held_out: Callable[[keras.Model, int], tf.data.Dataset] | None = None
+    in_files: bool = False
 
     def example(self, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
         """Returns a batch of ``samples`` samples as NumPy arrays: x, y and sample weights, each None if there are none.

@@ -44,6 +44,7 @@ from dapple_tf.tools.training_report import closing, described, predicted, summa
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
 FLAGS = flags.FlagValues()
 
@@ -89,6 +90,13 @@ _CHECKPOINT_EVERY = flags.DEFINE_integer(
 )
 _RESUME = flags.DEFINE_boolean(
     "resume", False, "Continue from the newest checkpoint in --checkpoint_dir, if there is one.", flag_values=FLAGS
+)
+_DATA_ON_WORKERS = flags.DEFINE_boolean(
+    "data_on_workers",
+    None,
+    "Have the workers of a cluster read the data themselves, from files that each of them has under the same name; by "
+    "default they do where the data are image folders, TFRecord files or token files.",
+    flag_values=FLAGS,
 )
 _FAULTS = flags.DEFINE_enum(
     "faults",
@@ -259,6 +267,25 @@ def set_learning_rate(model: keras.Model, rate: float) -> None:
         raise app.UsageError(f"--learning_rate={rate}: the model's optimizer doesn't take one: {error}") from error
 
 
+def where_read(job: Job, dataset: tf.data.Dataset) -> tf.data.Dataset | dapple.OnWorkers:
+    """Returns the data as workers read them, or the dataset itself if this process does.
+
+    Raises:
+        DataError: --data_on_workers was given, but workers can't read these data.
+    """
+    asked = _DATA_ON_WORKERS.value
+    by_default = job.data.in_files and bool(job.cluster.addresses) and job.plan.operator_devices is None
+    if not (by_default if asked is None else asked):
+        return dataset
+    try:
+        return dapple.on_workers(dataset)
+    except dapple.DataError as error:
+        if asked:
+            raise
+        say(f"This process reads the data: {error}")
+        return dataset
+
+
 def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> dict[str, Any]:
     """Trains; writes the model, the history and the final numbers, and returns the latter as JSON data."""
     import keras
@@ -269,7 +296,8 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
     options: dict[str, Any] = {}
     if job.data.held_out is not None and _VALIDATION_STEPS.value:
         # The same batches after each epoch; Keras would warn of data that have fewer than validation_steps.
-        options["validation_data"] = job.data.held_out(job.model, batch).take(_VALIDATION_STEPS.value)
+        held_out = job.data.held_out(job.model, batch).take(_VALIDATION_STEPS.value)
+        options["validation_data"] = where_read(job, held_out)
     if _CHECKPOINT_DIR.value is not None:
         options["checkpoint"] = dapple.Checkpointing(_CHECKPOINT_DIR.value, _CHECKPOINT_EVERY.value)
         options["resume"] = _RESUME.value
@@ -279,7 +307,7 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
     logs = pathlib.Path(_LOG_DIR.value) if _LOG_DIR.value else folder / "logs"
     began = time.perf_counter()
     history = pipelined.fit(
-        job.data.batches(job.model, batch, _MODEL.seed),
+        where_read(job, job.data.batches(job.model, batch, _MODEL.seed)),
         epochs=_EPOCHS.value,
         steps_per_epoch=_STEPS.value,
         callbacks=[
@@ -305,7 +333,7 @@ def measure_steps(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Pa
     times, batch = StepTimes(), job.plan.global_batch_size
     say(f"measuring {_BENCHMARK_STEPS.value} steps after {WARM_UP} that don't count")
     pipelined.fit(
-        job.data.batches(job.model, batch, _MODEL.seed),
+        where_read(job, job.data.batches(job.model, batch, _MODEL.seed)),
         steps_per_epoch=WARM_UP + _BENCHMARK_STEPS.value,
         callbacks=[times],
         shuffle=False,

@@ -25,7 +25,7 @@ _READING = ("fit", "evaluate", "predict")
 
 _IGNORE = 1
 """TensorFlow's `ExternalStatePolicy.IGNORE`: state is looked for here, by `_check_order`."""
-_MOST_BYTES = 2**28
+_MOST_BYTES = 2**26
 """Largest graph of a dataset: each worker that reads has a part of its own in the session's graph, of at most 2 GiB."""
 _SERVICE, _DATASET = "DataServiceDataset", "Dataset"
 _SIGNATURE = frozenset({"_Arg", "_Retval", "Const", "Placeholder", "NoOp", "Identity"})

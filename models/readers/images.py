@@ -78,7 +78,7 @@ def open_images(request: Request) -> DataSource:
         return evaluation_batches(_samples(held_out, image, options, shape), batch_size)
 
     about = f"{len(train.paths)} images of {len(train.classes)} classes in {root}"
-    return DataSource(request.text, about, batches, None if held_out is None else evaluation)
+    return DataSource(request.text, about, batches, None if held_out is None else evaluation, in_files=True)
 
 
 def folders(root: pathlib.Path, text: str) -> list[Folder]:

@@ -132,7 +132,7 @@ def open_records(request: Request) -> DataSource:
         return shape, classes
 
     about = f"{len(train.files)} images in {len(train.paths)} TFRecord files in {root}"
-    return DataSource(request.text, about, batches, None if held_out is None else evaluation)
+    return DataSource(request.text, about, batches, None if held_out is None else evaluation, in_files=True)
 
 
 def shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]:

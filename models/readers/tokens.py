@@ -183,4 +183,4 @@ def source(text: str, train: TokenFile, held_out: TokenFile | None) -> DataSourc
         return evaluation_batches(part(model, held_out), batch_size)
 
     about = f"{train.count:,} tokens of {train.path}"
-    return DataSource(text, about, batches, None if held_out is None else evaluation)
+    return DataSource(text, about, batches, None if held_out is None else evaluation, in_files=True)
