@@ -194,6 +194,18 @@ def test_an_error_in_the_pipeline_names_the_worker_the_batch_and_its_cause() -> 
     own.close()
 
 
+def test_a_step_that_fails_leaves_nothing_that_the_next_fit_waits_for() -> None:
+    """Nobody knows which workers have taken its batch, and waiting for one that is gone never ends."""
+    wrong = np.random.default_rng(0).integers(0, 7, size=(26, 5)).astype("int32")
+    wrong[15] = 99
+    own = pipelined(PIPELINE, model=masked())
+    with pytest.raises(dapple.StepError):
+        own.fit(dapple.on_workers(lambda: dataset(wrong, wrong % 7, seed=None)), verbose=0)
+    history = own.fit(dapple.on_workers(tokens), epochs=2, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    own.close()
+
+
 def python_code() -> tf.data.Dataset:
     return labelled().map(lambda x, y: (tf.ensure_shape(tf.numpy_function(lambda a: a, [x], tf.float32), (None, 4)), y))
 
@@ -250,7 +262,7 @@ def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
 
 @pytest.mark.parametrize("data", [[X], iter([X]), X], ids=["list", "iterator", "array"])
 def test_only_datasets_are_read_on_workers(data: Any) -> None:
-    with pytest.raises(dapple.DataError, match=r"takes a function that returns a tf\.data\.Dataset, not a"):
+    with pytest.raises(dapple.DataError, match=r"takes a function that returns a tf.data.Dataset, not a"):
         dapple.on_workers(data)
     with pytest.raises(dapple.DataError, match=r"returned a \w+; let it return a tf.data.Dataset"):
         dapple.on_workers(lambda: data)

@@ -197,7 +197,7 @@ class Engine:
         self,
         mode: Mode,
         spec: BatchSpec,
-        arrays: Sequence[np.ndarray] | Sequence[RemoteArray],
+        arrays: Sequence[Any],
         *,
         training: bool | None = None,
         metrics: Mapping[str, tuple[np.ndarray, np.ndarray]] | None = None,
@@ -244,6 +244,10 @@ class Engine:
         self.running = True
         try:
             result = self.session.run_step(name, request, values, metadata)
+        except BaseException:
+            if address is not None:
+                self.data.forget(address)
+            raise
         finally:
             self.running = False
         if address is not None and step.taken is not None:

@@ -83,7 +83,7 @@ class _Kept:
 
 
 class WorkerData:
-    """Reads batches on the workers of a session. Safe for a thread that reads ahead beside the one that runs steps."""
+    """Reads batches on the workers of a session; one thread may read ahead while another one runs steps."""
 
     def __init__(self, cluster: Cluster, session: DeviceSession, layout: Layout) -> None:
         """Starts without having read anything.
@@ -109,6 +109,10 @@ class WorkerData:
         self._readers: dict[tuple[OnWorkers, str], _Reader] = {}
         self._kept: dict[Address, _Kept] = {}
         self._wanted: dict[OnWorkers, tuple[str, ...]] = {}  # CPUs of the workers that are known to read
+
+    def forget(self, address: Address) -> None:
+        """Notes that it isn't known who has taken a batch: its step has failed."""
+        self._kept.pop(address, None)
 
     @property
     def groups(self) -> int:
@@ -190,9 +194,8 @@ class WorkerData:
             if part not in self._parts:
                 raise DataError(
                     f"worker {self._hosts.index(host)} needs samples {_samples(part)} of each batch, but the first "
-                    f"stage's workers read {' and '.join(map(_samples, self._parts))}: for data that are read in "
-                    f"parts, stages that read them need as many replicas, side by side on as many workers; "
-                    f"leave out in_parts"
+                    f"stage's workers read {' and '.join(map(_samples, self._parts))}: for data in parts, stages "
+                    f"that read them need as many replicas, side by side on as many workers; leave out in_parts"
                 )
             self._part_of[host] = part
 
@@ -262,8 +265,9 @@ class WorkerData:
             return reader
         try:
             if reader is None or reader.rounds > address.round:
-                reader = self._readers[address.source, host] = self._add_reader(address.source, host)
+                reader = self._add_reader(address.source, host)
                 self._session.run([reader.keep])
+                self._readers[address.source, host] = reader
             while reader.rounds <= address.round:
                 skipped = address.number if reader.rounds == address.round else 0
                 self._session.run([reader.begin], {reader.skip: skipped})
@@ -331,8 +335,8 @@ def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
             iterator = raw.IteratorV2(shared_name=name, container="", **element)
             raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
             arrays = raw.IteratorGetNext(iterator=iterator, **element)
-            kept: dict[str, Any] = {"indices": list(range(len(dtypes))), "dtypes": dtypes}
-            kept["shared_name"] = area_of(dtype.name for dtype in dtypes)
+            area = area_of(dtype.name for dtype in dtypes)
+            kept = {"indices": list(range(len(dtypes))), "dtypes": dtypes, "shared_name": area}
             raw.MapStage(key=number, values=arrays, name="read", **kept)
             raw.MapUnstage(key=number, name="drop", **kept)
             tf.identity(tf.concat([tf.shape(array, tf.int64) for array in arrays], 0), name="lengths")

@@ -149,12 +149,12 @@ class Batch:
 
     Attributes:
         spec: the spec of this batch and batches like it.
-        arrays: its arrays, in feed order; what is known of them if they are on workers.
+        arrays: its arrays, in feed order: of NumPy, or `RemoteArray`s if they are on workers.
         samples: its number of samples.
     """
 
     spec: BatchSpec
-    arrays: Sequence[np.ndarray] | Sequence[RemoteArray]
+    arrays: Sequence[Any]
     samples: int
 
     @property

@@ -33,7 +33,7 @@ _HARMLESS = frozenset(
     {"Assert", "CheckNumerics", "CheckNumericsV2", "Print", "PrintV2", "DummySeedGenerator", "DummyMemoryCache"}
     | {"StatefulPartitionedCall", "If", "While", "Case"}
 )
-"""Stateful ops, besides datasets, that give the same on all workers: checks, and calls of what is looked at, too."""
+"""The stateful ops, besides datasets, that give the same on all workers: checks, and calls of other functions."""
 _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"})
 
 
@@ -314,9 +314,9 @@ def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
 def _unsent(cause: str) -> DataError:
     return DataError(
         f"this dataset can't be read on workers: {cause}. Python code (from_generator, py_function), variables, tables "
-        f"and random numbers with a state stay in this process: draw by tf.random.stateless_* from numbers in the "
-        f"dataset (Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the data from here, "
-        f"fit(make_dataset())"
+        "and random numbers with a state stay in this process: draw by tf.random.stateless_* from numbers in the "
+        "dataset (Dataset.counter(), enumerate()), and look up in constants (tf.gather); or feed the data from here, "
+        "fit(make_dataset())"
     )
 
 

@@ -9,9 +9,9 @@ turns, so that all see the same changes of the machine's speed:
 * workers: each worker decodes whole batches, and keeps its samples (`dapple_tf.on_workers`).
 * parts: each worker decodes its part of each batch (``in_parts=True``).
 
-Bytes are those of the client's TCP sockets, as Linux counts them; the client's seconds are of all its threads. The first
-step of a turn, which opens files, doesn't count. Client and workers share this machine's cores: what the client decodes,
-workers can't compute meanwhile, and what two workers decode twice takes twice as long.
+Bytes are those of the client's TCP sockets, as Linux counts them; the client's seconds are of all its threads. The
+first step of a turn, which opens files, doesn't count. Client and workers share this machine's cores: what the client
+decodes, workers can't compute meanwhile, and what two workers decode twice takes twice as long.
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ def make_dataset(paths: list[str], context: tf.distribute.InputContext) -> tf.da
         return image / 255.0, label
 
     labels = np.arange(len(paths)) % _CLASSES
-    files = tf.data.Dataset.from_tensor_slices((paths, labels)).shuffle(len(paths), seed=1).repeat()
+    files = (
+        tf.data.Dataset.from_tensor_slices((paths, labels))
+        .shuffle(len(paths), seed=1, reshuffle_each_iteration=False)
+        .repeat()
+    )
     files = files.shard(context.num_input_pipelines, context.input_pipeline_id)
     size = context.get_per_replica_batch_size(_BATCH.value)
     return files.map(read, num_parallel_calls=2).batch(size, drop_remainder=True).prefetch(2)
@@ -151,7 +155,9 @@ def measure(workers: int, paths: list[str]) -> list[dict[str, Any]]:
         for number in range(_ROUNDS.value + 1):
             for way in WAYS[:: 1 if number % 2 == 0 else -1]:
                 counted = _Counted()
-                pipelined[way].fit(data[way], steps_per_epoch=_STEPS.value, shuffle=False, verbose=0, callbacks=[counted])
+                pipelined[way].fit(
+                    data[way], steps_per_epoch=_STEPS.value, shuffle=False, verbose=0, callbacks=[counted]
+                )
                 turns[way].append(counted)
                 bar.step(way)
         bar.close()
