@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
