@@ -67,6 +67,7 @@ bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs
 	$(BIN)/python -m tools.evaluation.bench_overhead --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_monitoring
+	$(BIN)/python -m tools.evaluation.bench_data
 	$(BIN)/python -m tools.evaluation.bench_memory --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_preparation --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_planner --json=docs/results/scale.json

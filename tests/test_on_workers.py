@@ -16,6 +16,7 @@ from models_for_tests import classifier, samples, values
 from workers import PATIENCE, children, wait_until
 
 import dapple_tf as dapple
+from dapple_tf.models.registry import find_data, find_model
 from dapple_tf.models.sources import untuned
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.tools.hosts import LocalWorkers
@@ -171,6 +172,22 @@ def test_all_devices_take_their_rows_from_memory_of_the_worker(tmp_path: pathlib
     assert step.taken is not None
     assert len(step.taken.arrays) == 1
     own.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_cache_of_readers")
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [("vgg:tiny", "images"), ("vgg:tiny", "tfrecords"), ("gpt:tiny", "tokens"), ("gnmt:tiny", "pairs")],
+)
+def test_readers_of_files_are_sent(model: str, data: str) -> None:
+    """They are checked by `Assert`, and draw by stateless random ops."""
+    plan = dapple.Plan.manual([], [[0, 1]], 1, 4)
+    keras.utils.set_random_seed(3)
+    example = find_model(model).build()
+    assert_trains_alike(
+        plan, lambda: untuned(find_data(data).batches(example, 4, 0)), find_model(model).build, steps_per_epoch=2
+    )
 
 
 # ---- the end of the data, and errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import pathlib
 import textwrap
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dapple_tf as dapple
 from dapple_tf.automatic import Planned
 from dapple_tf.models.registry import find_model
+from dapple_tf.models.sources import DataSource
 from dapple_tf.tools import command, train
 
 
@@ -254,6 +256,42 @@ def test_data_that_do_not_fit_are_told_before_anything_is_measured(
     assert run(folder, f"{own}:{data}", "--cluster=cpu:2", "--plan=1:1", "--global_batch_size=8") == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "in_files", "addresses", "on_workers"),
+    [
+        ((), True, ("10.0.0.1:2222",), True),
+        ((), True, (), False),
+        ((), False, ("10.0.0.1:2222",), False),
+        (("--nodata_on_workers",), True, ("10.0.0.1:2222",), False),
+        (("--data_on_workers",), False, (), True),
+    ],
+    ids=["files_on_a_cluster", "local", "generated", "switched_off", "asked_for"],
+)
+def test_workers_of_a_cluster_read_files(
+    flag: tuple[str, ...], in_files: bool, addresses: tuple[str, ...], on_workers: bool
+) -> None:
+    data = DataSource("own", "numbers", lambda model, batch_size, seed: None, in_files=in_files)
+    cluster = dataclasses.replace(dapple.Cluster.local(1, kind="cpu"), addresses=addresses)
+    job = train.Job(keras.Model(), data, cluster, dapple.Plan.manual([], [[0]], 1, 5), None)
+    train.FLAGS(["train", *flag])
+    try:
+        read = train.where_read(job, tf.data.Dataset.range(10).batch(5))
+    finally:
+        train.FLAGS.unparse_flags()
+        train.FLAGS["data_on_workers"].unparse()
+    assert isinstance(read, dapple.OnWorkers) == on_workers
+
+
+def test_what_workers_cannot_read_the_client_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    data = DataSource("own", "numbers", lambda model, batch_size, seed: None, in_files=True)
+    cluster = dataclasses.replace(dapple.Cluster.local(1, kind="cpu"), addresses=("10.0.0.1:2222",))
+    job = train.Job(keras.Model(), data, cluster, dapple.Plan.manual([], [[0]], 1, 5), None)
+    shuffled = tf.data.Dataset.range(10).batch(5).map(lambda n: n + tf.random.uniform([], maxval=9, dtype=tf.int64))
+    train.FLAGS(["train"])
+    assert train.where_read(job, shuffled) is shuffled
+    assert "This process reads the data: this dataset can't be read on workers" in capsys.readouterr().out
 
 
 def test_a_learning_rate_for_an_optimizer_with_a_schedule_of_its_own() -> None:
