@@ -33,6 +33,7 @@ from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
+from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
 from graph_passes.passes.scale_losses import scale_losses
 from graph_passes.passes.schedule import OrderTasks
@@ -82,6 +83,14 @@ def test_what_the_order_of_tasks_adds(golden: Golden) -> None:
     before = apply(connected(two_stages(), cut), Accumulate())
     names = tuple(itertools.chain.from_iterable(cut.devices))
     golden("schedule.txt", changes(before, apply(before, OrderTasks(schedule_of(cut), names))))
+
+
+def test_batches_that_workers_have(golden: Golden) -> None:
+    before = complete()
+    assert before.step is not None
+    devices = itertools.chain.from_iterable(before.step.layout.devices)
+    hosts = {device: f"/worker{number}" for number, device in enumerate(devices)}
+    golden("place_data.txt", changes(before, apply(before, PlaceData(hosts, "batches"))))
 
 
 def test_a_joined_step(golden: Golden) -> None:

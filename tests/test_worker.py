@@ -400,7 +400,7 @@ def test_a_worker_knocks_at_the_other_servers(worker: Worker_) -> None:
     address, process = worker
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with talking(address) as channel:
-        port = channel.ask(question("lease", client="somebody", port=0), PATIENCE)["port"]
+        port = channel.ask(wish("somebody"), PATIENCE)["port"]
         servers = [f"127.0.0.1:{port}", nobody]
         channel.ask({"cluster": {"worker": servers}, "task": 0, "leader": 0, "silence": 60.0}, PATIENCE)
         assert channel.ask({"knock": 5.0}, PATIENCE) == {"unreachable": {nobody: "Connection refused"}}
