@@ -132,7 +132,8 @@ class Worker:
             self._acceptor.wait()
             self.reap()
             while len(self._children) < _MOST_CHILDREN:
-                guest = self._acceptor.take(collections.Counter(child.host for child in self._children.values()))
+                children = list(self._children.values())  # at once: a signal's handler may remove some meanwhile
+                guest = self._acceptor.take(collections.Counter(child.host for child in children))
                 if guest is None:
                     break
                 with contextlib.closing(guest.opening.channel):
