@@ -18,7 +18,6 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 __all__ = [
     "ArrayDataAdapter",
-    "DataAdapter",
     "PyDatasetAdapter",
     "adds_loss",
     "build_for",
@@ -237,6 +236,25 @@ def restricted(optimizer: Any, positions: Sequence[int], *, clips: bool) -> Iter
 
 
 # ---- data adapters
+
+
+class OwnAdapter(DataAdapter):
+    """A data adapter whose batches Keras needn't know the sizes of."""
+
+    @property
+    def batch_size(self) -> None:
+        """Not used by Keras here."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> None:
+        """Not used by Keras here."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        """Not used by Keras here."""
+        return None
 
 
 def sliceable_arrays(adapter: ArrayDataAdapter) -> tuple[int, Any]:

@@ -63,10 +63,10 @@ def authority(directory: Path) -> tuple[Authority, str]:
             return Authority(certificate.read_bytes(), key.read_bytes()), f"the authority of {certificate}"
         except OSError as error:
             raise ClusterError(f"the authority can't be read: {error}") from error
-    made = Authority.make(_AUTHORITY_DAYS.value)
+    authority = Authority.make(_AUTHORITY_DAYS.value)
     directory.mkdir(parents=True, exist_ok=True)
-    made.write(directory)
-    return made, f"a new authority, {certificate}; keep {key} where no machine of the cluster is"
+    authority.write(directory)
+    return authority, f"a new authority, {certificate}; keep {key} where no machine of the cluster is"
 
 
 def main(argv: list[str]) -> None:

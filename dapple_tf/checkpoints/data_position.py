@@ -35,7 +35,7 @@ from dapple_tf.checkpoints.data_sources import (
 )
 from dapple_tf.errors import DataError
 from dapple_tf.frontend.on_workers import WorkerBatches
-from dapple_tf.keras_private import DataAdapter, can_convert_arrays, get_data_adapter
+from dapple_tf.keras_private import OwnAdapter, can_convert_arrays, get_data_adapter
 
 
 class Reading(Iterator[Any]):
@@ -103,7 +103,7 @@ class Reading(Iterator[Any]):
         return self._marked or (self._taken, self._source.state(self._items))
 
 
-class TrainingData(DataAdapter):
+class TrainingData(OwnAdapter):
     """Training data for ``fit``; see the module.
 
     Attributes:
@@ -233,21 +233,6 @@ class TrainingData(DataAdapter):
     def num_batches(self) -> int | None:
         """Number of batches in an epoch; None if it isn't known."""
         return self._source.num_batches
-
-    @property
-    def batch_size(self) -> None:
-        """Not used by Keras here."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> None:
-        """Not used by Keras here."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> None:
-        """Not used by Keras here."""
-        return None
 
     def on_epoch_begin(self) -> None:
         """Does what Keras' adapters do."""

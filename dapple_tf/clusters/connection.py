@@ -173,10 +173,8 @@ class Connection:
             lease.process = process
 
         for_each(start, len(leases))
-        channels, clients = (
-            [lease.channel for lease in leases],
-            [join_address(lease.host, client.port) for lease in leases],
-        )
+        channels = [lease.channel for lease in leases]
+        clients = [join_address(lease.host, client.port) for lease in leases]
         ends = servers if client.tunnels is None else client.tunnels.cluster["worker"]
         reached = dict(zip(servers, ends, strict=True))
         check_ports(self.addresses, channels, reached, clients, self.notice_seconds)

@@ -19,9 +19,8 @@ _CLOCK_SAMPLES = 8
 _SILENT, _PAUSE, _CONNECT, _ANSWER = 0.15, 0.05, 0.05, 0.3
 """Shares of the time for an answer: until a worker is asked on new connections, too; between these; for making one;
 for its answer."""
-
-
 _AGAIN_SECONDS = 0.05
+"""Pause before a worker is asked again how its process has ended."""
 
 
 @dataclasses.dataclass

@@ -67,7 +67,7 @@ class _Reader:
 
 
 @dataclasses.dataclass
-class _Kept:
+class _WaitingBatch:
     """A batch that waits for its step.
 
     Attributes:
@@ -106,12 +106,8 @@ class WorkerData:
         self._numbers = itertools.count()
         self._generation = -1  # of the session in which the following exist
         self._readers: dict[tuple[OnWorkers, str], _Reader] = {}
-        self._kept: dict[Address, _Kept] = {}
+        self._waiting: dict[Address, _WaitingBatch] = {}
         self._wanted: dict[OnWorkers, tuple[str, ...]] = {}  # CPUs of the workers that are known to read
-
-    def forget(self, address: Address) -> None:
-        """Notes that it isn't known who has taken a batch: its step has failed."""
-        self._kept.pop(address, None)
 
     @property
     def groups(self) -> int:
@@ -138,14 +134,14 @@ class WorkerData:
         with self._lock:
             self._follow()
             hosts = self._wanted.setdefault(address.source, self._first(address.source))
-            kept = self._kept.get(address)
-            if kept is None:
+            batch = self._waiting.get(address)
+            if batch is None:
                 self._drop_earlier(address)
-                kept = self._kept[address] = _Kept(next(self._numbers), (), set())
-            if not self._fill(address, kept, hosts):
-                del self._kept[address]
+                batch = self._waiting[address] = _WaitingBatch(next(self._numbers), (), set())
+            if not self._fill(address, batch, hosts):
+                del self._waiting[address]
                 return None
-            return kept.shapes
+            return batch.shapes
 
     def prepare(self, address: Address, taken: TakenBatch | None = None) -> int:
         """Has the workers of a step have its batch; returns the number under which they keep it.
@@ -159,9 +155,13 @@ class WorkerData:
             WorkerLostError: a worker was lost.
         """
         hosts = () if taken is None else tuple(taken.arrays)
-        kept, wanted = self._kept.get(address), self._wanted.get(address.source, ())
-        if kept is not None and self._generation == self._session.generation and kept.hosts.issuperset(hosts or wanted):
-            return kept.number  # without waiting for the batch after it, which is being read
+        batch, wanted = self._waiting.get(address), self._wanted.get(address.source, ())
+        if (
+            batch is not None
+            and self._generation == self._session.generation
+            and batch.hosts.issuperset(hosts or wanted)
+        ):
+            return batch.number  # without waiting for the batch after it, which is being read
         with self._lock:
             self._follow()
             if taken is not None:
@@ -173,13 +173,17 @@ class WorkerData:
                     f"batch {address.number + 1} of round {address.round + 1} isn't there when it is read again: the "
                     f"dataset has changed, or differs between workers"
                 )
-            return self._kept[address].number
+            return self._waiting[address].number
 
     def taken(self, address: Address, hosts: Collection[str]) -> None:
         """Notes that a step has taken a batch from the workers with these CPUs."""
-        kept = self._kept.pop(address, None)
-        if kept is not None and (left := kept.hosts.difference(hosts)):
-            self._drop(address.source, kept.number, left)  # Those workers have no samples of a small batch.
+        batch = self._waiting.pop(address, None)
+        if batch is not None and (left := batch.hosts.difference(hosts)):
+            self._drop(address.source, batch.number, left)  # Those workers have no samples of a small batch.
+
+    def forget(self, address: Address) -> None:
+        """Notes that it isn't known who has taken a batch: its step has failed."""
+        self._waiting.pop(address, None)
 
     def _first(self, source: OnWorkers) -> tuple[str, ...]:
         """Returns CPUs of workers that together read whole batches in any step."""
@@ -204,21 +208,21 @@ class WorkerData:
         """Forgets what went with an earlier session."""
         if self._generation != self._session.generation:
             self._readers.clear()
-            self._kept.clear()
+            self._waiting.clear()
             self._generation = self._session.generation
 
-    def _fill(self, address: Address, kept: _Kept, hosts: Sequence[str]) -> bool:
+    def _fill(self, address: Address, batch: _WaitingBatch, hosts: Sequence[str]) -> bool:
         """Has workers read a batch that don't have it; returns False if the round has ended before."""
-        readers = [self._reader(address, host) for host in hosts if host not in kept.hosts]
+        readers = [self._reader(address, host) for host in hosts if host not in batch.hosts]
         if not readers:
             return True
         for reader in readers:
             reader.next = None  # as long as it isn't known that all have read
         fetches = [[reader.lengths for reader in readers], [reader.read for reader in readers]]
         try:
-            lengths, _ = self._session.run(fetches, {reader.number: kept.number for reader in readers})
+            lengths, _ = self._session.run(fetches, {reader.number: batch.number for reader in readers})
         except tf.errors.OutOfRangeError as error:
-            if kept.hosts:
+            if batch.hosts:
                 raise DataError(
                     f"worker {self._worker(error, readers)} has no batch {address.number + 1}, which others have: the "
                     f"data differ between workers"
@@ -229,14 +233,14 @@ class WorkerData:
         for reader, own in zip(readers, lengths, strict=True):
             reader.next = address.number + 1
             shapes = self._whole(_shapes(own, address.source), reader.host, address)
-            if kept.shapes and shapes != kept.shapes:
+            if batch.shapes and shapes != batch.shapes:
                 raise DataError(
                     f"the arrays of batch {address.number + 1} have shapes {_shown(shapes)} on worker "
-                    f"{self._hosts.index(reader.host)}, but {_shown(kept.shapes)} on others: the data differ between "
+                    f"{self._hosts.index(reader.host)}, but {_shown(batch.shapes)} on others: the data differ between "
                     f"workers"
                 )
-            kept.shapes = shapes
-            kept.hosts.add(reader.host)
+            batch.shapes = shapes
+            batch.hosts.add(reader.host)
         return True
 
     def _whole(self, shapes: tuple[Shape, ...], host: str, address: Address) -> tuple[Shape, ...]:
@@ -292,10 +296,10 @@ class WorkerData:
 
     def _drop_earlier(self, address: Address) -> None:
         """Removes batches of the data's earlier rounds, which nobody will ask for."""
-        for other, kept in list(self._kept.items()):
+        for other, batch in list(self._waiting.items()):
             if other.source is address.source and other.round < address.round:
-                del self._kept[other]
-                self._drop(other.source, kept.number, kept.hosts)
+                del self._waiting[other]
+                self._drop(other.source, batch.number, batch.hosts)
 
     def _drop(self, source: OnWorkers, number: int, hosts: Collection[str]) -> None:
         readers = [self._readers[source, host] for host in hosts]
@@ -329,15 +333,15 @@ def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
             dataset = {"key": tf.constant(0, tf.int64), "indices": [0], "dtypes": [tf.variant], "shared_name": name}
             raw.MapStage(values=[made], name="keep", **dataset)
             element = {"output_types": dtypes, "output_shapes": shapes}
-            (dataset_kept,) = raw.MapPeek(**dataset)
-            rest = raw.SkipDataset(input_dataset=dataset_kept, count=skip, **element)
+            (made_once,) = raw.MapPeek(**dataset)
+            rest = raw.SkipDataset(input_dataset=made_once, count=skip, **element)
             iterator = raw.IteratorV2(shared_name=name, container="", **element)
             raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
             arrays = raw.IteratorGetNext(iterator=iterator, **element)
             area = area_of(dtype.name for dtype in dtypes)
-            kept = {"indices": list(range(len(dtypes))), "dtypes": dtypes, "shared_name": area}
-            raw.MapStage(key=number, values=arrays, name="read", **kept)
-            raw.MapUnstage(key=number, name="drop", **kept)
+            memory = {"indices": list(range(len(dtypes))), "dtypes": dtypes, "shared_name": area}
+            raw.MapStage(key=number, values=arrays, name="read", **memory)
+            raw.MapUnstage(key=number, name="drop", **memory)
             tf.identity(tf.concat([tf.shape(array, tf.int64) for array in arrays], 0), name="lengths")
     return graph.as_graph_def()
 

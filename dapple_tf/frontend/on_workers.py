@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.errors import DataError, reason
-from dapple_tf.keras_private import DataAdapter
+from dapple_tf.keras_private import OwnAdapter
 from graph_passes.ir.graph import GraphDef, NodeDef, data_inputs
 from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 
@@ -200,7 +200,7 @@ class Round(Iterator[Any]):
         return self._source.batch(shapes, address)
 
 
-class WorkerBatches(DataAdapter):
+class WorkerBatches(OwnAdapter):
     """The data of workers, for Keras and for the devices that read them.
 
     Attributes:
@@ -224,21 +224,6 @@ class WorkerBatches(DataAdapter):
     def num_batches(self) -> int | None:
         """Number of batches in a round; None if it isn't known."""
         return self._num_batches
-
-    @property
-    def batch_size(self) -> None:
-        """Not used by Keras here."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> None:
-        """Not used by Keras here."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> None:
-        """Not used by Keras here."""
-        return None
 
 
 def on_workers(make_dataset: Callable[..., tf.data.Dataset] | tf.data.Dataset, *, in_parts: bool = False) -> OnWorkers:

@@ -79,9 +79,9 @@ class _Placing:
         self.components = {self.step.feeds[ref].node: index for index, ref in enumerate(self.inputs)}
         self.of_batch = {node.name for node in self.graph if NodeKind.of(node) in _OF_BATCH}
         self.workers = {host: number for number, host in enumerate(dict.fromkeys(options.hosts.values()))}
-        kept = [copied_node(node) for node in self.graph if not self._is_moved(Ref(node.name))]
-        given = program.graph
-        self.builder = Builder(GraphDef(node=kept, versions=given.versions, library=given.library))
+        unmoved = [copied_node(node) for node in self.graph if not self._is_moved(Ref(node.name))]
+        before = program.graph
+        self.builder = Builder(GraphDef(node=unmoved, versions=before.versions, library=before.library))
         host = self.graph.nodes[next(iter(self.components))].device
         number = {"dtype": dtype_attr(types_pb2.DT_INT64), "shape": shape_attr([])}
         self.number = self.builder.add("batch/number", "Placeholder", device=host, **number)
