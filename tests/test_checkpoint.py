@@ -21,7 +21,7 @@ import pytest
 from models_for_tests import assert_same_values, classifier, plan, samples, transform, values
 
 import dapple_tf as dapple
-from dapple_tf.checkpoints import checkpoint as checkpoint_module
+from dapple_tf.checkpoints import saver
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_graph import host_of
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_restored_whatever_the_plan_and_into_the_plain_model(
 def test_training_goes_on_while_a_snapshot_is_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, pipelined: dapple.PipelinedModel
 ) -> None:
-    write = checkpoint_module._write
+    write = saver._write
 
     trained = threading.Event()
 
@@ -101,7 +101,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
         write(*arguments)
 
     expected = values(pipelined.sync())
-    monkeypatch.setattr(checkpoint_module, "_write", slowly)
+    monkeypatch.setattr(saver, "_write", slowly)
     path = pipelined.save_checkpoint(tmp_path, wait=False)
     for _ in range(3):
         pipelined.train_on_batch(X, Y)

@@ -19,7 +19,7 @@ from models_for_tests import classifier, plan, samples, transform, values
 from workers import PATIENCE, children, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.checkpoints import checkpoint as checkpoint_module
+from dapple_tf.checkpoints import saver
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.tools.hosts import LocalWorkers
@@ -152,7 +152,7 @@ def test_devices_without_memory_for_two_sessions_keep_the_old_one(
 
 
 def test_a_snapshot_is_written_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, going = checkpoint_module._write, threading.Event()
+    write, going = saver._write, threading.Event()
 
     def late(*arguments: Any) -> None:
         assert going.wait(PATIENCE)
@@ -161,7 +161,7 @@ def test_a_snapshot_is_written_to_its_end(tmp_path: Path, monkeypatch: pytest.Mo
     pipelined = transform(model(), prepared_steps=1)
     train(pipelined, (7, 3))
     expected = values(pipelined.sync())
-    monkeypatch.setattr(checkpoint_module, "_write", late)
+    monkeypatch.setattr(saver, "_write", late)
     pipelined.save_checkpoint(tmp_path, wait=False)
     threading.Timer(0.1, going.set).start()
     train(pipelined, (4, 5))

@@ -427,6 +427,22 @@ def test_no_zombies(worker: Worker_) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{child}"), 5)
 
 
+def test_how_a_process_ended_is_told_to_its_client_only(worker: Worker_) -> None:
+    """Whoever counted through process numbers was told, too."""
+    address, process = worker
+    with leased(address, "somebody"):
+        (child,) = children(process)
+        os.kill(child, signal.SIGSEGV)
+        wait_until(lambda: not os.path.exists(f"/proc/{child}"), 5)
+    with leased(address, "another"):  # The worker still knows then.
+        for secret, expected in (
+            (wish("somebody")["secret"], {"ended": "its process was ended by SIGSEGV", "out_of_memory": False}),
+            ("x" * 32, {"error": "isn't lent to this process any more"}),
+        ):
+            with talking(address) as channel:
+                assert channel.ask(question("pulse", secret=secret, process=child), PATIENCE) == expected
+
+
 # ---- clients that aren't any
 
 

@@ -14,19 +14,19 @@ import collections
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from dapple_tf.clusters.client_server import any_started, client_server, close_tunnels, forget
 from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.loan import Loan
 from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_calls
-from dapple_tf.clusters.serving import LONGEST_SILENCE, start_server
+from dapple_tf.clusters.serving import LONGEST_SILENCE
 from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.devices import kind_and_number
@@ -34,10 +34,6 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
-from dapple_tf.network.keys import Keys
-from dapple_tf.network.listening import check_private, resolve
-from dapple_tf.network.relay import LOOPBACK
-from dapple_tf.network.tunnels import Tunnels
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +143,7 @@ class Connection:
         servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
         hosts = tuple(dict.fromkeys(lease.host for lease in leases))
         fingerprints = [lease.channel.fingerprint for lease in leases]
-        client = _client_server(tuple(servers), hosts, self._keys, tuple(fingerprints))
+        client = client_server(tuple(servers), hosts, self._keys, tuple(fingerprints))
 
         def start(index: int) -> None:
             lease = leases[index]
@@ -374,23 +370,6 @@ _forked = False
 """Whether this process was forked from one with a TensorFlow server."""
 
 
-class _ClientServer(NamedTuple):
-    """This process's TensorFlow server for a cluster.
-
-    Attributes:
-        port: port at which workers reach it.
-        target: its target for sessions.
-        tunnels: the tunnels by which it is reached and reaches workers; None without TLS.
-    """
-
-    port: int
-    target: str
-    tunnels: Tunnels | None
-
-
-_client_servers: dict[tuple[tuple[str, ...], ...], _ClientServer] = {}
-
-
 def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
     """Returns the connection to a cluster's workers, opened if necessary; `release` gives it back.
 
@@ -472,60 +451,15 @@ def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | Non
     return RemoteSession(connection, graph, config)
 
 
-def _client_server(
-    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
-) -> _ClientServer:
-    """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
-
-    Args:
-        workers: address of each worker's server.
-        hosts: this process's addresses, as workers see them.
-        keys: this machine's, for TLS.
-        fingerprints: those of the workers' certificates.
-    """
-    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint,)
-    server = _client_servers.get(key)
-    if server is None or (server.tunnels is not None and not server.tunnels.alive):
-        server = _client_servers[key] = _make_client_server(workers, hosts, keys, fingerprints)
-    elif server.tunnels is not None:
-        server.tunnels.drop()
-    return server
-
-
-def _make_client_server(
-    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
-) -> _ClientServer:
-    own = [resolve(host)[0] for host in hosts]
-    with socket.socket(socket.AF_INET6 if own[0].version == 6 else socket.AF_INET) as trial:
-        trial.bind((str(own[0]), 0))
-        port = int(trial.getsockname()[1])
-    cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
-    config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
-    if keys is None:
-        for host in hosts:
-            try:
-                check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
-            except ClusterError as error:
-                raise ClusterError(
-                    f"this process reaches the workers from {host}, where it would have to listen; use a private "
-                    f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
-                ) from error
-        return _ClientServer(port, start_server(cluster, "client", 0, config, port, own).target, None)
-    all_fingerprints = {"client": [""], "worker": fingerprints}
-    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0))
-    server = start_server(tunnels.cluster, "client", 0, config, tunnels.server_port, resolve(LOOPBACK))
-    return _ClientServer(port, server.target, tunnels)
-
-
 def _leave_all() -> None:
     """Leaves all workers to the process that this one was forked from, whatever ends first."""
     global _lock, _forked
     _lock = threading.RLock()
-    _forked = _forked or bool(_client_servers)
+    _forked = _forked or any_started()
     for connection in _connections.values():
         connection.disown()
     _connections.clear()
-    _client_servers.clear()  # Their tunnels are that process's, too.
+    forget()
 
 
 os.register_at_fork(after_in_child=_leave_all)
@@ -536,6 +470,4 @@ def _give_all_back() -> None:
     for connection in list(_connections.values()):
         connection.close()
     wait_for_calls(_EXIT_SECONDS)
-    for server in _client_servers.values():
-        if server.tunnels is not None:
-            server.tunnels.close()
+    close_tunnels()

@@ -50,6 +50,8 @@ _LONGEST_CLIENT = 1000
 """Maximum characters of a client's name, which is shown to others and in the worker's log."""
 _SHORTEST_SECRET = 32
 """Minimum characters of a client's secret; those of this package's clients have 256 bits."""
+_RECORDS = 8
+"""Number of clients that a worker remembers, to tell them how their processes ended."""
 _STRANGER = "another client"
 """What is told in place of a client's name to those who don't have its secret."""
 _FLOCK = "@hhqqi0q"
@@ -57,7 +59,7 @@ _FLOCK = "@hhqqi0q"
 
 
 class Holder(NamedTuple):
-    """Who has a lease.
+    """Who has a lease, or had it.
 
     Attributes:
         process: the worker's process for the client.
@@ -97,8 +99,10 @@ class Lease:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
+        own = f"{os.getpid()} {_digest(secret)} {client}"
+        lines = [own, *self._lines()[: _RECORDS - 1]]
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()} {_digest(secret)} {client}".encode(errors="replace"), 0)
+        os.pwrite(self._file, "\n".join(lines).encode(errors="replace"), 0)
         return True
 
     def beat(self) -> None:
@@ -115,11 +119,20 @@ class Lease:
         """Returns the process that holds it, by the kernel, and what it has recorded; None if nobody holds it."""
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
-        if kind == fcntl.F_UNLCK:
-            return None
-        told, _, rest = os.pread(self._file, 1 << 16, 0).decode(errors="replace").partition(" ")
-        digest, _, client = rest.partition(" ")
-        return Holder(process, client, digest) if told == str(process) else Holder(process, "", "")
+        return None if kind == fcntl.F_UNLCK else self.record(process) or Holder(process, "", "")
+
+    def record(self, process: int) -> Holder | None:
+        """Returns what a process recorded that holds the lease, or was among the last that did."""
+        for line in self._lines():
+            told, _, rest = line.partition(" ")
+            digest, _, client = rest.partition(" ")
+            if told == str(process):
+                return Holder(process, client, digest)
+        return None
+
+    def _lines(self) -> list[str]:
+        """Returns the records of processes, the newest first."""
+        return os.pread(self._file, 1 << 16, 0).decode(errors="replace").splitlines()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,13 +251,14 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         _answer(channel, silence, others)
         logging.info("%s has gone", client)
     elif asked == "pulse":
-        holder = machine.lease.holder()
-        if holder is None or not holder.owns(_field(hello, "secret", str)):
-            if (end := machine.ends.get(_field(hello, "process", int))) is not None:
-                channel.send(end.message(), _ANSWER_SECONDS)
-                return
+        secret, process = _field(hello, "secret", str), _field(hello, "process", int)
+        holder, former = machine.lease.holder(), machine.lease.record(process)
+        if holder is not None and holder.owns(secret):
+            channel.send({"age": machine.lease.age()}, _ANSWER_SECONDS)
+        elif process in machine.ends and former is not None and former.owns(secret):
+            channel.send(machine.ends[process].message(), _ANSWER_SECONDS)
+        else:
             raise _RefusedError("isn't lent to this process any more")
-        channel.send({"age": machine.lease.age()}, _ANSWER_SECONDS)
     else:
         raise _RefusedError(f"asks for {asked!r}, which no worker knows")
 

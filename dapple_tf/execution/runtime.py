@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration, Saver
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration
+from dapple_tf.checkpoints.saver import Saver
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan, PlanError

@@ -1,0 +1,100 @@
+"""This process's TensorFlow server for each cluster of workers: sessions run steps at it, workers send results to it.
+
+TensorFlow can't stop a server, so each is made once, and used again as long as the workers' servers have the same
+addresses.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from dapple_tf.clusters.serving import start_server
+from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.network.control import join_address
+from dapple_tf.network.keys import Keys
+from dapple_tf.network.listening import check_private, resolve
+from dapple_tf.network.relay import LOOPBACK
+from dapple_tf.network.tunnels import Tunnels
+
+
+class ClientServer(NamedTuple):
+    """This process's TensorFlow server for a cluster.
+
+    Attributes:
+        port: port at which workers reach it.
+        target: its target for sessions.
+        tunnels: the tunnels by which it is reached and reaches workers; None without TLS.
+    """
+
+    port: int
+    target: str
+    tunnels: Tunnels | None
+
+
+_servers: dict[tuple[tuple[str, ...], ...], ClientServer] = {}
+
+
+def client_server(
+    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
+) -> ClientServer:
+    """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
+
+    Args:
+        workers: address of each worker's server.
+        hosts: this process's addresses, as workers see them.
+        keys: this machine's, for TLS.
+        fingerprints: those of the workers' certificates.
+    """
+    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint,)
+    server = _servers.get(key)
+    if server is None or (server.tunnels is not None and not server.tunnels.alive):
+        server = _servers[key] = _start(workers, hosts, keys, fingerprints)
+    elif server.tunnels is not None:
+        server.tunnels.drop()
+    return server
+
+
+def _start(
+    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
+) -> ClientServer:
+    own = [resolve(host)[0] for host in hosts]
+    with socket.socket(socket.AF_INET6 if own[0].version == 6 else socket.AF_INET) as trial:
+        trial.bind((str(own[0]), 0))
+        port = int(trial.getsockname()[1])
+    cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
+    if keys is None:
+        for host in hosts:
+            try:
+                check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
+            except ClusterError as error:
+                raise ClusterError(
+                    f"this process reaches the workers from {host}, where it would have to listen; use a private "
+                    f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
+                ) from error
+        return ClientServer(port, start_server(cluster, "client", 0, config, port, own).target, None)
+    all_fingerprints = {"client": [""], "worker": fingerprints}
+    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0))
+    server = start_server(tunnels.cluster, "client", 0, config, tunnels.server_port, resolve(LOOPBACK))
+    return ClientServer(port, server.target, tunnels)
+
+
+def any_started() -> bool:
+    """Whether this process has a TensorFlow server."""
+    return bool(_servers)
+
+
+def forget() -> None:
+    """Leaves all servers and tunnels to the process that this one was forked from."""
+    _servers.clear()
+
+
+def close_tunnels() -> None:
+    """Ends what carries the servers' connections, at the end of the process."""
+    for server in _servers.values():
+        if server.tunnels is not None:
+            server.tunnels.close()
