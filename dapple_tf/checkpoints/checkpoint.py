@@ -313,7 +313,7 @@ class Restoration:
 
 def dtype_of(variable: keras.Variable) -> str:
     """Returns the name of a variable's type, as a manifest has it."""
-    return str(keras.backend.standardizedtype_of(variable.dtype))
+    return str(keras.backend.standardize_dtype(variable.dtype))
 
 
 def _last_name(path: str) -> str:
