@@ -47,13 +47,13 @@ _BLINK_SECONDS = 7.0
 """A link that is down for so long is no loss yet."""
 _PAUSE_SECONDS = (5.0, 30.0)
 """Least and most seconds from one recovery to the next fault; with what recoveries take, half a minute."""
-_STEP_SECONDS = 0.1
+_STEP_SECONDS = 0.3
 """Seconds that a disturbed step takes at least, so that the undisturbed ones are done in less time."""
 _PATIENCE_SECONDS = 300.0
 _RECORD_SECONDS = 5.0
 _BATCH, _BATCHES, _EPOCHS = 48, 24, 2
-_LARGEST_GROWTH = {"bytes": 1.05, "threads": 1.0, "files": 1.0}
-"""Largest ratio of what a process keeps in the last quarter of the time to what it kept in the second."""
+_LARGEST_GROWTH = {"bytes": 1.05, "threads": 1.05, "files": 1.1}
+"""Largest ratio of what the client and workers keep in the last quarter of the time to what they kept in the second."""
 
 KINDS = ("kill", "stop", "cut", "child", "two", "again", "blink")
 """Kinds of faults: a worker killed, stopped, or cut off the network; the process of a worker for the client killed; two
@@ -319,9 +319,9 @@ def quarters(usages: Iterable[Usage], process: str, name: str) -> list[float]:
 
 
 def grown(usages: Sequence[Usage]) -> list[str]:
-    """Returns what has grown with time, beyond `_LARGEST_GROWTH`."""
+    """Returns what has grown with time, beyond `_LARGEST_GROWTH`; processes that serve a client live for too short."""
     texts = []
-    for process in sorted({usage.process for usage in usages}):
+    for process in sorted({usage.process for usage in usages if not usage.process.startswith("serving")}):
         for name, most in _LARGEST_GROWTH.items():
             _, second, _, last = quarters(usages, process, name)
             if not last <= most * second:
