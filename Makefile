@@ -17,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs pictures results results-dapple results-ooo results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures results results-dapple results-ooo results-operators accuracy bench zoo faults test test-all test-share test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -78,15 +78,20 @@ bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs
 zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside plain Keras, hours; rewrites docs/zoo.md
 	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
 
-faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
+faults: $(STAMP) ## kill, stop and cut off workers while a model trains, two and a half hours; needs root
 	$(BIN)/python -m tools.evaluation.check_faults
+	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json
 
 test: lint ## check style and types, and run the tests but for most of many like cases, in under eight minutes
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
 
 # In a second run, with fresh processes: what a thousand sessions have left in memory isn't there any more.
-test-all: test ## run every check: lint, types and all tests, in half an hour
+test-all: test ## run every check: lint, types and all tests, in half an hour, or three times as long on a slow machine
 	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
+
+SHARE ?= 1/3
+test-share: test ## make test, and a share of what test-all runs besides: SHARE=2/3 is the second of three
+	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough --share=$(SHARE)
 
 test-oldest: ## run the tests of what isn't public with the oldest TensorFlow and Keras that setup.py allows, two minutes
 	@test -n "$(PYTHON)" || { echo "found no python3.11 or python3; set PYTHON=" >&2; exit 1; }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from selection import mark_many
+from selection import left_out, mark_many
 
 if TYPE_CHECKING:
     from browser import Page
@@ -40,13 +40,18 @@ GOLDEN_FOLDER = pathlib.Path(__file__).parent / "golden"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files instead of comparing with them")
     parser.addoption("--timed", action="store_true", help="compare seconds, too: nothing else may run meanwhile")
+    parser.addoption("--share", metavar="K/N", help="of the thorough tests, run the K-th of N shares")
     parser.addoption("--screenshots", metavar="DIR", help="save the pictures of pages for the docs in this folder")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks many like cases before pytest looks at marks, and orders the tests that are left after that."""
     mark_many(items)
+    if share := config.getoption("--share"):
+        others = set(left_out(items, share))
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
     yield
     _spread_slow_modules(items)
 

@@ -1,4 +1,4 @@
-"""Which of many like cases `make test` runs; `make test-all` runs the others, too."""
+"""Which of many like cases `make test` runs; `make test-all` runs the others, too, `make test-share` some of them."""
 
 from __future__ import annotations
 
@@ -46,3 +46,20 @@ def mark_many(items: Sequence[pytest.Item]) -> None:
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker(pytest.mark.thorough)
+
+
+def left_out(items: Sequence[pytest.Item], share: str) -> list[pytest.Item]:
+    """Returns the thorough tests that a share of them doesn't have.
+
+    Args:
+        items: tests, in an order in which like ones are neighbours: each share has some of them.
+        share: "2/3" is the second of three shares, which together have all.
+
+    Raises:
+        pytest.UsageError: there is no such share.
+    """
+    number, _, count = share.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--share={share}: give the number of a share and how many there are, such as 2/3")
+    thorough_ones = [item for item in items if item.get_closest_marker("thorough") is not None]
+    return [item for place, item in enumerate(thorough_ones) if place % int(count) != int(number) - 1]

@@ -91,6 +91,7 @@ def test_each_configuration_is_prepared_once() -> None:
     assert bench_preparation.configurations([2, 4], [2, 8], 8) == [(2, 8), (4, 8), (4, 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_step_of_many_devices_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of two replicas, and two micro-batches: eight F and B, and what passes between them."""

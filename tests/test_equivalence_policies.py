@@ -44,7 +44,7 @@ def check(schedule: str | Policy, devices: list[list[int]], micro_batches: int) 
     assert_same_training(pipelined, plain, [(draw.normal(size=(n, 4)), draw.integers(0, 3, n), None) for n in sizes])
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["v_min", "v_half", "dualpipe_v"])
 def test_v_schedules_train_as_plain_keras(policy: str) -> None:
     check(policy, vee(2), 4)

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, list[int], list[int], dict[str, Any]]] = {
         {"all_reduce": "hierarchical", "carried_updates": 2, "reduction_order": "first_layers"},
     ),
 }
-KEPT = ("in pieces on unequal servers", "carried in the order of layers")
+KEPT = ("in pieces on unequal servers",)
 """Both stages and pieces, whole vectors and parts of them, and updates at the head of a step."""
 
 

@@ -87,6 +87,7 @@ def test_padding_changes_nothing(model: keras.Model) -> None:
     np.testing.assert_allclose(model.predict_on_batch(batch)[:, :2], expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_padding_is_left_out_of_the_loss(model: keras.Model) -> None:
     batch = _batch()

@@ -128,6 +128,7 @@ def test_every_parameter_learns(tied: bool) -> None:
     assert float(model.test_on_batch(TOKENS, targets)) < losses[0] / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_sample_continues_the_prompt() -> None:
     model = gpt.gpt_tiny()

@@ -73,6 +73,7 @@ def test_models_that_take_strings_train_as_in_plain_keras(case: str) -> None:
     assert np.allclose(pipelined.predict_on_batch(x), plain.predict_on_batch(x))
 
 
+@pytest.mark.thorough
 def test_strings_of_a_dataset_are_fitted_evaluated_predicted_and_saved(tmp_path: pathlib.Path) -> None:
     use_float64()
     model, plain = pair(vectorized)

@@ -446,7 +446,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "case"), sampled([*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])], 3), ids=str

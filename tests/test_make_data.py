@@ -34,6 +34,7 @@ def images(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "images"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_images_to_records_and_back(
     images: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]

@@ -108,7 +108,7 @@ def assert_same_logs(build: Any, cuts: list[str], devices: list[list[int]], micr
     return pipelined, plain
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "micro_batches", "weighted"),

@@ -174,6 +174,7 @@ def test_all_devices_take_their_rows_from_memory_of_the_worker(tmp_path: pathlib
     own.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cache_of_readers")
 @pytest.mark.parametrize(
@@ -424,6 +425,7 @@ class EndServerInValidation(EndServer):
         super().on_train_batch_end(batch, logs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "worker", "step"),

@@ -157,8 +157,8 @@ TO_CLIENT = (
 """Whatever else host 0 answers to host 1 is lost: of the client's own server."""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "what", "text"),
     [

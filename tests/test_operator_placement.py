@@ -32,6 +32,7 @@ def cluster_of(devices: int) -> dapple.Cluster:
     return dataclasses.replace(dapple.Cluster.local(devices, kind="cpu"), intra_bandwidth=1e10, intra_latency=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "seed"), sampled([("cnn", 0), ("transformer", 1), ("lstm", 2), ("tied", 3)], 4))
 def test_any_placement_and_any_splits_train_as_keras(model: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ def test_held_out_pairs_are_not_trained_on(folder: pathlib.Path) -> None:
     assert sorted(out + train) == sorted(naive(folder, 5, 6))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_order_is_seeded_and_resumes(folder: pathlib.Path) -> None:
     data = find_data(f"pairs:{folder}/a.tsv?tokenizer={folder}/words.json")

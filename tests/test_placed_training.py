@@ -75,6 +75,7 @@ def test_what_cannot_be_meant_is_one_clear_error_before_anything_is_measured(cas
         dapple.transform(branches(), cluster(), **{"plan": None, **given})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_layers_see_the_whole_batch_as_plain_keras_does() -> None:
     use_float64()

@@ -28,6 +28,7 @@ def used(chosen: Plan) -> set[str]:
     return {feature.name for feature in FEATURES if feature.used(chosen)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_only_what_is_named_is_used(case: str) -> None:
     profile, cluster, count = CASES[case]

@@ -62,7 +62,8 @@ def assert_equal(one: dapple.PipelinedModel, other: dapple.PipelinedModel) -> No
 
 
 @pytest.mark.parametrize(
-    ("own_plan", "most"), [(plan(), 3), pytest.param(OUT_OF_ORDER, 1, marks=pytest.mark.slow, id="carried updates")]
+    ("own_plan", "most"),
+    [(plan(), 3), pytest.param(OUT_OF_ORDER, 1, marks=[pytest.mark.slow, pytest.mark.thorough], id="carried updates")],
 )
 def test_what_is_trained_is_the_same_whatever_stays_prepared(own_plan: dapple.Plan, most: int) -> None:
     """Every new size cost more than the one before, without bound: 0.3 s, then 1.4 s after 360 sizes."""
@@ -98,6 +99,7 @@ def test_a_bound_that_means_nothing_is_refused(most: Any) -> None:
         transform(classifier(), prepared_steps=most)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_steps_that_do_not_count_still_do_not() -> None:
     """The values that are restored after a measured step are those before it, also if a session ends in between."""
@@ -120,6 +122,7 @@ def test_what_was_assigned_counts() -> None:
     assert_equal(least, free)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_values_that_only_devices_have_move_with_them() -> None:
     pipelined = []
@@ -132,6 +135,7 @@ def test_values_that_only_devices_have_move_with_them() -> None:
     assert_equal(*pipelined)
 
 
+@pytest.mark.thorough
 def test_devices_without_memory_for_two_sessions_keep_the_old_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +176,7 @@ def test_a_snapshot_is_written_to_its_end(tmp_path: Path, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(own, its)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_on_workers_also_after_one_was_lost(workers: LocalWorkers) -> None:
     faults = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)

@@ -63,7 +63,7 @@ def check(model_profile: Profile, model: keras.Model) -> None:
     assert Profile.from_json(model_profile.to_json()) == model_profile
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cnn", pytest.param("multi_output", marks=pytest.mark.slow)])
 def test_every_cut_of_a_profile_is_legal_and_every_variable_counts_once(name: str) -> None:
     model = zoo.ZOO[name].build()

@@ -136,6 +136,7 @@ def ranges() -> list[Any]:
     return cases
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "stages"), ranges())
 def test_any_stages_compute_again_what_their_layers_tell(name: str, stages: Sequence[tuple[int, int]]) -> None:
     """For a range of layers as a stage: what B of the real stage with recompute="boundary" has in it."""

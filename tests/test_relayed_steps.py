@@ -209,6 +209,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cuts", "devices", "schedule", "options"), CASES)
 def test_a_skip_to_every_layer_trains_as_plain_keras(

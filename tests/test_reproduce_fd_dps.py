@@ -119,6 +119,7 @@ def check_stored(folder: pathlib.Path, *arguments: str) -> None:
         assert command.run(reproduce_fd_dps.main, reproduce_fd_dps.FLAGS, chosen) == 0
 
 
+@pytest.mark.thorough
 def test_a_cheap_row_is_as_stored(tmp_path: pathlib.Path) -> None:
     check_stored(tmp_path, "--models=VGG-16", "--devices=2")
 

@@ -155,6 +155,7 @@ def top_level_nodes(depth: int, micro_batches: int) -> int:
     return sum(node.name.startswith(f"{prefix}/") for node in graph.node)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_step_grows_with_tasks_not_with_depth() -> None:
     shallow = top_level_nodes(2, 3)

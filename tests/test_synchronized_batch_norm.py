@@ -163,6 +163,7 @@ class Centred(keras.layers.Layer):
         return (x - mean) / (1.0 + total["squares"] / tf.cast(total["samples"], x.dtype))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_layers_add_up_over_replicas_as_under_tf_distribute() -> None:
     """In evaluation and prediction, too, where nothing else in the step is a collective operation."""

@@ -59,6 +59,7 @@ def test_the_split_is_the_same_everywhere() -> None:
     assert not text.is_held_out("a.py", 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_standard_library() -> None:
     corpus = text.standard_library()

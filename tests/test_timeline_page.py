@@ -498,6 +498,7 @@ def test_hostile_names_are_texts(show: Show) -> None:
     assert page.driver.title != "broken"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ten_thousand_tasks(show: Show) -> None:
     draw = random.Random(0)

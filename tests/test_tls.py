@@ -121,6 +121,7 @@ def losses(process: subprocess.Popen[str]) -> list[float]:
     return [float(word) for word in line.split()[1:]]
 
 
+@pytest.mark.thorough
 def test_training_by_tls_is_the_same_and_survives_a_lost_worker(
     workers: LocalWorkers, keys: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,6 +321,7 @@ const [query, done] = arguments;
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_perfetto_reads_every_box_arrow_and_counter(tmp_path: pathlib.Path, browser: Chrome) -> None:
     folder = perfetto_folder()

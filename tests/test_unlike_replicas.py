@@ -53,6 +53,7 @@ def batch(kind: str, samples: int, seed: int) -> tuple[Any, Any, Any]:
 MODELS = {"dense": dense, "masked": masked}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "cuts", "replicas", "micro_batches", "options"),
     [

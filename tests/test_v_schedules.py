@@ -62,6 +62,7 @@ def test_the_memory_is_the_published_one(positions: int) -> None:
     assert activations(made("dualpipe_v", positions, 3 * positions)) == [2 * positions + 1] * positions
 
 
+@pytest.mark.thorough
 def test_few_micro_batches_need_no_more_and_take_no_longer() -> None:
     for policy, positions in itertools.product(("v_min", "v_half", "dualpipe_v"), (2, 3, 4, 6)):
         for micro_batches in range(1, 2 * positions):
@@ -196,6 +197,7 @@ def test_they_are_tried_only_where_memory_limits_micro_batches() -> None:
     assert tried(None) < tried(5_600_000)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("memory", "expected"), [(5_600_000, "v_min"), (8_700_000, "v_half"), (10_100_000, "dualpipe_v")]
 )

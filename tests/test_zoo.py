@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", DRAWS)
 def test_random_models_train_as_plain_keras(seed: int) -> None:
