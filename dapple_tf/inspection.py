@@ -6,9 +6,10 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,8 +25,10 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
-from dapple_tf.frontend.batch import Batch, BatchSpec
+from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
+from dapple_tf.frontend.step_batches import StepBatches
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.prediction import Prediction
@@ -60,6 +63,10 @@ class Inspection(abc.ABC):
     @abc.abstractmethod
     def _changed(self) -> bool:
         """Whether the model has been compiled, frozen or extended since its step graphs were made."""
+
+    @abc.abstractmethod
+    def _next(self, mode: Mode, batches: Batches) -> Batch:
+        """Returns the next batch of a pass."""
 
     @abc.abstractmethod
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
@@ -174,7 +181,8 @@ class Inspection(abc.ABC):
         them back with the next step.
 
         Args:
-            x: one batch of inputs, as for ``train_on_batch``.
+            x: one batch of inputs, as for ``train_on_batch``; or data that workers read (`dapple_tf.on_workers`), whose
+                first batches are taken, each read while the step before runs, as in ``fit``.
             y: its labels.
             sample_weight: its weights.
             warm_up: number of warm-up steps. Then come the measured step, and one before and after it, which give the
@@ -185,6 +193,7 @@ class Inspection(abc.ABC):
 
         Raises:
             ValueError: ``warm_up`` is negative.
+            DataError: workers can't read a batch.
             DappleError: the model's values are only on the devices, and ``train`` is False.
         """
         if warm_up < 0:
@@ -195,23 +204,29 @@ class Inspection(abc.ABC):
                 f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
                 f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"
             )
-        batch = self._one_batch(Mode.TRAIN, (x, y, sample_weight))
+        batches: Iterator[Batch]
+        if isinstance(x, OnWorkers):
+            batches = self._batches_on_workers(x, y=y, sample_weight=sample_weight)
+        else:
+            batches = itertools.repeat(self._one_batch(Mode.TRAIN, (x, y, sample_weight)))
         if not train:
             self.sync()
         run = self._runtime.train if train else functools.partial(self._runtime.run, Mode.TRAIN)
 
         def untraced() -> float:
+            batch = next(batches)
             started = time.perf_counter()
             run(batch)
             return time.perf_counter() - started
 
         try:
             for _ in range(warm_up):
-                run(batch)
+                run(next(batches))
             before = untraced()
-            traced = run(batch, trace=True).traced
+            traced = run(batch := next(batches), trace=True).traced
             if traced is not None and traced.first:
-                traced = run(batch, trace=True).traced
+                traced = run(batch := next(batches), trace=True).traced
+            waited = batches.waited if isinstance(batches, StepBatches) else None
             seconds = (before + untraced()) / 2
         finally:
             if not train:
@@ -220,7 +235,17 @@ class Inspection(abc.ABC):
         full = batch.samples == self.plan.global_batch_size
         simulation = self.prediction.simulation if self.prediction is not None and full else None
         ideal = planned(self.plan, self.profile, self.cluster) if full else None
-        return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds)
+        return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds, waited)
+
+    def _batches_on_workers(self, data: OnWorkers, **others: Any) -> StepBatches:
+        """Returns batches that workers read, for steps that don't count; other arguments of steps are errors."""
+        arguments = {"x": data.apart, **others}
+        bound = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)["x"]
+        return StepBatches(
+            lambda: Batches(self.model, iter(bound), known=self._specs.get(Mode.TRAIN)),
+            functools.partial(self._next, Mode.TRAIN),
+            self._runtime.prepare,
+        )
 
     @property
     def cluster(self) -> Cluster:

@@ -20,6 +20,7 @@ from dapple_tf.models.registry import find_data, find_model
 from dapple_tf.models.sources import untuned
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.tools.hosts import LocalWorkers
+from dapple_tf.view.time_axis import step_text
 
 layers = keras.layers
 
@@ -83,6 +84,31 @@ def assert_trains_alike(
 
 
 # ---- equal to data that the client feeds, on devices of this process
+
+
+def test_a_profiled_step_waits_for_its_batch_and_changes_nothing() -> None:
+    """The data's own rounds, their shuffles and their waiting batches stay; a smaller last batch isn't profiled."""
+    both = []
+    for profiled in (False, True):
+        keras.utils.set_random_seed(3)
+        own, data = pipelined(PIPELINE), dapple.on_workers(weighted)
+        own.fit(data, epochs=1, verbose=0)
+        if profiled:
+            profile = own.profile_step(data, warm_up=3)
+            assert profile.waited_seconds is not None and profile.waited_seconds > 0
+            assert profile.measured.samples == BATCH
+            assert "of waiting for its batch" in str(profile)
+            assert "of waiting for its batch" in step_text(profile.measured)
+        both.append(fitted(own, data))
+    assert_same(*both)
+
+
+def test_what_does_not_go_with_a_profile_of_data_on_workers() -> None:
+    own = pipelined(PIPELINE)
+    with pytest.raises(dapple.DataError, match="sample_weight doesn't go with data on workers"):
+        own.profile_step(dapple.on_workers(labelled), sample_weight=np.ones(BATCH))
+    with pytest.raises(dapple.DataError, match="the data have no batch at all"):
+        own.profile_step(dapple.on_workers(lambda: labelled().take(0)))
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

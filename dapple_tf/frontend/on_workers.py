@@ -6,7 +6,9 @@ themselves stay on the workers.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +96,13 @@ class OnWorkers:
             )
         _check_elements(dataset.element_spec)
         return dataset
+
+    @functools.cached_property
+    def apart(self) -> OnWorkers:
+        """The same data with rounds of their own: who reads them changes nothing about the rounds of these."""
+        other = copy.copy(self)
+        other.rounds = 0
+        return other
 
     def batch(self, shapes: Sequence[Shape], address: Address) -> Any:
         """Returns a batch as its arrays' descriptions, in the structure of an element."""

@@ -58,6 +58,8 @@ class StepProfile:
         simulation: the simulated step; None without a profile, and for a batch that isn't full.
         planned: the schedule alone, see `dapple_tf.simulation.planned.planned`; None for a batch that isn't full.
         untraced_seconds: time of the same step without tracing; None if it isn't known.
+        waited_seconds: time before the measured step in which it waited for workers to read its batch; None if the
+            batch was fed.
     """
 
     step: MeasuredStep
@@ -65,11 +67,12 @@ class StepProfile:
     simulation: Simulation | None = field(default=None, repr=False)
     planned: Timeline | None = field(default=None, repr=False)
     untraced_seconds: float | None = None
+    waited_seconds: float | None = None
 
     @functools.cached_property
     def measured(self) -> Timeline:
         """The step as measured; it includes the time without tracing."""
-        return dataclasses.replace(self.step.timeline, untraced=self.untraced_seconds)
+        return dataclasses.replace(self.step.timeline, untraced=self.untraced_seconds, waited=self.waited_seconds)
 
     @functools.cached_property
     def simulated(self) -> Timeline | None:
@@ -155,6 +158,8 @@ class StepProfile:
         lines = [f"step {_ms(step.latency)} ms" + _rate(step)]
         if self.untraced_seconds is not None:
             lines[0] += f", {_ms(self.untraced_seconds)} ms without tracing"
+        if self.waited_seconds is not None:
+            lines[0] += f", after {_ms(self.waited_seconds)} ms of waiting for its batch"
         if self.simulated is not None:
             error = self.simulated.latency / (self.untraced_seconds or step.latency) - 1
             lines[0] += f"; simulated {_ms(self.simulated.latency)} ms ({error:+.1%})"

@@ -112,6 +112,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "latency": timeline.latency,
         "samples": timeline.samples,
         "untraced": timeline.untraced,
+        "waited": timeline.waited,
         "throughput": throughput if throughput is not None and math.isfinite(throughput) else None,
         "devices": [
             {

@@ -38,12 +38,14 @@ def time_text(value: float, unit: str) -> str:
 def step_text(timeline: Timeline) -> str:
     """Returns a step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the bubbles being those of all devices.
 
-    For a traced step: ``276 ms traced, 3.07x the 90 ms without tracing, ...``.
+    For a traced step: ``276 ms traced, 3.07x the 90 ms without tracing, after 12 ms of waiting for its batch, ...``.
     """
     parts = [time_text(timeline.latency, timeline.unit)]
     if timeline.untraced:
         untraced = time_text(timeline.untraced, timeline.unit)
         parts = [f"{parts[0]} traced", f"{timeline.latency / timeline.untraced:.3g}x the {untraced} without tracing"]
+    if timeline.waited is not None:
+        parts.append(f"after {time_text(timeline.waited, timeline.unit)} of waiting for its batch")
     if timeline.throughput is not None and math.isfinite(timeline.throughput):
         parts.append(f"{timeline.throughput:.4g} samples/s")
     if timeline.bubbles:

@@ -85,6 +85,7 @@ class Timeline:
         reduced_on: number of a reduction -> its devices.
         samples: samples of the step; None if that isn't known.
         untraced: seconds of the same step without tracing; None if it wasn't traced.
+        waited: seconds before the step in which it waited for its batch; None if that isn't known.
         unit: ``s``; or ``F`` if times aren't known, where 1 is the time of a forward task.
 
     Raises:
@@ -102,6 +103,7 @@ class Timeline:
     samples: int | None = None
     unit: str = "s"
     untraced: float | None = None
+    waited: float | None = None
 
     def __post_init__(self) -> None:
         numbers = [self.latency, *(number for span in self.spans for number in (span.start, span.end, span.bytes))]

@@ -258,8 +258,9 @@ Object.assign(
       }
 
       function headerText(model) {
-        const { latency, throughput } = model.data;
+        const { latency, throughput, waited } = model.data;
         const parts = [`step ${timeText(latency, model)}${tracedText(model)}`];
+        if (waited !== null) parts.push(`after ${lib.time(waited, model.unit)} of waiting for its batch`);
         if (throughput !== null) parts.push(`${lib.number(throughput)} samples/s`);
         parts.push(`mean bubble ${lib.percent(meanBubble(model))}`);
         if (model.unit === "F") parts.push("1 F: the time of a forward task");

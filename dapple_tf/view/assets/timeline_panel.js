@@ -138,6 +138,10 @@ Object.assign(
           const untraced = ({ data }) => cell(data.untraced ? lib.time(data.untraced, data.unit) : "");
           rows.push(row("without tracing", untraced));
         }
+        if (view.models.some(({ data }) => data.waited !== null)) {
+          const waited = ({ data }) => cell(data.waited === null ? "" : lib.time(data.waited, data.unit));
+          rows.push(row("waiting for its batch", waited));
+        }
         if (view.models.some(({ data }) => data.throughput !== null)) {
           rows.push(row("samples/s", ({ data }) => cell(data.throughput === null ? "" : lib.number(data.throughput))));
         }
