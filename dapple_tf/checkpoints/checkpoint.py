@@ -225,7 +225,7 @@ class Checkpoint:
         values: dict[str, tf.Tensor] = {}
         for shard, group in shards.items():
             keys = [entry.key for entry in group]
-            tensors = self._tensors(shard, keys, [tf.dtypes.asdtype_of(entry.dtype) for entry in group])
+            tensors = self._tensors(shard, keys, [tf.dtypes.as_dtype(entry.dtype) for entry in group])
             values |= dict(zip(keys, tensors, strict=True))
         return values
 

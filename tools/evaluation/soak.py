@@ -201,6 +201,12 @@ class _Client:
                 ended = "the client ended" if "code" in self.state else f"{seconds:.0f} s weren't enough"
                 raise RuntimeError(f"waited for {what}, but {ended}, at {self.state}")
 
+    def finish(self) -> None:
+        """Lets it end with the round that it is in, and waits for that."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.until(lambda state: state["end"], "the end of the round")
+
     def trained(self, steps: int) -> None:
         """Waits until it has trained as many steps more, with all workers there."""
         goal = self.state["steps"] + steps
@@ -370,7 +376,7 @@ def main() -> None:
     began = time.monotonic()
     faults: list[Fault] = []
     with tempfile.TemporaryDirectory() as folder:
-        task = {"result": f"{folder}/disturbed.npz", "checkpoints": folder, "rounds": 10**9}
+        task: dict[str, Any] = {"result": f"{folder}/disturbed.npz", "checkpoints": folder, "rounds": 10**9}
         with Hosts(_HOSTS, echo=lambda worker, line: None) as hosts:
             task["addresses"] = hosts.addresses
             client = _Client(hosts, task | {"step_seconds": _STEP_SECONDS})
@@ -378,8 +384,7 @@ def main() -> None:
                 for fault in disturbed(hosts, client, 60 * _MINUTES.value, random.Random(_SEED.value)):
                     faults.append(fault)
                     command.say(f"{fault.kind}: {fault.losses} losses, went on after {fault.seconds:.1f} s", began)
-            client.process.stdin.close()
-            client.until(lambda state: state["end"], "the end of the round")
+            client.finish()
             rounds = client.state["rounds"]
             command.say(f"{rounds} rounds; now the same undisturbed", began)
             plain = task | {"result": f"{folder}/undisturbed.npz", "rounds": rounds, "step_seconds": 0.0}
