@@ -121,7 +121,12 @@ def _tell(**state: Any) -> None:
 def train(task: Mapping[str, Any]) -> None:
     """Trains in rounds until its input ends or all rounds are done, tells its state, and saves all values."""
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def listen() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     policy = dapple.FaultPolicy("restart", notice_seconds=_NOTICE_SECONDS, wait_seconds=240)
     model = make_model()
     plan = dapple.Plan.manual(["hidden_2"], [[0, 1], [2, 3]], 4, _BATCH)
