@@ -40,6 +40,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import dapple_tf
+from dapple_tf.network.certificates import Authority
 from dapple_tf.tools.cpu_quota import cpu_quota
 
 ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
@@ -47,6 +48,8 @@ ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
 START_SECONDS = 120.0
 """Seconds that a worker may take to start: importing TensorFlow is slow where many do it on few cores."""
 _PREFIX = "10.77.0."
+_KEY_DAYS = 365
+"""Days after which keys for TLS expire; nothing here runs as long."""
 _PORT = 2222
 _LINES = 40
 """Number of a worker's last lines that errors quote."""
@@ -93,6 +96,13 @@ def free_ports(count: int) -> list[int]:
             if len(ports) == count:
                 return ports
     raise HostsError(f"{count} free ports were looked for, but there are only {len(ports)}")
+
+
+def new_keys(folder: str | os.PathLike[str], names: Sequence[str]) -> str:
+    """Makes keys for TLS between workers and clients with these names or addresses; returns their directory."""
+    directory = pathlib.Path(folder, "keys")
+    Authority.make(_KEY_DAYS).write_machine(directory, names, _KEY_DAYS)
+    return str(directory)
 
 
 def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
 import shlex
 import shutil
 import signal
@@ -34,10 +33,10 @@ from typing import NoReturn
 from absl import app, flags
 
 from dapple_tf.errors import ClusterError
-from dapple_tf.network.certificates import Authority
 from dapple_tf.network.keys import TLS_VARIABLE
+from dapple_tf.network.relay import LOOPBACK
 from dapple_tf.program import run_program
-from dapple_tf.tools.hosts import HostsError, LocalWorkers
+from dapple_tf.tools.hosts import HostsError, LocalWorkers, new_keys
 
 _WORKERS = flags.DEFINE_integer("workers", 2, "Number of workers to start.", lower_bound=1, upper_bound=1000)
 _DEVICES = flags.DEFINE_integer(
@@ -54,8 +53,6 @@ _RESTART = flags.DEFINE_boolean("restart", False, "Restart workers that die, at 
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE_SECONDS = 0.1
-_KEY_DAYS = 365
-"""Days after which keys for TLS expire; no run takes as long."""
 
 
 def tf_config(addresses: Sequence[str]) -> str:
@@ -150,13 +147,6 @@ def ports() -> list[int] | None:
     return list(range(_BASE_PORT.value, last + 1))
 
 
-def _new_keys(folder: str) -> str:
-    """Makes keys for workers and client on this machine; returns their directory."""
-    directory = pathlib.Path(folder, "keys")
-    Authority.make(_KEY_DAYS).write_machine(directory, ["127.0.0.1"], _KEY_DAYS)
-    return str(directory)
-
-
 def _say(text: str) -> None:
     sys.stderr.write(f"[launch] {text}\n")
     sys.stderr.flush()
@@ -176,7 +166,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, _leave)
     try:
         with contextlib.ExitStack() as stack:
-            tls = _new_keys(stack.enter_context(tempfile.TemporaryDirectory())) if _TLS.value else None
+            tls = new_keys(stack.enter_context(tempfile.TemporaryDirectory()), [LOOPBACK]) if _TLS.value else None
             if tls is not None:
                 arguments.append(f"--tls={tls}")
             began = time.monotonic()

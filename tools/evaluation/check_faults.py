@@ -28,9 +28,10 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.network.keys import TLS_VARIABLE
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import write_results
-from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
+from dapple_tf.tools.hosts import Hosts, HostsError, new_keys, unavailable
 
 FLAGS = flags.FlagValues()
 
@@ -41,6 +42,7 @@ _FAULTS = flags.DEFINE_integer("faults", 20, "Faults in each training run.", low
 _CHECKPOINTS = flags.DEFINE_bool(
     "checkpoints", False, "Resume from checkpoints, every 7 steps, not from synced values.", flag_values=FLAGS
 )
+_TLS = flags.DEFINE_bool("tls", False, "Connect by mutual TLS, with a certificate made for it.", flag_values=FLAGS)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the rows to.", flag_values=FLAGS)
 _INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client, and its task.", flag_values=FLAGS)
@@ -313,7 +315,10 @@ def main() -> None:
     rows: list[Row] = []
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        with Hosts(_HOSTS, echo=lambda worker, line: None) as hosts:
+        hosts = Hosts(_HOSTS, echo=lambda worker, line: None)
+        if _TLS.value:
+            os.environ[TLS_VARIABLE] = new_keys(folder, hosts.ips)
+        with hosts:
             for shape in _SHAPES.value:
                 faults, same = check(hosts, shape, pathlib.Path(folder))
                 rows += faults

@@ -29,14 +29,16 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.network.keys import TLS_VARIABLE
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import write_results
 from dapple_tf.tools.evaluation.check_faults import make_model, orphans
-from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
+from dapple_tf.tools.hosts import Hosts, HostsError, new_keys, unavailable
 
 FLAGS = flags.FlagValues()
 
 _MINUTES = flags.DEFINE_float("minutes", 120.0, "Minutes with faults.", lower_bound=1.0, flag_values=FLAGS)
+_TLS = flags.DEFINE_bool("tls", False, "Connect by mutual TLS, with a certificate made for it.", flag_values=FLAGS)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write faults and processes to.", flag_values=FLAGS)
 _INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client, and its task.", flag_values=FLAGS)
@@ -382,7 +384,10 @@ def main() -> None:
     faults: list[Fault] = []
     with tempfile.TemporaryDirectory() as folder:
         task: dict[str, Any] = {"result": f"{folder}/disturbed.npz", "checkpoints": folder, "rounds": 10**9}
-        with Hosts(_HOSTS, echo=lambda worker, line: None) as hosts:
+        hosts = Hosts(_HOSTS, echo=lambda worker, line: None)
+        if _TLS.value:
+            os.environ[TLS_VARIABLE] = new_keys(folder, hosts.ips)
+        with hosts:
             task["addresses"] = hosts.addresses
             client = _Client(hosts, task | {"step_seconds": _STEP_SECONDS})
             with _Recorder(hosts, client) as recorder:
