@@ -103,16 +103,31 @@ def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str
             )
 
 
-def _times_opened(saved: Mapping[str, Any], least: int = 0) -> int:
+def _times_opened(saved: Mapping[str, Any]) -> int:
     """Returns how often a dataset was opened before its position was saved.
 
     Raises:
         CheckpointError: the position doesn't say, or says a number that can't be.
     """
     opened = saved.get("opened")
-    if type(opened) is not int or not least <= opened < _MOST_OPENED:
+    if type(opened) is not int or not 0 <= opened < _MOST_OPENED:
         raise CheckpointError("the data's position lacks how often the dataset was opened")
     return opened
+
+
+def _rounds(saved: Mapping[str, Any]) -> list[int | None]:
+    """Returns how much of each round of data on workers was read before a position was saved, see `OnWorkers.rounds`.
+
+    Raises:
+        CheckpointError: the position doesn't say.
+    """
+    rounds = saved.get("rounds")
+    if not isinstance(rounds, list) or not 1 <= len(rounds) < _MOST_OPENED:
+        raise CheckpointError("the data's position lacks how much was read of each round")
+    for read in rounds:
+        if read is not None and (type(read) is not int or not 0 <= read < LARGEST):
+            raise CheckpointError(f"the data's position has a round of {read!r:.40} batches: that is no number")
+    return list(rounds)
 
 
 def _zeros(element_spec: Any) -> Any:
@@ -434,13 +449,13 @@ class WorkerSource(Source):
 
     def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
         """See `Source.reopen`."""
-        self._batches.source.rounds -= 1  # The round was begun in the other process.
+        self._batches.source.rounds.pop()  # The round was begun in the other process.
         return self.open(number, start)
 
     def describe(self) -> dict[str, Any]:
         """See `Source.describe`."""
-        return {"opened": self._batches.source.rounds}
+        return {"rounds": list(self._batches.source.rounds)}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
         """See `Source.resume`."""
-        self._batches.source.rounds = _times_opened(saved, least=1)
+        self._batches.source.rounds = _rounds(saved)

@@ -10,19 +10,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.errors import DataError, reason
 from dapple_tf.execution.device_session import DeviceSession
+from dapple_tf.frontend.dataset_graphs import Drawn
 from dapple_tf.frontend.on_workers import Address, OnWorkers, Part, Shape
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.program import Layout, TakenBatch
 from graph_passes.passes.place_data import joined
+
+logger = logging.getLogger(__name__)
+
+_ALL = 2**31
+"""More batches than a round has; datasets multiply it by the sizes of batches."""
+_NEEDED = {Drawn.NONE: 0, Drawn.BEGUN: 0, Drawn.FIRST: 1, Drawn.LATER: _ALL}
+"""Batches of a round to read until it has drawn its seeds."""
 
 
 def hosts_of(cluster: Cluster) -> dict[str, str]:
@@ -50,6 +60,8 @@ class _Reader:
         number: placeholder of that number.
         lengths: tensor of the lengths of the batch's axes, array by array.
         drop: node that removes a batch.
+        advance: node that reads the next batch, if there is one, and keeps nothing.
+        drawn: when a round of the dataset has drawn its seeds.
         rounds: number of rounds begun.
         next: number of the batch that is read next; None if that isn't known.
     """
@@ -62,6 +74,8 @@ class _Reader:
     number: str
     lengths: str
     drop: str
+    advance: str
+    drawn: Drawn
     rounds: int = 0
     next: int | None = None
 
@@ -213,6 +227,8 @@ class WorkerData:
 
     def _fill(self, address: Address, batch: _WaitingBatch, hosts: Sequence[str]) -> bool:
         """Has workers read a batch that don't have it; returns False if the round has ended before."""
+        if not self._agree(address, [host for host in hosts if host not in batch.hosts]):
+            self._start_over(address.source)
         readers = [self._reader(address, host) for host in hosts if host not in batch.hosts]
         if not readers:
             return True
@@ -261,24 +277,52 @@ class WorkerData:
     def _reader(self, address: Address, host: str) -> _Reader:
         """Returns a worker's iterator, which is right before a batch.
 
-        A dataset draws other random numbers for each round, so that the rounds before have been begun, too.
+        A dataset draws other random numbers for each round, so that those of the rounds before have been drawn, too.
         """
         reader = self._readers.get((address.source, host))
-        if reader is not None and (reader.rounds, reader.next) == (address.round + 1, address.number):
+        if reader is not None and _is_before(reader, address):
             return reader
         try:
             if reader is None or reader.rounds > address.round:
                 reader = self._add_reader(address.source, host)
                 self._session.run([reader.keep])
                 self._readers[address.source, host] = reader
-            while reader.rounds <= address.round:
-                skipped = address.number if reader.rounds == address.round else 0
-                self._session.run([reader.begin], {reader.skip: skipped})
+            while reader.rounds < address.round:
+                self._repeat(reader, address.source.rounds[reader.rounds])
                 reader.rounds += 1
+            self._session.run([reader.begin], {reader.skip: address.number})
+            reader.rounds += 1
         except tf.errors.OpError as error:
             raise self._explained(error, address, [reader] if reader else []) from error
         reader.next = address.number
         return reader
+
+    def _repeat(self, reader: _Reader, length: int | None) -> None:
+        """Has an earlier round, of which ``length`` batches were read, draw the seeds that it drew then."""
+        count = min(_NEEDED[reader.drawn], _ALL if length is None else length)
+        if count > 1:
+            logger.info("worker %d reads round %d again", self._hosts.index(reader.host), reader.rounds + 1)
+        self._session.run([reader.begin], {reader.skip: max(0, count - 1)})
+        if count:
+            self._session.run([reader.advance])
+
+    def _agree(self, address: Address, hosts: Sequence[str]) -> bool:
+        """Whether workers that read a batch have drawn the same seeds when these have read the rounds before again.
+
+        How many seeds were drawn in a round that wasn't read to its end, by who read ahead in it, isn't known.
+        """
+        readers = {host: reader for (source, host), reader in self._readers.items() if source is address.source}
+        again = [host for host in hosts if host not in readers or not _is_before(readers[host], address)]
+        others = [reader for host, reader in readers.items() if host not in again and reader.drawn is Drawn.LATER]
+        return not (others and again and any(address.source.rounds[: address.round]))
+
+    def _start_over(self, source: OnWorkers) -> None:
+        """Has all workers read data anew, from the first round on."""
+        for address, batch in self._waiting.items():
+            if address.source is source and batch.hosts:
+                self._drop(source, batch.number, batch.hosts)
+                batch.hosts.clear()
+        self._readers = {key: reader for key, reader in self._readers.items() if key[0] is not source}
 
     def _explained(self, error: tf.errors.OpError, address: Address, readers: Sequence[_Reader]) -> DataError:
         return DataError(
@@ -313,9 +357,12 @@ class WorkerData:
         parts = source.parts(self.groups)
         part = parts[self._parts.index(self._part_of[host]) if source.in_parts else 0]
         self._session.add(_reading(part, host, self._cluster.host_device, name), name)
-        nodes = ("keep", "begin", "skip:0", "read", "number:0", "lengths:0", "drop")
-        keep, begin, skip, read, number, lengths, drop = (f"{name}/{node}" for node in nodes)
-        return _Reader(host, keep, begin, skip, read, number, lengths, drop)
+        nodes = ("keep", "begin", "skip:0", "read", "number:0", "lengths:0", "drop", "advance")
+        return _Reader(host, *(f"{name}/{node}" for node in nodes), part.drawn)
+
+
+def _is_before(reader: _Reader, address: Address) -> bool:
+    return (reader.rounds, reader.next) == (address.round + 1, address.number)
 
 
 def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
@@ -337,9 +384,12 @@ def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
             rest = raw.SkipDataset(input_dataset=made_once, count=skip, **element)
             iterator = raw.IteratorV2(shared_name=name, container="", **element)
             raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
-            arrays = raw.IteratorGetNext(iterator=iterator, **element)
-            area = area_of(dtype.name for dtype in dtypes)
-            memory = {"indices": list(range(len(dtypes))), "dtypes": dtypes, "shared_name": area}
+            raw.IteratorGetNextAsOptional(iterator=iterator, **element, name="advance")
+            given = raw.IteratorGetNext(iterator=iterator, **element)
+            arrays = [given[index] for index in part.order]
+            kept = [dtypes[index] for index in part.order]
+            area = area_of(dtype.name for dtype in kept)
+            memory = {"indices": list(range(len(kept))), "dtypes": kept, "shared_name": area}
             raw.MapStage(key=number, values=arrays, name="read", **memory)
             raw.MapUnstage(key=number, name="drop", **memory)
             tf.identity(tf.concat([tf.shape(array, tf.int64) for array in arrays], 0), name="lengths")
@@ -357,7 +407,7 @@ def _renamed_resources(graph: GraphDef, name: str) -> GraphDef:
 
 def _shapes(lengths: np.ndarray, source: OnWorkers) -> tuple[Shape, ...]:
     """Returns the shapes of a batch's arrays from the lengths of all their axes."""
-    ends = np.cumsum([spec.shape.rank for spec in tf.nest.flatten(source.element_spec)])
+    ends = np.cumsum([spec.shape.rank for spec in keras.tree.flatten(source.element_spec)])
     return tuple(tuple(int(length) for length in own) for own in np.split(lengths, ends[:-1]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import queue
@@ -455,7 +456,8 @@ def _not_numbers(name: str, dtype: str) -> str:
 def _named(kind: str, tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves of a structure in Keras' order, with names such as ``x['tokens']`` or ``y[0]``."""
     if isinstance(tree, Mapping):
-        return [pair for key in sorted(tree) for pair in _named(f"{kind}[{key!r}]", tree[key])]
+        keys = tree if isinstance(tree, collections.OrderedDict) else sorted(tree)
+        return [pair for key in keys for pair in _named(f"{kind}[{key!r}]", tree[key])]
     if isinstance(tree, (list, tuple)):
         return [pair for index, value in enumerate(tree) for pair in _named(f"{kind}[{index}]", value)]
     return [(kind, tree)]

@@ -12,13 +12,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.errors import DataError, reason
+from dapple_tf.frontend.dataset_graphs import Drawn, drawn, merged
 from dapple_tf.keras_private import OwnAdapter
-from graph_passes.ir.graph import GraphDef, NodeDef, data_inputs
+from graph_passes.ir.graph import GraphDef, NodeDef, Ref, data_inputs
 from graph_passes.ir.tensorflow_bridge import constant_value, function_graph, input_dtypes, is_stateful, op_def
 
 Shape = tuple[int, ...]
@@ -46,14 +48,18 @@ class Part:
     Attributes:
         graph: the graph, without devices.
         output: name of the tensor in it that is the dataset.
-        specs: specs of an element's arrays, in feed order.
+        specs: specs of an element's arrays, in the order in which iterators give them.
+        order: their numbers in feed order, which is Keras': the two differ in an ``OrderedDict``.
         num_batches: number of its elements; None if it isn't known, or there is no end.
+        drawn: when a round has drawn its seeds.
     """
 
     graph: GraphDef
     output: str
     specs: tuple[tf.TensorSpec, ...]
+    order: tuple[int, ...]
     num_batches: int | None
+    drawn: Drawn
 
 
 class OnWorkers:
@@ -62,7 +68,8 @@ class OnWorkers:
     Attributes:
         in_parts: whether groups of workers read parts of each batch, and not all of them whole batches.
         element_spec: structure of its batches, of any size.
-        rounds: number of times that it was read from its beginning: shuffled data have another order each time.
+        rounds: for each time that it was read from its beginning, the number of batches that were read; None if it was
+            read to its end. Shuffled data have another order each time, which depends on the times before.
     """
 
     def __init__(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset], *, in_parts: bool) -> None:
@@ -72,7 +79,7 @@ class OnWorkers:
             DataError: it can't be sent, workers would read different batches, or its elements aren't batches of arrays.
         """
         self.in_parts = in_parts
-        self.rounds = 0
+        self.rounds: list[int | None] = []
         self._make = make
         self._parts: dict[int, tuple[Part, ...]] = {}
         dataset = self._made(1, 0)
@@ -106,12 +113,12 @@ class OnWorkers:
 
     def batch(self, shapes: Sequence[Shape], address: Address) -> Any:
         """Returns a batch as its arrays' descriptions, in the structure of an element."""
-        specs = tf.nest.flatten(self.element_spec)
+        specs = keras.tree.flatten(self.element_spec)
         arrays = [
             RemoteArray(shape, np.dtype(spec.dtype.as_numpy_dtype), address)
             for shape, spec in zip(shapes, specs, strict=True)
         ]
-        return tf.nest.pack_sequence_as(self.element_spec, arrays)
+        return keras.tree.pack_sequence_as(self.element_spec, arrays)
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("the batches of dapple.on_workers(...) are on the workers; give it to fit, evaluate or predict")
@@ -128,7 +135,10 @@ def _part(dataset: tf.data.Dataset) -> Part:
     _check_order(graph)
     cardinality = int(dataset.cardinality())
     specs = tuple(tf.nest.flatten(dataset.element_spec))
-    return Part(graph, output, specs, cardinality if cardinality >= 0 else None)
+    order = tuple(keras.tree.flatten(tf.nest.pack_sequence_as(dataset.element_spec, range(len(specs)))))
+    num_batches = cardinality if cardinality >= 0 else None
+    name = f"{output.node}:{output.output}"
+    return Part(graph, name, specs, order, num_batches, drawn(graph, output.node))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +201,8 @@ class Round(Iterator[Any]):
         """Begins the next round of the data, at batch ``start``."""
         self.element_spec = source.element_spec
         self._source, self._read, self._next = source, read, start
-        self._round = source.rounds
-        source.rounds += 1
+        self._round = len(source.rounds)
+        source.rounds.append(start)
 
     def __next__(self) -> Any:
         """Returns the next batch, as `RemoteArray`s.
@@ -204,8 +214,10 @@ class Round(Iterator[Any]):
         address = Address(self._source, self._round, self._next)
         shapes = self._read(address)
         if shapes is None:
+            self._source.rounds[self._round] = None
             raise StopIteration
         self._next += 1
+        self._source.rounds[self._round] = self._next
         return self._source.batch(shapes, address)
 
 
@@ -283,8 +295,8 @@ def _check_elements(element_spec: Any) -> None:
             raise DataError(f"the dataset's elements have the scalar {spec}: are they batched (dataset.batch(...))?")
 
 
-def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
-    """Returns the graph of a dataset, and the name of its output."""
+def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, Ref]:
+    """Returns the graph of a dataset, and its output."""
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
@@ -298,11 +310,11 @@ def _graph_of(dataset: tf.data.Dataset) -> tuple[GraphDef, str]:
             f"the dataset's graph has {len(serialized.numpy()):,} bytes, more than {_MOST_BYTES:,}: arrays in it would "
             f"be sent to each worker; read them from files there, or feed the data from here"
         )
-    graph = GraphDef.FromString(serialized.numpy())
+    graph = merged(GraphDef.FromString(serialized.numpy()))
     (end,) = (node for node in graph.node if node.op == "_Retval")
     (output,) = data_inputs(end)
     graph.node.remove(end)
-    return graph, f"{output.node}:{output.output}"
+    return graph, output
 
 
 def _unsent(cause: str) -> DataError:
