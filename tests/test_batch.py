@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -228,3 +229,14 @@ def test_absent_parts(free: keras.Model) -> None:
     assert batch.spec.y is None
     with pytest.raises(DataError, match="this batch has no arrays; feed at least one as x"):
         next(Batches(free, [(None, None)]))
+
+
+def test_names_of_an_ordered_dict_go_with_its_arrays() -> None:
+    """Keras sorts the names of a dict, and keeps the order of an ``OrderedDict``."""
+    inputs = {name: keras.Input((size,), name=name) for name, size in (("a", 2), ("b", 3))}
+    model = keras.Model(inputs, inputs)
+    spec = spec_of(model, collections.OrderedDict([("b", floats(4, 3)), ("a", floats(4, 2))]))
+    assert {name: (leaf.name, leaf.shape) for name, leaf in spec.x.items()} == {
+        "a": ("x['a']", (None, 2)),
+        "b": ("x['b']", (None, 3)),
+    }

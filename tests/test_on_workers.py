@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import signal
@@ -136,6 +137,15 @@ def named() -> tf.data.Dataset:
 def test_several_inputs_and_outputs_by_name_are_read_where_their_stages_are() -> None:
     """A stage in between reads an input of its own."""
     assert_trains_alike(PIPELINE, named, two_inputs)
+
+
+def in_another_order() -> tf.data.Dataset:
+    return dataset(collections.OrderedDict([("right", X), ("left", X[::-1])]), {"a": Y, "b": X})
+
+
+def test_inputs_of_an_ordered_dict_are_not_exchanged() -> None:
+    """Keras keeps the order of an ``OrderedDict``, iterators of datasets sort its names."""
+    assert_trains_alike(PIPELINE, in_another_order, two_inputs)
 
 
 def masked() -> keras.Model:
@@ -422,6 +432,29 @@ def test_workers_train_as_with_fed_data(plan: dapple.Plan, cluster: dapple.Clust
         other = dapple.on_workers(labelled) if on_workers else labelled()
         both.append(fitted(pipelined(plan, on(cluster, plan)), data, validation_data=other))
     assert_same(*both)
+
+
+def shuffled_twice() -> tf.data.Dataset:
+    """Files are shuffled, then their samples: the iterator of the files draws its seed when a batch is read."""
+    files = tf.data.Dataset.range(4).shuffle(4, seed=1)
+    rows = files.interleave(lambda n: tf.data.Dataset.from_tensor_slices((X, Y)).shard(4, n), cycle_length=2)
+    return untuned(rows.shuffle(8, seed=2).batch(BATCH))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_worker_that_reads_later_than_others_reads_the_same_order(cluster: dapple.Cluster) -> None:
+    """Labels aren't read in prediction: the last stage's worker begins to read these data in their second round."""
+    both = []
+    for on_workers in (False, True):
+        keras.utils.set_random_seed(3)
+        own = pipelined(PIPELINE, on(cluster, PIPELINE))
+        other, data = (dapple.on_workers(make) if on_workers else make() for make in (labelled, shuffled_twice))
+        own.fit(other, verbose=0)
+        outputs = own.predict(data, verbose=0)
+        both.append((outputs, *fitted(own, data)))
+    np.testing.assert_array_equal(both[0][0], both[1][0])
+    assert_same(both[0][1:], both[1][1:])
 
 
 FAULTS = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)
