@@ -165,13 +165,13 @@ class Worker:
 
     def reap(self) -> None:
         """Notes how children have ended. A signal's handler may call this while it runs."""
-        for child in list(self._children):
+        for child, known in list(self._children.items()):
             try:
                 ended, status, usage = os.wait4(child, os.WNOHANG)
-            except ChildProcessError:
-                self._children.pop(child, None)
+            except ChildProcessError:  # Whoever this call has interrupted, or has interrupted it, knows its end.
                 continue
-            if ended and (known := self._children.pop(child, None)) is not None:
+            if ended:
+                self._children.pop(child, None)
                 end = End.of(status, 1024 * usage.ru_maxrss, memory_kills() - known.memory_kills)
                 ends = self.machine.ends
                 ends[child] = end

@@ -20,19 +20,19 @@ from models_for_tests import classifier
 from workers import client, expect, has_ended, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.checkpoints.checkpoint import Progress, Saver
+from dapple_tf.checkpoints.checkpoint import Progress
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
-from dapple_tf.checkpoints.directory_lock import LOCK, DirectoryLock, Owner, _started
+from dapple_tf.checkpoints.directory_lock import LOCK, DirectoryLock, Owner, _life
+from dapple_tf.checkpoints.saver import Saver
 
 HOLD = textwrap.dedent("""
     import os, pathlib, sys, time
     from dapple_tf.checkpoints.directory_lock import DirectoryLock
     lock = DirectoryLock(pathlib.Path(sys.argv[1]), "other", lambda: True)
-    child = os.fork() if sys.argv[2] == "with a child" else None
-    if child != 0:
+    if sys.argv[2] == "alone" or os.fork() == 0:  # A child tells when it has left the lock to its parent.
         print("holds", flush=True)
-        print(child, flush=True)
+        print(os.getpid(), flush=True)
     time.sleep(1000)
 """)
 
@@ -110,7 +110,7 @@ def test_a_directory_that_was_removed_is_locked_anew(tmp_path: pathlib.Path, mod
 def test_another_machines_owner_that_has_not_given_it_back_is_told(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, Owner("far", 7, 0, "m"))
+    write(tmp_path, Owner("far", 7, 0, "", "m"))
     with caplog.at_level(logging.WARNING, logger="dapple_tf"):
         DirectoryLock(tmp_path, "mine", lambda: False).release()
     assert "was in use by model 'm' of process 7 on host far" in caplog.text
@@ -131,13 +131,13 @@ def write(directory: pathlib.Path, owner: Owner) -> None:
 @pytest.mark.usefixtures("_no_locks")
 def test_without_locks_the_name_counts(tmp_path: pathlib.Path, model: keras.Model) -> None:
     here, saver, parent = Owner.here("other"), Saver(), os.getppid()
-    for owner in (dataclasses.replace(here, process=parent, started=_started(parent)), Owner("far", 7, 0, "m")):
+    for owner in (dataclasses.replace(here, process=parent, life=_life(parent)), Owner("far", 7, 0, "", "m")):
         write(tmp_path, owner)
         with pytest.raises(CheckpointError, match=r"is in use: .*\(if that has ended, remove .*\.lock\)"):
             save(saver, tmp_path, model)
     for owner in (
         dataclasses.replace(here, process=2**22 + 1),  # no such process
-        dataclasses.replace(here, process=parent, started=1),  # another one has its number now
+        dataclasses.replace(here, process=parent, life="1"),  # another one has its number now
         here,  # left behind by this process
     ):
         write(tmp_path, owner)
@@ -150,7 +150,9 @@ def test_without_locks_the_name_counts(tmp_path: pathlib.Path, model: keras.Mode
         save(saver, tmp_path, model)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": 1, "process": 2, "started": 3, "model": "m"}', "[" * 9999])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"host": 1, "process": 2, "started": 3, "life": "4", "model": "m"}', "[" * 9999]
+)
 def test_a_file_that_names_nobody(tmp_path: pathlib.Path, text: str) -> None:
     assert Owner.of(text.encode()) is None
     (tmp_path / LOCK).write_text(text)

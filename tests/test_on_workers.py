@@ -17,6 +17,7 @@ from models_for_tests import classifier, samples, values
 from workers import PATIENCE, children, wait_until
 
 import dapple_tf as dapple
+from dapple_tf.execution.worker_data import area_of
 from dapple_tf.models.registry import find_data, find_model
 from dapple_tf.models.sources import untuned
 from dapple_tf.network.inquiry import reachable
@@ -557,6 +558,27 @@ def test_parts_of_batches_are_read_by_those_who_train_on_them(plan: dapple.Plan,
         data = dapple.on_workers(part, in_parts=True) if on_workers else union(plan.micro_batches)
         both.append(fitted(pipelined(plan, on(cluster, plan)), data))
     assert_same(*both)
+
+
+@pytest.mark.slow
+def test_no_batch_stays_with_a_worker_whose_part_is_longer(cluster: dapple.Cluster) -> None:
+    """One stayed in each epoch, of the batch that the other worker didn't have."""
+
+    def uneven(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).take(12 + 6 * context.input_pipeline_id)
+        return untuned(rows.batch(context.get_per_replica_batch_size(BATCH), drop_remainder=True))
+
+    own = pipelined(PARALLEL, on(cluster, PARALLEL))
+    own.fit(dapple.on_workers(uneven, in_parts=True), epochs=2, verbose=0)
+    session = own._engine.session
+    memory = {"dtypes": [tf.float32, tf.int32], "shared_name": area_of(["float32", "int32"])}
+    with tf.Graph().as_default() as graph:
+        for task in range(2):
+            with tf.device(f"/job:worker/task:{task}/device:CPU:0"):
+                tf.raw_ops.MapSize(**memory, name=f"size{task}")
+    session.add(graph.as_graph_def(), "sizes")
+    assert session.run(["sizes/size0:0", "sizes/size1:0"]) == [0, 0]
+    own.close()
 
 
 def test_one_worker_reads_the_only_part() -> None:

@@ -40,19 +40,21 @@ class Owner:
         host: name of its machine.
         process: number of its process.
         started: when that process was started, in seconds since 1970.
+        life: what no other process has, whatever clocks are set to: the machine's boot, and the time since.
         model: name of its model.
     """
 
     host: str
     process: int
     started: int
+    life: str
     model: str
 
     @classmethod
     def here(cls, model: str) -> Owner:
         """Returns the owner for a model of this process."""
         process = os.getpid()
-        return cls(socket.gethostname(), process, _started(process) or 0, model)
+        return cls(socket.gethostname(), process, _started(process) or 0, _life(process) or "", model)
 
     @classmethod
     def of(cls, text: bytes) -> Owner | None:
@@ -62,16 +64,13 @@ class Owner:
             fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        types = {"host": str, "process": int, "started": int, "model": str}
+        types = {"host": str, "process": int, "started": int, "life": str, "model": str}
         return cls(**fields) if all(type(value) is types[name] for name, value in fields.items()) else None
 
     @property
     def may_run(self) -> bool:
         """Whether its process runs, as far as this machine knows."""
-        if self.host != socket.gethostname():
-            return True
-        started = _started(self.process)
-        return started is not None and abs(started - self.started) <= 2  # The clock may have been set.
+        return self.host != socket.gethostname() or _life(self.process) == self.life
 
     @property
     def is_here(self) -> bool:
@@ -223,8 +222,24 @@ os.register_at_fork(after_in_child=_forget_all)
 def _started(process: int) -> int | None:
     """Returns when a process was started, in seconds since 1970; None if there is none."""
     try:
-        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+        return round(time.time() - uptime + _ticks(process) / os.sysconf("SC_CLK_TCK"))
     except OSError:
         return None
-    return round(time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def _life(process: int) -> str | None:
+    """Returns what tells a process from all others with its number, before and after it; None if there is none."""
+    try:
+        return f"{pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {_ticks(process)}"
+    except OSError:
+        return None
+
+
+def _ticks(process: int) -> int:
+    """Returns the clock ticks from the boot to the start of a process.
+
+    Raises:
+        OSError: there is none.
+    """
+    return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])

@@ -56,9 +56,9 @@ class _Reader:
         keep: node that makes the dataset, from which all rounds read.
         begin: node that begins a round.
         skip: placeholder of the number of batches that are left out at its beginning.
-        read: node that reads the next batch, and keeps it under a number.
-        number: placeholder of that number.
-        lengths: tensor of the lengths of the batch's axes, array by array.
+        number: placeholder of the number under which a batch is kept.
+        lengths: tensor that reads the next batch and keeps it: the lengths of its axes, array by array; -1 alone, and
+            nothing is kept, if the round has ended.
         drop: node that removes a batch.
         advance: node that reads the next batch, if there is one, and keeps nothing.
         drawn: when a round of the dataset has drawn its seeds.
@@ -70,7 +70,6 @@ class _Reader:
     keep: str
     begin: str
     skip: str
-    read: str
     number: str
     lengths: str
     drop: str
@@ -234,18 +233,21 @@ class WorkerData:
             return True
         for reader in readers:
             reader.next = None  # as long as it isn't known that all have read
-        fetches = [[reader.lengths for reader in readers], [reader.read for reader in readers]]
+        numbers = {reader.number: batch.number for reader in readers}
         try:
-            lengths, _ = self._session.run(fetches, {reader.number: batch.number for reader in readers})
-        except tf.errors.OutOfRangeError as error:
-            if batch.hosts:
-                raise DataError(
-                    f"worker {self._worker(error, readers)} has no batch {address.number + 1}, which others have: the "
-                    f"data differ between workers"
-                ) from error
-            return False
+            lengths = self._session.run([reader.lengths for reader in readers], numbers)
         except tf.errors.OpError as error:
             raise self._explained(error, address, readers) from error
+        ended = [reader.host for reader, own in zip(readers, lengths, strict=True) if own[0] < 0]
+        if ended:
+            others = batch.hosts.union(reader.host for reader in readers).difference(ended)
+            if others and not address.source.in_parts:
+                raise DataError(
+                    f"worker {self._hosts.index(ended[0])} has no batch {address.number + 1}, which worker "
+                    f"{min(map(self._hosts.index, others))} has: the data differ between workers"
+                )
+            self._drop(address.source, batch.number, others)
+            return False
         for reader, own in zip(readers, lengths, strict=True):
             reader.next = address.number + 1
             shapes = self._whole(_shapes(own, address.source), reader.host, address)
@@ -357,9 +359,8 @@ class WorkerData:
         parts = source.parts(self.groups)
         part = parts[self._parts.index(self._part_of[host]) if source.in_parts else 0]
         self._session.add(_reading(part, host, self._cluster.host_device, name), name)
-        nodes = ("keep", "begin", "skip:0", "read", "number:0", "lengths:0", "drop", "advance")
-        keep, begin, skip, read, number, lengths, drop, advance = (f"{name}/{node}" for node in nodes)
-        return _Reader(host, keep, begin, skip, read, number, lengths, drop, advance, part.drawn)
+        nodes = ("keep", "begin", "skip:0", "number:0", "lengths:0", "drop", "advance")
+        return _Reader(host, *(f"{name}/{node}" for node in nodes), drawn=part.drawn)
 
 
 def _is_before(reader: _Reader, address: Address) -> bool:
@@ -385,15 +386,21 @@ def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
             rest = raw.SkipDataset(input_dataset=made_once, count=skip, **element)
             iterator = raw.IteratorV2(shared_name=name, container="", **element)
             raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
-            raw.IteratorGetNextAsOptional(iterator=iterator, **element, name="advance")
-            given = raw.IteratorGetNext(iterator=iterator, **element)
-            arrays = [given[index] for index in part.order]
+            batch = raw.IteratorGetNextAsOptional(iterator=iterator, **element, name="advance")
             kept = [dtypes[index] for index in part.order]
             area = area_of(dtype.name for dtype in kept)
             memory = {"indices": list(range(len(kept))), "dtypes": kept, "shared_name": area}
-            raw.MapStage(key=number, values=arrays, name="read", **memory)
+
+            def keep() -> tf.Tensor:
+                components = raw.OptionalGetValue(optional=batch, **element)
+                arrays = [components[index] for index in part.order]
+                with tf.control_dependencies([raw.MapStage(key=number, values=arrays, **memory)]):
+                    return tf.concat([tf.shape(array, tf.int64) for array in arrays], 0)
+
+            there = raw.OptionalHasValue(optional=batch)
+            lengths = tf.cond(there, keep, lambda: tf.constant([-1], tf.int64))
+            tf.identity(lengths, name="lengths")
             raw.MapUnstage(key=number, name="drop", **memory)
-            tf.identity(tf.concat([tf.shape(array, tf.int64) for array in arrays], 0), name="lengths")
     return graph.as_graph_def()
 
 

@@ -108,7 +108,7 @@ class OnWorkers:
     def apart(self) -> OnWorkers:
         """The same data with rounds of their own: who reads them changes nothing about the rounds of these."""
         other = copy.copy(self)
-        other.rounds = 0
+        other.rounds = []
         return other
 
     def batch(self, shapes: Sequence[Shape], address: Address) -> Any:
