@@ -22,6 +22,7 @@ from dapple_tf.dumps.dump import dump
 from dapple_tf.errors import DappleError, WorkerLostError
 from dapple_tf.execution.builds import StepRequest, StepResult
 from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.growing import GrowthRecord
 from dapple_tf.execution.notes import Note
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
@@ -249,7 +250,7 @@ class Inspection(abc.ABC):
 
     @property
     def cluster(self) -> Cluster:
-        """The devices; fewer after training continued without a worker."""
+        """The devices; fewer while training continues without a worker."""
         return self._runtime.cluster
 
     @property
@@ -279,6 +280,11 @@ class Inspection(abc.ABC):
     def faults(self) -> Sequence[FaultRecord]:
         """The faults after which training continued."""
         return tuple(self._runtime.faults)
+
+    @property
+    def growths(self) -> Sequence[GrowthRecord]:
+        """The times that workers which had come back were taken in, after training continued without them."""
+        return tuple(self._runtime.growths)
 
     @property
     def lost(self) -> WorkerLostError | None:

@@ -328,6 +328,8 @@ class PipelinedModel(Inspection, KerasMethods):
                     if step == 0:
                         raise
                     break
+                if mode is Mode.TRAIN:
+                    self._runtime.grow(batch)
                 self._runtime.prepare(batch)
                 if mode is Mode.TRAIN and (self._steps_left is None or step + 1 < self._steps_left):
                     batches.prefetch()

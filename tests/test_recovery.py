@@ -207,6 +207,32 @@ def test_going_on_without_a_worker(workers: LocalWorkers) -> None:
 
 
 @pytest.mark.thorough
+def test_another_worker_is_lost_as_training_goes_on_without_the_first(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of lost workers were taken for those in the cluster without the first: a third one was left out."""
+    plan = dapple.Plan.manual(["first", "second"], [[0, 1], [2], [3]], 2, BATCH)
+    expected = undisturbed(workers, lambda pipelined: train(pipelined, range(4)), plan=plan)
+    check_ports = connection_module.check_ports
+
+    def disturbed(*arguments: Any) -> None:
+        if len(arguments[0]) == 3:
+            monkeypatch.setattr(connection_module, "check_ports", check_ports)
+            workers.kill(1)
+        check_ports(*arguments)
+
+    pipelined = transform(workers, plan, dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0))
+    train(pipelined, range(2))
+    monkeypatch.setattr(connection_module, "check_ports", disturbed)
+    workers.kill(2)
+    train(pipelined, range(2, 4))
+    assert pipelined.cluster.addresses == (workers.addresses[0], workers.addresses[3])
+    (record,) = pipelined.faults
+    assert record.without == tuple(workers.addresses[1:3])
+    assert_same(ended(pipelined), expected, 1e-5)
+
+
+@pytest.mark.thorough
 def test_operators_are_placed_anew_without_a_worker(workers: LocalWorkers) -> None:
     """Also with a profile, from which stages of replicas would be planned."""
     plan = dapple.Plan.by_operators(3, BATCH)

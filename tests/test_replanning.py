@@ -1,15 +1,19 @@
-"""Plans for the workers that are left."""
+"""Plans for the workers that are left, and for those that have come back."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
+from hardware import cluster_of, profile_of
 
 import dapple_tf as dapple
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.errors import DappleError
-from dapple_tf.planning.replanning import shrink, without_servers
+from dapple_tf.planning import replanning
+from dapple_tf.planning.replanning import Deployment, Replanner, shrink, without_servers
 
 CUTS = ["a", "b", "c"]
 
@@ -96,3 +100,116 @@ def test_out_of_order_plans(lost: list[int]) -> None:
     shrunk = shrink(before, cluster(3), lost)
     assert shrunk.carried_updates == 0
     shrunk.validate_on(without_servers(cluster(3), lost))
+
+
+# ---- workers that have come back
+
+SHRINKING = Replanner(None)
+
+
+def lose(deployment: Deployment, *lost: int, replanner: Replanner = SHRINKING) -> Deployment:
+    return replanner.without(deployment, lost, {})
+
+
+def by_addresses(*deployments: Deployment) -> dict[tuple[str, ...], Deployment]:
+    return {own.cluster.addresses: own for own in deployments}
+
+
+def test_the_former_plan_is_taken_again() -> None:
+    """With the settings that were dropped as it shrank, and on the same numbers."""
+    full = Deployment(cluster(3), plan([[0, 1], [2]], reverse_first_k=2, carried_updates=1))
+    left = lose(full, 1)
+    growth = SHRINKING.growth(left, by_addresses(full), ["10.0.0.2:1"])
+    assert growth is not None
+    assert growth.deployment == full
+    assert growth.added == ("10.0.0.2:1",)
+    assert growth.gain == "the gain isn't predicted"
+
+
+def test_some_of_the_lost_workers_come_back() -> None:
+    full = Deployment(cluster(4), plan([[0], [1], [2], [3]]))
+    three = lose(full, 1)
+    two = lose(three, 0)
+    former = by_addresses(full, three)
+    growth = SHRINKING.growth(two, former, ["10.0.0.1:1"])
+    assert growth is not None
+    assert growth.deployment == three
+    other = SHRINKING.growth(two, former, ["10.0.0.2:1"])
+    assert other is not None
+    assert other.deployment.cluster.addresses == ("10.0.0.2:1", "10.0.0.3:1", "10.0.0.4:1")
+    assert other.deployment.plan == shrink(full.plan, full.cluster, [0])
+    both = SHRINKING.growth(two, former, ["10.0.0.1:1", "10.0.0.2:1"])
+    assert both is not None
+    assert both.deployment == full
+    assert both.added == ("10.0.0.1:1", "10.0.0.2:1")
+
+
+def test_workers_that_the_plan_does_not_use() -> None:
+    """Taking them in would cost a pause, and gain nothing."""
+    full = Deployment(cluster(3), plan([[0], [1]]))
+    left = lose(full, 2)
+    assert SHRINKING.growth(left, by_addresses(full), ["10.0.0.3:1"]) is None
+    assert SHRINKING.growth(left, by_addresses(full), ["10.0.0.2:1"]) is None  # It is there already.
+    assert SHRINKING.growth(left, by_addresses(full), ["10.0.0.9:1"]) is None  # Nobody knows it.
+
+
+def workers_of(count: int, **links: Any) -> Cluster:
+    description = cluster_of(*[1] * count, **links)
+    return dataclasses.replace(description, addresses=tuple(f"10.0.0.{number + 1}:1" for number in range(count)))
+
+
+@pytest.mark.parametrize(("bandwidth", "gains"), [(1e12, True), (1e3, False)])
+def test_a_profile_tells_whether_the_step_becomes_faster(bandwidth: float, gains: bool) -> None:
+    """A plan of the user's, data parallel over links that may be too slow for it."""
+    profile = profile_of(parameters=10**6)
+    full = Deployment(workers_of(4, inter_bandwidth=bandwidth), dapple.Plan.data_parallel(4, 32))
+    replanner = Replanner(profile)
+    left = lose(full, 3, replanner=replanner)
+    growth = replanner.growth(left, by_addresses(full), ["10.0.0.4:1"])
+    assert (growth is not None) == gains
+    if growth is not None:
+        assert growth.deployment == full
+        assert growth.present is not None and growth.latency is not None
+        assert growth.latency < growth.present
+        assert growth.gain == (
+            f"a step is predicted to take {growth.latency * 1e3:.4g} ms instead of {growth.present * 1e3:.4g} ms"
+        )
+
+
+def test_a_present_plan_that_does_not_fit_in_memory_is_left_at_once() -> None:
+    """Without a plan that fits, the shrunk one stays, whose step can't be simulated."""
+    profile = profile_of(parameters=10**8)
+    two, one = dapple.Plan.straight(["layer_3"], 32, 4), dapple.Plan.manual([], [[0]], 4, 32)
+
+    def fit(memory: int) -> list[bool]:
+        known = cluster_of(1, 1, memory=memory)
+        return [math.isfinite(Replanner(profile)._latency(Deployment(known, own))) for own in (two, one)]
+
+    memory = next(size for size in range(10**8, 10**10, 10**8) if fit(size) == [True, False])
+    full = Deployment(workers_of(2, memory=memory), two)
+    left = Deployment(without_servers(full.cluster, [1]), one)
+    growth = Replanner(profile).growth(left, by_addresses(full), ["10.0.0.2:1"])
+    assert growth is not None
+    assert growth.gain == "by the profile, the present plan doesn't fit the devices' memory"
+
+
+def test_new_plans_carry_no_updates_that_the_optimizer_does_not_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner was asked for any plan: the engine refused one with carried updates, in the middle of a recovery."""
+    asked: list[Any] = []
+
+    def find_plan(*arguments: Any, only: Any = None, **options: Any) -> dapple.Plan:
+        asked.append(only)
+        return plan([[0], [1]])
+
+    monkeypatch.setattr(replanning, "find_plan", find_plan)
+    full = Deployment(cluster(3), plan([[0], [1], [2]]))
+    lose(full, 2, replanner=Replanner(profile_of(), needs_all_gradients=True))
+    lose(full, 2, replanner=Replanner(profile_of()))
+    assert "carried_updates" not in asked[0]
+    assert "chunks" in asked[0]
+    assert asked[1] is None
+    carrying = Deployment(cluster(3), plan([[0, 1], [2]], reverse_first_k=2, carried_updates=1))
+    left = lose(carrying, 1)
+    growth = Replanner(None, needs_all_gradients=True).growth(left, by_addresses(carrying), ["10.0.0.2:1"])
+    assert growth is not None
+    assert growth.deployment.plan.carried_updates == 0  # The model has been compiled anew since.

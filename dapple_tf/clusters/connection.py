@@ -409,6 +409,29 @@ def release(connection: Connection) -> None:
             connection.close()
 
 
+def others_use(wanted: Cluster, own: Cluster) -> bool:
+    """Whether somebody else in this process has workers of ``wanted``, of which the caller has those of ``own``."""
+
+    def prevents(addresses: tuple[str, ...], connection: Connection) -> bool:
+        if addresses == own.addresses:
+            return connection.users > 1
+        return addresses != wanted.addresses or connection.lost is None
+
+    with _lock:
+        return any(
+            prevents(addresses, connection)
+            for addresses, connection in _connections.items()
+            if set(addresses) & set(wanted.addresses)
+        )
+
+
+def give_back(cluster: Cluster) -> None:
+    """Gives the workers of a cluster back, whoever in this process was about to use them."""
+    with _lock:
+        if (connection := _connections.get(cluster.addresses)) is not None:
+            connection.close()
+
+
 @contextlib.contextmanager
 def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[Connection | None]:
     """Keeps a cluster's workers for this process within the ``with`` block; does nothing for local devices.

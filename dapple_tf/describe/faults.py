@@ -1,4 +1,4 @@
-"""The policy for lost workers."""
+"""The policy for lost workers, and for those that come back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ class FaultPolicy:
         action: ``raise`` raises WorkerLostError. ``restart`` waits for the worker to come back, restores the newest
             safe values (the last checkpoint, or the last ``sync``), repeats the batches since, and continues as if
             nothing had happened. ``replan`` does the same, but continues with the remaining workers if the lost one
-            isn't back in time.
+            isn't back in time. Between training steps it takes lost workers in again that have come back, if the plan
+            gains by them.
         notice_seconds: seconds of silence after which a worker is lost. A worker whose process ends is lost at once.
+            Under ``replan``, workers that training goes on without are asked in pauses of this length whether they are
+            back; the pauses double while they are soon lost again.
         wait_seconds: seconds to wait for the worker to come back.
         step_seconds: a step that takes longer counts as hung, and so does one that takes ten times as long as the same
             step ever took (and a minute at least); all workers are then restarted.

@@ -126,6 +126,11 @@ class Recovery:
         self._failures = 0
 
     @property
+    def settled(self) -> bool:
+        """Whether the model has the newest values, if the devices have agreed with it on any."""
+        return not self.log and not isinstance(self.base, Path)
+
+    @property
     def full(self) -> bool:
         """Whether it is time for a new base."""
         return len(self.log) >= self.policy.replay_steps

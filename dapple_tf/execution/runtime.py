@@ -17,13 +17,15 @@ import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration
 from dapple_tf.checkpoints.saver import Saver
+from dapple_tf.clusters.connection import give_back
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, StepError, WorkerLostError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.growing import Growing, GrowthRecord
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
 from dapple_tf.execution.terminal import batch_done
@@ -32,12 +34,12 @@ from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
+from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.keras_private import compute_loss, tensorflow_variable
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.planner import plan as find_plan
-from dapple_tf.planning.replanning import shrink, without_servers
+from dapple_tf.planning.replanning import Deployment, Replanner
 from dapple_tf.units import bytes_text
 from graph_passes.ir.tensorflow_private import eager_mode
 from graph_passes.pass_manager import Pipeline
@@ -45,11 +47,13 @@ from graph_passes.pass_manager import Pipeline
 logger = logging.getLogger(__name__)
 _FEW_STEPS = 100
 """Steps since the last sync up to which the end of an epoch on this machine's devices brings no other one."""
+_FEW_REPLAYED = 10
+"""The most steps that are repeated to take in workers, of a model whose values stay on the devices."""
 _T = TypeVar("_T")
 
 
 class Runtime:
-    """Runs steps on a cluster's devices by a plan, both of which may shrink when workers are lost.
+    """Runs steps on a cluster's devices by a plan, both of which may shrink and grow as workers are lost and come back.
 
     Attributes:
         model: the user's Keras model.
@@ -61,6 +65,7 @@ class Runtime:
         saver: writes checkpoints.
         steps: number of training steps done.
         faults: the faults after which training continued.
+        growths: the times that workers which had come back were taken in.
     """
 
     def __init__(
@@ -82,21 +87,23 @@ class Runtime:
             model: a compiled model.
             cluster: the devices.
             plan: a plan for them.
-            profile: the profile for another plan when workers are lost; None shrinks the plan.
+            profile: the profile for another plan when workers are lost or come back; None shrinks the plan.
             policy: what to do when workers are lost.
             operator_costs: costs of single operators, for a plan that places them; None estimates them.
             quiet: whether notes aren't logged, for steps that only measure or compare.
             pipeline: the order of passes, the user's own included; None for the order without any.
             prepared_steps: number of steps that stay prepared.
         """
-        self.model, self.cluster, self.plan = model, cluster, plan
+        self.model = model
         self.saver = Saver()
         self.steps = 0
         self._synced = 0  # steps at the last sync
         self.faults: list[FaultRecord] = []
+        self.growths: list[GrowthRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
         self._prepared_steps = prepared_steps
         self._recovery = Recovery(policy)
+        self._growing = Growing(policy.notice_seconds)
         self._broken = False  # A worker was lost, and hasn't come back in time.
         self._spec: BatchSpec | None = None  # of the last training batch
         self._watched: dict[int, tuple[tf.Variable, str]] = {}  # TensorFlow's variable -> name
@@ -107,15 +114,24 @@ class Runtime:
         self._looking = threading.RLock()
         self._apart = False  # whether it trains its own values
         self._quiet = quiet
-        self.start()
+        self._start(Deployment(cluster, plan))
 
     def start(self) -> None:
         """Makes a fresh engine, for the model as it is compiled now."""
+        self._start(self._deployment)
+
+    @property
+    def _deployment(self) -> Deployment:
+        return Deployment(self.cluster, self.plan)
+
+    def _start(self, deployment: Deployment) -> None:
         settings = (self._recovery.policy, self._operator_costs, self._pipeline, self._prepared_steps)
-        self.engine = Engine(self.model, self.cluster, self.plan, *settings)
-        self.engine.builder.notes.quiet = self._quiet
-        self.values = LiveValues(self.engine, self._recovery)
-        self.metrics = RunningMetrics(self.model, self.engine.table)
+        cluster, plan = deployment
+        engine = Engine(self.model, cluster, plan, *settings)
+        engine.builder.notes.quiet = self._quiet
+        self.values = LiveValues(engine, self._recovery)
+        self.metrics = RunningMetrics(self.model, engine.table)
+        self.engine, self.cluster, self.plan = engine, cluster, plan
         self._spec = None
         self._watch()
 
@@ -451,19 +467,81 @@ class Runtime:
         )
         return "; ".join([*told, advice])
 
+    @property
+    def _replanner(self) -> Replanner:
+        return Replanner(self._profile, needs_all_gradients(self.model.optimizer))
+
     def _replan(self, away: Sequence[int]) -> None:
         """Continues with the remaining workers."""
-        cluster = without_servers(self.cluster, away)
-        plan = shrink(self.plan, self.cluster, away)
-        if self._profile is not None and plan.operator_devices is None:
-            with contextlib.suppress(PlanError):  # If memory is too small by the profile, say, the shrunk plan stays.
-                plan = find_plan(self._profile, cluster, global_batch_size=plan.global_batch_size)
-        logger.warning("going on without workers %s:\n%s", ", ".join(map(str, away)), plan)
+        former = self._deployment
+        smaller = self._replanner.without(former, away, self._growing.former)
+        logger.warning("going on without workers %s:\n%s", ", ".join(map(str, away)), smaller.plan)
+        self._move(smaller)
+        self._growing.left(former)
+
+    def _move(self, deployment: Deployment) -> None:
+        """Continues on other devices, which have no values yet."""
         self.engine.close()
-        self.cluster, self.plan, spec, values = cluster, plan, self._spec, self.values
-        self.start()
+        spec, values = self._spec, self.values
+        self._start(deployment)
         self.values.follow(values)
         self._spec = spec
+
+    # ---- workers that come back
+
+    def grow(self, batch: Batch) -> None:
+        """Continues on more workers, if some have come back and the plan gains by them.
+
+        Between two training steps, all values go through the model; those of a model without values of its own are
+        restored as after a fault, if few steps have to be repeated for it. Parts of data that workers read themselves
+        depend on the plan: with such data it grows at the beginning of a round only.
+
+        Args:
+            batch: the next batch, which has been read and not trained on. No other one is being read ahead.
+
+        Raises:
+            WorkerLostError: workers were lost meanwhile, and aren't back in time.
+        """
+        if not self._growing.former or self.engine.session.lost is not None:
+            return
+        deferred = self.engine.state.deferred
+        if deferred and len(self._recovery.log) > _FEW_REPLAYED:
+            return
+        address = batch.address
+        if address is not None and address.source.in_parts and address.number > 0:
+            return
+        former = self._deployment
+        growth = self._growing.growth(former, self._replanner)
+        if growth is None:
+            return
+        began = time.time()
+        if not deferred:
+            self.sync()
+            if self.cluster is not former.cluster or not self._recovery.settled:
+                return  # A fault came first; or the values of a checkpoint are where only the devices have them.
+        replayed = len(self._recovery.log)
+        with self._looking, untold(self):
+            try:
+                self._move(growth.deployment)
+                self._replay()
+            except (ClusterError, DappleError) as error:
+                give_back(growth.deployment.cluster)
+                self._growing.put_off()
+                self._recover(WorkerLostError(f"taking in workers {', '.join(growth.added)} failed: {error}"))
+                return
+            except BaseException:  # Ctrl-C
+                give_back(growth.deployment.cluster)
+                self._give_up()
+                raise
+        record = GrowthRecord(
+            growth.added, self.steps, began, replayed, time.time() - began, growth.present, growth.latency
+        )
+        self.growths.append(record)
+        logger.warning(
+            "took in workers %s after step %d: from %d to %d workers; %s",
+            *(", ".join(growth.added), self.steps, len(former.cluster.addresses), len(self.cluster.addresses)),
+            growth.gain,
+        )
 
     def _replay(self) -> None:
         """Restores the newest safe values, and trains again on the batches since then."""

@@ -1,14 +1,23 @@
-"""Plans for the devices that remain when workers are lost."""
+"""Plans for the devices that remain when workers are lost, and for more of them when workers come back."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError
+from dapple_tf.planning.features import NAMES
+from dapple_tf.planning.plan_request import LEAST_GAIN
+from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.policy import Policy
+from dapple_tf.simulation.simulator import simulate
+from dapple_tf.units import ms_text
 
 
 def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:
@@ -94,3 +103,127 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
         return made(plan.schedule, min(plan.reverse_first_k, len(kept)))
     except PlanError:
         return made("dapple_a", 0)  # Some policies need stages that fit each other.
+
+
+# ---- deployments
+
+
+class Deployment(NamedTuple):
+    """A plan, and the cluster that it is for."""
+
+    cluster: Cluster
+    plan: Plan
+
+
+class Growth(NamedTuple):
+    """A deployment on more workers than at present.
+
+    Attributes:
+        deployment: the deployment.
+        added: addresses of the workers that are taken in.
+        present: simulated seconds of the present plan's step, infinite if it doesn't fit the devices' memory by the
+            profile; None if they can't be predicted.
+        latency: those of the deployment's.
+    """
+
+    deployment: Deployment
+    added: tuple[str, ...]
+    present: float | None = None
+    latency: float | None = None
+
+    @property
+    def gain(self) -> str:
+        """What is gained, for messages."""
+        if self.present is None or self.latency is None:
+            return "the gain isn't predicted"
+        if math.isinf(self.present):
+            return "by the profile, the present plan doesn't fit the devices' memory"
+        return f"a step is predicted to take {ms_text(self.latency)} ms instead of {ms_text(self.present)} ms"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replanner:
+    """Plans anew when workers are lost, and when they come back.
+
+    Attributes:
+        profile: costs of the model's layers; None shrinks plans.
+        needs_all_gradients: whether the optimizer needs all gradients before its first update, so that no updates can
+            be carried into the next step.
+    """
+
+    profile: Profile | None
+    needs_all_gradients: bool = False
+
+    def without(
+        self, deployment: Deployment, lost: Collection[int], former: Mapping[tuple[str, ...], Deployment]
+    ) -> Deployment:
+        """Returns the deployment on the remaining servers.
+
+        A plan that was in use on exactly these is taken again. Otherwise there is a new one if there is a profile. The
+        plan is shrunk if there is none, if it places single operators, and if no new one fits in memory.
+
+        Args:
+            deployment: the deployment.
+            lost: the servers that are lost.
+            former: earlier deployments by their workers' addresses.
+
+        Raises:
+            DappleError: no server is left, or none of those that the plan uses.
+        """
+        cluster = without_servers(deployment.cluster, lost)
+        known = former.get(cluster.addresses)
+        if known is not None and not (known.plan.carried_updates and self.needs_all_gradients):
+            return known
+        plan = deployment.plan
+        if self.profile is not None and plan.operator_devices is None:
+            only = set(NAMES) - {"carried_updates"} if self.needs_all_gradients else None
+            with contextlib.suppress(PlanError):
+                new = find_plan(self.profile, cluster, plan.global_batch_size, jit_compile=plan.jit_compile, only=only)
+                return Deployment(cluster, new)
+        return Deployment(cluster, shrink(plan, deployment.cluster, lost))
+
+    def growth(
+        self,
+        present: Deployment,
+        former: Mapping[tuple[str, ...], Deployment],
+        there: Collection[str],
+    ) -> Growth | None:
+        """Returns a deployment on the present workers and those that have come back, or None if nothing is gained.
+
+        The plan is that of `without`. With a profile, the simulated step must be
+        faster than the present one by `LEAST_GAIN`. Without one, and for plans that place single operators, more
+        devices must work than at present.
+
+        Args:
+            present: the present deployment.
+            former: earlier deployments by their workers' addresses, the first one on all workers.
+            there: addresses of the workers that have come back.
+        """
+        full = next(iter(former.values()))
+        present_addresses = set(present.cluster.addresses)
+        usable = present_addresses | set(there)
+        away = [task for task, address in enumerate(full.cluster.addresses) if address not in usable]
+        added = tuple(own for own in full.cluster.addresses if own in usable and own not in present_addresses)
+        if not added:
+            return None
+        try:
+            larger = self.without(full, away, former)
+        except DappleError:  # None of the devices of the plan for all workers is there.
+            return None
+        if self.profile is None or larger.plan.operator_devices is not None:
+            return Growth(larger, added) if _num_working(larger.plan) > _num_working(present.plan) else None
+        before, after = self._latency(present), self._latency(larger)
+        return Growth(larger, added, before, after) if after < (1 - LEAST_GAIN) * before else None
+
+    def _latency(self, deployment: Deployment) -> float:
+        """Returns the simulated seconds of a step; infinite if it doesn't fit in memory by the profile."""
+        assert self.profile is not None
+        try:
+            simulation = simulate(deployment.plan, self.profile, deployment.cluster)
+        except PlanError:
+            return math.inf
+        return simulation.latency if simulation.fits else math.inf
+
+
+def _num_working(plan: Plan) -> int:
+    return len({device for replicas in plan.working_devices for device in replicas})
