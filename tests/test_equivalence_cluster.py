@@ -150,6 +150,8 @@ def test_mixed_precision_gives_the_bits_of_local_devices(
     keras.config.set_dtype_policy(policy)
     plain = reference(case.model)
     tolerance = TOLERANCE[policy.removeprefix("mixed_")]
+    if case.plan.jit_compile:
+        tolerance *= 2  # XLA rounds at other places: plain Keras differs from itself by 5e-2 with and without it.
     local, remote = (
         assert_equal_training(ZOO[case.model], cluster, case.plan, plain, monkeypatch, steps=2, tolerance=tolerance)
         for cluster in (dapple.Cluster.local(4, kind="cpu"), dapple.Cluster.of_servers(workers.addresses))
