@@ -360,7 +360,8 @@ class WorkerData:
         part = parts[self._parts.index(self._part_of[host]) if source.in_parts else 0]
         self._session.add(_reading(part, host, self._cluster.host_device, name), name)
         nodes = ("keep", "begin", "skip:0", "number:0", "lengths:0", "drop", "advance")
-        return _Reader(host, *(f"{name}/{node}" for node in nodes), drawn=part.drawn)
+        keep, begin, skip, number, lengths, drop, advance = (f"{name}/{node}" for node in nodes)
+        return _Reader(host, keep, begin, skip, number, lengths, drop, advance, part.drawn)
 
 
 def _is_before(reader: _Reader, address: Address) -> bool:
