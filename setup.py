@@ -54,6 +54,7 @@ setup(
         "images": ["matplotlib"],
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
         "tls": ["cryptography"],  # for dapple-keys alone, which makes certificates
+        "ray": ["ray"],  # for Cluster.from_ray alone
         "torch": ["torch>=2.6"],  # for tools.evaluation.bench_torch alone
         "zoo": ["keras-hub"],  # for tools.evaluation.zoo, which trains its models beside plain Keras
         "docs": ["zensical", "mkdocstrings-python", "ruff"],  # for the site of the documentation, `make docs`

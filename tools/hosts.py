@@ -22,42 +22,53 @@ process in it, and the processes get a signal when this one dies (if `setpriv` i
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import os
 import pathlib
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import dapple_tf
 from dapple_tf.network.certificates import Authority
+from dapple_tf.network.worker_process import (
+    ROOT,
+    START_SECONDS,
+    WorkerProcess,
+    end,
+    end_and_close,
+    environment,
+    free_ports,
+    launch,
+    send_signal,
+    worker_command,
+)
 from dapple_tf.tools.cpu_quota import cpu_quota
 
-ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
-"""Folder from which Python imports this package."""
-START_SECONDS = 120.0
-"""Seconds that a worker may take to start: importing TensorFlow is slow where many do it on few cores."""
+__all__ = [
+    "ROOT",
+    "Hosts",
+    "HostsError",
+    "LocalWorkers",
+    "Namespace",
+    "end",
+    "end_and_close",
+    "environment",
+    "free_ports",
+    "join",
+    "launch",
+    "new_keys",
+    "unavailable",
+]
+
 _PREFIX = "10.77.0."
 _KEY_DAYS = 365
 """Days after which keys for TLS expire; nothing here runs as long."""
 _PORT = 2222
-_LINES = 40
-"""Number of a worker's last lines that errors quote."""
-_NOISE = ("I0000 00:00:", "WARNING: All log messages before absl::InitializeLog()")
-"""Starts of lines that TensorFlow writes before its logging is configured."""
-
-# A process gets its parent's death signal when the *thread* that started it ends: this one ends with the interpreter.
-_starter = concurrent.futures.ThreadPoolExecutor(1, "starter")
 
 
 class HostsError(RuntimeError):
@@ -81,108 +92,11 @@ def unavailable() -> str | None:
     return None
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns unused TCP ports of 127.0.0.1.
-
-    None is in the system's range for outgoing connections, so that a restarted worker finds its own port still free.
-    """
-    ports: list[int] = []
-    with contextlib.ExitStack() as stack:
-        for port in random.SystemRandom().sample(range(15_000, 32_000), 10_000):
-            trial = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                trial.bind(("127.0.0.1", port))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise HostsError(f"{count} free ports were looked for, but there are only {len(ports)}")
-
-
 def new_keys(folder: str | os.PathLike[str], names: Sequence[str]) -> str:
     """Makes keys for TLS between workers and clients with these names or addresses; returns their directory."""
     directory = pathlib.Path(folder, "keys")
     Authority.make(_KEY_DAYS).write_machine(directory, names, _KEY_DAYS)
     return str(directory)
-
-
-def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Starts a process in its own group, which is killed when this process dies.
-
-    Args:
-        command: what to run.
-        options: as for `subprocess.Popen`.
-    """
-    ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, "env": environment(), **options}
-    return _starter.submit(lambda: subprocess.Popen([*ending, *command], **options)).result()
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """Kills a process started by `launch`, and its group."""
-    send_signal(process, signal.SIGKILL)
-    process.wait()
-
-
-def end_and_close(process: subprocess.Popen[str]) -> None:
-    """Kills a process started by `launch`, and its group, and closes its pipes."""
-    end(process)
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
-
-
-def send_signal(process: subprocess.Popen[Any], number: int) -> None:
-    """Sends a signal to a process started by `launch` and to its group; does nothing if it has ended."""
-    if process.poll() is None:  # Afterwards its number may be another's.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-
-
-def environment() -> dict[str, str]:
-    """Returns an environment in which processes find these packages, wherever they run."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-class _Worker:
-    """One worker's process, and a thread that reads its output."""
-
-    def __init__(self, command: Sequence[str], echo: Callable[[str], None]) -> None:
-        self.tail: collections.deque[str] = collections.deque(maxlen=_LINES)
-        self._echo = echo
-        self._heard = threading.Condition()
-        self._serving = self._silent = False
-        self.process = launch(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-        self._reader = threading.Thread(target=self._read, name="worker-output", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                if line.startswith(_NOISE):
-                    continue
-                self.tail.append(line.rstrip("\n"))
-                self._echo(line.rstrip("\n"))
-                if line.startswith("worker on "):
-                    self._tell("_serving")
-        self._tell("_silent")
-
-    def _tell(self, what: str) -> None:
-        with self._heard:
-            setattr(self, what, True)
-            self._heard.notify_all()
-
-    def wait_until_serving(self, deadline: float) -> bool:
-        """Returns whether it reports that it serves before the deadline."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._serving or self._silent, timeout=max(0.0, deadline - time.monotonic()))
-            return self._serving
-
-    def end(self) -> None:
-        end(self.process)
-        self._reader.join(5.0)
 
 
 class LocalWorkers:
@@ -217,7 +131,7 @@ class LocalWorkers:
         self.addresses = [f"127.0.0.1:{port}" for port in ports or free_ports(count)]
         self.devices, self._arguments, self._cores = devices, tuple(arguments), cores
         self._echo = echo or _to_stderr
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -288,11 +202,10 @@ class LocalWorkers:
         del worker
         return []
 
-    def _start(self, worker: int) -> _Worker:
+    def _start(self, worker: int) -> WorkerProcess:
         pinned = [] if self._cores is None else ["taskset", "-c", str(self._cores[worker % len(self._cores)])]
-        command = [sys.executable, "-m", "dapple_tf.worker", f"--address={self.addresses[worker]}"]
-        command += [f"--devices={self.devices}", *self._arguments]
-        return _Worker([*self._prefix(worker), *pinned, *command], lambda line: self._echo(worker, line))
+        command = worker_command(self.addresses[worker], self.devices, self._arguments)
+        return WorkerProcess([*self._prefix(worker), *pinned, *command], lambda line: self._echo(worker, line))
 
     def _wait(self, workers: Sequence[int]) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -56,7 +56,7 @@ class Connection:
     """Leases on all workers of a cluster.
 
     Attributes:
-        addresses: ``host:port`` of each worker.
+        addresses: ``host:port`` of each worker, where it is now.
         target: the target at which sessions are opened.
         notice_seconds: a worker that is silent for this long is lost.
         step_seconds: a run that takes longer counts as hung.
@@ -74,7 +74,7 @@ class Connection:
             ClusterError: a worker isn't there, is used by another process, has fewer devices than the cluster or
                 others, its server doesn't start, or can't be reached from another one's machine.
         """
-        self.addresses = tuple(cluster.addresses)
+        self.addresses, self._known = cluster.located(), cluster.addresses
         self._kinds = [
             collections.Counter(kind_and_number(cluster.devices[device].name)[0] for device in cluster.devices_of(task))
             for task in range(len(self.addresses))
@@ -346,8 +346,8 @@ class Connection:
     def close(self) -> None:
         """Gives the devices back, which ends the workers' servers."""
         self._closed = True
-        if _connections.get(self.addresses) is self:  # not a newer one, opened because this one was lost
-            del _connections[self.addresses]
+        if _connections.get(self._known) is self:  # not a newer one, opened because this one was lost
+            del _connections[self._known]
         for lease in self._leases:
             lease.channel.interrupt()  # wakes its watcher, which closes it
         with self._changed:

@@ -61,17 +61,17 @@ class Returning:
     def _ask(self, cluster: Cluster, tasks: Sequence[int]) -> None:
         usable: set[str] = set()
         try:
-            keys = cluster.keys
+            keys, located = cluster.keys, cluster.located()
 
             def ask(index: int) -> None:
-                task, address = tasks[index], cluster.addresses[tasks[index]]
+                task, address = tasks[index], located[tasks[index]]
                 try:
                     question = {"ask": "status", "secret": lease_secret(address)}
                     channel, answer = hello(task, address, question, self._seconds, keys)
                     channel.close()
                     wanted = [cluster.devices[device] for device in cluster.devices_of(task)]
                     check_back(task, address, answer, wanted)
-                    usable.add(address)
+                    usable.add(cluster.addresses[task])
                 except ClusterError as error:
                     if not isinstance(error.__cause__, ControlError):  # Otherwise it isn't there.
                         self._tell(str(error))

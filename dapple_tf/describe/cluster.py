@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
 from dapple_tf.network.keys import TLS_VARIABLE, Keys
+from dapple_tf.network.ray_workers import RayWorkers
 from dapple_tf.text_table import ranges
 from dapple_tf.units import link_text
 
@@ -55,6 +56,7 @@ class Cluster(JsonFile):
         reductions: all-reduces as they were measured, which count before links and the two values above.
         tls: directory with this machine's certificate, if the workers are reached by TLS (`network.keys`).
         sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
+        ray_workers: the workers that `from_ray` has started, which end when no cluster refers to them; None for others.
 
     Raises:
         ClusterError: there are no devices, a name is used twice, servers aren't numbered 0, 1, ... in order, or a
@@ -75,6 +77,7 @@ class Cluster(JsonFile):
     sub_streams: int = 0
     reductions: ReductionLinks = field(default_factory=ReductionLinks)
     tls: str | None = None
+    ray_workers: RayWorkers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -233,6 +236,78 @@ class Cluster(JsonFile):
         tasks = jobs[job]
         addresses = [tasks[task] for task in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
         return cls.of_servers(addresses, memory_bytes=memory_bytes, tls=tls)
+
+    @classmethod
+    def from_ray(
+        cls,
+        workers: int | None = None,
+        *,
+        devices_per_worker: int = 1,
+        kind: str = "auto",
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "SPREAD",
+        wait_seconds: float = 60.0,
+        memory_bytes: int | None = None,
+        tls: str | os.PathLike[str] | None = None,
+    ) -> Cluster:
+        """Starts workers on the nodes of the Ray cluster that this process is connected to.
+
+            ray.init(address="auto")
+            cluster = dapple.Cluster.from_ray(workers=4, devices_per_worker=2)
+
+        Each is an actor in a bundle of a placement group. Ray starts a worker again that has ended, and on another node
+        if its own has gone; `FaultPolicy` says whether training waits for that. The workers end with `close`, when
+        nothing refers to a cluster of theirs any more, and with this process.
+
+        Args:
+            workers: number of workers; None for one on each node that has what a worker needs.
+            devices_per_worker: devices of each worker.
+            kind: as for `local`; "auto" looks for GPUs among Ray's resources.
+            resources: what each worker reserves, in Ray's words, such as ``{"CPU": 8}``. By default one CPU for each
+                CPU device, or one GPU for each GPU and one CPU; what is named here comes beside or in place of it.
+            strategy: how Ray places workers: "SPREAD", "PACK", "STRICT_SPREAD" or "STRICT_PACK".
+            wait_seconds: seconds in which Ray must have room for all workers.
+            memory_bytes: as for `of_servers`.
+            tls: as for `of_servers`; the directory must be there on the nodes, too, each with its node's certificate.
+
+        Raises:
+            ClusterError: Ray isn't installed, not connected, or has no room; a worker doesn't start, or has other
+                devices than it was to have; an argument is out of range; or as for `of_servers`.
+        """
+        tls = tls or os.environ.get(TLS_VARIABLE) or None
+        arguments = [] if tls is None else [f"--tls={os.path.abspath(tls)}"]
+        started = RayWorkers(
+            workers,
+            devices_per_worker,
+            kind=kind,
+            resources=resources,
+            strategy=strategy,
+            wait_seconds=wait_seconds,
+            arguments=arguments,
+        )
+        try:
+            cluster = cls.of_servers(started.addresses, memory_bytes=memory_bytes, tls=tls)
+            wanted = "GPU" if started.gpus else "CPU"
+            for server, address in enumerate(cluster.addresses):
+                own = [kind_and_number(cluster.devices[index].name)[0] for index in cluster.devices_of(server)]
+                if own != [wanted] * devices_per_worker:
+                    raise ClusterError(
+                        f"worker {server} ({address}) was to have {devices_per_worker} devices of kind {wanted}, but "
+                        f"has {', '.join(own)}: does TensorFlow find the GPUs that Ray has on that node?"
+                    )
+        except BaseException:
+            started.close()
+            raise
+        return replace(cluster, ray_workers=started)
+
+    def close(self) -> None:
+        """Ends the workers that `from_ray` has started; others go on. Models can't train on them any more."""
+        if self.ray_workers is not None:
+            self.ray_workers.close()
+
+    def located(self) -> tuple[str, ...]:
+        """Returns where the workers are now: Ray may have started one again on another node, at another address."""
+        return self.addresses if self.ray_workers is None else self.ray_workers.located(self.addresses)
 
     def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
         """Returns a cluster with a sub-stream per device: a second logical device of the same hardware.

@@ -161,7 +161,7 @@ class Recovery:
             except (ClusterError, WorkerLostError) as still:
                 waited = time.monotonic() - started
                 if waited >= self.policy.wait_seconds:
-                    there = reachable(addresses, self.policy.notice_seconds, engine.cluster.keys)
+                    there = reachable(engine.cluster.located(), self.policy.notice_seconds, engine.cluster.keys)
                     unusable = still.tasks if isinstance(still, UnusableWorkersError) else ()
                     away = tuple(task for task, answers in enumerate(there) if not answers or task in unusable)
                     if self.policy.action == "replan" and 0 < len(away) < len(addresses):
