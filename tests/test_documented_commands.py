@@ -338,6 +338,7 @@ GIVES = {
     "dapple.transform": dapple.PipelinedModel,
     "dapple.Cluster.local": dapple.Cluster,
     "dapple.Cluster.of_servers": dapple.Cluster,
+    "dapple.Cluster.from_ray": dapple.Cluster,
     "dapple.plan": dapple.Plan,
 }
 """What calls give whose results are used on."""
@@ -350,7 +351,7 @@ def test_parts_of_programs_name_what_there_is_and_call_it_with_what_it_takes(
 ) -> None:
     """Nothing of this package is run; models that there are a stand-in for aren't built."""
     monkeypatch.chdir(ROOT)
-    known: dict[str, Any] = dict.fromkeys(("model", "dataset", "x", "y", "build_and_compile"), mock.MagicMock())
+    known: dict[str, Any] = dict.fromkeys(("model", "dataset", "x", "y", "build_and_compile", "ray"), mock.MagicMock())
     known |= {
         "dapple": Checked(dapple, "dapple"),
         "plan": Checked(dapple.Plan, "plan"),
