@@ -101,10 +101,11 @@ print(cluster.num_devices, cluster.tls == os.environ["DAPPLE_TF_TLS"])
 @pytest.mark.thorough
 def test_signals_go_on_to_the_command() -> None:
     program = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # One right before a sleep wouldn't end it.
 print("ready", flush=True)
-time.sleep(600)
+signal.sigwait([signal.SIGTERM])
+sys.exit(5)
 """
     process = launch("--workers=1", "--", sys.executable, "-c", program)
     assert process.stdout is not None

@@ -21,11 +21,10 @@ from collections.abc import Iterator
 
 from absl import app, flags
 
-from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import split_address
 from dapple_tf.network.keys import CERTIFICATE, Keys, pem_fingerprint
 from dapple_tf.network.tunnels import Tunnels
-from dapple_tf.tools.hosts import LocalWorkers, free_ports
+from dapple_tf.tools.hosts import LocalWorkers, free_ports, new_keys
 
 _MIB = flags.DEFINE_integer("mib", 1024, "MiB that each measurement of a link sends.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Number of measurements of each kind.", 1)
@@ -122,8 +121,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     with contextlib.ExitStack() as stack:
-        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        Authority.make(1).write_machine(folder, ["127.0.0.1"], 1)
+        folder = pathlib.Path(new_keys(stack.enter_context(tempfile.TemporaryDirectory()), ["127.0.0.1"]))
         bare, secured = [], []
         with tunnelled(folder) as (end, port), socket.create_server(("127.0.0.1", 0)) as listener:
             for _ in range(_REPEATS.value):
