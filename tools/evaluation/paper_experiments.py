@@ -102,6 +102,7 @@ def run_row(row: PaperRow) -> Record:
         "ours": record(ours),
         "ours from fewer ms": 1e3 * fewer.seconds,
         "paper": record(paper),
+        "data parallelism": record(data_parallel(profile, cluster, row.batch, counts, idle=True)),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
         "no overlap": record(data_parallel(profile, cluster, row.batch, counts, overlap=False)),
         "gpipe": record(best(balanced, profile, cluster, row.batch, counts, schedules=("gpipe",))),
@@ -180,6 +181,9 @@ def _hybrid(row: PaperRow, profile: Profile, all_reduce: str | None = None) -> R
     return {
         "ours": record(ours),
         "paper": record(best(theirs, profile, cluster, row.batch, counts, all_reduce=all_reduce)),
+        "data parallelism": record(
+            data_parallel(profile, cluster, row.batch, counts, all_reduce=all_reduce, idle=True)
+        ),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts, all_reduce=all_reduce)),
     }
 
@@ -195,6 +199,7 @@ def run_larger(row: PaperRow) -> Record:
     counts = micro_batch_counts(profile, row.batch, dreams)
     return {
         "ours": record(make_plan(profile, cluster, row.batch, counts)),
+        "data parallelism": record(data_parallel(profile, cluster, row.batch, counts, idle=True)),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
         "pipedream": record(best(dreams, profile, cluster, row.batch, counts)),
     }
@@ -217,6 +222,7 @@ def run_scaling(model: str) -> Record:
             ours = None  # too large for so few devices
         return {
             "ours": ours,
+            "data parallelism": record(data_parallel(profile, cluster, batch, counts, idle=True)),
             "overlap": record(data_parallel(profile, cluster, batch, counts)),
             "no overlap": record(data_parallel(profile, cluster, batch, counts, overlap=False)),
         }

@@ -248,11 +248,24 @@ def data_parallel(
     *,
     overlap: bool = True,
     all_reduce: str | None = None,
+    idle: bool = False,
 ) -> Outcome | None:
-    """Returns data parallelism on all devices; None if it doesn't fit."""
-    everywhere = [Partition((), (cluster.num_devices,))]
+    """Returns data parallelism; None if it doesn't fit.
+
+    Args:
+        profile: costs of the layers.
+        cluster: the devices.
+        batch: samples in a step.
+        counts: numbers of micro-batches.
+        overlap: whether all-reduces may run during the last backwards.
+        all_reduce: how gradients are reduced; None is the fastest.
+        idle: whether it may leave devices idle, as pipelines may, and has the fastest number of the first devices; of
+            two that are as fast the larger one. Otherwise it has all.
+    """
+    least = 1 if idle else cluster.num_devices
+    partitions = [Partition((), (used,)) for used in range(cluster.num_devices, least - 1, -1)]
     outcome = best(
-        everywhere, profile, cluster, batch, counts, overlap=overlap, all_reduce=all_reduce, recompute=("none",)
+        partitions, profile, cluster, batch, counts, overlap=overlap, all_reduce=all_reduce, recompute=("none",)
     )
     return outcome if outcome is not None and outcome.fits else None
 

@@ -86,8 +86,8 @@ def _speedups(rows: Sequence[PaperRow], results: Results) -> Any:
     configs = sorted({row.config for row in rows})
     figure, panels = pyplot.subplots(len(configs), 1, figsize=(9, 2.5 * len(configs)), squeeze=False)
     names = {
-        "our plan": "ours", "the paper's plan": "paper", "DP overlap": "overlap", "DP no overlap": "no overlap",
-        "GPipe": "gpipe",
+        "our plan": "ours", "the paper's plan": "paper", "DP overlap": "data parallelism",
+        "DP no overlap, all devices": "no overlap", "GPipe": "gpipe",
     }  # fmt: skip
     for axes, config in zip(panels[:, 0], configs, strict=True):
         own = [row for row in rows if row.config == config]
@@ -102,7 +102,10 @@ def _speedups(rows: Sequence[PaperRow], results: Results) -> Any:
 
 def _pipedream(rows: Sequence[PaperRow], results: Results) -> Any:
     figure, axes = pyplot.subplots(figsize=(7, 3))
-    names = {"our plan": "ours", "the paper's plan": "paper", "DP overlap": "overlap", "PipeDream's plan": "pipedream"}
+    names = {
+        "our plan": "ours", "the paper's plan": "paper", "DP overlap": "data parallelism",
+        "PipeDream's plan": "pipedream",
+    }  # fmt: skip
     groups = [(label, _values(rows, results, column)) for label, column in names.items()]
     _bars(axes, [f"{row.model}\nGBS {row.batch}" for row in rows], groups)
     axes.set_ylabel("speedup over one device")
@@ -126,7 +129,10 @@ def _averages(results: Results) -> Any:
 def _scaling(results: Results) -> Any:
     models = [model for model in FIGURE_14_BATCHES if f"figure 14: {model}" in results]
     figure, panels = pyplot.subplots(1, len(models), figsize=(2.6 * len(models), 2.8), squeeze=False)
-    names = {"our plan": "ours", "DP overlap": "overlap", "DP no overlap": "no overlap"}
+    names = {
+        "our plan": "ours", "DP overlap": "data parallelism", "DP overlap, all devices": "overlap",
+        "DP no overlap, all devices": "no overlap",
+    }  # fmt: skip
     for axes, model in zip(panels[0], models, strict=True):
         for index, (label, column) in enumerate(names.items()):
             points = speedups_14(results[f"figure 14: {model}"], column)
