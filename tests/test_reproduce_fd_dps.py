@@ -241,13 +241,10 @@ def test_verdicts_on_the_papers_figures() -> None:
 
 
 def test_margins_over_opponents_that_are_slower_than_data_parallelism_are_too_large() -> None:
-    claims = {claim.name: claim for claim in claims_of([row(Setting("VGG-16", 4), fast_t=2.5, alone=4.0)])}
+    claims = {claim.name: claim for claim in claims_of([row(Setting("VGG-16", 4), fast_t=2.5)])}
     slow = claims["VGG-16, 4 devices: FD-DPS faster than FastT"]
     assert (slow.ours, slow.verdict) == ("40.0%", "not reproduced")
     assert slow.reason.startswith("too large: weak opponent, it takes 1.25 of DP's step")
-    copy = claims["VGG-16, 4 devices: one copy is faster with splits of one operator at a time"]
-    assert copy.verdict == "not reproduced"
-    assert copy.reason.startswith("too large: weak opponent, it takes 3.00 of DP's step")
 
 
 def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
@@ -258,8 +255,71 @@ def test_a_figure_that_is_data_parallelisms_is_reproduced_otherwise() -> None:
     # One margin, compared with 15.8 and 11.9 %, counts once.
     over = claims["FD-DPS faster than FastT and MP-DPS"]
     assert (over.paper, over.ours, over.verdict) == ("15.8%; 11.9%", "15.0%", "reproduced otherwise")
-    assert over.reason.startswith("the step of FastT, rounds is that of DP's graph; even")
+    assert over.reason.startswith("the step of FastT, before rounds, is that of DP's graph; even")
     assert "are one number in 1 of 1 rows" in " ".join(reasons([one]).split())
+
+
+def test_a_margin_over_data_parallelisms_graph_with_our_rounds_is_reproduced_otherwise() -> None:
+    """Rounds that are ours had made "near" of what would be too much to say of FastT: it had DP's graph, unchanged."""
+    back = dict.fromkeys(("fast_t", "mp_dps", "split_by_batch"), 2.0)
+    improved = {with_rounds_of(name): 1.8 for name in OPPONENTS}
+    one = row(Setting("ResNet-200", 8), **back, **improved, d_dps=1.75, fd_dps=1.53)
+    over = {claim.name.partition(": ")[2]: claim for claim in claims_of([one])}["FD-DPS faster than FastT and MP-DPS"]
+    assert (over.ours, over.verdict) == ("15.0%", "reproduced otherwise")
+    one = row(Setting("ResNet-200", 8), **back, **improved, d_dps=1.75, fd_dps=1.69)  # would be near
+    over = {claim.name.partition(": ")[2]: claim for claim in claims_of([one])}["FD-DPS faster than FastT and MP-DPS"]
+    assert (over.ours, over.verdict) == ("6.1%", "not reproduced")
+
+
+def test_one_number_counts_once_in_whichever_tables_it_stands() -> None:
+    """FD-DPS's margins over FastT, MP-DPS and D-DPS(-F) had counted twice, in tables 5 and 7, where all are one."""
+    alike = dict.fromkeys(("d_dps", *map(with_rounds_of, OPPONENTS)), 1.8)
+    claims = claims_of([row(Setting("NASNet-large", 4), **alike, fast_t=1.9, mp_dps=1.9, fd_dps=1.69)])
+    margins = [claim for claim in claims if "faster than" in claim.name]
+    assert [(claim.part, claim.name, claim.paper, claim.ours, claim.verdict) for claim in margins] == [
+        (
+            "table 5, margins",
+            "NASNet-large, 4 devices: FD-DPS faster than FastT, MP-DPS and D-DPS(-F)",
+            "15.4%; 6.4%; 13.9%",
+            "6.1%",
+            "near",
+        )
+    ]
+    apart = {**alike, "d_dps": 1.8 * (1 + 1e-12)}
+    claims = claims_of([row(Setting("NASNet-large", 4), **apart, fast_t=1.9, mp_dps=1.9, fd_dps=1.69)])
+    assert [claim.part for claim in claims if "faster than" in claim.name] == ["table 5, margins", "table 7"]
+
+
+def test_the_stored_rows_have_no_number_twice() -> None:
+    rows, claims = stored(STORED)
+    four = [one for one in rows if (one.setting.devices, one.setting.dockers) == (4, 1)]
+    assert four
+    for one in four:
+        steps = {one.outcomes[name].seconds for name in (*map(with_rounds_of, OPPONENTS), "d_dps")}
+        whole = f"{one.setting}: FD-DPS faster than FastT, MP-DPS and D-DPS(-F)"
+        assert (len(steps) == 1) == any(claim.name == whole for claim in claims)
+
+
+def test_a_figure_of_the_paper_has_no_second_try() -> None:
+    """Splits of one operator at a time had been set, over one copy, against the figures that D-DPS(-F)'s steps have."""
+    one = row(Setting("VGG-16", 4), alone=5.65)  # 5.8 %, the paper's 5.9
+    assert [claim.name for claim in claims_of([one]) if claim.part.startswith("table 7")] == [
+        "VGG-16, 4 devices: FD-DPS faster than D-DPS(-F)"
+    ]
+    text = " ".join(reasons([one]).split())
+    assert "gain 5.8% to 5.8% over one copy" in text and "not counted: it would be a second try" in text
+
+
+def test_a_number_that_has_become_two_is_a_difference() -> None:
+    """Claims had been compared in their order, which raised an error where there was one more."""
+    alike = dict.fromkeys(("d_dps", *map(with_rounds_of, OPPONENTS)), 1.8)
+    before = row(Setting("NASNet-large", 4), **alike)
+    after = row(Setting("NASNet-large", 4), **{**alike, "d_dps": 1.801})
+    assert differences([before], [after], SEARCH_SECONDS) == [
+        "NASNet-large, 4 devices: FD-DPS faster than FastT, MP-DPS and D-DPS(-F): is stored only",
+        "NASNet-large, 4 devices: FD-DPS faster than FastT and MP-DPS: is computed only",
+        "NASNet-large, 4 devices: FD-DPS faster than D-DPS(-F): is computed only",
+    ]
 
 
 def test_what_is_out_of_memory_is_counted() -> None:
@@ -293,13 +353,12 @@ def test_rows_in_which_splits_lose_are_named() -> None:
 
 
 def test_tables_6_and_7() -> None:
-    one = with_lines(row(Setting("VGG-16", 4), d_dps=1.6, alone=5.65), Split("batch", 4), None)
+    one = with_lines(row(Setting("VGG-16", 4), d_dps=1.6), Split("batch", 4), None)
     claims = [claim for claim in claims_of([one]) if claim.part.startswith(("table 6", "table 7"))]
     verdicts = {claim.name.partition(": ")[2]: (claim.paper, claim.ours, claim.verdict) for claim in claims}
     assert verdicts == {
         "of 6 operators are split": ("Conv1_2, Conv1_2bp", "all", "not reproduced"),
         "FD-DPS faster than D-DPS(-F)": ("5.9%", "6.2%", "reproduced"),
-        "one copy is faster with splits of one operator at a time": ("5.9%", "5.8%", "reproduced otherwise"),
     }
     assert counts_of(claims)["table 6"] == {"not reproduced": 1}
     alike = {

@@ -30,7 +30,7 @@ from dapple_tf.tools.evaluation.ooo_claims import (
 )
 from dapple_tf.tools.evaluation.ooo_measured import measurements, section
 from dapple_tf.tools.evaluation.ooo_parallel import APART, FITTED_4, RING, RUNS
-from dapple_tf.tools.evaluation.paper_report import Cell, Table
+from dapple_tf.tools.evaluation.paper_report import Cell, Table, of_commit
 
 COMMAND = "python -m tools.evaluation.reproduce_ooo"
 MEASURED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -40,6 +40,7 @@ BETTER = 0.01
 
 _TITLE = f"""# Out-Of-Order BackProp's evaluation, simulated again
 
+{of_commit("results-ooo")}
 Written by `{COMMAND} --write`, and computed again and compared by `make results-ooo`, in some ten
 minutes of one core of any machine, with the same result on each; don't edit. The paper is Oh et al., EuroSys'22.
 **Simulated**, but for figure 7, of which only kernels issued in advance are here, by arithmetic, without the paper's

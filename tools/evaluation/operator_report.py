@@ -287,8 +287,11 @@ def differences(before: Sequence[Row], after: Sequence[Row], search_seconds: flo
         for name, (one, other) in pairs.items():
             if abs(other - one) > MOST_CHANGED * abs(one):
                 lines.append(f"{row.setting}: {name}: {one:.6g} is stored, {other:.6g} computed")
-        for was, now in zip(claims_of([old], search_seconds), claims_of([row], search_seconds), strict=True):
-            timed = "searched in" in was.name
-            if was.verdict != now.verdict and not timed:
-                lines.append(f"{was.name}: was {was.verdict} ({was.ours}), is {now.verdict} ({now.ours})")
+        was, now = ({claim.name: claim for claim in claims_of([one], search_seconds)} for one in (old, row))
+        for name in dict.fromkeys((*was, *now)):
+            if name not in was or name not in now:  # one number of ours has become two, or the other way round
+                lines.append(f"{name}: is {'stored' if name in was else 'computed'} only")
+            elif was[name].verdict != now[name].verdict and "searched in" not in name:
+                before_and_after = (f"{one[name].verdict} ({one[name].ours})" for one in (was, now))
+                lines.append("{}: was {}, is {}".format(name, *before_and_after))
     return lines

@@ -115,7 +115,7 @@ def of_commit(target: str) -> str:
         target: what ``make`` compares them with.
     """
     return (
-        f"The numbers belong to the commit that holds this document: at it `make {target}` computes them again, and "
+        f"The numbers belong to the commit that holds this document: at it `make {target}` computes them again, and\n"
         "fails if one differs by more than 2 %, or a verdict at all.\n"
     )
 
