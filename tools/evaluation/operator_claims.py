@@ -351,8 +351,8 @@ def _listed(names: Sequence[str]) -> str:
 def _table_7(row: Row) -> Iterator[_Figure]:
     """Yields what splits gain over D-DPS(-F).
 
-    What splits of one operator at a time gain over one copy would be a second try at the same figures of the paper, over
-    another baseline, which is weak: the document has it in a table, and it isn't claimed.
+    What splits of one operator at a time gain over one copy would be a second try at the same figures of the paper,
+    over another baseline, which is weak: the document has it in a table, and it isn't claimed.
     """
     if row.setting.devices == 4 and row.setting.dockers == 1:
         yield _margin("table 7", row, "fd_dps", "d_dps", TABLE_7[row.setting.model][2])

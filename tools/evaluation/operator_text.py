@@ -46,11 +46,12 @@ between 1/{REPRODUCED_GAIN:.0f} and {REPRODUCED_GAIN:.0f} times as large, for *n
 {NEAR_GAIN:.0f} times, as in [ooo.md](ooo.md) and [dapple.md](dapple.md).
 
 *Reproduced otherwise* is within the first bands, but in another way than the paper's, which the reason names: a
-strategy's step, or a margin over it, where that step, before rounds of ours, is DP's graph's within {SAME_STEP:.0%}; or
-FD-DPS's own step, which has improvement rounds that aren't in the paper. Nothing more than a number agrees then, which may
-be chance. What is only near in such a way isn't reproduced. Nor is a margin that is too large: it shows a weak
-opponent. **Better than the paper: 0.** FD-DPS's step is shorter than the paper's in units of DP's in some rows, by
-rounds of ours. What stands against one number of ours, in one table or in several, is one figure with the worst verdict.
+strategy's step, or a margin over it, where that step, before rounds of ours, is DP's graph's within {SAME_STEP:.0%};
+or FD-DPS's own step, which has improvement rounds that aren't in the paper. Nothing more than a number agrees then,
+which may be chance. What is only near in such a way isn't reproduced. Nor is a margin that is too large: it shows a
+weak opponent. **Better than the paper: 0.** FD-DPS's step is shorter than the paper's in units of DP's in some rows, by
+rounds of ours. What stands against one number of ours, in one table or in several, is one figure with the worst
+verdict.
 
 Table 6's milliseconds fitted the roofline, and aren't counted; its six decisions are one figure, which splitting
 everything doesn't reproduce. That NASNet-large is OOM on one device isn't counted: the usable memory was taken over

@@ -1,7 +1,7 @@
 """Figure 11 and section 6.3: our plans against data parallelism with overlap, in each setting that may be meant.
 
-Data parallelism has the fastest number of devices, since our planner and GPipe may leave some idle, too. The paper's has
-all, which is shown beside it.
+Data parallelism has the fastest number of devices, since our planner and GPipe may leave some idle, too. The paper's
+has all, which is shown beside it.
 
 The text has one sentence, "for fixed GBS = 128", and one setting for all its numbers. So have we: all claims stand in
 all settings, of which the text's counts, and besides one that was named for what it changes: the batch, and with it
@@ -66,9 +66,7 @@ BEST, ALL = "data parallelism", "overlap"
 all, as the paper has it."""
 
 
-def pair(
-    results: Results, setting: Setting, model: str, config: str, opponent: str = BEST
-) -> tuple[Any, Any] | None:
+def pair(results: Results, setting: Setting, model: str, config: str, opponent: str = BEST) -> tuple[Any, Any] | None:
     """Returns the records of the plan and of data parallelism, `BEST` or `ALL`; None without results."""
     usual = f"table 4: {model}/{config}"
     keys = {

@@ -1,6 +1,6 @@
 """Others' plans with every policy and feature that ours may have, searched less than ours: strong, not the strongest.
 
-Who: data parallelism, in chunks whose gradients are reduced one by one and in another order where that gains; the plans
+Who: data parallelism on its fastest number of devices, in chunks whose gradients are reduced one by one and in another order where that gains; the plans
 that DAPPLE's paper publishes, which its planner HPGO found; PipeDream's own planner; Megatron's layouts.
 """
 
@@ -143,9 +143,9 @@ def strongest(case: Case, published: Sequence[Partition], ours: float) -> dict[s
         published: stages of DAPPLE's paper.
         ours: seconds of our plan's step.
     """
-    everywhere = [Partition((), (case.cluster.num_devices,))]
+    some_idle = [Partition((), (used,)) for used in range(case.cluster.num_devices, 0, -1)]
     streams = {
-        "data parallelism": _plans(everywhere, case),
+        "data parallelism": _plans(some_idle, case),
         "HPGO": _plans(published, case),
         "PipeDream": _plans([pipedream(case.profile, case.cluster, flat=flat) for flat in (True, False)], case),
         "Megatron": (plan for _, plan in experts(case) if str(plan.schedule) in _FIRST),
