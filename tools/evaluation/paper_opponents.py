@@ -1,7 +1,8 @@
 """Others' plans with every policy and feature that ours may have, searched less than ours: strong, not the strongest.
 
-Who: data parallelism on its fastest number of devices, in chunks whose gradients are reduced one by one and in another order where that gains; the plans
-that DAPPLE's paper publishes, which its planner HPGO found; PipeDream's own planner; Megatron's layouts.
+Who: data parallelism on its fastest number of devices, in chunks whose gradients are reduced one by one and in another
+order where that gains; the plans that DAPPLE's paper publishes, which its planner HPGO found; PipeDream's own planner;
+Megatron's layouts.
 """
 
 from __future__ import annotations
