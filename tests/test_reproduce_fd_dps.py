@@ -126,6 +126,7 @@ def test_a_cheap_row_is_as_stored(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # A row takes minutes, and three times as many on a slow machine.
 @pytest.mark.parametrize("model", list(MODELS))
 def test_rows_of_four_devices_are_as_stored(tmp_path: pathlib.Path, model: str) -> None:
     """With all searches; `make results-operators` computes the rows of two and eight devices, too."""
