@@ -514,10 +514,10 @@ for process in ends:
     wait_until(lambda: has_ended(process))
 wait_until(lambda: ray.available_resources().get("CPU") == 2.0)
 differences = [float(np.abs(a - b).max()) for a, b in zip(values(pipelined.model), values(plain), strict=True)]
-kept = dapple.Cluster.from_ray(workers=1)  # ends with this process
+unclosed = dapple.Cluster.from_ray(workers=1)  # ends with this process
 print("told", json.dumps({
     "refused": refused, "faults": len(pipelined.faults), "stayed": stayed, "differs": max(differences),
-    "left": worker_at(kept.addresses[0]),
+    "left": worker_at(unclosed.addresses[0]),
 }), flush=True)
 """
 

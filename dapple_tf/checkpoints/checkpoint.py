@@ -17,12 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
-from dapple_tf.checkpoints.checkpoint_files import (
-    MANIFEST,
-    check_shards,
-    checkpoints,
-    read_manifest,
-)
+from dapple_tf.checkpoints.checkpoint_files import MANIFEST, check_shards, checkpoints, read_manifest
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
 from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.errors import reason
@@ -299,11 +294,11 @@ class Restoration:
         Raises:
             CheckpointError: a file is damaged, or a server can't read it.
         """
-        table, kept = self._devices.table, self._devices.state.names
+        table, on_devices = self._devices.table, self._devices.state.names
         located, others = {}, []
         for match in self._all:
             name = table.name_of(match.variable) if table.knows(match.variable) else None
-            if name in kept:
+            if name in on_devices:
                 located[name] = (match.entry.shard, match.entry.key)
             elif match.entry.shard != CLIENT:
                 others.append(match)

@@ -185,11 +185,13 @@ class _Taken(NamedTuple):
 
 def _snapshot(devices: Devices, variables: Mapping[str, keras.Variable]) -> _Taken:
     """Takes a snapshot of all that devices keep except the learning rate, whose valid value is the model's."""
-    table, kept = devices.table, devices.state.names
+    table, on_devices = devices.table, devices.state.names
     keys = {
         table.name_of(variable): key
         for key, variable in variables.items()
-        if variable is not devices.state.learning_rate and table.knows(variable) and table.name_of(variable) in kept
+        if variable is not devices.state.learning_rate
+        and table.knows(variable)
+        and table.name_of(variable) in on_devices
     }
     snapshot = devices.state.snapshot(keys)
     return _Taken(snapshot, {shard: tuple(keys[name] for name in own) for shard, own in snapshot.shards.items()})

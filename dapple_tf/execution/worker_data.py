@@ -388,9 +388,9 @@ def _reading(part: Part, host: str, client: str, name: str) -> GraphDef:
             iterator = raw.IteratorV2(shared_name=name, container="", **element)
             raw.MakeIterator(dataset=rest, iterator=iterator, name="begin")
             batch = raw.IteratorGetNextAsOptional(iterator=iterator, **element, name="advance")
-            kept = [dtypes[index] for index in part.order]
-            area = area_of(dtype.name for dtype in kept)
-            memory = {"indices": list(range(len(kept))), "dtypes": kept, "shared_name": area}
+            fed_dtypes = [dtypes[index] for index in part.order]
+            area = area_of(dtype.name for dtype in fed_dtypes)
+            memory = {"indices": list(range(len(fed_dtypes))), "dtypes": fed_dtypes, "shared_name": area}
 
             def keep() -> tf.Tensor:
                 components = raw.OptionalGetValue(optional=batch, **element)

@@ -75,7 +75,7 @@ def merged(graph: GraphDef) -> GraphDef:
     Only so do they draw from one generator of seeds, as in the process that has made the dataset. Datasets that were
     made apart have generators of their own, whose names differ.
     """
-    kept = GraphDef(versions=graph.versions, library=graph.library)
+    smaller = GraphDef(versions=graph.versions, library=graph.library)
     names: dict[str, str] = {}  # node -> the one that stands for it
     known: dict[bytes, str] = {}
     for original in graph.node:
@@ -86,5 +86,5 @@ def merged(graph: GraphDef) -> GraphDef:
         names[original.name] = name
         if name == original.name:
             node.name = name
-            kept.node.append(node)
-    return kept
+            smaller.node.append(node)
+    return smaller

@@ -190,9 +190,8 @@ class Replanner:
     ) -> Growth | None:
         """Returns a deployment on the present workers and those that have come back, or None if nothing is gained.
 
-        The plan is that of `without`. With a profile, the simulated step must be
-        faster than the present one by `LEAST_GAIN`. Without one, and for plans that place single operators, more
-        devices must work than at present.
+        The plan is that of `without`. With a profile, the simulated step must be faster than the present one by
+        `LEAST_GAIN`. Without one, and for plans that place single operators, more devices must work than at present.
 
         Args:
             present: the present deployment.

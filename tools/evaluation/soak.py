@@ -416,8 +416,8 @@ def main() -> None:
     if _JSON.value:
         records = [{"table": "faults", **fault._asdict()} for fault in faults]
         for process in sorted({usage.process for usage in recorder.usages}):
-            kept = {name: quarters(recorder.usages, process, name) for name in _LARGEST_GROWTH}
-            records.append({"table": "processes", "process": process, **kept})
+            medians = {name: quarters(recorder.usages, process, name) for name in _LARGEST_GROWTH}
+            records.append({"table": "processes", "process": process, **medians})
         write_results(_JSON.value, "soak", records)
     if unlike or growth or left:
         sys.exit(1)
