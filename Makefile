@@ -82,7 +82,7 @@ faults: $(STAMP) ## kill, stop and cut off workers while a model trains, two and
 	$(BIN)/python -m tools.evaluation.check_faults
 	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json
 
-test: lint ## check style and types, and run the tests but for most of many like cases, in under eight minutes
+test: lint ## check style and types, and run the tests but for most of many like cases, in five minutes, or three times as long on a slow machine
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
 
 # In a second run, with fresh processes: what a thousand sessions have left in memory isn't there any more.

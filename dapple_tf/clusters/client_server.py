@@ -7,12 +7,11 @@ addresses.
 from __future__ import annotations
 
 import os
-import socket
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from dapple_tf.clusters.serving import start_server
+from dapple_tf.clusters.serving import free_port, start_server
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.network.control import join_address
 from dapple_tf.network.keys import Keys
@@ -62,9 +61,7 @@ def _start(
     workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
 ) -> ClientServer:
     own = [resolve(host)[0] for host in hosts]
-    with socket.socket(socket.AF_INET6 if own[0].version == 6 else socket.AF_INET) as trial:
-        trial.bind((str(own[0]), 0))
-        port = int(trial.getsockname()[1])
+    port = free_port(hosts[0])
     cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
     config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
     if keys is None:

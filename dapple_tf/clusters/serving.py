@@ -241,7 +241,7 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
             raise _RefusedError(f"'client' must be one line of 1 to {_LONGEST_CLIENT} printable characters")
         _take(machine.lease, client, secret)
         inventory = machine.inventory()
-        port = machine.server_port or port or _free_port(machine.host)
+        port = machine.server_port or port or free_port(machine.host)
         channel.send({"devices": inventory, "port": port, "versions": own_versions()}, _ANSWER_SECONDS)
         order = channel.receive(_ANSWER_SECONDS)
         silence, others = _start(order, inventory, machine, port, channel.fingerprint)
@@ -289,7 +289,8 @@ def _take(lease: Lease, client: str, secret: str) -> None:
         time.sleep(0.01)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """Returns a TCP port that is free now, at an address or name of this machine."""
     own = resolve(host)[0]
     with socket.socket(socket.AF_INET6 if own.version == 6 else socket.AF_INET) as trial:
         trial.bind((str(own), 0))
