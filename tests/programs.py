@@ -368,7 +368,7 @@ def apply(program: Program, *passes: Pass) -> Program:
 def staged(
     program: Program,
     *cuts: str,
-    recompute: str = "none",
+    recompute: str | Sequence[str] = "none",
     training: bool = True,
     prefix: str = "",
     split: Container[int] = (),

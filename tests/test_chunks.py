@@ -34,6 +34,11 @@ def test_equal_layers_make_equal_chunks() -> None:
     assert (in_chunks.micro_batches, in_chunks.schedule) == (plan.micro_batches, plan.schedule)
 
 
+def test_chunks_recompute_what_their_stage_does() -> None:
+    plan = Plan.manual(["layer_3"], [[0, 1], [2]], 2, 8, recompute=("boundary", "none"))
+    assert chunked(plan, profile_of([10] * 8), 2).recompute == ("boundary", "boundary", "none")
+
+
 def test_stages_that_arent_replicated_stay_whole() -> None:
     plan = Plan.manual(["layer_3"], [[0, 1], [2]], 2, 8)
     assert chunked(plan, profile_of([10] * 8), 2).cuts == ("layer_1", "layer_3")

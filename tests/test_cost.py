@@ -172,6 +172,12 @@ def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
     assert (cut.backward.at(1), cut.residual_bytes.at(1), cut.recomputed_bytes.at(1)) == (pytest.approx(2.1), 40, 0)
 
 
+def test_each_stage_costs_what_its_own_mode_does() -> None:
+    model = profile(letters(2, residual_bytes=Cost(0.0, 100.0)))
+    costs = CostModel(Plan.straight([*"a"], 1, 1, recompute=("boundary", "none")), model, cluster(2))
+    assert costs.stages == (stage_cost(model, 0, 1, "boundary"), stage_cost(model, 1, 2))
+
+
 def test_what_no_backward_of_the_stage_needs_is_not_computed_again() -> None:
     """Half of layer a is needed by c first, a quarter of b by none; computing all of d again takes half of its F."""
     a, b, c, d = letters(4)

@@ -43,7 +43,7 @@ class Case:
     replicas: tuple[int, ...]
     micro_batches: int
     schedule: str
-    recompute: str
+    recompute: str | tuple[str, ...]
 
     def __str__(self) -> str:
         replicas = ":".join(map(str, self.replicas))
@@ -101,6 +101,13 @@ def in_float64() -> list[Any]:
 def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     check(case, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["dapple_b", "zb_h1"])
+def test_stages_that_recompute_different_things(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_float64()
+    check(Case("mlp", (1, 2, 1), 4, schedule, ("boundary", "none", "min_cut")), monkeypatch)
 
 
 @pytest.mark.slow

@@ -77,6 +77,15 @@ def test_the_functions_of_stages_that_compute_everything_again(golden: Callable[
     golden("partition_boundary.txt", functions_text(staged(two_layers(), "a", recompute="boundary")))
 
 
+def test_each_stage_may_recompute_something_else() -> None:
+    mixed = staged(stateful_layers(), "a", recompute=("boundary", "none"))
+    for stage, policy in enumerate(("boundary", "none")):
+        alike = staged(stateful_layers(), "a", recompute=policy)
+        assert functions(mixed.stages[stage]) == functions(alike.stages[stage])
+    with pytest.raises(PassError, match="recompute='everything' is unknown"):
+        staged(stateful_layers(), "a", recompute=("none", "everything"))
+
+
 PROGRAMS: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     "mlp": (mlp, ("dense_0",)),
     "attention": (attention, ("norm", "residual")),

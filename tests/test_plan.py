@@ -132,6 +132,9 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
             f"unknown schedule '1f1b'; use one of {', '.join((*POLICIES, *STREAM_POLICIES))}",
         ),
         ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
+        ({"recompute": ["none", "all"]}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
+        ({"recompute": 1}, "recompute is 1; give a list, such as ['none', 'boundary'] with one for each stage"),
+        ({"recompute": ["none"]}, "recompute has 1 entries for 2 stages; give one for each, or one for all"),
         ({"jit_compile": "yes"}, "jit_compile is 'yes'; it must be True or False"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0; it must be at least 1"),
         ({"warm_up": [2]}, "warm_up has 1 entries for 2 stages; give one for each stage"),
@@ -244,6 +247,7 @@ def test_devices_beyond_the_cluster_are_refused_with_the_stage() -> None:
     [
         Plan(**VALID),
         Plan(**VALID, schedule="dapple_b", recompute="min_cut", jit_compile=True, warm_up=(4, 2), bucket_bytes=100),
+        Plan(**VALID, schedule="gpipe", recompute=("boundary", "none")),
         Plan.data_parallel(2, 8),
         Plan.straight(["größe", 'quo"te'], 8, 4),
     ],
@@ -336,6 +340,13 @@ def test_a_plan_prints_a_table() -> None:
         "stage  up to layer  devices  replicas  slice sizes  warm-up K\n"
         "0      (last)       0 1      2         4+4          1"
     )
+
+
+def test_stages_may_recompute_different_things() -> None:
+    plan = Plan(**VALID, recompute=["boundary", "none"])  # type: ignore[arg-type]
+    assert [plan.recompute_of(stage) for stage in (0, 1)] == ["boundary", "none"]
+    assert "recompute boundary (stage 0), none (stage 1), jit off" in str(plan)
+    assert Plan(**VALID, recompute=("min_cut", "min_cut")) == Plan(**VALID, recompute="min_cut")
 
 
 def test_cuts_of_backwards_are_within_stages_and_for_early_reductions() -> None:

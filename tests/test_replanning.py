@@ -65,6 +65,13 @@ def test_what_is_left_of_a_plan(
     shrunk.validate_on(without_servers(cluster(4), lost))
 
 
+def test_stages_that_join_keep_as_little_as_the_leanest_of_them() -> None:
+    before = plan([[0], [1], [2], [3]], recompute=("boundary", "none", "min_cut", "none"))
+    assert shrink(before, cluster(4), [0]).recompute == ("boundary", "min_cut", "none")
+    assert shrink(before, cluster(4), [2]).recompute == ("boundary", "min_cut", "none")
+    assert shrink(before, cluster(4), [0, 2]).recompute == ("boundary", "none")
+
+
 def test_all_devices_of_a_server_go_at_once() -> None:
     shrunk = shrink(plan([[0, 2], [1, 3]]), cluster(2, 2), [0])
     assert [list(replicas) for replicas in shrunk.devices] == [[0], [1]]

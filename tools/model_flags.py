@@ -321,8 +321,11 @@ class PlanFlags:
         self._schedule = flags.DEFINE_enum(
             "schedule", None, [*POLICIES, "auto"] if auto else POLICIES, "The plan's schedule.", flag_values=values
         )
-        self._recompute = flags.DEFINE_enum(
-            "recompute", None, RECOMPUTE_MODES, "What the backward passes recompute.", flag_values=values
+        self._recompute = flags.DEFINE_list(
+            "recompute",
+            None,
+            f"What the backward passes recompute, for all stages or for each: {', '.join(RECOMPUTE_MODES)}.",
+            flag_values=values,
         )
         self._jit_compile = flags.DEFINE_boolean(
             "jit_compile", None, "Compile each stage with XLA.", flag_values=values
@@ -370,11 +373,12 @@ class PlanFlags:
     @property
     def changes(self) -> dict[str, Any]:
         """Returns the plan's fields that flags set."""
+        modes = self._recompute.value
         given = {
             "global_batch_size": self._global_batch_size.value,
             "micro_batches": self._micro_batches.value,
             "schedule": self._schedule.value,
-            "recompute": self._recompute.value,
+            "recompute": modes[0] if modes and len(modes) == 1 else modes,
             "jit_compile": self._jit_compile.value,
         }
         return {name: value for name, value in given.items() if value is not None}
@@ -389,6 +393,8 @@ class PlanFlags:
         check(bool(text), "--plan isn't given; see --help")
         assert text
         self.batch_size()
+        for mode in self._recompute.value or ():
+            check(mode in RECOMPUTE_MODES, f"--recompute={mode}: unknown; use one of {', '.join(RECOMPUTE_MODES)}")
         if is_shape(text):
             try:
                 parse_shape(text)

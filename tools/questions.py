@@ -44,7 +44,7 @@ class Question:
         micro_batches: per step.
         global_batch_size: samples per step.
         schedule: name of the schedule, or a policy of one's own.
-        recompute: recomputation mode.
+        recompute: recomputation mode, or one for each stage.
         hardware: how the cluster is changed.
     """
 
@@ -53,7 +53,7 @@ class Question:
     micro_batches: int
     global_batch_size: int
     schedule: str | Policy
-    recompute: str
+    recompute: str | tuple[str, ...]
     hardware: Hardware = dataclasses.field(default_factory=Hardware)
 
     @classmethod
@@ -74,9 +74,12 @@ class Question:
         cuts, devices = parse_stages(data["stages"])
         numbers = {name: _whole(name, data[name]) for name in ("micro_batches", "global_batch_size")}
         schedules = {name: name for name in (*POLICIES, *STREAM_POLICIES)} | ({} if own is None else {own.name: own})
-        for name, known in (("schedule", tuple(schedules)), ("recompute", RECOMPUTE_MODES)):
-            if data[name] not in known:
-                raise QuestionError(f"{name} is {short(data[name])}; use one of {', '.join(known)}")
+        if data["schedule"] not in schedules:
+            raise QuestionError(f"schedule is {short(data['schedule'])}; use one of {', '.join(schedules)}")
+        modes = tuple(data["recompute"].split(",")) if isinstance(data["recompute"], str) else (data["recompute"],)
+        for mode in modes:
+            if mode not in RECOMPUTE_MODES:
+                raise QuestionError(f"recompute is {short(mode)}; use one of {', '.join(RECOMPUTE_MODES)}")
         given = {name: _amount(name, data[name]) for name in _HARDWARE}
         speed = given.pop("speed")
         try:
@@ -88,7 +91,7 @@ class Question:
             devices,
             **numbers,
             schedule=schedules[data["schedule"]],
-            recompute=data["recompute"],
+            recompute=modes[0] if len(modes) == 1 else modes,
             hardware=hardware,
         )
 
@@ -99,7 +102,7 @@ class Question:
             "micro_batches": self.micro_batches,
             "global_batch_size": self.global_batch_size,
             "schedule": str(self.schedule),
-            "recompute": self.recompute,
+            "recompute": _modes_text(self.recompute),
             **dataclasses.asdict(self.hardware),
         }
 
@@ -129,6 +132,11 @@ class Question:
         names = [field.name for field in dataclasses.fields(self) if field.name != "hardware"]
         changes = {name: getattr(self, name) for name in names}
         return changed(start, **changes)
+
+
+def _modes_text(recompute: str | tuple[str, ...]) -> str:
+    """Returns recomputation modes as flags and pages have them: ``none``, or ``boundary,none`` for two stages."""
+    return recompute if isinstance(recompute, str) else ",".join(recompute)
 
 
 def stages_text(cuts: tuple[str, ...], devices: tuple[tuple[int, ...], ...]) -> str:
@@ -274,8 +282,8 @@ class Desk:
         if self.plan_path is not None and (plan.cuts, plan.devices) == (self.plan.cuts, self.plan.devices):
             arguments.append(f"--plan={self.plan_path}")
             for name in ("micro_batches", "global_batch_size", "schedule", "recompute"):
-                if getattr(plan, name) != getattr(self.plan, name):
-                    arguments.append(f"--{name}={getattr(plan, name)}")
+                if (value := getattr(plan, name)) != getattr(self.plan, name):
+                    arguments.append(f"--{name}={_modes_text(value) if name == 'recompute' else value}")
         else:
             arguments.append("--plan=plan.json")
         arguments += self.sources

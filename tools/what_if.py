@@ -60,7 +60,7 @@ def page(desk: Desk) -> str:
         "question": base.as_json(),
         "model": desk.profile.model,
         "schedules": [*POLICIES, *({str(desk.plan.schedule)} - {*POLICIES})],
-        "recompute": list(RECOMPUTE_MODES),
+        "recompute": list(dict.fromkeys([*RECOMPUTE_MODES, base.as_json()["recompute"]])),
         "layers": [layer.name for layer in desk.profile.layers],
         "cluster": {
             name: getattr(cluster, name)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
-from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
+from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
+    RECOMPUTE_MODES,
     PlanError,
     PlanValueError,
     algorithms,
@@ -25,6 +26,7 @@ from dapple_tf.describe.plan_values import (
     integer,
     integers,
     layer_names,
+    recompute_modes,
     replica_shares,
     share_lists,
     task_times,
@@ -54,7 +56,7 @@ FD_DPS = "fd_dps"
 class PlanOptions(TypedDict, total=False):
     """The fields of `Plan` with a default that its constructors pass on."""
 
-    recompute: str
+    recompute: str | tuple[str, ...]
     jit_compile: bool
     warm_up: tuple[int, ...] | None
     bucket_bytes: int
@@ -85,7 +87,7 @@ class Plan(JsonFile):
         schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), your own policy
             (`schedules.policy.Policy`) or its ``module:name`` if that module is imported, or the path of a CSV file
             with a schedule (`schedules.schedule_csv`).
-        recompute: one of `RECOMPUTE_MODES`.
+        recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each.
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
             must not rise from a stage to the next.
@@ -132,7 +134,7 @@ class Plan(JsonFile):
     micro_batches: int
     global_batch_size: int
     schedule: str | Policy = "dapple_a"
-    recompute: str = "none"
+    recompute: str | tuple[str, ...] = "none"
     jit_compile: bool = False
     warm_up: tuple[int, ...] | None = None
     bucket_bytes: int = 32 * 2**20
@@ -153,6 +155,8 @@ class Plan(JsonFile):
     def __post_init__(self) -> None:
         self._normalise()
         check_stages(self)
+        if isinstance(self.recompute, tuple) and len(set(self.recompute)) == 1:
+            object.__setattr__(self, "recompute", self.recompute[0])
         if self.shares is not None:
             object.__setattr__(self, "shares", replica_shares(self.shares))
         check_batches(self)
@@ -367,6 +371,10 @@ class Plan(JsonFile):
         """Returns the all-reduce of the parameters that these stages read."""
         return self.all_reduce if isinstance(self.all_reduce, str) else self.all_reduce[min(stages)]
 
+    def recompute_of(self, stage: int) -> str:
+        """Returns what a stage's backward recomputes, one of `RECOMPUTE_MODES`."""
+        return self.recompute if isinstance(self.recompute, str) else self.recompute[stage]
+
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the devices that compute its tasks, or their single operators."""
@@ -476,6 +484,7 @@ class Plan(JsonFile):
         object.__setattr__(self, "cuts", layer_names(self.cuts))
         object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
         object.__setattr__(self, "all_reduce", algorithms(self.all_reduce))
+        object.__setattr__(self, "recompute", recompute_modes(self.recompute))
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))

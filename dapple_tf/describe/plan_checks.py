@@ -16,9 +16,6 @@ from graph_passes.ir.batching import Interval
 if TYPE_CHECKING:
     from dapple_tf.describe.plan import Plan
 
-RECOMPUTE_MODES = ("none", "boundary", "min_cut")
-"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest."""
-
 _MOST_MICRO_BATCHES = 1_000_000
 """Most micro-batches; more is a mistake, as a step has a node for each."""
 
@@ -56,10 +53,9 @@ def check_stages(plan: Plan) -> None:
         )
     if plan.task_seconds is not None and len(plan.task_seconds) != stages:
         raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {stages} stages; give one for each")
-    if not isinstance(plan.all_reduce, str) and len(plan.all_reduce) != stages:
-        raise PlanError(
-            f"all_reduce has {len(plan.all_reduce)} entries for {stages} stages; give one for each, or one for all"
-        )
+    for what, names in (("all_reduce", plan.all_reduce), ("recompute", plan.recompute)):
+        if not isinstance(names, str) and len(names) != stages:
+            raise PlanError(f"{what} has {len(names)} entries for {stages} stages; give one for each, or one for all")
     if not 0 <= plan.reverse_first_k <= stages:
         raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
     for relay in plan.relays:
@@ -159,8 +155,6 @@ def check_options(plan: Plan) -> None:
         policy = plan.policy
     except ScheduleError as error:
         raise PlanValueError(str(error)) from error
-    if plan.recompute not in RECOMPUTE_MODES:
-        raise PlanValueError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
     if plan.reduction_order not in REDUCTION_ORDERS:
         raise PlanValueError(
             f"unknown reduction_order {short(plan.reduction_order)}; use one of {', '.join(REDUCTION_ORDERS)}"

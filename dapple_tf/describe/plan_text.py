@@ -20,9 +20,17 @@ def header(plan: Plan) -> str:
     return (
         f"Plan: global batch {plan.global_batch_size}, {plan.micro_batches} "
         f"micro-batch{'es' if plan.micro_batches > 1 else ''} ({batches} samples), schedule {plan.schedule}, "
-        f"recompute {plan.recompute}, jit {'on' if plan.jit_compile else 'off'}"
+        f"recompute {recompute_text(plan)}, jit {'on' if plan.jit_compile else 'off'}"
         f"{'' if plan.operator_devices is None else ', operators placed one by one'}"
     )
+
+
+def recompute_text(plan: Plan) -> str:
+    """Returns what backwards recompute: ``boundary``, or ``boundary (stages 0-2), none (stage 3)``."""
+    if isinstance(plan.recompute, str):
+        return plan.recompute
+    stages = {mode: [stage for stage, own in enumerate(plan.recompute) if own == mode] for mode in plan.recompute}
+    return ", ".join(f"{mode} (stage{'s' * (len(own) > 1)} {ranges(own)})" for mode, own in stages.items())
 
 
 def rows(plan: Plan) -> list[list[str]]:

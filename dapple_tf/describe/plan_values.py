@@ -14,6 +14,8 @@ from dapple_tf.describe.plan_report import LARGEST
 
 ALL_REDUCE = ("flat", "hierarchical")
 """All-reduces over several servers: one ring through all devices, or inside each server first."""
+RECOMPUTE_MODES = ("none", "boundary", "min_cut")
+"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest."""
 REDUCTION_ORDERS = ("completion", "first_layers")
 """Orders of the all-reduces of carried updates: that of their gradients, or that of the layers."""
 
@@ -63,11 +65,25 @@ def algorithms(all_reduce: object) -> str | tuple[str, ...]:
     Raises:
         PlanValueError: one doesn't exist.
     """
-    single = isinstance(all_reduce, str)
-    names = (all_reduce,) if single else _entries("all_reduce", all_reduce, "['flat', 'flat'] with one for each stage")
+    return _for_stages("all_reduce", all_reduce, ALL_REDUCE)
+
+
+def recompute_modes(recompute: object) -> str | tuple[str, ...]:
+    """Returns what all stages recompute, or a mode for each stage, as names.
+
+    Raises:
+        PlanValueError: a mode doesn't exist.
+    """
+    return _for_stages("recompute", recompute, RECOMPUTE_MODES)
+
+
+def _for_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns a name for all stages, or a list with one for each as a tuple; ``what`` names the field in errors."""
+    single = isinstance(value, str)
+    names = (value,) if single else _entries(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
     for name in names:
-        if name not in ALL_REDUCE:
-            raise PlanValueError(f"unknown all_reduce {short(name)}; use one of {', '.join(ALL_REDUCE)}")
+        if name not in known:
+            raise PlanValueError(f"unknown {what} {short(name)}; use one of {', '.join(known)}")
     return names[0] if single else names
 
 

@@ -49,6 +49,12 @@ def has_several_stages(plan: Plan) -> bool:
 
 FEATURES = (
     Feature("recompute", "backwards recompute what memory is short for", lambda plan: plan.recompute != "none"),
+    Feature(
+        "stage_recompute",
+        "each stage recomputes only what its own memory is short for (`Plan.recompute`)",
+        lambda plan: not isinstance(plan.recompute, str),
+        needs="recompute",
+    ),
     Feature("several_stages", "devices have several stages each", has_several_stages),
     Feature(
         "pieces", "last backwards are cut into pieces (`Plan.backward_cuts`)", lambda plan: bool(plan.backward_cuts)

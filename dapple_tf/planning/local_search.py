@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dapple_tf.data_files import short
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.plan_values import PlanValueError
+from dapple_tf.describe.plan_values import PlanValueError, device_lists
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
+from dapple_tf.planning.recompute_modes import modes_on
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
 def _legal(plan: Plan, request: PlanRequest, moves: Iterable[Changes]) -> Iterator[Plan]:
     for changes in moves:
         try:
-            follows = {"backward_cuts": (), "all_reduce": "flat", "relays": (), "shares": None}
+            modes = modes_on(plan, device_lists(changes.get("devices", plan.devices)))
+            follows = {"backward_cuts": (), "all_reduce": "flat", "relays": (), "shares": None, "recompute": modes}
             neighbour = dataclasses.replace(plan, **(follows | dict(changes)))
             if "shares" not in changes:
                 neighbour = request.shared(neighbour)

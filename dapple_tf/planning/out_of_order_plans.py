@@ -22,6 +22,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.recompute_modes import modes_on
 from dapple_tf.planning.stage_cuts import by_device, by_time
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.cost import CostModel
@@ -210,7 +211,7 @@ def _legal(base: Plan, request: PlanRequest, **changes: Any) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
         dropped: dict[str, Any] = {"task_seconds": None, "backward_cuts": (), "all_reduce": "flat", "relays": ()}
-        dropped |= {"shares": None, "report": None}
+        dropped |= {"shares": None, "report": None, "recompute": modes_on(base, changes.get("devices", base.devices))}
         plan = request.shared(dataclasses.replace(base, **(dropped | changes)))
         if isinstance(request.reverse_first_k, int):
             k = min(request.reverse_first_k, plan.num_stages)

@@ -24,6 +24,7 @@ from dapple_tf.planning.out_of_order_plans import (
     with_task_seconds,
 )
 from dapple_tf.planning.plan_request import AUTO, PlanRequest
+from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.schedules.policies import BUILT_IN
@@ -98,7 +99,8 @@ class OutOfOrderSearch:
             bases: plans of DAPPLE's, the best first.
         """
         self._baseline(bases)
-        starts = dict.fromkeys([*bases, *even_plans(self.request, bases[0].recompute)])
+        mode = leanest(map(bases[0].recompute_of, range(bases[0].num_stages)))
+        starts = dict.fromkeys([*bases, *even_plans(self.request, mode)])
         # DAPPLE's best plan first, to know what there is to gain.
         ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
         probed = [(self._probe(base), index) for index, base in enumerate(ranked)]

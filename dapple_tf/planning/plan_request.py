@@ -174,6 +174,14 @@ class PlanRequest:
             )
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """What backwards may recompute, the modes of a plan or of its stages, in the order in which they are tried."""
+        if self.recompute is not None:
+            return self.recompute
+        profiled = any(layer.min_cut_residual_bytes for layer in self.profile.layers)
+        return ("none", "min_cut", "boundary") if profiled else ("none", "boundary")
+
+    @property
     def searched(self) -> tuple[Policy, ...]:
         """DAPPLE's policies that may be chosen, or the ones that the search uses in place of others."""
         standing_in = (policy for policy in BUILT_IN if policy.planning.formula and not policy.needs_all)

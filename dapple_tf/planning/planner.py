@@ -31,6 +31,7 @@ from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
 from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
@@ -66,6 +67,8 @@ _BASES = 10
 """Number of plans from which out-of-order plans are derived."""
 _DERIVING = 1.25
 """Work allowed for deriving them, on a small cluster, as a multiple of that for finding the stages."""
+_BY_STAGE = 3
+"""Number of best plans whose stages get modes of their own, and of times that this is done with what comes of it."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -233,14 +236,11 @@ class _Planner:
         links = links_of(placements, request.all_reduce, request.profile.parameter_bytes)
         ends = coarsened(self.profile, _GROUPS)
         candidates: list[_Found] = []
-        modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
-        if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
-            modes = ("none", "boundary")
         bound = math.inf
         # Whether all-reduces end during backwards shows in simulations only.
         hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
         even: dict[str, list[_Found]] = {}
-        for mode, overlap in itertools.product(modes, hidden):
+        for mode, overlap in itertools.product(request.modes, hidden):
             search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
@@ -444,12 +444,23 @@ class _Planner:
                 if self.work > self.allowed:
                     break
                 self._simulate(neighbour)
+        self._recompute_by_stage()
         for choice in self._ranked()[:2]:
             self._simulate_all(choice.plan)
         for choice, better, _ in better_ways(self._ranked(), self.request):
             self.fastest = min(self.fastest, better.latency)
             self.choices |= {key: better for key, known in self.choices.items() if known is choice}
         return self._best()
+
+    def _recompute_by_stage(self) -> None:
+        """Lets stages of the best plans keep what their own memory suffices for, even if no work is left."""
+        for _ in range(_BY_STAGE):
+            fastest = self.fastest
+            for start in self._ranked()[:_BY_STAGE]:
+                for other in recomputing_by_stage(start.plan, self.request):
+                    self._simulate(other)
+            if self.fastest == fastest:
+                break
 
     def _derives(self) -> bool:
         """Returns whether to search plans besides DAPPLE's; on one device, without any gain, only if asked."""

@@ -15,6 +15,7 @@ from dapple_tf.errors import DappleError
 from dapple_tf.planning.features import NAMES
 from dapple_tf.planning.plan_request import LEAST_GAIN
 from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.units import ms_text
@@ -69,11 +70,14 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     cuts: list[str] = []
     kept: list[tuple[int, ...]] = []
     shares: list[tuple[int, ...]] = []
+    modes: list[list[str]] = [[]]
     for stage, replicas in enumerate(devices):
+        if kept and replicas:
+            cuts.append(plan.cuts[stage - 1])
+            modes.append([])
+        modes[-1].append(plan.recompute_of(stage))
         if not replicas:
             continue  # Without a cut before the next stage that is kept, it joins the one before, if there is one.
-        if kept:
-            cuts.append(plan.cuts[stage - 1])
         kept.append(replicas)
         if plan.shares is not None:
             own = zip(plan.devices[stage], plan.shares[stage], strict=True)
@@ -89,7 +93,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             plan.micro_batches,
             plan.global_batch_size,
             schedule,
-            recompute=plan.recompute,
+            recompute=tuple(map(leanest, modes)),
             jit_compile=plan.jit_compile,
             wait_free=plan.wait_free,
             reverse_first_k=reverse_first_k,

@@ -100,7 +100,8 @@ class CostModel:
         self.routes = _routes(self.legs)
         bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
         self.stages = tuple(
-            stage_cost(profile, start, stop, plan.recompute) for start, stop in itertools.pairwise(bounds)
+            stage_cost(profile, start, stop, plan.recompute_of(stage))
+            for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
         )
         self._reductions: dict[tuple[tuple[int, ...], str], AllReduceTime] = {}
         self._receives = {leg.receiver for leg in self.legs if leg.differentiable}
@@ -463,7 +464,7 @@ class CostModel:
                 fix = "use more stages"
                 if worst.stored < limit:
                     fix += ", smaller micro-batches, or more replicas"
-                    fix += ", or recompute='boundary'" if self.plan.recompute == "none" else ""
+                    fix += ", or recompute='boundary'" if self.plan.recompute_of(stage) == "none" else ""
                 shares = self.plan.shares is not None and len(set(self.plan.shares[stage])) > 1
                 raise PlanError(
                     f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(worst.stored)} for "

@@ -56,9 +56,10 @@ class Partition:
     as partial results. Whether a weight is used once or several times makes no difference.
 
     Attributes:
-        recompute: ``none`` keeps every residual; ``boundary`` keeps only the stage's inputs and computes the rest again
-            (GPipe, section 2.3); ``min_cut`` keeps the smallest set (in bytes) from which the rest follows by cheap
-            elementwise work. Results of stateful ops (random draws without a seed) are always kept.
+        recompute: for all stages, or a list with one for each: ``none`` keeps every residual; ``boundary`` keeps only
+            the stage's inputs and computes the rest again (GPipe, section 2.3); ``min_cut`` keeps the smallest set (in
+            bytes) from which the rest follows by cheap elementwise work. Results of stateful ops (random draws without
+            a seed) are always kept.
         jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
             lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
             up over their replicas aren't compiled either: XLA can't do that.
@@ -76,7 +77,7 @@ class Partition:
     name: ClassVar[str] = "partition"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.FUNCTIONS,)
-    recompute: str = "none"
+    recompute: str | Sequence[str] = "none"
     jit_compile: bool = False
     training: bool = True
     prefix: str = ""
@@ -88,8 +89,9 @@ class Partition:
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
-        if self.recompute not in POLICIES:
-            raise PassError(f"recompute={self.recompute!r} is unknown; use one of {', '.join(POLICIES)}")
+        for policy in (self.recompute,) if isinstance(self.recompute, str) else self.recompute:
+            if policy not in POLICIES:
+                raise PassError(f"recompute={policy!r} is unknown; use one of {', '.join(POLICIES)}")
         return program.replace(stages=tuple(self._stage(program, stage) for stage in program.stages))
 
     def _stage(self, program: Program, stage: Stage) -> Stage:
@@ -97,7 +99,8 @@ class Partition:
         if not self.replicas or self.replicas[stage.index] == 1:
             stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
         shapes_of = ShapesOf(stage.own_graph)
-        counts = self.training and (self.counted or self.recompute == "min_cut")
+        recompute = self.recompute if isinstance(self.recompute, str) else self.recompute[stage.index]
+        counts = self.training and (self.counted or recompute == "min_cut")
         counted = _counted(program, stage, shapes_of) if counts else {}
         sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
@@ -117,7 +120,7 @@ class Partition:
         measured = graph.ancestors(stage.metric_results.values(), given, control=False) - first
         taps = _crossing(graph, measured, stage.metric_results.values(), first, given)
         crossing = _crossing(graph, second, gradients.values(), first, given)
-        residuals = _residuals(self.recompute, graph, crossing, given, sizes)
+        residuals = _residuals(recompute, graph, crossing, given, sizes)
 
         results = forward | {Value(ref): ref for ref in taps}
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
@@ -136,7 +139,7 @@ class Partition:
             received = {boundary.ref for boundary in program.boundaries}
             parts: tuple[StageFunction | None, StageFunction | None]
             if stage.index in self.split:
-                recomputed = first if self.recompute == "min_cut" else set()
+                recomputed = first if recompute == "min_cut" else set()
                 parts = _split_backward(name, graph, arguments, gradients, received, recomputed, jit_compile)
                 changes |= {"input_grad": parts[0], "weight_grad": parts[1], "split": True}
                 delayed = [

@@ -21,6 +21,7 @@ from absl import flags
 import dapple_tf as dapple
 from dapple_tf import text_table
 from dapple_tf.automatic import plan_model, slice_sizes
+from dapple_tf.describe.plan_text import recompute_text
 from dapple_tf.models.gpt import gpt
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
@@ -159,7 +160,7 @@ def check(name: str) -> list[dict[str, Any]]:
             {
                 "model": name,
                 "plan": shape(plan) + (f", {plan.schedule}" if plan.num_stages > 1 else ""),
-                "recompute": plan.recompute,
+                "recompute": recompute_text(plan),
                 "planned": plan == chosen,
                 "capacity": cluster.capacity(0),
                 "predicted_ms": prediction.predicted * 1e3,

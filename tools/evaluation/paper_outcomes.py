@@ -18,6 +18,7 @@ from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_text import recompute_text
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import planner
 from dapple_tf.planning.early_reductions import reduced_early
@@ -103,7 +104,7 @@ def record(outcome: Outcome | None) -> Record | None:
         "replicas": ":".join(map(str, plan.replicas)),
         "M": plan.micro_batches,
         "schedule": str(plan.schedule) if plan.num_stages > 1 else "-",
-        "recompute": plan.recompute,
+        "recompute": recompute_text(plan),
         "ms": 1e3 * outcome.seconds,
         "path": path_parts(simulation),
         "GB": max(simulation.peak_bytes.values()) / 1e9,

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan_text import recompute_text
 from dapple_tf.keras_private import learning_rate_of
 from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, compare_training
 
@@ -134,7 +135,7 @@ def draw(seed: int) -> Draw:
         micro_batches,
         samples,
         str(rng.choice(_SCHEDULES)),
-        recompute=str(rng.choice(["none", "none", "boundary", "min_cut"])),
+        recompute=rng.choice(["none", "none", "boundary", "min_cut"], stages).tolist(),
     )
     sizes = [samples, max(1, samples // 2), samples]
     data = tuple(chain.batch(rng, size) for size in sizes[:_STEPS])
@@ -151,7 +152,7 @@ def draw(seed: int) -> Draw:
     about = (
         f"{chain.form}: {', '.join(chain.blocks)}; {chain.loss}; {optimizer}; stages {'+'.join(plan.cuts) or 'one'}, "
         f"replicas {':'.join(map(str, replicas))}, M = {micro_batches} of {samples}, {plan.schedule}, "
-        f"recompute {plan.recompute}; between: {between}"
+        f"recompute {recompute_text(plan)}; between: {between}"
     )
     return Draw(about, build, plan, data, between)
 

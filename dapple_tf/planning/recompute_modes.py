@@ -1,0 +1,101 @@
+"""What each stage recomputes: chosen by its own memory, and kept when a plan's stages change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from dapple_tf.describe.plan import Plan
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.stage_cuts import by_time
+from dapple_tf.simulation.stage_cost import stage_cost
+
+_BY_BYTES = ("none", "min_cut", "boundary")
+"""Modes, the one that keeps most first; backwards take longer in the same order."""
+_EVENED = 3
+"""Number of times that stages are made equal for what they recompute: with other layers they may keep more or less."""
+
+
+def leanest(modes: Iterable[str]) -> str:
+    """Returns the mode that keeps least."""
+    return max(modes, key=_BY_BYTES.index)
+
+
+def modes_on(plan: Plan, devices: Sequence[Sequence[int]]) -> str | tuple[str, ...]:
+    """Returns what stages recompute that take the place of a plan's stages.
+
+    Equally many stages recompute what the plan's do. Otherwise a stage keeps as little as the leanest of the plan's
+    stages on any of its devices, or of all if there is none.
+
+    Args:
+        plan: the plan.
+        devices: the devices of each new stage.
+    """
+    if isinstance(plan.recompute, str) or len(devices) == plan.num_stages:
+        return plan.recompute
+    modes: list[str] = []
+    for group in devices:
+        before = [plan.recompute[stage] for stage, own in enumerate(plan.devices) if not {*own}.isdisjoint(group)]
+        modes.append(leanest(before or plan.recompute))
+    return tuple(modes)
+
+
+def modes_by_memory(plan: Plan, request: PlanRequest) -> str | tuple[str, ...]:
+    """Returns for each stage the mode that keeps most among those that don't limit its micro-batches in flight.
+
+    Stages from the last to the first have ever more micro-batches in flight, so that the last ones may keep what the
+    first ones have to compute again. A stage that no mode suffices for has the one that keeps least.
+
+    Args:
+        plan: a plan; its own modes don't matter.
+        request: the profile, the cluster and the modes that there are.
+    """
+    allowed = [mode for mode in _BY_BYTES if mode in request.modes]
+    wanted = plan.warm_up_counts()
+    modes = [allowed[-1]] * plan.num_stages
+    for mode in reversed(allowed[:-1]):
+        holds = request.costs(dataclasses.replace(plan, recompute=mode, backward_cuts=())).holds
+        if holds is None:
+            return allowed[0]
+        modes = [mode if held >= want else other for held, want, other in zip(holds, wanted, modes, strict=True)]
+    return modes[0] if len(set(modes)) == 1 else tuple(modes)
+
+
+def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
+    """Returns the cuts with which a plan's stages take the same time if they recompute what the plan says.
+
+    Args:
+        plan: a plan whose stages have devices of their own.
+        request: the profile and the cluster.
+    """
+    profile = request.profile
+    samples = profile.batch_sizes[-1]
+
+    def seconds(mode: str) -> float:
+        whole = stage_cost(profile, 0, len(profile.layers), mode)
+        return whole.forward.at(samples) + whole.backward.at(samples)
+
+    paces = {mode: seconds("none") / seconds(mode) for mode in request.modes}
+    speeds = [
+        paces[plan.recompute_of(stage)] * sum(request.cluster.devices[device].speed for device in devices)
+        for stage, devices in enumerate(plan.devices)
+    ]
+    return tuple(by_time(profile, plan.num_stages, speeds))
+
+
+def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
+    """Yields plans whose stages keep what their own memory suffices for, some with more layers for those that do."""
+    if not request.allows("stage_recompute") or len(request.modes) == 1:
+        return
+    plan = dataclasses.replace(plan, backward_cuts=(), all_reduce="flat", relays=(), shares=None, report=None)
+    used = [device for devices in plan.devices for device in devices]
+    for _ in range(_EVENED):
+        modes = modes_by_memory(plan, request)
+        if modes == plan.recompute:
+            return
+        plan = request.shared(dataclasses.replace(plan, recompute=modes))
+        yield plan
+        if len(set(used)) < len(used):
+            return  # Where devices have several stages, cuts are the policy's concern.
+        plan = request.shared(dataclasses.replace(plan, cuts=evened(plan, request)))
+        yield plan
