@@ -60,7 +60,7 @@ class KerasMethods(ModelFront, abc.ABC):
             kwargs: as for Keras.
 
         Raises:
-            DataError: batches change their structure or shape.
+            DataError: batches change their structure or shape, or there are none.
             NonFiniteLossError: the loss isn't finite and the transform was told to stop.
             CheckpointError: the checkpoint to resume from is damaged, or of another model or other data; or another
                 training uses the directory; or, at the end of training, the last checkpoint couldn't be written.

@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 __all__ = [
     "ArrayDataAdapter",
+    "DataAdapter",
     "PyDatasetAdapter",
     "adds_loss",
     "build_for",

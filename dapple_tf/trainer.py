@@ -30,10 +30,11 @@ from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
-from dapple_tf.frontend.attachment import Hooks, attached, with_sync
+from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, check_model
+from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.on_workers import arguments_on_workers
 from dapple_tf.frontend.optimizer import check_optimizer
@@ -125,6 +126,7 @@ class PipelinedModel(Inspection, KerasMethods):
         materialize(self.model.metrics_variables)  # Keras asks them after every step.
         self._compiled = self._settings()
         self._passes: dict[Mode, Batches] = {}
+        self._begun: set[Mode] = set()  # modes in which the present call has had a batch
         self._specs: dict[Mode, BatchSpec] = {}
         self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if unknown
         passes = self._engine.builder.passes
@@ -166,9 +168,12 @@ class PipelinedModel(Inspection, KerasMethods):
         """Calls a method of the user's model, whose steps run here meanwhile."""
         self._follow()
         kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
+        reads = method in ("fit", "evaluate", "predict")
+        if reads:
+            check_has_batches(method, kwargs)
         hooks = Hooks(
-            train=self._function(Mode.TRAIN),
-            test=self._function(Mode.TEST),
+            train=self._function(Mode.TRAIN, method, "x"),
+            test=self._function(Mode.TEST, method, "validation_data" if method == "fit" else "x"),
             predict=self._predict,
             sync=self.sync,
             agree=self._runtime.agree,
@@ -179,14 +184,19 @@ class PipelinedModel(Inspection, KerasMethods):
             stack.enter_context(attached(self.model, hooks))
             stack.callback(setattr, self, "_passes", self._passes)  # of the enclosing call, if any
             stack.callback(setattr, self, "_steps_left", self._steps_left)
+            stack.callback(setattr, self, "_begun", self._begun)
             self._passes = {}
+            self._begun = set()
             self._steps_left = 0
             if method == "fit":
                 self._watch_by(kwargs.get("callbacks"), stack)
-            if method in ("fit", "evaluate", "predict"):
+            if reads:
                 stack.enter_context(beside_progress_bar(kwargs.get("verbose", "auto")))
             if method == "fit" or kwargs.get("callbacks") is not None:
-                kwargs["callbacks"] = stack.enter_context(with_sync(kwargs.get("callbacks"), hooks))
+                kwargs["callbacks"] = stack.enter_context(behind(Sync(hooks), kwargs.get("callbacks")))
+            if method == "predict":
+                predicted = Predicted(lambda: Mode.PREDICT in self._begun)
+                kwargs["callbacks"] = stack.enter_context(behind(predicted, kwargs.get("callbacks")))
             return getattr(self.model, method)(**kwargs)
 
     def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
@@ -313,18 +323,27 @@ class PipelinedModel(Inspection, KerasMethods):
 
     # ---- steps
 
-    def _function(self, mode: Mode) -> Callable[[Any], dict[str, Any]]:
-        """Returns the replacement of Keras' train or test function, which runs steps on an iterator's next batches."""
+    def _function(self, mode: Mode, method: str, argument: str) -> Callable[[Any], dict[str, Any]]:
+        """Returns the replacement of Keras' train or test function, which runs steps on an iterator's next batches.
+
+        Args:
+            mode: whether it trains.
+            method: the method that has been called, for errors.
+            argument: name of its argument with the data.
+        """
 
         def function(iterator: Any) -> dict[str, Any]:
             batches = self._pass(mode, iterator)
             for step in range(self.model.steps_per_execution):
                 if batches.skip():
+                    self._begun.add(mode)
                     continue
                 started = time.perf_counter()
                 try:
                     batch = self._next(mode, batches)
                 except StopIteration:
+                    if mode not in self._begun:
+                        raise no_batch(method, argument) from None
                     if step == 0:
                         raise
                     break
@@ -353,6 +372,7 @@ class PipelinedModel(Inspection, KerasMethods):
 
     def _next(self, mode: Mode, batches: Batches) -> Batch:
         batch = next(batches)
+        self._begun.add(mode)
         self._specs[mode] = batch.spec
         model = self.model
         own_loss = own_losses(model) or type(model).compute_loss is not keras.Model.compute_loss

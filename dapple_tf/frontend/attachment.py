@@ -78,9 +78,8 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_sync(callbacks: Any, hooks: Hooks) -> Iterator[Any]:
-    """Yields the user's callbacks, behind one of our own that updates the model's values for them."""
-    first = _Sync(hooks)
+def behind(first: keras.callbacks.Callback, callbacks: Any) -> Iterator[Any]:
+    """Yields the user's callbacks, behind one of our own."""
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
         yield [first, *own]
@@ -92,7 +91,7 @@ def with_sync(callbacks: Any, hooks: Hooks) -> Iterator[Any]:
         callbacks.callbacks.remove(first)
 
 
-class _Sync(keras.callbacks.Callback):
+class Sync(keras.callbacks.Callback):
     """Runs before the user's callbacks: they see the devices' values, and the next step uses what they assign."""
 
     def __init__(self, hooks: Hooks) -> None:
