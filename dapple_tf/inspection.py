@@ -44,14 +44,17 @@ class Inspection(abc.ABC):
     Attributes:
         model: the user's Keras model.
         profile: the profile that the plan was made from; None if there was none.
-        prediction: the simulated and the measured time of a step; None without a profile, and after a fault.
     """
 
     model: keras.Model
     profile: Profile | None
-    prediction: Prediction | None
     _runtime: Runtime
     _specs: dict[Mode, BatchSpec]
+
+    @property
+    @abc.abstractmethod
+    def prediction(self) -> Prediction | None:
+        """The simulated and the measured time of a step."""
 
     @abc.abstractmethod
     def sync(self) -> keras.Model:

@@ -22,7 +22,7 @@ from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
 from dapple_tf.compared_steps import Run
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DataError, NonFiniteLossError
 from dapple_tf.examination import check_cuts, examine
@@ -73,12 +73,11 @@ class PipelinedModel(Inspection, KerasMethods):
     Attributes:
         model: the user's Keras model.
         profile: the profile that the plan was made from; None if there was none.
-        prediction: the simulated and the measured time of a step; None without a profile, and after a fault.
         last_step_seconds: time of the last training step, from feeding the devices to their results, without what
             Keras does before and after.
     """
 
-    _own = frozenset({"model", "profile", "prediction", "last_step_seconds"})
+    _own = frozenset({"model", "profile", "last_step_seconds"})
 
     def __init__(
         self,
@@ -103,12 +102,8 @@ class PipelinedModel(Inspection, KerasMethods):
         self._own_passes = tuple(passes)
         self.last_step_seconds = 0.0
         self._sizes = BatchSizes()
-        self.prediction: Prediction | None = None
-        simulation: Simulation | None = None
-        if profile is not None:
-            simulation = simulate(plan, profile, cluster)
-            self.prediction = Prediction(simulation.latency, simulation=simulation)
-        self._monitor = StepMonitor(simulation)
+        self._monitor = StepMonitor()
+        self._expect(plan, None if profile is None else simulate(plan, profile, cluster))
         self._on_non_finite_loss = on_non_finite_loss
         self._check()
         self._runtime = Runtime(
@@ -228,6 +223,32 @@ class PipelinedModel(Inspection, KerasMethods):
         """Whether the model has been compiled, frozen or extended since its step graphs were made."""
         now = self._settings()
         return len(now) != len(self._compiled) or any(a is not b for a, b in zip(now, self._compiled, strict=True))
+
+    # ---- what a step is expected to take
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The simulated and the measured time of a step of the present plan.
+
+        None without a profile, and if the plan doesn't fit the memory of the devices that are left, by the profile.
+        """
+        self._follow_plan()
+        return self._prediction
+
+    def _expect(self, plan: Plan, simulation: Simulation | None) -> None:
+        self._expected_plan = plan
+        self._prediction = None if simulation is None else Prediction(simulation.latency, simulation=simulation)
+        self._monitor.expect(simulation)
+
+    def _follow_plan(self) -> None:
+        """Simulates a step anew if workers have been lost or taken in since, so that there is another plan."""
+        if self.plan is self._expected_plan:
+            return
+        simulation: Simulation | None = None
+        if self.profile is not None:
+            with contextlib.suppress(PlanError):
+                simulation = simulate(self.plan, self.profile, self.cluster)
+        self._expect(self.plan, simulation)
 
     # ---- values
 
@@ -392,14 +413,13 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
+        self._follow_plan()
         full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
         self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
         sample = full and not trace and self._monitor.due
         started = time.perf_counter()
         result = self._runtime.train(batch, trace=trace or sample)
         self.last_step_seconds = time.perf_counter() - started
-        if self.faults:
-            self.prediction = self._monitor.drift = None  # They don't hold for the remaining devices.
         if full and not trace and len(self.faults) == faults:  # Otherwise the time includes waiting.
             self._followed(result, sampled=sample)
         assert result.loss is not None
@@ -417,8 +437,8 @@ class PipelinedModel(Inspection, KerasMethods):
         """Records the time of a full training step."""
         if not sampled:
             self._monitor.stepped(self.last_step_seconds)
-            if self.prediction is not None:
-                self.prediction.add(self.last_step_seconds)
+            if self._prediction is not None:
+                self._prediction.add(self.last_step_seconds)
             return
         traced = result.traced
         assert traced is not None

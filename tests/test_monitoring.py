@@ -17,6 +17,7 @@ from models_for_tests import classifier, plan, samples, transform
 from profiles_for_tests import MS, measured_as, profile_of
 
 import dapple_tf as dapple
+from dapple_tf.planning.replanning import Deployment
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor, TraceBudget, step_metrics, tag
 from dapple_tf.tracing.stage_drift import StageDrift
@@ -394,7 +395,7 @@ def test_without_a_callback_the_tenth_step_is_traced_and_one_more_to_be_sure() -
 
 
 def test_without_a_prediction_nothing_is_traced() -> None:
-    monitor = StepMonitor(None)
+    monitor = StepMonitor()
     for _ in range(30):
         assert not monitor.due
         monitor.stepped(0.1)
@@ -428,3 +429,32 @@ def test_the_callback_compares_too_and_metrics_survive_a_replan() -> None:
     own = dapple.Plan.manual([], [[0]], 1, 7)
     monitor.sampled(measured_as(simulate(own, PROFILE, CLUSTER)), 1.0, own, 11)
     assert math.isnan(monitor.latest["bubble_stage_1"]) and not math.isnan(monitor.latest["bubble_stage_0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", [PROFILE, None], ids=["profile", "no profile"])
+def test_the_prediction_is_that_of_the_plan_that_runs(profile: dapple.Profile | None) -> None:
+    """After a fault there was none any more, not even when training had grown back to the plan of before."""
+    pipelined = transform(classifier(), profile=profile)
+    x, y, _ = samples(7)
+
+    def train(steps: int) -> int | None:
+        for _ in range(steps):
+            pipelined.train_on_batch(x, y)
+        return None if pipelined.prediction is None else len(pipelined.prediction.steps)
+
+    assert train(4) == (profile and 1)
+    full = pipelined._runtime._deployment
+    left = Deployment(dapple.Cluster.local(1, kind="cpu"), dapple.Plan.manual([], [[0]], 1, 7))
+    for deployment in (left, full):
+        pipelined.sync()
+        pipelined._runtime._move(deployment)
+        if profile is None:
+            assert pipelined.prediction is None
+            continue
+        expected = simulate(deployment.plan, profile, deployment.cluster).latency
+        assert pipelined.prediction is not None and pipelined.prediction.predicted == expected
+        assert pipelined.prediction is pipelined.prediction
+        assert train(5) == 2  # The first three don't count.
+        drift = pipelined._monitor.drift
+        assert drift is not None and drift.predicted.keys() == set(range(deployment.plan.num_stages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, use_float64
 from models_for_tests import assert_close, classifier, values
+from profiles_for_tests import profile_of
 from workers import PATIENCE, wait_until, wish
 
 import dapple_tf as dapple
@@ -163,6 +165,47 @@ def test_data_in_parts(workers: LocalWorkers) -> None:
     expected = plain.fit(batches(), epochs=3, verbose=0).history
     assert_close(history, expected, EXACT)
     assert_close(values(pipelined.model), values(plain), EXACT)
+
+
+@pytest.mark.parametrize(("bandwidth", "grows"), [(1e9, True), pytest.param(10.0, False, marks=pytest.mark.thorough)])
+def test_a_profile_decides(
+    workers: LocalWorkers, caplog: pytest.LogCaptureFixture, bandwidth: float, grows: bool
+) -> None:
+    """Plans are made from it when a worker is lost; the worker is taken in if the step becomes faster by that.
+
+    `prediction` is that of the plan that runs each time: it was None from the first fault on.
+    """
+    cluster = dataclasses.replace(dapple.Cluster.of_servers(workers.addresses[:2]), inter_bandwidth=bandwidth)
+    plan, profile = dapple.Plan.straight(["first"], BATCH, 2), profile_of((10, 20), (10, 20), (10, 20))
+    steps = Steps(dapple.transform(build(), cluster, plan, profile=profile, faults=POLICY))
+    pipelined = steps.pipelined
+
+    def assert_predicted() -> float:
+        simulated = dapple.simulate(pipelined.plan, profile, pipelined.cluster).latency
+        assert pipelined.prediction is not None and pipelined.prediction.predicted == simulated
+        return simulated
+
+    both = assert_predicted()
+    steps.train(2)
+    workers.kill(1)
+    steps.train()
+    assert pipelined.faults[0].without == (workers.addresses[1],)
+    assert pipelined.plan == dapple.plan(profile, pipelined.cluster, BATCH)
+    alone = assert_predicted()
+    assert (both < alone) == grows
+    steps.train()
+    workers.restart(1)
+    if grows:
+        steps.train_until(lambda: pipelined.growths)
+        assert (pipelined.growths[0].present, pipelined.growths[0].latency) == (alone, both)
+        assert pipelined.plan == plan and assert_predicted() == both
+        assert "took in workers" in caplog.text and "a step is predicted to take" in caplog.text
+    else:
+        steps.train_until(lambda: "are back, but the plan gains nothing by them" in caplog.text)
+        steps.train(2)
+        assert not pipelined.growths and assert_predicted() == alone
+    steps.train(2)
+    steps.assert_as_plain_keras()
 
 
 @pytest.mark.thorough

@@ -275,8 +275,12 @@ class StepMonitor:
         drift: comparison with the prediction; None if there is no prediction.
     """
 
-    def __init__(self, simulation: Simulation | None) -> None:
+    def __init__(self, simulation: Simulation | None = None) -> None:
         self.callback: PipelineMonitor | None = None
+        self.expect(simulation)
+
+    def expect(self, simulation: Simulation | None) -> None:
+        """Begins to follow steps of another plan; None if they weren't simulated."""
         self.drift = None if simulation is None else StageDrift(simulation)
         self._times: deque[float] = deque(maxlen=_RECENT)
         self._steps = 0
