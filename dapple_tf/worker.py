@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -191,7 +192,7 @@ def _in_child(hello: Hello, machine: Machine, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the worker, and this process with it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == worker:
-            attend(hello.channel, hello.message, machine)
+            attend(hello.channel, hello.message, dataclasses.replace(machine, keys=hello.keys))
             code = 0
     except Exception:
         logging.exception("a connection to the worker failed")

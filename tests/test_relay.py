@@ -150,6 +150,30 @@ def test_only_those_who_are_known_reach_the_server(authority: Authority, keys: K
             assert secured.recv(100) == b"hello"
 
 
+def test_relays_show_the_certificate_that_others_were_told_of(authority: Authority, tmp_path: pathlib.Path) -> None:
+    """They read the directory again: one that was renewed since showed what nobody knew, and no tunnel was let in."""
+    one, other = (new_machine(authority, tmp_path / name, "127.0.0.1") for name in ("one", "other"))
+    first, second = free_ports(2)
+    cluster = {"client": [f"127.0.0.1:{first}"], "worker": [f"127.0.0.1:{second}"]}
+    keys, others = Keys(one), Keys(other)
+    prints = {"client": [keys.fingerprint], "worker": [others.fingerprint]}
+    for directory in (one, other):
+        new_machine(authority, directory, "127.0.0.1")
+        assert print_of(directory) not in (keys.fingerprint, others.fingerprint)
+    with contextlib.ExitStack() as stack:
+        client = Tunnels(keys, ["127.0.0.1"], first, cluster, prints, ("client", 0))
+        stack.callback(client.close)
+        worker = Tunnels(others, ["127.0.0.1"], second, cluster, prints, ("worker", 0))
+        stack.callback(worker.close)
+        server = stack.enter_context(socket.create_server(("127.0.0.1", worker.server_port)))
+        server.settimeout(PATIENCE)
+        with socket.create_connection(split_address(client.cluster["worker"][0]), PATIENCE) as link:
+            link.sendall(b"question")
+            accepted, _ = server.accept()
+            with accepted:
+                assert accepted.recv(100) == b"question"
+
+
 def test_tunnels_lead_to_the_certificate_that_is_known(
     keys: Keys, authority: Authority, tmp_path: pathlib.Path
 ) -> None:

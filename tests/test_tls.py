@@ -23,6 +23,7 @@ from tls_keys import new_authority, new_machine
 from workers import PATIENCE, children, client, wait_until, wish
 
 import dapple_tf as dapple
+from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import PROTOCOL, Channel
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.network.keys import Keys
@@ -95,10 +96,14 @@ for address in addresses:
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def authority() -> Authority:
+    return new_authority()
+
+
+@pytest.fixture(scope="module")
+def keys(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Directories of both hosts (in one), of the client, of a neighbour, and of another authority's."""
     folder = tmp_path_factory.mktemp("keys")
-    authority = new_authority()
     new_machine(authority, folder / "hosts", "10.77.0.1", "10.77.0.2", "127.0.0.1")
     new_machine(authority, folder / "client", "client")
     new_machine(new_authority(), folder / "foreign", "10.77.0.1", "10.77.0.2", "127.0.0.1")
@@ -123,9 +128,12 @@ def losses(process: subprocess.Popen[str]) -> list[float]:
 
 @pytest.mark.thorough
 def test_training_by_tls_is_the_same_and_survives_a_lost_worker(
-    workers: LocalWorkers, keys: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    workers: LocalWorkers, authority: Authority, keys: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit as without TLS; a worker that is killed and comes back is taken again, by new tunnels."""
+    """Bit by bit as without TLS; a worker that is killed and comes back is taken again, by new tunnels.
+
+    Certificates may have been renewed meanwhile.
+    """
     with LocalWorkers(2, echo=lambda *_: None) as bare, client(TRAINING, "", *bare.addresses) as process:
         expected = losses(process)
     monkeypatch.setenv("DAPPLE_TF_TLS", str(keys / "client"))  # In place of tls=...
@@ -134,6 +142,8 @@ def test_training_by_tls_is_the_same_and_survives_a_lost_worker(
         assert process.stdin is not None
         (child,) = children(workers.processes[1].pid)
         os.kill(child, 9)
+        new_machine(authority, keys / "hosts", "10.77.0.1", "10.77.0.2", "127.0.0.1")
+        new_machine(authority, keys / "client", "client")
         for count in (1, 1):
             process.stdin.write("again\n")
             process.stdin.flush()

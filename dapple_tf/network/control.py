@@ -165,6 +165,7 @@ class Hello:
 
     Attributes:
         channel: the connection.
+        keys: this machine's, for TLS; None for TCP.
         message: the message; empty until it has arrived.
     """
 
@@ -178,6 +179,7 @@ class Hello:
             connection: the connection.
             keys: this machine's, for TLS, whose handshake comes with the first message; None for TCP.
         """
+        self.keys = keys
         self.channel = Channel(connection if keys is None else keys.server(connection), self._LONGEST)
         self.message: dict[str, Any] = {}
 

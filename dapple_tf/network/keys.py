@@ -13,6 +13,7 @@ the very certificates of the others, by their fingerprints.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,6 +21,7 @@ import re
 import socket
 import ssl
 import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dapple_tf.errors import ClusterError
@@ -30,6 +32,8 @@ TLS_VARIABLE = "DAPPLE_TF_TLS"
 """Environment variable with the directory of clients and workers that aren't told another one."""
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_ENCODING = "latin-1"
+"""One for any bytes: comments around what is in PEM form may have any other."""
 _FILES = {AUTHORITY: "the authority's certificate", CERTIFICATE: "this machine's certificate", KEY: "its private key"}
 
 
@@ -56,21 +60,39 @@ def pem_fingerprint(certificate: str) -> str:
 
 
 class Keys:
-    """The files of one directory, as they are now.
+    """The files of one directory, as they were when they were read.
+
+    Others are told the fingerprint of this certificate. So whatever this process starts to speak for it gets `files`
+    rather than the directory, where there may be another certificate by then.
 
     Attributes:
         directory: the directory.
+        files: content of each file, by its name.
         fingerprint: that of this machine's certificate.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], files: Mapping[str, str] | None = None) -> None:
         """Reads the files.
+
+        Args:
+            directory: the directory.
+            files: what another process has read there; None reads it now.
 
         Raises:
             ClusterError: a file is missing or isn't what it should be; others may read the private key; or the
                 certificate isn't this key's, isn't this authority's, or isn't valid now.
         """
         self.directory = Path(directory).absolute()
+        self._changed: list[int] | None = None
+        self.files = self._read() if files is None else files
+        self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
+        self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        self._peer = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        self._peer.check_hostname = False
+        self._check(self._peer, None)
+        self.fingerprint = pem_fingerprint(self.files[CERTIFICATE])
+
+    def _read(self) -> Mapping[str, str]:
         for name, what in _FILES.items():
             if not (self.directory / name).is_file():
                 raise ClusterError(
@@ -81,12 +103,10 @@ class Keys:
         if key.stat().st_mode & stat.S_IROTH:
             raise ClusterError(f"TLS: every user of this machine can read {key}; `chmod o= {key}`, or make new keys")
         self._changed = self._changes()
-        self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
-        self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        self._peer = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        self._peer.check_hostname = False
-        self._check(self._peer, None)
-        self.fingerprint = pem_fingerprint((self.directory / CERTIFICATE).read_text())
+        try:
+            return {name: (self.directory / name).read_text(_ENCODING) for name in _FILES}
+        except OSError as error:
+            raise ClusterError(f"TLS: {self.directory} can't be read: {error}") from error
 
     def renewed(self) -> Keys:
         """Returns the keys that the directory has now: these unless its files have changed, or can't be used."""
@@ -126,16 +146,18 @@ class Keys:
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             # Nobody resumes sessions, and a client that closes before it has read a ticket would lose what it sent.
             context.num_tickets = 0
-        try:
-            context.load_verify_locations(self.directory / AUTHORITY)
-        except (OSError, ssl.SSLError) as error:
-            raise ClusterError(f"TLS: {self.directory / AUTHORITY} can't be read: {error}") from error
-        try:
-            context.load_cert_chain(self.directory / CERTIFICATE, self.directory / KEY, password=_no_password)
-        except (OSError, ssl.SSLError) as error:
-            raise ClusterError(
-                f"TLS: {CERTIFICATE} and {KEY} in {self.directory} don't go together or can't be read: {error}"
-            ) from error
+        with contextlib.ExitStack() as stack:
+            authority, certificate, key = (stack.enter_context(_in_memory(self.files[name])) for name in _FILES)
+            try:
+                context.load_verify_locations(authority)
+            except (OSError, ssl.SSLError) as error:
+                raise ClusterError(f"TLS: {self.directory / AUTHORITY} can't be read: {error}") from error
+            try:
+                context.load_cert_chain(certificate, key, password=_no_password)
+            except (OSError, ssl.SSLError) as error:
+                raise ClusterError(
+                    f"TLS: {CERTIFICATE} and {KEY} in {self.directory} don't go together or can't be read: {error}"
+                ) from error
         return context
 
     def _check(self, context: ssl.SSLContext, host: str | None) -> None:
@@ -156,6 +178,18 @@ class Keys:
                 f"{f' from {host}' if host else ''}: {why}. Make one with dapple-keys, which is given the machine's "
                 f"names and addresses"
             ) from error
+
+
+@contextlib.contextmanager
+def _in_memory(content: str) -> Iterator[str]:
+    """Yields the path of a file with this content that is on no disk: OpenSSL reads private keys from files alone."""
+    descriptor = os.memfd_create("pem")
+    try:
+        with open(descriptor, "w", encoding=_ENCODING, closefd=False) as file:
+            file.write(content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _no_password() -> str:

@@ -278,7 +278,7 @@ def start_relay(order: Mapping[str, Any]) -> Relay:
     Raises:
         ClusterError: the keys or the addresses can't be used.
     """
-    keys = Keys(order["directory"])
+    keys = Keys(order["directory"], order["files"])
     listeners = _listeners(order["hosts"], order["port"], all_interfaces=order["all_interfaces"])
     ends = [_End(*end) for end in order["ends"]]
     return Relay(keys, listeners, order["server_port"], order["known"], ends)

@@ -69,6 +69,7 @@ class Tunnels:
         ]
         order = {
             "directory": str(keys.directory),
+            "files": dict(keys.files),
             "hosts": list(hosts),
             "port": port,
             "all_interfaces": all_interfaces,
