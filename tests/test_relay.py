@@ -7,10 +7,13 @@ import pathlib
 import random
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from conftest import require_namespaces
 from tls_keys import new_authority, new_machine
 from workers import PATIENCE, has_ended, wait_until
 
@@ -18,9 +21,9 @@ from dapple_tf.errors import ClusterError
 from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import split_address
 from dapple_tf.network.keys import CERTIFICATE, Keys, pem_fingerprint
-from dapple_tf.network.relay import Relay, carry
+from dapple_tf.network.relay import Relay, _break_off_after, carry
 from dapple_tf.network.tunnels import Tunnels
-from dapple_tf.tools.hosts import free_ports
+from dapple_tf.tools.hosts import environment, free_ports
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +215,60 @@ def test_tunnels_lead_to_the_certificate_that_is_known(
         wait_until(lambda: has_ended(process))
         with pytest.raises(ClusterError, match=rf"no tunnel can end at port {second} of 127.0.0.1: is it taken\?"):
             Tunnels(keys, ["127.0.0.1"], second, cluster, prints, ("client", 0))
+
+
+CLOSING = """
+import pathlib, socket, subprocess, sys
+from dapple_tf.network import relay
+from dapple_tf.network.keys import Keys
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+ip("link", "set", "lo", "up")
+ip("rule", "add", "priority", "200", "lookup", "local")
+ip("rule", "del", "priority", "0")
+relay._LEAST_SILENCE = 2.0
+keys = Keys(sys.argv[1])
+server, listener = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+relay.Relay(keys, [listener], server.getsockname()[1], [keys.fingerprint], [])
+own = relay.Relay(keys, [], 0, [], [relay._End(f"127.0.0.1:{port}", keys.fingerprint)])
+client = socket.create_connection(("127.0.0.1", own.ports[0]))
+client.sendall(b"question")
+accepted, _ = server.accept()
+assert accepted.recv(100) == b"question"
+ip("rule", "add", "priority", "100", "ipproto", "tcp", sys.argv[2], str(port), "blackhole")
+if sys.argv[3] == "sends":
+    client.sendall(b"another")
+for side in (client, accepted):
+    while side.recv(100):
+        pass
+print("both ends know", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "does"), [("dport", "sends"), ("sport", "sends"), ("sport", "waits")])
+def test_a_port_that_a_firewall_closes_in_the_middle_ends_both_sides_of_its_links(
+    keys: Keys, lost: str, does: str
+) -> None:
+    """Nobody noticed before `step_seconds`, an hour: what was sent was repeated, and the other side waited for it."""
+    require_namespaces()
+    command = ["unshare", "-rn", sys.executable, "-c", CLOSING, str(keys.directory), lost, does]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.stdout == "both ends know\n", done.stderr
+
+
+def test_links_that_may_be_down_for_long(keys: Keys) -> None:
+    """Not less than what counts as a loss of the worker."""
+    one, other = pair()
+    seconds: list[float] = []
+    with one, other:
+        for silence in (1.0, 300.0, 86_400.0):
+            listener = socket.create_server(("127.0.0.1", 0))
+            own = Relay(keys, [listener], 0, [], [], silence)
+            _break_off_after(one, own._silence)
+            seconds.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000)
+            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert seconds == [50, 300, 32_767]

@@ -38,7 +38,11 @@ _servers: dict[tuple[tuple[str, ...], ...], ClientServer] = {}
 
 
 def client_server(
-    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
+    workers: tuple[str, ...],
+    hosts: tuple[str, ...],
+    keys: Keys | None,
+    fingerprints: tuple[str, ...],
+    silence: float,
 ) -> ClientServer:
     """Returns this process's server for a cluster; made once, as TensorFlow can't stop a server.
 
@@ -47,18 +51,23 @@ def client_server(
         hosts: this process's addresses, as workers see them.
         keys: this machine's, for TLS.
         fingerprints: those of the workers' certificates.
+        silence: seconds for which a tunnel's link may be down.
     """
-    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint,)
+    key = workers, hosts, fingerprints, () if keys is None else (keys.fingerprint, str(silence))
     server = _servers.get(key)
     if server is None or (server.tunnels is not None and not server.tunnels.alive):
-        server = _servers[key] = _start(workers, hosts, keys, fingerprints)
+        server = _servers[key] = _start(workers, hosts, keys, fingerprints, silence)
     elif server.tunnels is not None:
         server.tunnels.drop()
     return server
 
 
 def _start(
-    workers: tuple[str, ...], hosts: tuple[str, ...], keys: Keys | None, fingerprints: tuple[str, ...]
+    workers: tuple[str, ...],
+    hosts: tuple[str, ...],
+    keys: Keys | None,
+    fingerprints: tuple[str, ...],
+    silence: float,
 ) -> ClientServer:
     own = [resolve(host)[0] for host in hosts]
     port = free_port(hosts[0])
@@ -75,7 +84,7 @@ def _start(
                 ) from error
         return ClientServer(port, start_server(cluster, "client", 0, config, port, own).target, None)
     all_fingerprints = {"client": [""], "worker": fingerprints}
-    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0))
+    tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0), silence=silence)
     server = start_server(tunnels.cluster, "client", 0, config, tunnels.server_port, resolve(LOOPBACK))
     return ClientServer(port, server.target, tunnels)
 

@@ -143,7 +143,8 @@ class Connection:
         servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
         hosts = tuple(dict.fromkeys(lease.host for lease in leases))
         fingerprints = [lease.channel.fingerprint for lease in leases]
-        client = client_server(tuple(servers), hosts, self._keys, tuple(fingerprints))
+        silence = min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE)
+        client = client_server(tuple(servers), hosts, self._keys, tuple(fingerprints), silence)
 
         def start(index: int) -> None:
             lease = leases[index]
@@ -152,7 +153,7 @@ class Connection:
                 "cluster": cluster,
                 "task": index,
                 "leader": 0,
-                "silence": min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE),
+                "silence": silence,
             }
             if self._keys is not None:
                 order["fingerprints"] = fingerprints

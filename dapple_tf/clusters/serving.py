@@ -346,6 +346,7 @@ def _start(
                 fingerprints,
                 ("worker", task),
                 all_interfaces=machine.all_interfaces,
+                silence=silence,
             )
             start_server(tunnels.cluster, "worker", task, config, tunnels.server_port, resolve(LOOPBACK))
             view = tunnels.cluster

@@ -43,8 +43,10 @@ _TAKEN_SECONDS = 0.5
 _BUFFER_BYTES = 1 << 18
 _RECORD_BYTES = 1 << 14
 """Bytes of the longest record of TLS, the most that is received at once."""
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
-"""Seconds of silence before the other machine is asked whether it is there, between questions, and their number."""
+_LEAST_SILENCE = 50.0
+"""Seconds after which a link without any answer may be broken off, at the earliest: processes stall for a while."""
+_MOST_SILENCE = 32_767.0
+"""The most seconds that the kernel takes for them."""
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
 
 
@@ -162,6 +164,7 @@ class Relay:
         server_port: int,
         known: Collection[str],
         ends: Sequence[_End],
+        silence: float = 0.0,
     ) -> None:
         """Begins to accept connections.
 
@@ -171,7 +174,10 @@ class Relay:
             server_port: port of 127.0.0.1 of the server here.
             known: fingerprints of the certificates of those that may connect to it.
             ends: the other servers.
+            silence: seconds after which a link is broken off whose other machine acknowledges nothing; at least
+                `_LEAST_SILENCE`.
         """
+        self._silence = min(max(_LEAST_SILENCE, silence), _MOST_SILENCE)
         self._keys, self._server_port, self._known = keys, server_port, frozenset(known)
         self._lock = threading.Lock()
         self._carried: set[socket.socket] = set()
@@ -234,9 +240,7 @@ class Relay:
                 logger.info("a connection to %s has ended: %s", end.address, error)
 
     def _carry(self, plain: socket.socket, secured: ssl.SSLSocket) -> None:
-        for option, value in _KEEPALIVE.items():
-            secured.setsockopt(socket.IPPROTO_TCP, option, value)
-        secured.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _break_off_after(secured, self._silence)
         with self._lock:
             self._carried |= {plain, secured}
         try:
@@ -244,6 +248,22 @@ class Relay:
         finally:
             with self._lock:
                 self._carried -= {plain, secured}
+
+
+def _break_off_after(connection: socket.socket, seconds: float) -> None:
+    """Ends a connection whose other side acknowledges nothing, such as behind a firewall that drops packets by now.
+
+    What has been sent is acknowledged within that time; when there is nothing to send, the other side is asked.
+    """
+    options = {
+        socket.TCP_USER_TIMEOUT: 1000 * seconds,
+        socket.TCP_KEEPIDLE: seconds / 2,
+        socket.TCP_KEEPINTVL: max(1.0, seconds / 10),
+        socket.TCP_KEEPCNT: 5,
+    }
+    for option, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, int(value))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _listeners(hosts: Sequence[str], port: int, *, all_interfaces: bool) -> list[socket.socket]:
@@ -281,7 +301,7 @@ def start_relay(order: Mapping[str, Any]) -> Relay:
     keys = Keys(order["directory"], order["files"])
     listeners = _listeners(order["hosts"], order["port"], all_interfaces=order["all_interfaces"])
     ends = [_End(*end) for end in order["ends"]]
-    return Relay(keys, listeners, order["server_port"], order["known"], ends)
+    return Relay(keys, listeners, order["server_port"], order["known"], ends, order["silence"])
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class Tunnels:
         own: tuple[str, int],
         *,
         all_interfaces: bool = False,
+        silence: float = 0.0,
     ) -> None:
         """Starts the relays.
 
@@ -54,6 +55,7 @@ class Tunnels:
             fingerprints: those of their certificates.
             own: job and task of the server here.
             all_interfaces: whether the others reach it at all of the machine's addresses.
+            silence: seconds for which a link may be down without being broken off, if they are more than 50.
 
         Raises:
             ClusterError: the port is taken, or the address isn't this machine's.
@@ -75,6 +77,7 @@ class Tunnels:
             "all_interfaces": all_interfaces,
             "server_port": self.server_port,
             "known": [known for *_, known in others],
+            "silence": silence,
             "ends": [(address, known) for *_, address, known in others],
         }
         self._process = _start()
