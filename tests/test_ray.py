@@ -22,7 +22,9 @@ from models_for_tests import classifier, values
 from workers import PATIENCE, client, has_ended, wait_until
 
 import dapple_tf as dapple
+from dapple_tf.clusters.returning import Returning
 from dapple_tf.describe import cluster as cluster_module
+from dapple_tf.execution import growing
 from dapple_tf.network import ray_workers
 from dapple_tf.network.ray_workers import RayWorkers
 from dapple_tf.tools.hosts import LocalWorkers, environment
@@ -205,6 +207,19 @@ def test_other_resources_are_reserved_as_they_are_named(monkeypatch: pytest.Monk
         "num_gpus": 2,
         "memory": 2**30,
         "resources": {"fast_disk": 0.5},
+    }
+
+
+def test_an_actor_asks_for_no_more_than_its_bundle_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number of CPUs it would ask for one by Ray's default, find none in its bundle, and wait for ever."""
+    ray = FakeRay(GPUS).install(monkeypatch)
+    RayWorkers(1, 2, resources={"CPU": 0})
+    assert ray.group.bundles == [{"GPU": 2}]
+    (actor,) = ray.actors
+    assert {name: actor.options[name] for name in ("num_cpus", "num_gpus", "resources")} == {
+        "num_cpus": 0,
+        "num_gpus": 2,
+        "resources": {},
     }
 
 
@@ -467,6 +482,51 @@ def test_training_goes_on_with_a_worker_that_ray_has_started_on_another_node(wor
         plain.train_on_batch(x[part], y[part])
         pipelined.train_on_batch(x[part], y[part])
     assert len(pipelined.faults) == 1 and pipelined.faults[0].without == ()
+    pipelined.close()
+    for ours, theirs in zip(values(pipelined.model), values(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_worker_that_training_went_on_without_is_taken_in_on_the_node_where_ray_has_room(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked where it is now; the cluster keeps the address by which Ray's workers are told apart."""
+    monkeypatch.setattr(growing, "Returning", lambda seconds, pause: Returning(seconds, 0.0))
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+    y = np.random.default_rng(1).integers(0, 3, size=24)
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        return classifier(optimizer=keras.optimizers.SGD(0.05))
+
+    plain, moved = build(), Moved()
+    cluster = dataclasses.replace(dapple.Cluster.of_servers(workers.addresses[:2]), ray_workers=moved)
+    faults = dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0)
+    pipelined = dapple.transform(build(), cluster, dapple.Plan.manual([], [[0, 1]], 1, 6), faults=faults)
+
+    def train() -> None:
+        for model in (plain, pipelined):
+            model.train_on_batch(x[:6], y[:6])
+
+    def answered() -> bool:
+        returning = pipelined._runtime._growing._returning
+        return returning is None or not returning._asking or not returning._answers.empty()
+
+    train()
+    workers.kill(1)
+    for _ in range(2):
+        train()
+        wait_until(answered)
+    assert pipelined.faults[0].without == (workers.addresses[1],) and not pipelined.growths
+    moved.present[workers.addresses[1]] = workers.addresses[2]
+    for _ in range(4):
+        train()
+        wait_until(answered)
+    (growth,) = pipelined.growths
+    assert growth.added == (workers.addresses[1],)
+    assert pipelined.cluster.addresses == cluster.addresses
+    assert pipelined.cluster.located() == (workers.addresses[0], workers.addresses[2])
     pipelined.close()
     for ours, theirs in zip(values(pipelined.model), values(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

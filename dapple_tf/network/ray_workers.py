@@ -34,7 +34,9 @@ _ANSWER_SECONDS = 2.0
 _ENDLESS = -1
 """Ray's `max_restarts` for as many as it takes."""
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""Resource of a bundle -> the option by which an actor asks for it; others are in its option `resources`."""
+"""Resource of a bundle -> the option by which an actor asks for it; others are in its option `resources`.
+
+Without the first, Ray gives an actor that asks for anything else a CPU, which its bundle may not have."""
 
 
 class RayWorkers:
@@ -99,7 +101,7 @@ class RayWorkers:
                     f"or smaller ones, or give nodes longer to come by wait_seconds"
                 )
             self.addresses = _chosen(ray, group, count)
-            own = {_OPTIONS[name]: amount for name, amount in bundle.items() if name in _OPTIONS}
+            own = {"num_cpus": 0.0} | {_OPTIONS[name]: amount for name, amount in bundle.items() if name in _OPTIONS}
             rest = {name: amount for name, amount in bundle.items() if name not in _OPTIONS}
             remote = ray.remote(_Actor)
             for number, address in enumerate(self.addresses):
