@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -11,6 +12,7 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
 import textwrap
 from typing import Any
 
@@ -20,6 +22,7 @@ from models_for_tests import classifier
 from workers import client, expect, has_ended, wait_until
 
 import dapple_tf as dapple
+from dapple_tf.checkpoints import directory_lock
 from dapple_tf.checkpoints.checkpoint import Progress
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
@@ -148,6 +151,65 @@ def test_without_locks_the_name_counts(tmp_path: pathlib.Path, model: keras.Mode
     save(other, tmp_path, model)
     with other.training(tmp_path, "other"), pytest.raises(CheckpointError, match="model 'mine' of this process"):
         save(saver, tmp_path, model)
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_without_locks_a_file_that_names_nobody_yet_is_its_creators(tmp_path: pathlib.Path) -> None:
+    """Two trainings that began at once had both read an empty file, and both wrote their names into it."""
+    (tmp_path / LOCK).touch()
+    with pytest.raises(CheckpointError, match=r"is in use: another process saves .*\(if that has ended, remove .*lock"):
+        DirectoryLock(tmp_path, "mine", lambda: False)
+    (tmp_path / LOCK).unlink()
+    DirectoryLock(tmp_path, "mine", lambda: False).release()
+
+
+TAKE = textwrap.dedent("""
+    import errno, fcntl, pathlib, sys
+    from dapple_tf.checkpoints import directory_lock
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    fcntl.flock = refuse
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        lock = directory_lock.DirectoryLock(pathlib.Path(sys.argv[1]), "other", lambda: True)
+        print("holds", flush=True)
+    except directory_lock.CheckpointError:
+        print("waits", flush=True)
+    sys.stdin.readline()
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("former", [None, "an owner that has ended"])
+def test_without_locks_one_of_several_that_begin_at_once_has_it(tmp_path: pathlib.Path, former: str | None) -> None:
+    if former is not None:
+        write(tmp_path, dataclasses.replace(Owner.here("former"), process=2**22 + 1))
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(client(TAKE, str(tmp_path), stdin=subprocess.PIPE)) for _ in range(3)]
+        for other in others:
+            expect(other, "ready")
+        for other in others:
+            assert other.stdin is not None
+            other.stdin.write("go\n")
+            other.stdin.flush()
+        said = [other.stdout.readline() for other in others if other.stdout is not None]
+    assert sorted(said) == ["holds\n", "waits\n", "waits\n"]
+
+
+def test_only_one_process_of_a_machine_takes_it_at_a_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_lock, "_TAKING_SECONDS", 0.0)
+    first = DirectoryLock(tmp_path, "mine", lambda: False)
+    with (
+        first._alone_on_this_machine(),
+        pytest.raises(CheckpointError, match="for 0 s another process of this machine has been about to save"),
+    ):
+        DirectoryLock(tmp_path, "other", lambda: False)
+    first.release()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 The file ``.lock`` in the directory names the owner, which keeps it locked (``flock``). The kernel unlocks it when the
 process ends, however it ends, so that whoever comes next takes over. Where a file system has no locks, the name alone
-counts: an owner on this machine that no longer runs is replaced, one on another machine has to be removed by hand.
-Reading needs no lock.
+counts: who creates the file owns the directory; an owner on this machine that no longer runs is replaced, by one
+process at a time; one on another machine has to be removed by hand. Reading needs no lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pathlib
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 _MOST_BYTES = 4096
+_TAKING_SECONDS = 10.0
+"""Seconds that another process may take to write its name, which takes milliseconds."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """What ``flock`` says on file systems without locks."""
 
@@ -116,18 +118,58 @@ class DirectoryLock:
     def _taken(self, owner: Owner) -> int:
         """Returns the descriptor of the lock's file, which now is this owner's."""
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                if self._lock(descriptor) and self._is(descriptor):
-                    self._name(descriptor, owner)
-                    return descriptor
+                descriptor, is_new = _opened(self._path)
+            except FileNotFoundError:
+                if os.path.lexists(self._path):  # a link to nowhere
+                    raise
+                continue  # Its owner has removed it meanwhile.
+            try:
+                with self._alone_on_this_machine():
+                    if self._lock(descriptor, is_new=is_new) and self._is(descriptor):
+                        self._name(descriptor, owner)
+                        return descriptor
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
 
-    def _lock(self, descriptor: int) -> bool:
-        """Locks the file, perhaps after another model of this process has given it back, in which case it is False."""
+    @contextlib.contextmanager
+    def _alone_on_this_machine(self) -> Iterator[None]:
+        """Waits until no other process of this machine is about to take the lock of the same directory.
+
+        Without locks of the file system, two of them could find that the owner no longer runs, and both follow it.
+
+        Raises:
+            CheckpointError: another process takes too long.
+        """
+        status = os.stat(self.directory)
+        name = f"\0dapple_tf/checkpoints/{status.st_dev}/{status.st_ino}"
+        deadline = time.monotonic() + _TAKING_SECONDS
+        with socket.socket(socket.AF_UNIX) as sign:
+            _signs.add(sign)
+            while True:
+                try:
+                    sign.bind(name)
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    if time.monotonic() > deadline:
+                        raise CheckpointError(
+                            f"{self.directory} is in use: for {_TAKING_SECONDS:g} s another process of this machine "
+                            f"has been about to save its checkpoints there; choose another directory, or end that one"
+                        ) from error
+                    time.sleep(0.01)
+            yield
+
+    def _lock(self, descriptor: int, *, is_new: bool) -> bool:
+        """Locks the file, perhaps after another model of this process has given it back, in which case it is False.
+
+        Args:
+            descriptor: the open file.
+            is_new: whether this process has created it.
+        """
         before = Owner.of(os.pread(descriptor, _MOST_BYTES, 0))
         other = _held.get(os.path.realpath(self.directory))
         if other is not None and not other.held:
@@ -141,7 +183,13 @@ class DirectoryLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            locks, taken = False, before is not None and (before.may_run if not before.is_here else other is not None)
+            locks = False
+            if is_new:
+                taken = False
+            elif before is None:  # Whoever has created it hasn't written its name yet.
+                taken = True
+            else:
+                taken = before.may_run if not before.is_here else other is not None
         if not taken:
             if before is not None and before.host != socket.gethostname():
                 logger.warning(
@@ -201,8 +249,19 @@ class DirectoryLock:
             os.close(descriptor)
 
 
+def _opened(path: pathlib.Path) -> tuple[int, bool]:
+    """Opens a file, which is created if there is none; also returns whether it was: of several processes by one."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        return os.open(path, flags), False
+
+
 _held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
 """Directory -> its lock, if a model of this process had it last."""
+_signs: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""What tells other processes that this one is about to take a lock, for as long as any process has it open."""
 
 
 def _release_all() -> None:
@@ -213,6 +272,8 @@ def _release_all() -> None:
 def _forget_all() -> None:
     for lock in list(_held.values()):
         lock.forget()
+    for sign in list(_signs):
+        sign.close()
 
 
 atexit.register(_release_all)
