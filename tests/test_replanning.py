@@ -165,6 +165,14 @@ def workers_of(count: int, **links: Any) -> Cluster:
     return dataclasses.replace(description, addresses=tuple(f"10.0.0.{number + 1}:1" for number in range(count)))
 
 
+def test_a_worker_in_reserve_takes_the_place_of_a_lost_one() -> None:
+    """With a profile: the plan left its device out, and the next one is for all that are there."""
+    full = Deployment(workers_of(3, inter_bandwidth=1e12), dapple.Plan.data_parallel(2, 32))
+    left = lose(full, 1, replanner=Replanner(profile_of(parameters=10**6)))
+    assert left.cluster.addresses == ("10.0.0.1:1", "10.0.0.3:1")
+    assert {device for replicas in left.plan.working_devices for device in replicas} == {0, 1}
+
+
 @pytest.mark.parametrize(("bandwidth", "gains"), [(1e12, True), (1e3, False)])
 def test_a_profile_tells_whether_the_step_becomes_faster(bandwidth: float, gains: bool) -> None:
     """A plan of the user's, data parallel over links that may be too slow for it."""
