@@ -27,6 +27,7 @@ from dapple_tf.tools.evaluation.paper_document import files
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
 from dapple_tf.tools.evaluation.paper_parts import differences, parts, rounded, verdicts
 from dapple_tf.tools.evaluation.paper_transfers import communication_ratio, round_robin
+from dapple_tf.tools.evaluation.sensitivity import Change
 
 pytestmark = pytest.mark.slow  # plans and simulates rows of the paper
 
@@ -474,7 +475,7 @@ QUICK = ("the paper's 3.23x", "the paper's ACR", "the paper's throughput", "3 % 
     [change if change.text.startswith(QUICK) else thorough(change) for change in paper_sensitivity.CHANGES],
     ids=lambda change: change.text,
 )
-def test_a_change_is_noticed(change: paper_sensitivity.Change) -> None:
+def test_a_change_is_noticed(change: Change) -> None:
     assert paper_sensitivity.tried(change, STORED["parts"])["fails"]
 
 

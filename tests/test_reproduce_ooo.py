@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -10,13 +11,21 @@ from functools import partial
 from typing import Any
 
 import pytest
+from selection import thorough
 
 from dapple_tf.describe.plan import Plan
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.simulation.all_reduce import all_reduce_time
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import ooo_networks, ooo_parallel, ooo_pipelines, ooo_streams, reproduce_ooo
+from dapple_tf.tools.evaluation import (
+    ooo_networks,
+    ooo_parallel,
+    ooo_pipelines,
+    ooo_sensitivity,
+    ooo_streams,
+    reproduce_ooo,
+)
 from dapple_tf.tools.evaluation.ooo_claims import (
     FIGURE_10,
     FIGURE_13,
@@ -35,11 +44,13 @@ from dapple_tf.tools.evaluation.ooo_claims import (
     only,
     with_settings,
 )
+from dapple_tf.tools.evaluation.ooo_differences import changed_document, changed_rows, differences
 from dapple_tf.tools.evaluation.ooo_measured import measurements
 from dapple_tf.tools.evaluation.ooo_models import BERTS, FOUR, PRIV_A, PUB_A, PUB_B, V100, Hardware
 from dapple_tf.tools.evaluation.ooo_parallel import APART, RING, RUNS, SECTION_2, Systems
 from dapple_tf.tools.evaluation.ooo_report import claim_records, document, rounded, to_json
-from dapple_tf.tools.evaluation.reproduce_ooo import changed_rows, differences, work
+from dapple_tf.tools.evaluation.reproduce_ooo import work
+from dapple_tf.tools.evaluation.sensitivity import Change, unnoticed
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 STORED: dict[str, Any] = json.loads((RESULTS / "ooo.json").read_text())
@@ -57,13 +68,13 @@ Record = Mapping[str, Any]
 def test_stored_verdicts_are_those_of_the_stored_numbers() -> None:
     judged = claims(RECORDS)
     assert STORED["claims"] == claim_records(judged)
-    assert (RESULTS / "ooo.json").read_text() == to_json(RECORDS, judged)
+    assert (RESULTS / "ooo.json").read_text() == to_json(RECORDS, judged, STORED["sensitivity"])
 
 
 def test_the_document_is_that_of_the_stored_numbers() -> None:
     judged = claims(RECORDS)
     text = (RESULTS / "ooo.md").read_text()
-    assert text == document(RECORDS, judged, measurements(RESULTS))
+    assert text == document(RECORDS, judged, STORED["sensitivity"], measurements(RESULTS))
     for status in STATUSES:
         assert f"| {status} | {sum(claim.status == status for claim in judged)} |" in text
 
@@ -228,9 +239,96 @@ def test_verdicts_and_missing_records_differ() -> None:
     changed = copy.deepcopy(STORED)
     changed["claims"][0]["status"] = NOT
     name = changed["claims"][0]["claim"]
-    assert differences(RECORDS, changed) == [f"{name}: schedules in units, stored not reproduced"]
+    assert differences(RECORDS, changed) == [f"{name}: status is schedules in units, stored not reproduced"]
     del changed["gpt_3"][0]
     assert "gpt_3: 5 records, 4 stored" in differences(RECORDS, changed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "differs"),
+    [
+        ("paper", "1.6", True),
+        ("place", "figure 1", True),
+        ("remark", "another reason", True),
+        ("ours", 1.01, False),
+        ("ours", 1.03, True),
+    ],
+)
+def test_all_of_a_claim_is_compared(key: str, value: str | float, differs: bool) -> None:
+    """Only the status was: of 106 changes of the paper's numbers by 3 % 90 made no difference."""
+    changed = copy.deepcopy(STORED)
+    claim = next(claim for claim in changed["claims"] if claim["status"] == NOT and claim["ours"])
+    claim[key] = claim[key] * value if isinstance(value, float) else value
+    said = differences(RECORDS, changed)
+    assert [text.startswith(f"{claim['claim']}: {key} is ") for text in said] == [True] * differs
+
+
+def test_a_claim_that_is_missing_differs() -> None:
+    changed = copy.deepcopy(STORED)
+    name = changed["claims"].pop()["claim"]
+    assert differences(RECORDS, changed) == [f"{name}: is computed only"]
+
+
+QUICK = ("the paper's", "the band")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change if change.text.startswith(QUICK) else thorough(change) for change in ooo_sensitivity.CHANGES],
+    ids=lambda change: change.text,
+)
+def test_a_change_is_noticed(change: Change) -> None:
+    (outcome,) = ooo_sensitivity.tried(RECORDS, [change]).values()
+    assert outcome["fails"]
+
+
+def test_all_changes_were_noticed_and_nothing_is_without_one() -> None:
+    assert list(STORED["sensitivity"]) == [change.text for change in ooo_sensitivity.CHANGES]
+    assert len(ooo_sensitivity.CHANGES) >= 10
+    assert all(outcome["fails"] for outcome in STORED["sensitivity"].values())
+    nothing = Change("nothing", ("BERT-24, NVLink",), contextlib.nullcontext)
+    assert not ooo_sensitivity.tried(RECORDS, [nothing])["nothing"]["fails"]
+
+
+# ---- the command
+
+
+def check(monkeypatch: pytest.MonkeyPatch, directory: pathlib.Path = RESULTS) -> int:
+    """Runs the command, for which the stored records are those that were computed."""
+    monkeypatch.setattr(reproduce_ooo, "reproduce", lambda jobs: copy.deepcopy(RECORDS))
+    monkeypatch.setattr(ooo_sensitivity, "tried", lambda records: STORED["sensitivity"])
+    return command.run(reproduce_ooo.main, reproduce_ooo.FLAGS, [f"--directory={directory}"])
+
+
+def test_the_command_accepts_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(monkeypatch) == 0
+
+
+@pytest.mark.parametrize("claim", [0, 12, 20, 30, -1])
+def test_another_number_of_the_paper_fails(claim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = STORED["claims"][claim]["claim"]
+    with ooo_sensitivity.other_number(name):
+        assert check(monkeypatch) == 1
+
+
+@pytest.mark.parametrize("status", [REPRODUCED, NEAR])
+def test_another_band_fails(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ooo_sensitivity.other_band(status):
+        assert check(monkeypatch) == 1
+
+
+def test_another_document_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "ooo.json").write_text((RESULTS / "ooo.json").read_text())
+    (tmp_path / "ooo.md").write_text((RESULTS / "ooo.md").read_text() + "\n")
+    assert changed_document(STORED, tmp_path) == [f"{tmp_path / 'ooo.md'}: isn't what the stored results give"]
+    assert check(monkeypatch, tmp_path) == 1
+
+
+def test_a_change_that_nothing_notices_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = {change: {**outcome, "fails": False} for change, outcome in STORED["sensitivity"].items()}
+    assert len(unnoticed(passes, STORED["sensitivity"])) == len(passes)
+    monkeypatch.setitem(STORED, "sensitivity", passes)
+    assert check(monkeypatch) == 1
 
 
 def test_nothing_to_compare_with_is_an_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

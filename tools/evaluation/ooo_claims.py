@@ -30,6 +30,8 @@ BAND, GAIN = 0.10, 2.0
 NEAR_BAND, NEAR_GAIN = 0.25, 3.0
 REPRODUCED, NEAR, OTHERWISE, NOT = "reproduced", "near", "reproduced otherwise", "not reproduced"
 PARTLY, GUESSED, IN_UNITS = "with a part left out", "at a guessed size", "schedules in units"
+BANDS = {REPRODUCED: (BAND, GAIN), NEAR: (NEAR_BAND, NEAR_GAIN)}
+"""Status -> the fraction of the paper's number that ours may be off, and the most that gains may differ, either way."""
 STATUSES = (REPRODUCED, NEAR, OTHERWISE, NOT, PARTLY, GUESSED, IN_UNITS)
 
 FIGURE_10 = {
@@ -45,7 +47,7 @@ scripts start a BytePS worker for each GPU, which sends its gradients by itself,
 step where k = 0.
 """
 FIGURE_13 = {
-    "each system's best batch and micro-batches": "best",
+    "the text's batches, best of its ends": "best",
     "the scripts' micro-batches": "scripts",
     "as many micro-batches as GPUs (figure 12)": "figure 12",
 }
@@ -114,9 +116,7 @@ class Claim:
         """Returns the status of a number by itself: reproduced, near or not reproduced."""
         if number is None:
             return NOT
-        if self._within(number, BAND, GAIN):
-            return REPRODUCED
-        return NEAR if self._within(number, NEAR_BAND, NEAR_GAIN) else NOT
+        return next((status for status, band in BANDS.items() if self._within(number, *band)), NOT)
 
     def _within(self, number: float, band: float, gain: float) -> bool:
         nearest = min(max(number, self.low), self.high)

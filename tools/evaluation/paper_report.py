@@ -153,7 +153,13 @@ def tables(results: Results) -> list[Table]:
         if rows:
             made += [_plans(number, rows, results), _speedups(number, rows, results), _reasons(number, rows, results)]
     made += [_opponents(results), *_figure_11(results), _figure_12(results), _figure_14(results), _table_3(results)]
-    made += [_gains(results), _figure_8(results), _table_5(results), _table_7(results), _sensitivity(results)]
+    made += [
+        _gains(results),
+        _figure_8(results),
+        _table_5(results),
+        _table_7(results),
+        appendix(results.get("sensitivity", {})),
+    ]
     return [table for table in made if table.rows]
 
 
@@ -463,10 +469,16 @@ def _table_7(results: Results) -> Table:
     return Table("table7", "Table 7: the largest BERT", header, lines, note)
 
 
-def _sensitivity(results: Results) -> Table:
+def appendix(outcomes: Mapping[str, Mapping[str, Any]], target: str = "results") -> Table:
+    """Returns the table of changes that must be noticed.
+
+    Args:
+        outcomes: change -> its `sensitivity.outcome`.
+        target: what ``make`` compares results with.
+    """
     lines: list[list[Cell]] = [
         [change, ", ".join(record["parts"]), "fails" if record["fails"] else "**passes**", record["first"]]
-        for change, record in results.get("sensitivity", {}).items()
+        for change, record in outcomes.items()
     ]
-    header = ["change", "parts computed again", "make results", "it says first"]
-    return Table("sensitivity", "Appendix: changes that `make results` must notice", header, lines)
+    header = ["change", "parts computed again", f"make {target}", "it says first"]
+    return Table("sensitivity", f"Appendix: changes that `make {target}` must notice", header, lines)

@@ -5,66 +5,29 @@ Each is made in this process alone, and only the parts that it may show in are c
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from dapple_tf.planning.search import coarsened
-from dapple_tf.simulation.cost import CostModel, Message
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.tools.evaluation import paper_figures, paper_models, paper_outcomes
 from dapple_tf.tools.evaluation.paper_outcomes import Record
 from dapple_tf.tools.evaluation.paper_parts import differences, parts, rounded, verdicts
-
-_FACTOR = 1.03
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change.
-
-    Attributes:
-        text: what changes.
-        parts: names of the parts that it may show in.
-        make: makes it, as long as the context lasts.
-    """
-
-    text: str
-    parts: tuple[str, ...]
-    make: Callable[[], AbstractContextManager[object]]
-
-
-def _scaled(name: str) -> AbstractContextManager[object]:
-    """Changes what a method of the costs returns by 3 %."""
-    original: Callable[..., Any] = getattr(CostModel, name)
-
-    def changed(*args: Any, **options: Any) -> Any:
-        value = original(*args, **options)
-        if isinstance(value, tuple):
-            return tuple(Message(sender, receiver, size * _FACTOR) for sender, receiver, size in value)
-        return value * _FACTOR
-
-    return mock.patch.object(CostModel, name, changed)
-
-
-@contextlib.contextmanager
-def _longer_transfers() -> Iterator[None]:
-    with _scaled("messages"), _scaled("leg_messages"):
-        yield
+from dapple_tf.tools.evaluation.sensitivity import FACTOR, Change, longer_transfers, outcome, scaled
 
 
 def _slower_nvlink() -> AbstractContextManager[object]:
     cluster = paper_models.CONFIGS["A"]
-    slower = dataclasses.replace(cluster, intra_bandwidth=paper_models.NVLINK / _FACTOR)
+    slower = dataclasses.replace(cluster, intra_bandwidth=paper_models.NVLINK / FACTOR)
     return mock.patch.dict(paper_models.CONFIGS, A=slower)
 
 
 def _other_table_5() -> AbstractContextManager[object]:
     lines = [
-        dataclasses.replace(line, throughput=line.throughput * _FACTOR)
+        dataclasses.replace(line, throughput=line.throughput * FACTOR)
         if line.key == "dapple_a + RC, M=16" and line.throughput
         else line
         for line in paper_models.TABLE_5
@@ -74,7 +37,7 @@ def _other_table_5() -> AbstractContextManager[object]:
 
 def _other_ratio() -> AbstractContextManager[object]:
     rows = [
-        dataclasses.replace(row, acr=row.acr * _FACTOR) if row.key == "table 4: bert-48/C" and row.acr else row
+        dataclasses.replace(row, acr=row.acr * FACTOR) if row.key == "table 4: bert-48/C" and row.acr else row
         for row in paper_models.TABLE_4
     ]
     return mock.patch.object(paper_figures, "TABLE_4", tuple(rows))
@@ -107,13 +70,15 @@ CHANGES = (
     Change(
         "3 % less memory can be used",
         ("table 7: 2 devices",),
-        lambda: mock.patch.object(paper_models, "USABLE_MEMORY", int(paper_models.USABLE_MEMORY / _FACTOR)),
+        lambda: mock.patch.object(paper_models, "USABLE_MEMORY", int(paper_models.USABLE_MEMORY / FACTOR)),
     ),
-    Change("the simulator's tasks take 3 % longer", ("table 5",), lambda: _scaled("whole_seconds")),
-    Change("its transfers take 3 % longer", ("table 4: gnmt-16/C",), _longer_transfers),
-    Change("its all-reduces take 3 % longer", ("table 4: vgg-19/C",), lambda: _scaled("reduction_seconds")),
-    Change("its updates take 3 % longer", ("table 4: bert-48/B",), lambda: _scaled("apply_seconds")),
-    Change("its residuals take 3 % more memory", ("table 4: resnet-50/A",), lambda: _scaled("residual_bytes")),
+    Change("the simulator's tasks take 3 % longer", ("table 5",), lambda: scaled(CostModel, "whole_seconds")),
+    Change("its transfers take 3 % longer", ("table 4: gnmt-16/C",), longer_transfers),
+    Change("its all-reduces take 3 % longer", ("table 4: vgg-19/C",), lambda: scaled(CostModel, "reduction_seconds")),
+    Change("its updates take 3 % longer", ("table 4: bert-48/B",), lambda: scaled(CostModel, "apply_seconds")),
+    Change(
+        "its residuals take 3 % more memory", ("table 4: resnet-50/A",), lambda: scaled(CostModel, "residual_bytes")
+    ),
     Change("the planner considers 4 places to cut", ("table 4: gnmt-16/C",), _coarser_planner),
     Change(
         "the planner is asked for P_A only",
@@ -124,7 +89,7 @@ CHANGES = (
 
 
 def _constant(name: str) -> AbstractContextManager[object]:
-    return mock.patch.object(paper_figures, name, getattr(paper_figures, name) * _FACTOR)
+    return mock.patch.object(paper_figures, name, getattr(paper_figures, name) * FACTOR)
 
 
 def tried(change: Change, results: Mapping[str, Any]) -> Record:
@@ -139,6 +104,4 @@ def tried(change: Change, results: Mapping[str, Any]) -> Record:
         fresh = {name: rounded(parts()[name]()) for name in change.parts}
         said = [text for name in change.parts for text in differences(results[name], fresh[name], name)]
         said += differences(usual, verdicts({**results, **fresh}), "claims")
-    first = said[0] if said else "nothing"
-    more = f", and {len(said) - 1} more" if len(said) > 1 else ""
-    return {"parts": list(change.parts), "fails": bool(said), "first": first + more}
+    return outcome(change, said)
