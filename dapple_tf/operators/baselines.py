@@ -35,6 +35,7 @@ class DataParallelStep:
         compute_seconds: of the slowest device's operators.
         reduce_seconds: of the gradients' all-reduces by themselves.
         statistics_seconds: of the exchanges of sums over the batch that operators on samples read.
+        update_seconds: of what reads reduced gradients, at the end, on each device.
         gradient_bytes: reduced by each device.
         peak_bytes: the most bytes that a device holds.
     """
@@ -43,6 +44,7 @@ class DataParallelStep:
     compute_seconds: float
     reduce_seconds: float
     statistics_seconds: float
+    update_seconds: float
     gradient_bytes: float
     peak_bytes: float
 
@@ -115,12 +117,14 @@ def data_parallel(graph: OpGraph, topology: Topology, *, own_statistics: bool = 
     by_size = [_buckets(gradients, least) for least in _BUCKETS]
     link, buckets = min((_reduced_by(buckets, reducing), buckets) for buckets in by_size)
     computed = float(ends.max(initial=0.0))
+    updated = float(share[updates].sum(axis=0).max(initial=0.0))
     stored = float(graph.stored_bytes.sum())
     return DataParallelStep(
-        seconds=max(computed, link) + float(share[updates].sum(axis=0).max(initial=0.0)),
+        seconds=max(computed, link) + updated,
         compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
         reduce_seconds=sum(reducing(size) for _, size in buckets),
         statistics_seconds=float(statistics.sum()),
+        update_seconds=updated,
         gradient_bytes=sum(problem.size[tensor] for tensor in reduced),
         peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
     )

@@ -8,7 +8,8 @@ A figure is
 * reproduced otherwise: within the first bands, but by what isn't the strategy;
 * not reproduced: all else, also margins that are too large, which only show that the opponent is weak.
 
-Data parallelism is TF-Slim's here, whose replicas normalise their own samples.
+Data parallelism, the unit of steps, is the faster of two forms: copies of variables on replicas that normalise their
+own samples, or one copy and one update of each variable. TF-Slim has the latter's updates and the former's samples.
 """
 
 from __future__ import annotations
@@ -104,6 +105,18 @@ def claims_of(rows: Sequence[Row], search_seconds: float = SEARCH_SECONDS) -> li
     return claims
 
 
+def bands() -> dict[str, float]:
+    """Returns the limits of verdicts, as they are stored."""
+    limits = {
+        "reproduced within": REPRODUCED_WITHIN,
+        "reproduced, gains": REPRODUCED_GAIN,
+        "near within": NEAR_WITHIN,
+        "near, gains": NEAR_GAIN,
+        "same step as DP's graph": SAME_STEP,
+    }
+    return {name: round(limit, 6) for name, limit in limits.items()}
+
+
 def counts_of(claims: Sequence[Claim]) -> dict[str, Counter[str]]:
     """Returns part -> verdict -> number of claims about the paper's figures."""
     counts: dict[str, Counter[str]] = {}
@@ -194,7 +207,7 @@ def _table_5(row: Row) -> Iterator[_Figure]:
             reason = "" if verdict == "reproduced" else _why_ratio(row, what, theirs)
             name = f"{row.setting}: {{}}'s step over DP's"
             claim = Claim("table 5, steps over DP", name, f"{theirs:.2f}", f"{ours:.2f}", verdict, reason)
-            steps = row.outcomes["own_statistics"].seconds, row.outcomes[what].seconds
+            steps = row.outcomes[row.unit].seconds, row.outcomes[what].seconds
             yield _Figure(claim, NAMES[what], steps)
     for than in ("fast_t", "mp_dps"):
         yield _margin("table 5, margins", row, "fd_dps", than, paper.faster(than))

@@ -70,6 +70,11 @@ SEARCHES: Mapping[str, Callable[[OpGraph, Topology], OpPlacement]] = {
     "fd_dps": fd_dps,
 }
 """The other searches, in the order in which they run."""
+FORMS = ("own_statistics", "split_by_batch")
+"""Forms of data parallelism: copies of variables, all updated, or one of each, which is sent to all devices.
+
+TF-Slim's has one copy and one update, as the second, and replicas' own statistics, as the first.
+"""
 _OF_TABLE_7 = frozenset({"one_copy", "alone"})
 """Searches on four devices alone."""
 _ALSO_ON_ONE_DOCKER = frozenset({"split_by_batch", "dpos"})
@@ -104,6 +109,7 @@ class Outcome:
         peak_bytes: peak of the device that needs most.
         search_seconds: processor time of the search; 0 if nothing is searched.
         used: number of devices that run anything.
+        update_seconds: time of the updates at the end of data parallelism's step, all of which each device makes.
     """
 
     seconds: float
@@ -111,6 +117,12 @@ class Outcome:
     peak_bytes: float
     search_seconds: float = 0.0
     used: int = 0
+    update_seconds: float = 0.0
+
+    @property
+    def shared_seconds(self) -> float:
+        """The time of data parallelism's step if its devices shared the updates out, as ZeRO-1 does."""
+        return self.seconds - self.update_seconds * (1 - 1 / self.used)
 
 
 @dataclass(frozen=True)
@@ -157,9 +169,14 @@ class Row:
     lines: Mapping[str, Operator]
     lines_alone: Mapping[str, Operator]
 
-    def over(self, what: str, other: str = "own_statistics") -> float:
-        """Returns the ratio of two steps; replicas of TF-Slim, the paper's data parallelism, have own statistics."""
-        return self.outcomes[what].seconds / self.outcomes[other].seconds
+    @property
+    def unit(self) -> str:
+        """The faster form of data parallelism, in whose step others are measured."""
+        return min(FORMS, key=lambda name: self.outcomes[name].seconds)
+
+    def over(self, what: str) -> float:
+        """Returns the ratio of a step and data parallelism's in its faster form."""
+        return self.outcomes[what].seconds / self.outcomes[self.unit].seconds
 
     def faster(self, than: str, what: str = "fd_dps") -> float:
         """Returns the fraction by which a step is shorter than another: 1 - ours / theirs, as the paper computes it."""
@@ -290,7 +307,8 @@ def _opponents(graph: OpGraph, topology: Topology) -> dict[str, Outcome]:
 
 def _data_parallel(graph: OpGraph, topology: Topology, own_statistics: bool) -> Outcome:
     step = data_parallel(graph, topology, own_statistics=own_statistics)
-    return Outcome(step.seconds, step.peak_bytes <= MEMORY_BYTES, step.peak_bytes, used=topology.count)
+    fitting = step.peak_bytes <= MEMORY_BYTES
+    return Outcome(step.seconds, fitting, step.peak_bytes, used=topology.count, update_seconds=step.update_seconds)
 
 
 def _faster(one: Outcome, other: Outcome) -> Outcome:

@@ -1,16 +1,14 @@
-"""The results of FD-DPS's experiments as a document and a JSON file, with the paper's numbers beside ours."""
+"""The results of FD-DPS's experiments as a document, with the paper's numbers beside ours."""
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dapple_tf.tools.evaluation.operator_claims import (
     NAMES,
     OF_THE_PAPER,
     Claim,
-    claims_of,
     counts_of,
     least_possible,
     margin,
@@ -20,14 +18,15 @@ from dapple_tf.tools.evaluation.operator_experiments import (
     Operator,
     Outcome,
     Row,
-    from_record,
     settings,
-    to_record,
 )
 from dapple_tf.tools.evaluation.operator_models import MODELS
 from dapple_tf.tools.evaluation.operator_paper import FIGURE_4, TABLE_5, TABLE_6, TABLE_7
 from dapple_tf.tools.evaluation.operator_text import ASSUMED, BANDS, TITLE, reasons
-from dapple_tf.tools.evaluation.paper_report import Cell, Table
+from dapple_tf.tools.evaluation.paper_report import Cell, Table, appendix
+
+Outcomes = Mapping[str, Mapping[str, Any]]
+"""Change that must be noticed -> its `sensitivity.outcome`."""
 
 _FIGURE_4_COLUMNS = tuple(name for name in NAMES if name != "d_dps")
 _SEARCHED = ("fast_t", "mp_dps", "d_dps", "fd_dps")
@@ -78,11 +77,12 @@ def _table_5(rows: Iterable[Row]) -> Table:
             row.setting.model,
             row.setting.devices,
             *(_ms(row.outcomes[name]) for name in NAMES),
+            row.outcomes["own_statistics"].shared_seconds * 1e3,
             least_possible(row) * 1e3,
         ]
         for row in rows
     ]
-    header = ["model", "devices", *NAMES.values(), "even shares"]
+    header = ["model", "devices", *NAMES.values(), "DP, own statistics, updates shared out", "even shares"]
     return Table("table5", "Table 5: a step in each way, in simulated ms", header, lines)
 
 
@@ -229,69 +229,19 @@ def summary(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
     return f"{BANDS}\n{counted}\n\n{lacking}{held}\n{reasons(rows)}"
 
 
-# ---- files
+# ---- the document
 
 
-def write(rows: Sequence[Row], claims: Sequence[Claim], directory: pathlib.Path) -> None:
-    """Writes ``fd_dps.md`` and ``fd_dps.json``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {"rows": [to_record(row) for row in rows], "claims": [vars(claim) for claim in claims]}
-    (directory / "fd_dps.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def document(rows: Sequence[Row], claims: Sequence[Claim], outcomes: Outcomes) -> str:
+    """Returns the text of fd_dps.md.
+
+    Args:
+        rows: the rows.
+        claims: what is claimed of them.
+        outcomes: what comes of changes that must be noticed.
+    """
     cells: list[list[Cell]] = [[claim.name, claim.paper, claim.ours, claim.verdict, claim.reason] for claim in claims]
     claimed = Table("claims", "Claims", ["claim", "paper", "ours", "verdict", "reason"], cells)
     parts = [TITLE, summary(rows, claims), ASSUMED]
-    parts += [f"## {table.title}\n\n{table.markdown()}\n" for table in [*tables(rows), claimed] if table.rows]
-    (directory / "fd_dps.md").write_text("\n".join(parts), encoding="utf-8")
-
-
-def stored(path: pathlib.Path) -> tuple[list[Row], list[Claim]]:
-    """Reads the rows and claims that `write` has left."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [from_record(record) for record in content["rows"]], [Claim(**claim) for claim in content["claims"]]
-
-
-MOST_CHANGED = 0.02
-"""Share by which a recomputed step may differ from the stored one."""
-
-
-def differences(before: Sequence[Row], after: Sequence[Row], search_seconds: float) -> list[str]:
-    """Compares recomputed rows with stored ones.
-
-    Args:
-        before: all stored rows.
-        after: recomputed ones.
-        search_seconds: the limit of searches.
-
-    Returns:
-        A line for each step that differs by more than `MOST_CHANGED`, each count of operators that differs, and each
-        verdict that changed, but for those on times of searches.
-    """
-    lines = []
-    known = {row.setting: row for row in before}
-    for row in after:
-        old = known.get(row.setting)
-        if old is None:
-            lines.append(f"{row.setting}: isn't stored")
-            continue
-        pairs = {
-            "operators": (old.operators, row.operators),
-            "edges": (old.edges, row.edges),
-            **{
-                f"{name} ms": (old.outcomes[name].seconds * 1e3, outcome.seconds * 1e3)
-                for name, outcome in row.outcomes.items()
-                if name in old.outcomes
-            },
-        }
-        for name in old.outcomes.keys() ^ row.outcomes.keys():
-            lines.append(f"{row.setting}: {name} is in one of both only")
-        for name, (one, other) in pairs.items():
-            if abs(other - one) > MOST_CHANGED * abs(one):
-                lines.append(f"{row.setting}: {name}: {one:.6g} is stored, {other:.6g} computed")
-        was, now = ({claim.name: claim for claim in claims_of([one], search_seconds)} for one in (old, row))
-        for name in dict.fromkeys((*was, *now)):
-            if name not in was or name not in now:  # one number of ours has become two, or the other way round
-                lines.append(f"{name}: is {'stored' if name in was else 'computed'} only")
-            elif was[name].verdict != now[name].verdict and "searched in" not in name:
-                before_and_after = (f"{one[name].verdict} ({one[name].ours})" for one in (was, now))
-                lines.append("{}: was {}, is {}".format(name, *before_and_after))
-    return lines
+    all_tables = [*tables(rows), claimed, appendix(outcomes, "results-operators")]
+    return "\n".join([*parts, *(f"## {table.title}\n\n{table.markdown()}\n" for table in all_tables if table.rows)])

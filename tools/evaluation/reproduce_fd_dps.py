@@ -3,18 +3,19 @@
     python -m tools.evaluation.reproduce_fd_dps                        # computes all, compares with what is stored
     python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --dockers=false   # a row
     python -m tools.evaluation.reproduce_fd_dps --write                # stores all, and writes the document
-    python -m tools.evaluation.reproduce_fd_dps --write --missing      # computes and adds rows that aren't stored
+    python -m tools.evaluation.reproduce_fd_dps --write --missing      # computes and adds what isn't stored
     python -m tools.evaluation.reproduce_fd_dps --write --render       # writes the document, computes nothing
 
 Tables 3, 5, 6 and 7 and figures 4 and 5: the training steps of VGG-16, Inception-V3, ResNet-50, ResNet-200,
 PNASNet-mobile and NASNet-large on 2, 4 and 8 devices as fast as P100s. Their graphs are made by the passes of real
 training, and cached in build/operator_steps until something that they depend on changes.
 
-It exits with 1, and says which, if a step differs from the stored one by more than 2 %, or a verdict from the stored
-one. ``--write`` writes instead, to ``--directory``:
+It exits with 1, and says which, if a step differs from the stored one by more than 2 %; a verdict, its limits or a
+number of the paper from the stored ones; the document isn't what the stored rows give; or, with all rows, one of the
+changes in its appendix, made on purpose, goes unnoticed. ``--write`` writes instead, to ``--directory``:
 
     fd_dps.md       the verdicts, the tables, with the paper's numbers, and what was assumed
-    fd_dps.json     the rows that it is made of
+    fd_dps.json     the rows that it is made of, the claims and the bands
 
 and exits with 1 if demands on our own results fail: FD-DPS needs too much memory; its search takes more than 120 s of
 one core.
@@ -34,10 +35,13 @@ from collections.abc import Sequence
 from absl import flags
 
 from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import operator_sensitivity
 from dapple_tf.tools.evaluation.operator_claims import SEARCH_SECONDS, claims_of
 from dapple_tf.tools.evaluation.operator_experiments import DEVICES, Row, Setting, prepare, run, settings
 from dapple_tf.tools.evaluation.operator_models import MODELS
-from dapple_tf.tools.evaluation.operator_report import differences, stored, write
+from dapple_tf.tools.evaluation.operator_report import Outcomes
+from dapple_tf.tools.evaluation.operator_results import Stored, changed_document, differences, stored, write
+from dapple_tf.tools.evaluation.sensitivity import unnoticed
 
 FLAGS = flags.FlagValues()
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -129,18 +133,20 @@ def main() -> None:
     )
     _quiet()
     chosen = settings(_MODELS.value, counts, dockers=_DOCKERS.value)
-    known = stored(directory / "fd_dps.json")[0] if adds else []
+    before = stored(directory / "fd_dps.json") if adds or not _WRITE.value else Stored([], [], {}, {})
+    known = before.rows if adds else []
     if _MISSING.value:
         chosen = [setting for setting in chosen if setting not in {row.setting for row in known}]
     rows = [*known, *(reproduce(chosen, _JOBS.value) if chosen and not _RENDER.value else ())]
     if known:
         order = [str(setting) for setting in settings(list(MODELS))]
         rows.sort(key=lambda row: order.index(str(row.setting)))
+    outcomes = before.outcomes if partial or _RENDER.value else operator_sensitivity.tried(rows)
     if not _WRITE.value:
-        _compare(rows, directory / "fd_dps.json")
+        _compare(rows, outcomes, before, directory)
         return
     claims = claims_of(rows, _SEARCH_SECONDS.value)
-    write(rows, claims, directory)
+    write(rows, claims, outcomes, directory)
     failed = [claim for claim in claims if claim.verdict == "FAILED"]
     print(f"{len(claims)} claims, {len(failed)} of which fail; {directory / 'fd_dps.md'}")
     for claim in failed:
@@ -149,9 +155,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def _compare(rows: Sequence[Row], path: pathlib.Path) -> None:
-    lines = differences(stored(path)[0], rows, _SEARCH_SECONDS.value)
-    print(f"{len(rows)} rows, {len(lines)} differences from {path}")
+def _compare(rows: Sequence[Row], outcomes: Outcomes, before: Stored, directory: pathlib.Path) -> None:
+    limit = _SEARCH_SECONDS.value
+    lines = [*differences(before, rows, limit), *changed_document(before, directory)]
+    lines += unnoticed(outcomes, before.outcomes)
+    print(f"{len(rows)} rows, {len(lines)} differences from {directory / 'fd_dps.json'}")
     for line in lines:
         print(line)
     if lines:
