@@ -63,10 +63,11 @@ which an efficiency in figure 14 must change to count and what it is compared wi
 beside the first. That one is named for what it changes, and is the same for all claims of a table or figure.
 """
 _IDLE = (
-    "Last of what was chosen later, after a review, data parallelism as an opponent got its fastest number of devices, "
-    "since our planner and GPipe may leave devices idle, too. In the paper it has all of them, with which it stands in "
-    "columns of their own, and with which figure 14's claims on its scaling are judged. What the one and the other "
-    "make of figure 11's numbers at GBS 128, of which the first counts:"
+    "Last of what was chosen later, after reviews: data parallelism as an opponent has its fastest number of devices, "
+    "since our planner and GPipe may leave devices idle, too, and all of them, as in the paper. Figures 11 and 14 are "
+    "judged by both, and the worse verdict counts; figure 11's also with the paper's plans, which it is about. Before "
+    "that the first counted in figure 11 and the second in figure 14, by which two more had been reproduced. What the "
+    "one and the other make of our plans' numbers at GBS 128:"
 )
 
 

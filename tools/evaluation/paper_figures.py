@@ -277,16 +277,20 @@ def _figure_14(results: Results, step: float = _STEP) -> Iterator[Claim]:
             continue
         record = results[key]
         name = f"{key}: data parallelism scales worse from 8 to 10 devices, for the slow Ethernet"
-        if (parallel := _lost(record, "overlap")) is not None:
+        if (parallel := _lost(record, paper_figure_11.ALL)) is not None:
             lost, control = parallel
             slower = _for_the_ethernet(lost, control)
             ours = (
                 f"its efficiency {_efficiency(lost)}; with ten devices in one server {_efficiency(control)}; "
                 f"by {slower:.2%} for the Ethernet, of {step:.0%}"
             )
-            if (idle := _lost(record, "data parallelism")) is not None:
-                ours += f"; by {_for_the_ethernet(*idle):.2%} if it may leave devices idle"
             why = "with the batch that was assumed its all-reduce hides behind the last backward"
+            if (idle := _lost(record, paper_figure_11.BEST)) is not None:  # the worse counts
+                free = _for_the_ethernet(*idle)
+                ours += f"; by {free:.2%} if it may leave devices idle"
+                if free < step <= slower:
+                    why = "only on all devices: on its fastest number of them it loses less"
+                slower = min(slower, free)
             yield statement(name, "drops", ours, slower >= step, why)
         elif 8 in speedups_14(record, "overlap"):
             why = "the smallest slices, a profiled batch on each device, don't fit by Table 1's memory"
@@ -312,13 +316,17 @@ def other_steps(results: Results) -> str:
     texts = []
     for model in FIGURE_14_BATCHES:
         record = results.get(f"figure 14: {model}")
-        on_all, idle = (None if record is None else _lost(record, one) for one in ("overlap", "data parallelism"))
-        slower = 0.0 if on_all is None else _for_the_ethernet(*on_all)
-        if 0 <= slower - _STEP < _CLOSE:
-            texts.append(f'"scales worse" of {model} passes by {slower:.2%} against {_STEP:.0%}')
-        if idle is not None and (free := _for_the_ethernet(*idle)) < _STEP <= slower:
+        columns = (paper_figure_11.ALL, paper_figure_11.BEST)
+        on_all, idle = (None if record is None else _lost(record, column) for column in columns)
+        if on_all is None:
+            continue
+        slower = _for_the_ethernet(*on_all)
+        free = slower if idle is None else _for_the_ethernet(*idle)
+        if 0 <= min(slower, free) - _STEP < _CLOSE:
+            texts.append(f'"scales worse" of {model} passes by {min(slower, free):.2%} against {_STEP:.0%}')
+        if free < _STEP <= slower:
             texts.append(
-                f'"scales worse" of {model} would fail by {free:.2%} if data parallelism might leave devices idle'
+                f'"scales worse" of {model} fails by {free:.2%}, and would hold by {slower:.2%} on all devices'
             )
     for step in _OTHER_STEPS:
         turned = [

@@ -299,14 +299,14 @@ def _figure_11(results: Results) -> list[Table]:
     header += ["DP overlap on all devices ms", "speedup over that"]
     averages_header = ["setting", "config", "average speedup", "paper", "over DP on all devices"]
     note = (
-        f"Speedups and verdicts. The text's setting is *{paper_figure_11.TEXT}*. Of the others "
-        f"*{paper_figure_11.OTHER}* counts as otherwise, for all claims, for what it changes, the batch and with it "
-        "the time of slices smaller than profiled (there as long as those, at GBS 128 in proportion), and not for what "
-        "it gives; but only where the paper's plans reach the figure at this batch, too: what "
-        "ours alone reach isn't the paper's. That networks slower in B and C pay must hold for the paper's plans as "
-        "well, in each column. The rest is only shown. *Flat ring* is Table 4's GBS with one all-reduce ring through "
-        "all devices, which makes a difference in config A alone. Data parallelism has its fastest number of "
-        "devices in each cell."
+        "Speedups over data parallelism on its fastest number of devices and on all, and the worse verdict. The text's "
+        f"batch is *{paper_figure_11.TEXT.batch}*. Of the others *{paper_figure_11.OTHER.batch}* counts as otherwise, "
+        "for all claims, for what it changes, the batch and with it the time of slices smaller than profiled (there as "
+        "long as those, at GBS 128 in proportion), and not for what it gives. At either batch the worse of both "
+        "columns counts, with our plans and with the paper's: what ours alone reach isn't the paper's. The rest is "
+        "only shown. *Flat ring* is Table 4's GBS with one all-reduce ring through "
+        "all devices, which makes a difference in config A alone. Of networks slower in B and C speedups over the "
+        "fastest number of devices are shown."
     )
     by_setting = paper_figure_11.by_setting(results)
     columns = ["claim", "paper", *map(str, paper_figure_11.SETTINGS)]
@@ -360,8 +360,8 @@ def _figure_14(results: Results) -> Table:
     header = ["model", "GBS", "devices", "ours", "speedup", *_PARALLEL.values()]
     note = (
         "Ten devices in one server are a control: what their efficiency loses isn't for the link between servers. How "
-        'data parallelism scales is judged on all devices, as the paper has it; "DP overlap" may leave some idle, as '
-        "our plans may."
+        'data parallelism scales is judged on all devices, as the paper has it, and in "DP overlap", which may leave '
+        "some idle, as our plans may; the worse counts."
     )
     return Table("figure14", "Figure 14 (arXiv): strong scaling in config A", header, lines, note)
 
