@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import socket
+import subprocess
 
 import pytest
 from absl import app
@@ -14,6 +15,7 @@ from dapple_tf.tools.evaluation.bench_report import (
     check_output,
     markdown,
     own_command,
+    own_commit,
     read_results,
     write_results,
 )
@@ -32,7 +34,23 @@ def test_a_file_holds_the_newest_results_of_each_benchmark(tmp_path: pathlib.Pat
     assert results["one"]["kind"] == "measured" and results["two"]["kind"] == "simulated"
     assert results["two"]["machine"]["versions"]["torch"] == "0.0"
     assert results["one"]["command"] == own_command()
+    assert results["one"]["commit"] == own_commit()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_the_commit_of_the_code_is_recorded(tmp_path: pathlib.Path) -> None:
+    """No document of measured numbers said of which commit they are."""
+    assert own_commit(tmp_path) is None, "not a repository"
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@example.org")
+    (tmp_path / "code.py").write_text("1\n")
+    for arguments in (["init", "-q"], ["add", "code.py"], ["commit", "-q", "-m", "First"]):
+        subprocess.run([*git, *arguments], check=True)
+    commit = own_commit(tmp_path)
+    assert commit is not None and int(commit, 16)
+    (tmp_path / "results.json").write_text("{}\n")
+    assert own_commit(tmp_path) == commit, "untracked files don't count"
+    (tmp_path / "code.py").write_text("2\n")
+    assert own_commit(tmp_path) == f"{commit}+"
 
 
 def test_facts_are_about_the_machine_and_nobody(tmp_path: pathlib.Path) -> None:

@@ -7,13 +7,15 @@ One file holds the newest results of several benchmarks, each under its own name
       "kind": "measured",
       "command": "python -m tools.evaluation.bench_overhead --rounds=20",
       "machine": {"cpu": "...", "cores": 2, "versions": {...}, "date": "2026-01-31 12:00", ...},
+      "commit": "1a2b3c4d+",
       "records": [{"model": "small", "step_ms": 5.1, "ratio": {"low": 1.0, "median": 1.01, "high": 1.03}}, ...]
      }
     }
 
 A record is a mapping of plain values: the varied settings and the results. Names of numbers end with their unit
 (``_ms``, ``_s``, ``_mib``, ``_per_s``) unless they are counts or ratios. A number over several rounds is a
-`ratios.Quartiles`, in JSON a mapping as above. ``kind`` says what the numbers are: "measured" on that machine,
+`ratios.Quartiles`, in JSON a mapping as above. ``commit`` is that of the measured code, with a plus if files had been
+changed since, and null outside of a git repository. ``kind`` says what the numbers are: "measured" on that machine,
 "simulated", or "predicted" (computed without running anything). A program that writes such a file has the flag
 ``--json``, which `check_output` checks before anything is measured.
 """
@@ -25,6 +27,7 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +40,8 @@ from dapple_tf.tools.machine_facts import machine_facts
 KINDS = ("measured", "simulated", "predicted")
 
 Record = Mapping[str, Any]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+"""Folder of the measured code."""
 
 
 def write_results(
@@ -64,7 +69,13 @@ def write_results(
         raise ValueError(f"kind {kind!r} is unknown; use one of {', '.join(KINDS)}")
     file = pathlib.Path(path)
     earlier = read_results(file) if file.exists() else {}
-    entry = {"kind": kind, "command": own_command(), "machine": machine_facts(versions), "records": list(records)}
+    entry = {
+        "kind": kind,
+        "command": own_command(),
+        "machine": machine_facts(versions),
+        "commit": own_commit(),
+        "records": list(records),
+    }
     text = json.dumps({**earlier, name: entry}, indent=1, default=_plain) + "\n"
     fresh = file.with_name(f"{file.name}.new")
     fresh.write_text(text, encoding="utf-8")
@@ -134,6 +145,22 @@ def own_command() -> str:
             value = pathlib.PurePath(value).name
         shown.append(shlex.quote(f"{flag}{equals}{value}"))
     return " ".join([program, *shown])
+
+
+def own_commit(root: pathlib.Path = _ROOT) -> str | None:
+    """Returns the short commit of a folder's code, with a plus if tracked files differ from it; None without git.
+
+    Args:
+        root: a folder of the repository.
+    """
+    if shutil.which("git") is None:
+        return None
+    git = ("git", "-C", str(root))
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if commit.returncode:
+        return None  # an installed copy, or an archive
+    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    return commit.stdout.strip() + ("+" if changed.stdout or changed.returncode else "")
 
 
 def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
