@@ -43,12 +43,16 @@ def test_the_commit_of_the_code_is_recorded(tmp_path: pathlib.Path) -> None:
     assert own_commit(tmp_path) is None, "not a repository"
     git = ("git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@example.org")
     (tmp_path / "code.py").write_text("1\n")
-    for arguments in (["init", "-q"], ["add", "code.py"], ["commit", "-q", "-m", "First"]):
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    (results / "speed.json").write_text("{}\n")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "First"]):
         subprocess.run([*git, *arguments], check=True)
     commit = own_commit(tmp_path)
     assert commit is not None and int(commit, 16)
     (tmp_path / "results.json").write_text("{}\n")
-    assert own_commit(tmp_path) == commit, "untracked files don't count"
+    (results / "speed.json").write_text("{ }\n")
+    assert own_commit(tmp_path) == commit, "neither untracked files nor results count"
     (tmp_path / "code.py").write_text("2\n")
     assert own_commit(tmp_path) == f"{commit}+"
 

@@ -150,6 +150,8 @@ def own_command() -> str:
 def own_commit(root: pathlib.Path = _ROOT) -> str | None:
     """Returns the short commit of a folder's code, with a plus if tracked files differ from it; None without git.
 
+    Results in docs/results, which benchmarks write one after another, may differ.
+
     Args:
         root: a folder of the repository.
     """
@@ -159,7 +161,8 @@ def own_commit(root: pathlib.Path = _ROOT) -> str | None:
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     if commit.returncode:
         return None  # an installed copy, or an archive
-    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    code = ("--untracked-files=no", "--", ".", ":(exclude)docs/results")
+    changed = subprocess.run([*git, "status", "--porcelain", *code], capture_output=True, text=True)
     return commit.stdout.strip() + ("+" if changed.stdout or changed.returncode else "")
 
 
