@@ -310,7 +310,7 @@ def test_figure_11_has_one_setting_for_all_its_claims() -> None:
         tally = sum(int(part.split()[0]) for part in table[-1][column].split(", "))
         assert tally == len(claims)
     used = {claim.why.split("; ")[0] for claim in claims if claim.verdict == paper_verdicts.OTHERWISE}
-    assert used <= {f"at {paper_figure_11.OTHER}"}
+    assert used <= {f"at {paper_figure_11.OTHER.batch}"}
     assert (paper_figure_11.OTHER.plans, paper_figure_11.TEXT.plans) == ("ours", "ours")
 
 

@@ -124,7 +124,8 @@ def main() -> None:
     for text in changed:
         print(f"CHANGED: {text}")
     if changed:
-        sys.exit(f"{len(changed)} differences from {file}; --write accepts them")
+        print(f"{len(changed)} differences from {file}; --write accepts them")
+        sys.exit(1)
 
 
 if __name__ == "__main__":
