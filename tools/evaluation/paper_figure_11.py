@@ -133,7 +133,7 @@ def claims(results: Results) -> Iterator[Claim]:
         for way, (plans, opponent) in WAYS.items():
             speedups = slower_networks(results, Setting(TEXT.batch, plans), opponent).get(model)
             if speedups is not None:
-                texts.append("{:.2f}x at 25, {:.2f}x at 10 Gbit/s {}".format(*speedups, way).strip())
+                texts.append(f"{speedups[0]:.2f}x at 25, {speedups[1]:.2f}x at 10 Gbit/s {way}".strip())
                 reached.append(_gains_more(speedups))
         name = f"section 6.3: {model} gains more over DP the slower the network, GBS 128"
         why = "only in some of these ways" if any(reached) else "it gains as much"
