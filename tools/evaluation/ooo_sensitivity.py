@@ -11,6 +11,7 @@ from unittest import mock
 
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
+from dapple_tf.planning.planner import plan as best_plan
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.tools.evaluation import ooo_claims, ooo_parallel, ooo_pipelines
 from dapple_tf.tools.evaluation.ooo_claims import Claim, Record, Records
@@ -60,10 +61,8 @@ def _uneven_blocks() -> AbstractContextManager[object]:
 
 
 def _one_policy() -> AbstractContextManager[object]:
-    original = ooo_pipelines.best_plan
-
     def changed(*args: Any, **options: Any) -> Plan:
-        return original(*args, **{**options, "schedule": "gpipe"})
+        return best_plan(*args, **{**options, "schedule": "gpipe"})
 
     return mock.patch.object(ooo_pipelines, "best_plan", changed)
 

@@ -124,7 +124,7 @@ def _other_verdicts(was: Mapping[str, Claim], now: Mapping[str, Claim]) -> Itera
 def _other_numbers(old: Row, row: Row) -> Iterator[str]:
     for name in old.outcomes.keys() ^ row.outcomes.keys():
         yield f"{row.setting}: {name} is in one of both only"
-    pairs = {
+    pairs: dict[str, tuple[float, float]] = {
         "operators": (old.operators, row.operators),
         "edges": (old.edges, row.edges),
     }
