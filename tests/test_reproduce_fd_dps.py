@@ -14,7 +14,13 @@ from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import operator_claims, operator_models, operator_sensitivity, reproduce_fd_dps
+from dapple_tf.tools.evaluation import (
+    operator_claims,
+    operator_models,
+    operator_sensitivity,
+    operator_sweep,
+    reproduce_fd_dps,
+)
 from dapple_tf.tools.evaluation.operator_claims import (
     SEARCH_SECONDS,
     bands,
@@ -41,7 +47,14 @@ from dapple_tf.tools.evaluation.operator_experiments import (
 from dapple_tf.tools.evaluation.operator_models import MODELS, flat_step, flatten_step
 from dapple_tf.tools.evaluation.operator_paper import TABLE_5, TABLE_6, TABLE_7
 from dapple_tf.tools.evaluation.operator_report import tables
-from dapple_tf.tools.evaluation.operator_results import Stored, changed_document, differences, stored, write
+from dapple_tf.tools.evaluation.operator_results import (
+    Stored,
+    changed_document,
+    changed_sweep,
+    differences,
+    stored,
+    write,
+)
 from dapple_tf.tools.evaluation.operator_text import reasons
 from dapple_tf.tools.evaluation.sensitivity import Change
 from graph_passes.analysis.split_rules import Split
@@ -106,13 +119,13 @@ STORED = pathlib.Path(__file__).parents[1] / "docs" / "results" / "fd_dps.json"
 
 def test_stored_claims_are_those_of_the_stored_rows(tmp_path: pathlib.Path) -> None:
     """`make results-operators` has left them, and the document beside them."""
-    rows, claims, limits, outcomes = stored(STORED)
+    rows, claims, limits, outcomes, sweep = stored(STORED)
     assert rows and limits == bands()
     assert [row.setting for row in rows] == [one for one in settings(list(MODELS)) if one in {r.setting for r in rows}]
     assert claims_of(rows) == claims
     assert not [claim for claim in claims if claim.verdict == "FAILED"]
     assert all(claim.reason or claim.verdict in ("reproduced", "holds") for claim in claims)
-    write(rows, claims, outcomes, tmp_path)
+    write(rows, claims, outcomes, sweep, tmp_path)
     for name in ("fd_dps.md", "fd_dps.json"):
         assert (tmp_path / name).read_text() == STORED.with_name(name).read_text()
 
@@ -400,7 +413,7 @@ def test_document(tmp_path: pathlib.Path) -> None:
     assert [table.name for table in tables(rows)] == [
         *("table3", "table5", "table5_gains", "table5_paper", "table6", "table7", "figure4", "figure5")
     ]
-    write(rows, claims_of(rows), {}, tmp_path)
+    write(rows, claims_of(rows), {}, [], tmp_path)
     document = (tmp_path / "fd_dps.md").read_text()
     times = "(8000) | 2100 | 2000 | 2100 | 3000 | 2000 | 1800 | 2000 | 1800 | 1700 | 1500 | 2000 | 1000"
     assert f"| NASNet-large | 8 | {times} |" in document
@@ -432,7 +445,7 @@ def test_differences_beyond_two_percent_and_other_verdicts_are_named() -> None:
 
 def holding(*rows: Row) -> Stored:
     """What is stored of rows."""
-    return Stored([*rows], claims_of(rows), bands(), {})
+    return Stored([*rows], claims_of(rows), bands(), {}, [])
 
 
 def test_limits_of_verdicts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,10 +486,25 @@ def test_another_number_of_the_paper_or_band_fails(change: Change | None, monkey
 
 def test_another_document_is_a_difference(tmp_path: pathlib.Path) -> None:
     before = holding(row(Setting("VGG-16", 4)))
-    write(before.rows, before.claims, {}, tmp_path)
+    write(before.rows, before.claims, {}, [], tmp_path)
     assert changed_document(before, tmp_path) == []
     (tmp_path / "fd_dps.md").write_text("nothing")
     assert changed_document(before, tmp_path) == [f"{tmp_path / 'fd_dps.md'}: isn't what the stored rows give"]
+
+
+@pytest.mark.thorough
+def test_steps_of_towers_are_as_stored() -> None:
+    assert changed_sweep(stored(STORED), operator_sweep.towers(256)) == []
+
+
+def test_other_steps_of_towers_are_differences() -> None:
+    before = stored(STORED)
+    first, second = before.sweep[:2]
+    assert changed_sweep(before, before.sweep) == []
+    assert changed_sweep(before, [first._replace(copies=first.copies * 1.03), second._replace(devices=3)]) == [
+        f"towers, 256 samples, 2 devices: copies: {first.copies:.6g} is stored, {first.copies * 1.03:.6g} computed",
+        "towers, 256 samples, 3 devices: isn't stored",
+    ]
 
 
 def test_the_unit_of_steps_is_the_faster_form_of_data_parallelism() -> None:

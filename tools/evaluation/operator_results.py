@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dapple_tf.tools.evaluation.operator_claims import Claim, bands, claims_of
 from dapple_tf.tools.evaluation.operator_experiments import Row, from_record, to_record
 from dapple_tf.tools.evaluation.operator_report import Outcomes, document
+from dapple_tf.tools.evaluation.operator_sweep import Towers
 
 MOST_CHANGED = 0.02
 """Share by which a recomputed step may differ from the stored one."""
@@ -23,15 +24,23 @@ class Stored(NamedTuple):
         claims: what is claimed of them.
         bands: limits of verdicts, `operator_claims.bands`.
         outcomes: what comes of changes that must be noticed.
+        sweep: the steps of `operator_sweep`.
     """
 
     rows: list[Row]
     claims: list[Claim]
     bands: Mapping[str, float]
     outcomes: Outcomes
+    sweep: list[Towers]
 
 
-def write(rows: Sequence[Row], claims: Sequence[Claim], outcomes: Outcomes, directory: pathlib.Path) -> None:
+def write(
+    rows: Sequence[Row],
+    claims: Sequence[Claim],
+    outcomes: Outcomes,
+    sweep: Sequence[Towers],
+    directory: pathlib.Path,
+) -> None:
     """Writes ``fd_dps.md`` and ``fd_dps.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {
@@ -39,9 +48,10 @@ def write(rows: Sequence[Row], claims: Sequence[Claim], outcomes: Outcomes, dire
         "rows": [to_record(row) for row in rows],
         "claims": [vars(claim) for claim in claims],
         "sensitivity": outcomes,
+        "sweep": [one._asdict() for one in sweep],
     }
     (directory / "fd_dps.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (directory / "fd_dps.md").write_text(document(rows, claims, outcomes), encoding="utf-8")
+    (directory / "fd_dps.md").write_text(document(rows, claims, outcomes, sweep), encoding="utf-8")
 
 
 def stored(path: pathlib.Path) -> Stored:
@@ -49,7 +59,8 @@ def stored(path: pathlib.Path) -> Stored:
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = [from_record(record) for record in content["rows"]]
     claims = [Claim(**claim) for claim in content["claims"]]
-    return Stored(rows, claims, content.get("bands", {}), content.get("sensitivity", {}))
+    sweep = [Towers(**one) for one in content.get("sweep", [])]
+    return Stored(rows, claims, content.get("bands", {}), content.get("sensitivity", {}), sweep)
 
 
 def differences(before: Stored, after: Sequence[Row], search_seconds: float) -> list[str]:
@@ -82,6 +93,27 @@ def differences(before: Stored, after: Sequence[Row], search_seconds: float) -> 
     return lines
 
 
+def changed_sweep(before: Stored, after: Sequence[Towers]) -> list[str]:
+    """Returns the steps of `operator_sweep` that differ from the stored ones by more than `MOST_CHANGED`.
+
+    Args:
+        before: all that is stored.
+        after: recomputed steps.
+    """
+    known = {(one.samples, one.devices): one for one in before.sweep}
+    lines = []
+    for one in after:
+        where = f"towers, {one.samples} samples, {one.devices} devices"
+        old = known.get((one.samples, one.devices))
+        if old is None:
+            lines.append(f"{where}: isn't stored")
+            continue
+        for name, was, now in zip(one._fields, old, one, strict=True):
+            if abs(now - was) > MOST_CHANGED * abs(was):
+                lines.append(f"{where}: {name}: {was:.6g} is stored, {now:.6g} computed")
+    return lines
+
+
 def changed_document(before: Stored, directory: pathlib.Path) -> list[str]:
     """Returns whether fd_dps.md isn't what the stored rows and claims give.
 
@@ -90,7 +122,7 @@ def changed_document(before: Stored, directory: pathlib.Path) -> list[str]:
         directory: folder of the document.
     """
     path = directory / "fd_dps.md"
-    text = document(before.rows, before.claims, before.outcomes)
+    text = document(before.rows, before.claims, before.outcomes, before.sweep)
     same = path.exists() and path.read_text(encoding="utf-8") == text
     return [] if same else [f"{path}: isn't what the stored rows give"]
 

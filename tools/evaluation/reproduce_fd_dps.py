@@ -35,12 +35,20 @@ from collections.abc import Sequence
 from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import operator_sensitivity
+from dapple_tf.tools.evaluation import operator_sensitivity, operator_sweep
 from dapple_tf.tools.evaluation.operator_claims import SEARCH_SECONDS, claims_of
 from dapple_tf.tools.evaluation.operator_experiments import DEVICES, Row, Setting, prepare, run, settings
 from dapple_tf.tools.evaluation.operator_models import MODELS
 from dapple_tf.tools.evaluation.operator_report import Outcomes
-from dapple_tf.tools.evaluation.operator_results import Stored, changed_document, differences, stored, write
+from dapple_tf.tools.evaluation.operator_results import (
+    Stored,
+    changed_document,
+    changed_sweep,
+    differences,
+    stored,
+    write,
+)
+from dapple_tf.tools.evaluation.operator_sweep import Towers
 from dapple_tf.tools.evaluation.sensitivity import unnoticed
 
 FLAGS = flags.FlagValues()
@@ -133,7 +141,7 @@ def main() -> None:
     )
     _quiet()
     chosen = settings(_MODELS.value, counts, dockers=_DOCKERS.value)
-    before = stored(directory / "fd_dps.json") if adds or not _WRITE.value else Stored([], [], {}, {})
+    before = stored(directory / "fd_dps.json") if adds or not _WRITE.value else Stored([], [], {}, {}, [])
     known = before.rows if adds else []
     if _MISSING.value:
         chosen = [setting for setting in chosen if setting not in {row.setting for row in known}]
@@ -141,12 +149,14 @@ def main() -> None:
     if known:
         order = [str(setting) for setting in settings(list(MODELS))]
         rows.sort(key=lambda row: order.index(str(row.setting)))
-    outcomes = before.outcomes if partial or _RENDER.value else operator_sensitivity.tried(rows)
+    keep = partial or _RENDER.value
+    outcomes = before.outcomes if keep else operator_sensitivity.tried(rows)
+    steps = before.sweep if keep else operator_sweep.sweep()
     if not _WRITE.value:
-        _compare(rows, outcomes, before, directory)
+        _compare(rows, outcomes, steps, before, directory)
         return
     claims = claims_of(rows, _SEARCH_SECONDS.value)
-    write(rows, claims, outcomes, directory)
+    write(rows, claims, outcomes, steps, directory)
     failed = [claim for claim in claims if claim.verdict == "FAILED"]
     print(f"{len(claims)} claims, {len(failed)} of which fail; {directory / 'fd_dps.md'}")
     for claim in failed:
@@ -155,10 +165,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def _compare(rows: Sequence[Row], outcomes: Outcomes, before: Stored, directory: pathlib.Path) -> None:
-    limit = _SEARCH_SECONDS.value
-    lines = [*differences(before, rows, limit), *changed_document(before, directory)]
-    lines += unnoticed(outcomes, before.outcomes)
+def _compare(
+    rows: Sequence[Row], outcomes: Outcomes, steps: Sequence[Towers], before: Stored, directory: pathlib.Path
+) -> None:
+    lines = [*differences(before, rows, _SEARCH_SECONDS.value), *changed_sweep(before, steps)]
+    lines += [*changed_document(before, directory), *unnoticed(outcomes, before.outcomes)]
     print(f"{len(rows)} rows, {len(lines)} differences from {directory / 'fd_dps.json'}")
     for line in lines:
         print(line)
