@@ -74,7 +74,7 @@ class Question:
         cuts, devices = parse_stages(data["stages"])
         numbers = {name: _whole(name, data[name]) for name in ("micro_batches", "global_batch_size")}
         schedules = {name: name for name in (*POLICIES, *STREAM_POLICIES)} | ({} if own is None else {own.name: own})
-        if data["schedule"] not in schedules:
+        if data["schedule"] not in tuple(schedules):
             raise QuestionError(f"schedule is {short(data['schedule'])}; use one of {', '.join(schedules)}")
         modes = tuple(data["recompute"].split(",")) if isinstance(data["recompute"], str) else (data["recompute"],)
         for mode in modes:
