@@ -19,6 +19,7 @@ from dapple_tf.planning.early_reductions import cut_trials
 from dapple_tf.planning.fastest_reductions import with_fastest_reductions
 from dapple_tf.planning.out_of_order_plans import with_task_seconds
 from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES
@@ -89,8 +90,11 @@ class _Search:
     def vary(self) -> None:
         """Tries the leading plans, and the best of each kind of stages if there are few, under every policy.
 
-        The best of all is then tried in chunks.
+        Before that, each stage of the leading plans may keep what its own memory suffices for. The best of all is then
+        tried in chunks.
         """
+        for plan in sorted(self.times, key=lambda plan: self.times[plan])[:_VARIED]:
+            self.add(other for other in recomputing_by_stage(plan, self.request) if other.cuts == plan.cuts)
         ranked = sorted(self.times, key=lambda plan: self.times[plan])
         kinds: dict[object, Plan] = {}
         for plan in ranked:
