@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.device_values import Holding, host_of, read_shards
 from graph_passes.ir.graph import AttrValue, Builder, Ref, dtype_attr, dtypes_attr
 from graph_passes.ir.outline import FunctionDef, call_node, placeholder
 from graph_passes.ir.program import Variable
@@ -20,19 +19,14 @@ from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
 _STRING = types_pb2.DT_STRING
 
 
-def host_of(device: str) -> str:
-    """Returns the name of the CPU of a device's server."""
-    spec = tf.DeviceSpec.from_string(device)
-    return str(spec.replace(device_type="CPU", device_index=0).to_string())
-
-
 class SnapshotGraph:
     """Nodes that take a snapshot of all variables, and nodes that write it to files.
 
     A snapshot is a list of tensors in the server's memory (a staging area), not a copy: reading a variable gives its
     buffer, and TensorFlow's updates, even in-place ones, don't overwrite a buffer that someone else holds. On CPUs a
     snapshot thus costs no time, and memory only for variables that are updated before they are written; from GPUs,
-    variables are copied to their server's memory.
+    variables are copied to their server's memory. Shards of variables are joined in the memory of
+    the server that writes them, so that files don't tell that there were any.
 
     Attributes:
         name: the graph's name within the session's graph; the prefix of its functions' names.
@@ -64,11 +58,16 @@ class SnapshotGraph:
             shard = f"shard-{number}"
             values: list[Ref] = []
             variables: list[Variable] = []
-            for index, (device, own) in enumerate(devices.items()):
-                read = read_function(f"{name}_{shard}_read{index}", own)
-                functions.append(read)
-                node = builder.append(call_node(f"{shard}/read{index}", read, [], device=device)).node
-                values += [Ref(node, output) for output in range(len(own))]
+            for index, (places, own) in enumerate(devices.items()):
+                if len(places) > 1:
+                    joined, called = read_shards(builder, f"{name}_{shard}_read{index}", places, own, host)
+                    values += joined
+                    functions += called
+                else:
+                    read = read_function(f"{name}_{shard}_read{index}", own)
+                    functions.append(read)
+                    node = builder.append(call_node(f"{shard}/read{index}", read, [], device=places[0])).node
+                    values += [Ref(node, output) for output in range(len(own))]
                 variables += own
             dtypes = dtypes_attr([variable.dtype for variable in variables])
             area = {"dtypes": dtypes, "shared_name": f"dapple_{name}_{shard}", "capacity": 0, "memory_limit": 0}
@@ -90,19 +89,22 @@ class SnapshotGraph:
         merge_library(self.graph, functions)
 
 
-def _shared_out(holdings: Sequence[Holding], keys: Mapping[str, str]) -> dict[str, dict[str, list[Variable]]]:
-    """Returns server -> device -> the variables that the server writes and reads from the device."""
+def _shared_out(
+    holdings: Sequence[Holding], keys: Mapping[str, str]
+) -> dict[str, dict[tuple[str, ...], list[Variable]]]:
+    """Returns server -> device, or all devices with shards -> the variables that the server writes and reads there."""
     kept: dict[str, tuple[Variable, tuple[str, ...]]] = {}
     for holding in holdings:
         for variable in holding.variables:
             if variable.name in keys:
                 kept.setdefault(variable.name, (variable, holding.devices))  # Counters are equal in all groups.
-    shares: dict[str, dict[str, list[Variable]]] = {}
+    shares: dict[str, dict[tuple[str, ...], list[Variable]]] = {}
     load = {host_of(device): 0 for _, devices in kept.values() for device in devices}
     for variable, devices in sorted(kept.values(), key=lambda item: _bytes(item[0]), reverse=True):
         device = min(devices, key=lambda name: load[host_of(name)])
         load[host_of(device)] += _bytes(variable)
-        shares.setdefault(host_of(device), {}).setdefault(device, []).append(variable)
+        places = (device,) if variable.shards == 1 else devices
+        shares.setdefault(host_of(device), {}).setdefault(places, []).append(variable)
     return {host: shares[host] for host in load if host in shares}
 
 
@@ -169,6 +171,7 @@ class RestoreGraph:
             functions.append(function)
             for replica, device in enumerate(holding.devices):
                 values = [read[host_of(device), variable.name] for variable in own]
+                values += holding.number(builder, device) if own else []
                 label = f"{holding.label}/replica{replica}"
                 call = call_node(label, function, values, device=device, control=[barrier])
                 self.nodes.append(builder.append(call).node)

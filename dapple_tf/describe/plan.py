@@ -72,6 +72,7 @@ class PlanOptions(TypedDict, total=False):
     reduction_order: str
     shares: tuple[tuple[int, ...], ...] | None
     relays: tuple[int, ...]
+    optimizer_shards: bool
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class Plan(JsonFile):
         relays: stages that hand on what they read: a later stage gets a tensor from the nearest stage that has it, its
             maker or a relay that reads it as well, rather than always from its maker. Gradients return the same way,
             added up by relays.
+        optimizer_shards: whether the replicas of a stage update its parameters together: gradients are reduce-scattered,
+            each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are all-gathered. For
+            optimizers that update each element by itself.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -150,6 +154,7 @@ class Plan(JsonFile):
     reduction_order: str = "completion"
     shares: tuple[tuple[int, ...], ...] | None = None
     relays: tuple[int, ...] = ()
+    optimizer_shards: bool = False
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -303,7 +308,7 @@ class Plan(JsonFile):
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
-        later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
+        later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays", "optimizer_shards"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -493,7 +498,7 @@ class Plan(JsonFile):
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        for name in ("jit_compile", "wait_free"):
+        for name in ("jit_compile", "wait_free", "optimizer_shards"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:

@@ -28,7 +28,7 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import CapturedProgram, on_host
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.on_workers import Address, address_of, read_by
-from dapple_tf.frontend.optimizer import needs_all_gradients
+from dapple_tf.frontend.optimizer import check_shards, needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes
@@ -88,7 +88,10 @@ class Engine:
             raise DappleError(
                 "this cluster is a description without real devices: it can be planned for, not trained on"
             )
-        if plan.carried_updates and plan.num_stages > 1 and needs_all_gradients(model.optimizer):
+        if plan.optimizer_shards:
+            check_shards(model.optimizer)
+        apart = plan.num_stages > 1 or plan.optimizer_shards
+        if plan.carried_updates and apart and needs_all_gradients(model.optimizer):
             raise DappleError(
                 f"carried_updates is {plan.carried_updates}, but the optimizer needs all gradients before it updates "
                 f"anything (global_clipnorm, or the loss scale's check for non-finite gradients): set carried_updates=0"

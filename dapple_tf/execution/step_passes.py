@@ -67,6 +67,12 @@ class StepPasses:
         """Names of the devices that keep the variables of each stage's replicas."""
         return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
 
+    def shards(self, stages: Sequence[int]) -> int:
+        """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
+        if not self.plan.optimizer_shards:
+            return 1
+        return len({device for stage in stages for device in self.owner_devices[stage]})
+
     def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
         names = self.cluster.device_names
         return tuple(tuple(names[device] for device in replicas) for replicas in devices)
@@ -123,7 +129,7 @@ class StepPasses:
             return ()
         keys = [update.stages for update in updates]
         order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
-        carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
+        carried = [keys[index] for index in order[-count:] if not updates[index].has_rows]
         return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
 
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:

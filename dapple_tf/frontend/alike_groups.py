@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -49,14 +49,17 @@ class AlikeGroups:
                 self._slots[name], self._slot_of[place] = place, name
         self._traced: dict[Hashable, tuple[Sequence[str], Captured]] = {}
 
-    def captured(self, names: Sequence[str], trace: Callable[[], Captured]) -> Captured:
+    def captured(
+        self, names: Sequence[str], trace: Callable[[], Captured], dense: Container[str] = frozenset()
+    ) -> Captured:
         """Returns the optimizer's part for a group: a trace, or an alike group's with this one's variables.
 
         Args:
             names: the group's parameters.
             trace: traces the optimizer on them.
+            dense: those whose gradient is given whole, even if it is rows otherwise.
         """
-        key = tuple(self._kind(name) for name in names)
+        key = tuple(self._kind(name, name in dense) for name in names)
         if not self._shares or None in key:
             return trace()
         if key in self._traced:
@@ -67,12 +70,13 @@ class AlikeGroups:
         self._traced.setdefault(key, (names, captured))
         return captured
 
-    def _kind(self, name: str) -> Hashable:
+    def _kind(self, name: str, dense: bool) -> Hashable:
         """Returns what an update of a parameter depends on besides values; None if that can't be told."""
         variable = self._table.keras_variables[name]
         if type(variable) is not keras.Variable or variable.constraint is not None:
             return None
-        return tuple(variable.shape), variable.dtype, self._sliced.get(name), decays(self._inner, variable)
+        rows = None if dense else self._sliced.get(name)
+        return tuple(variable.shape), variable.dtype, rows, decays(self._inner, variable)
 
     def _renamed(self, others: Sequence[str], captured: Captured, names: Sequence[str]) -> Captured | None:
         """Returns the part of a group with the variables of another one; None if one of them can't be told."""

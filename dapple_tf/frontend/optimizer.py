@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,8 +18,9 @@ from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted
 from graph_passes.analysis.gradient_flow import gradients_behind
+from graph_passes.analysis.sharded_update import CoupledElements, fits_shards, sharded_update
 from graph_passes.ir.graph import Graph, Ref
-from graph_passes.ir.group_update import Captured, GroupUpdate
+from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.program import VariableKind
 from graph_passes.ir.tensorflow_bridge import make_constant
 
@@ -86,6 +87,7 @@ def capture_updates(
     groups: Mapping[tuple[int, ...], Sequence[str]],
     sliced: Mapping[str, tf.DType],
     loss_dtype: tf.DType,
+    shards: Mapping[tuple[int, ...], int] | None = None,
 ) -> tuple[GroupUpdate, ...]:
     """Traces the optimizer for each parameter group.
 
@@ -100,12 +102,18 @@ def capture_updates(
         groups: the stages that read some parameters -> the names of the parameters with a gradient.
         sliced: parameters whose gradient is given as rows -> dtype of the rows' indices.
         loss_dtype: dtype of the loss.
+        shards: stages of a group -> number of devices that update it together, a shard each; groups that aren't in it
+            are updated whole by each of their devices.
 
     Raises:
-        CaptureError: the optimizer couples variables or gradients of several groups.
+        CaptureError: the optimizer couples variables or gradients of several groups, or elements that are in different
+            shards.
     """
-    split = len(groups) > 1
-    if split and not _by_keras(optimizer):
+    counts = shards or {}
+    if counts:
+        check_shards(optimizer)
+    split = len(groups) > 1 or bool(counts)
+    if split and len(groups) > 1 and not _by_keras(optimizer):
         _check_apart(optimizer, table, list(groups.values()), sliced)
     clip_norm = inner_optimizer(optimizer).global_clipnorm if split else None
     guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -113,22 +121,72 @@ def capture_updates(
     needs = bool(clip_norm) or guarded
     alike = AlikeGroups(optimizer, table, sliced)
 
-    def apply(names: Sequence[str]) -> Captured:
-        return alike.captured(
-            names, lambda: _capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded)
+    def of_group(stages: tuple[int, ...], names: Sequence[str]) -> GroupUpdate:
+        count = counts.get(stages, 1)
+        dense = frozenset(name for name in names if count > 1 and fits_shards(table.describe(name).shape, count))
+        rows = {name: dtype for name, dtype in sliced.items() if name not in dense}
+        apply = alike.captured(
+            names, lambda: _capture_apply(optimizer, table, names, rows, clip_norm, guarded=guarded), dense
+        )
+        whole = [name for name in names if name not in dense]
+        shards = None
+        if dense:
+            _check_rows(optimizer, dense & sliced.keys())
+            statistics = _capture(table, sorted(dense), {}, _statistics, flat=True) if needs else None
+            shards = Shards(dense, dense & sliced.keys(), statistics)
+            apply = _in_shards(optimizer, apply, count)
+        return GroupUpdate(
+            stages,
+            apply=apply,
+            statistics=_capture(table, whole, rows, _statistics) if needs and whole else None,
+            loss_scale=_capture_loss_scale(optimizer, table, loss_dtype) if scaled else None,
+            shards=shards,
         )
 
-    updates = [
-        GroupUpdate(
-            stages,
-            apply=apply(names),
-            statistics=_capture(table, names, sliced, _statistics) if needs else None,
-            loss_scale=_capture_loss_scale(optimizer, table, loss_dtype) if scaled else None,
-        )
-        for stages, names in groups.items()
-    ]
+    updates = [of_group(stages, names) for stages, names in groups.items()]
     uses = Counter(v.name for update in updates for v in update.apply.variables.values())
     return tuple(_with_own_counters(update, {name for name, count in uses.items() if count > 1}) for update in updates)
+
+
+def check_shards(optimizer: Any) -> None:
+    """Refuses settings of an optimizer that need all elements of a gradient, for updates in shards.
+
+    Raises:
+        CaptureError: there is one; the text names it.
+    """
+    inner = inner_optimizer(optimizer)
+    if inner.clipnorm:
+        raise CaptureError(
+            f"optimizer {type(inner).__name__} clips the norm of each gradient (clipnorm={inner.clipnorm:g}), but with "
+            f"optimizer_shards=True a device has only a part of it; clip by clipvalue or global_clipnorm, or leave "
+            f"optimizer_shards out"
+        )
+
+
+def _check_rows(optimizer: Any, names: Collection[str]) -> None:
+    """Refuses settings that tell rows of one gradient with the same index apart, which shards add up before."""
+    inner = inner_optimizer(optimizer)
+    for setting in ("clipvalue", "global_clipnorm"):
+        value = getattr(inner, setting)
+        if value and names:
+            raise CaptureError(
+                f"optimizer {type(inner).__name__} clips the rows of the gradient of {sorted(names)[0]!r} before they "
+                f"are added up ({setting}={value:g}), but with optimizer_shards=True a device has a part of their sum; "
+                f"leave out {setting} or optimizer_shards"
+            )
+
+
+def _in_shards(optimizer: Any, apply: Captured, count: int) -> Captured:
+    """Returns the optimizer's part for a group of which each of ``count`` devices updates a shard."""
+    try:
+        return sharded_update(apply, count)
+    except CoupledElements as error:
+        inner = type(inner_optimizer(optimizer)).__name__
+        raise CaptureError(
+            f"optimizer {inner} computes {error.computation}, but with optimizer_shards=True a device has only a part "
+            f"of them; use an optimizer that updates each element by itself, such as SGD, Adam or AdamW, or leave "
+            f"optimizer_shards out"
+        ) from error
 
 
 def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpdate:
@@ -289,8 +347,9 @@ def _capture(
     computation: Callable[[Gradients, tf.Tensor | None], list[tf.Tensor]],
     *,
     wants_totals: bool = False,
+    flat: bool = False,
 ) -> Captured:
-    """Traces a computation on gradients and variables."""
+    """Traces a computation on gradients and variables; ``flat`` on vectors of any number of a gradient's elements."""
     specs: list[tf.TensorSpec] = []
     places: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -299,7 +358,7 @@ def _capture(
             specs += [tf.TensorSpec((None, *variable.shape[1:]), variable.dtype), tf.TensorSpec([None], sliced[name])]
             places[name] = (len(specs) - 2, len(specs) - 1)
         else:
-            specs.append(tf.TensorSpec(variable.shape, variable.dtype))
+            specs.append(tf.TensorSpec([None] if flat else variable.shape, variable.dtype))
             places[name] = (len(specs) - 1,)
     if wants_totals:
         specs.append(tf.TensorSpec([2], tf.float64))

@@ -8,12 +8,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from tensorflow.core.framework import types_pb2
+
 from dapple_tf.frontend.initialization import Initial
-from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.device_values import Holding, host_of
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, shape_attr
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Variable
-from graph_passes.ir.storage import assign, handle, merge_library, read_function
+from graph_passes.ir.storage import (
+    assign,
+    assign_function,
+    handle,
+    join_function,
+    merge_library,
+    read_function,
+    shard_of,
+    sharded,
+)
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
@@ -42,6 +53,22 @@ class _Chains:
         fresh = self.builder.names.fresh(name)
         self._last[device] = fresh
         return self.builder.append(call_node(fresh, function, inputs, device=device, control=control))
+
+    def assign(self, variable: Variable, value: Ref, holding: Holding, device: str) -> None:
+        """Assigns a whole value, or its shard of it, to a variable on a device of its holding."""
+        name = f"{variable.storage_name}/assign"
+        function = assign_function(self.function_name(f"{name} {variable.shards}"), [variable])
+        self.call(name, function, [value, *holding.number(self.builder, device)], device)
+
+    def value(self, variable: Variable, holding: Holding) -> Ref:
+        """Returns the whole value of a variable of a holding: of its first device, or of all devices' shards."""
+        name = variable.storage_name
+        read = read_function(self.function_name(f"{name}/read {variable.shards}"), [variable])
+        if not holding.sharded:
+            return self.call(f"{name}/read", read, [], holding.devices[0])
+        shards = [self.call(f"{name}/read", read, [], device) for device in holding.devices]
+        join = join_function(self.function_name(f"{name}/join"), [variable])
+        return self.call(f"{name}/join", join, shards, host_of(holding.devices[0]))
 
     def finished(self) -> tuple[GraphDef, list[str]]:
         """Returns the graph, and the last node of each device."""
@@ -74,17 +101,19 @@ def initialization(
         if chosen:
             function = _initializing(chains.function_name(holding.label), chosen, initials)
             for replica, device in enumerate(holding.devices):
-                chains.call(f"{holding.label}/replica{replica}", function, [], device)
-    copies_of: dict[str, list[tuple[Variable, str]]] = {}
+                number = holding.number(chains.builder, device)
+                chains.call(f"{holding.label}/replica{replica}", function, number, device)
+    holdings_of: dict[str, list[tuple[Variable, Holding]]] = {}
     for holding in holdings:
         for variable in holding.variables:
             if variable.name in initials and not initials[variable.name].repeatable:
-                copies_of.setdefault(variable.name, []).extend((variable, device) for device in holding.devices)
-    for name, copies in copies_of.items():
+                holdings_of.setdefault(variable.name, []).append((variable, holding))
+    for name, places in holdings_of.items():
         once = _computing(chains.function_name(f"{name}/value"), initials[name])
-        value = chains.call(f"{name}/value", once, [], copies[0][1])
-        for variable, device in copies:
-            chains.call(f"{variable.storage_name}/assign", _assigning(chains, variable), [value], device)
+        value = chains.call(f"{name}/value", once, [], places[0][1].devices[0])
+        for variable, holding in places:
+            for device in holding.devices:
+                chains.assign(variable, value, holding, device)
     graph, nodes = chains.finished()
     merge_library(graph, libraries.library.function)
     return graph, nodes
@@ -105,12 +134,12 @@ def rearrangement(
         The graph, the nodes to run, and the part of ``after`` for which no device has a value.
     """
     chains = _Chains(prefix)
-    had = {(variable.storage_name, device) for holding in before for variable, device in _placed(holding)}
-    first: dict[str, tuple[Variable, str]] = {}
+    had = {_copy(variable, holding, device) for holding in before for variable, device in _placed(holding)}
+    first: dict[str, tuple[Variable, Holding]] = {}
     for holding in before:
         for variable in holding.variables:
             for key in (f"storage {variable.storage_name}", f"name {variable.name}"):
-                first.setdefault(key, (variable, holding.devices[0]))
+                first.setdefault(key, (variable, holding))
     missing = []
     for holding in after:
         unknown = []
@@ -119,13 +148,11 @@ def rearrangement(
             if source is None:
                 unknown.append(variable)
                 continue
-            targets = [device for device in holding.devices if (variable.storage_name, device) not in had]
+            targets = [device for device in holding.devices if _copy(variable, holding, device) not in had]
             if targets:
-                own, device = source
-                read = read_function(chains.function_name(f"{own.storage_name}/read"), [own])
-                value = chains.call(f"{own.storage_name}/read", read, [], device)
+                value = chains.value(*source)
                 for target in targets:
-                    chains.call(f"{variable.storage_name}/assign", _assigning(chains, variable), [value], target)
+                    chains.assign(variable, value, holding, target)
         if unknown:
             missing.append(dataclasses.replace(holding, variables=tuple(unknown)))
     graph, nodes = chains.finished()
@@ -148,26 +175,21 @@ def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) ->
     return chains.finished()
 
 
-def reading(device: str, variables: Sequence[Variable], prefix: str) -> tuple[GraphDef, list[Ref]]:
-    """Returns a graph that reads variables of a device, and their values."""
+def reading(holding: Holding, prefix: str) -> tuple[GraphDef, list[Ref]]:
+    """Returns a graph that reads the variables of a holding, and their whole values."""
     chains = _Chains(prefix)
-    function = read_function(chains.function_name("read"), variables)
-    node = chains.call("read", function, [], device).node
-    return chains.finished()[0], [Ref(node, index) for index in range(len(variables))]
+    values = [chains.value(variable, holding) for variable in holding.variables]
+    return chains.finished()[0], values
 
 
 def _placed(holding: Holding) -> Iterator[tuple[Variable, str]]:
     return ((variable, device) for variable in holding.variables for device in holding.devices)
 
 
-def _assigning(chains: _Chains, variable: Variable) -> FunctionDef:
-    """Returns the function value -> () that assigns it."""
-    builder = Builder(empty_graph())
-    value = builder.append(placeholder("value", variable.dtype))
-    effect = assign(builder, variable.storage_name, value, variable.dtype, variable.shape)
-    return outline(
-        chains.function_name(f"{variable.storage_name}/assign"), Graph(builder.graph), [value], [], effects=[effect]
-    )
+def _copy(variable: Variable, holding: Holding, device: str) -> tuple[str, str, int, int]:
+    """Returns what tells a copy of a variable on a device from others: its storage, and which shard it is."""
+    number = holding.devices.index(device) if variable.shards > 1 else 0
+    return variable.storage_name, device, variable.shards, number
 
 
 def _computing(name: str, initial: Initial) -> FunctionDef:
@@ -178,14 +200,19 @@ def _computing(name: str, initial: Initial) -> FunctionDef:
 
 
 def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[str, Initial]) -> FunctionDef:
-    """Returns the function () -> () that computes and assigns the variables' initial values, one after the other."""
+    """Returns the function () -> () that computes and assigns the variables' initial values, one after the other.
+
+    See `graph_passes.ir.storage.sharded`.
+    """
     builder = Builder(empty_graph())
+    number = builder.append(placeholder("number", types_pb2.DT_INT32)) if sharded(variables) else Ref("")
     last: str | None = None
     for variable in variables:
-        value = _copied(builder, initials[variable.name], last)
-        last = assign(builder, variable.storage_name, value, variable.dtype, variable.shape)
+        value = shard_of(builder, _copied(builder, initials[variable.name], last), variable, number)
+        last = assign(builder, variable.storage_name, value, variable.dtype, variable.storage_shape)
     assert last is not None
-    return outline(name, Graph(builder.graph), [], [], effects=[last])
+    inputs = [number] if sharded(variables) else []
+    return outline(name, Graph(builder.graph), inputs, [], effects=[last])
 
 
 def _copied(builder: Builder, initial: Initial, after: str | None = None) -> Ref:

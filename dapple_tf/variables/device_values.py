@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+
 from graph_passes.ir.graph import Builder, GraphDef, Ref
 from graph_passes.ir.outline import FunctionDef, call_node, placeholder
 from graph_passes.ir.program import Variable
-from graph_passes.ir.storage import by_dtype, load_function, merge_library, save_function
+from graph_passes.ir.storage import (
+    by_dtype,
+    flatten,
+    join_function,
+    load_function,
+    merge_library,
+    read_function,
+    save_function,
+)
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
@@ -19,8 +30,9 @@ class Holding:
     Attributes:
         stages: the stages, ascending.
         devices: names of their devices, each once.
-        variables: the variables.
-        part: distinguishes holdings of the same stages, if variables are placed one by one.
+        variables: the variables: all of them whole on each device, or all in as many shards as there are devices,
+            device i with shard i.
+        part: distinguishes holdings of the same stages, if some variables are in shards or placed one by one.
     """
 
     stages: tuple[int, ...]
@@ -32,6 +44,73 @@ class Holding:
     def label(self) -> str:
         """Its name in nodes and functions."""
         return "stage" + "_".join(map(str, self.stages)) + (f"_part{self.part}" if self.part else "")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each device keeps a shard of each variable."""
+        return any(variable.shards > 1 for variable in self.variables)
+
+    def number(self, builder: Builder, device: str) -> list[Ref]:
+        """Returns the last argument of functions that assign the variables on a device: the number of its shards.
+
+        There is none if the variables aren't in shards.
+        """
+        return [builder.const(self.devices.index(device), types_pb2.DT_INT32, device=device)] if self.sharded else []
+
+
+def host_of(device: str) -> str:
+    """Returns the name of the CPU of a device's server."""
+    spec = tf.DeviceSpec.from_string(device)
+    return str(spec.replace(device_type="CPU", device_index=0).to_string())
+
+
+def read_shards(
+    builder: Builder,
+    name: str,
+    devices: Sequence[str],
+    variables: Sequence[Variable],
+    host: str,
+) -> tuple[list[Ref], list[FunctionDef]]:
+    """Adds nodes that read variables in shards and join them.
+
+    Args:
+        builder: of the graph, which gets the nodes.
+        name: start of the nodes' and the functions' names.
+        devices: the devices, in the order of shards.
+        variables: the variables.
+        host: the device that joins them.
+
+    Returns:
+        Their whole values, and the functions that the nodes call.
+    """
+    function = "".join(char if char.isalnum() else "_" for char in name)
+    read, join = read_function(f"{function}_shards", variables), join_function(f"{function}_joined", variables)
+    nodes = [
+        builder.append(call_node(builder.names.fresh(f"{name}/shard{number}"), read, [], device=device)).node
+        for number, device in enumerate(devices)
+    ]
+    shards = [Ref(node, index) for index in range(len(variables)) for node in nodes]
+    joined = builder.append(call_node(builder.names.fresh(f"{name}/joined"), join, shards, device=host)).node
+    return [Ref(joined, index) for index in range(len(variables))], [read, join]
+
+
+def _saved(
+    builder: Builder, name: str, function: str, holding: Holding, variables: Sequence[Variable]
+) -> tuple[list[Ref], list[FunctionDef]]:
+    """Adds nodes that return variables' values, one vector per dtype, from the first device that keeps them whole."""
+    device = holding.devices[0]
+    if not holding.sharded:
+        save = save_function(function, variables)
+        node = builder.append(call_node(name, save, [], device=device)).node
+        return [Ref(node, index) for index in range(len(save.signature.output_arg))], [save]
+    host = host_of(device)
+    values, functions = read_shards(builder, function, holding.devices, variables, host)
+    value_of = dict(zip(variables, values, strict=True))
+    vectors = []
+    for dtype, group in by_dtype(variables).items():
+        parts = [flatten(builder, value_of[variable], dtype, device=host) for variable in group]
+        vectors.append(builder.concat(name, parts, dtype, 0, device=host))
+    return vectors, functions
 
 
 class StorageNodes:
@@ -54,21 +133,26 @@ class StorageNodes:
         functions: list[FunctionDef] = []
         for holding in holdings:
             label, variables = holding.label, holding.variables
-            load, save = (
-                load_function(f"{prefix}_{label}_load", variables),
-                save_function(f"{prefix}_{label}_save", variables),
-            )
-            functions += [load, save]
+            load = load_function(f"{prefix}_{label}_load", variables)
+            functions.append(load)
             feeds = [builder.append(placeholder(f"{label}/values{dtype}", dtype)) for dtype in by_dtype(variables)]
             self.feeds.append([ref.node for ref in feeds])
             self.loads.append(
                 [
-                    builder.append(call_node(f"{label}/replica{replica}/load", load, feeds, device=device)).node
+                    builder.append(
+                        call_node(
+                            f"{label}/replica{replica}/load",
+                            load,
+                            [*feeds, *holding.number(builder, device)],
+                            device=device,
+                        )
+                    ).node
                     for replica, device in enumerate(holding.devices)
                 ]
             )
-            node = builder.append(call_node(f"{label}/save", save, [], device=holding.devices[0])).node
-            self.saves.append([Ref(node, index) for index in range(len(feeds))])
+            vectors, saving = _saved(builder, f"{label}/save", f"{prefix}_{label}_save", holding, variables)
+            functions += saving
+            self.saves.append(vectors)
         merge_library(self.graph, functions)
 
 
@@ -92,31 +176,32 @@ def load_each(
         if variable.name not in feeds:
             feeds[variable.name] = builder.append(placeholder(f"{number}/value", variable.dtype))
         for replica, device in enumerate(holding.devices):
-            node = call_node(f"{number}/replica{replica}/load", function, [feeds[variable.name]], device=device)
+            inputs = [feeds[variable.name], *holding.number(builder, device)]
+            node = call_node(f"{number}/replica{replica}/load", function, inputs, device=device)
             nodes.setdefault(variable.name, []).append(builder.append(node).node)
     merge_library(graph, functions)
     return graph, {name: (feeds[name].node, nodes[name]) for name in feeds}
 
 
-def save_each(names: Collection[str], holdings: Sequence[Holding], prefix: str) -> tuple[GraphDef, dict[str, str]]:
+def save_each(names: Collection[str], holdings: Sequence[Holding], prefix: str) -> tuple[GraphDef, dict[str, Ref]]:
     """Builds nodes that read single variables, each from the first device that keeps it; ``prefix`` as in `load_each`.
 
     Returns:
-        The graph, and for each variable the node whose first output is its value (a vector).
+        The graph, and for each variable the tensor that is its value (a vector).
     """
     graph = empty_graph()
     builder = Builder(graph)
     functions: list[FunctionDef] = []
-    nodes: dict[str, str] = {}
+    values: dict[str, Ref] = {}
     for holding, variable in _each(names, holdings):
-        if variable.name not in nodes:
+        if variable.name not in values:
             number = len(functions)
-            function = save_function(f"{prefix}_{number}_save", [variable])
-            functions.append(function)
-            node = call_node(f"{number}/save", function, [], device=holding.devices[0])
-            nodes[variable.name] = builder.append(node).node
+            (values[variable.name],), saving = _saved(
+                builder, f"{number}/save", f"{prefix}_{number}_save", holding, [variable]
+            )
+            functions += saving
     merge_library(graph, functions)
-    return graph, nodes
+    return graph, values
 
 
 def _each(names: Collection[str], holdings: Sequence[Holding]) -> Iterator[tuple[Holding, Variable]]:

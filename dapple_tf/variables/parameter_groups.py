@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -21,8 +21,20 @@ StorageDevices: TypeAlias = Mapping[tuple[int, str], str]
 """(Stage, name of a variable's storage) -> name of the device that keeps it for that stage."""
 
 
-def group_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
+def group_updates(
+    model: keras.Model,
+    table: VariableTable,
+    program: Program,
+    shards: Callable[[Sequence[int]], int] | None = None,
+) -> tuple[GroupUpdate, ...]:
     """Returns the optimizer's part for each parameter group of a program with stage functions, and extends the table.
+
+    Args:
+        model: the compiled model.
+        table: names of its variables.
+        program: the program.
+        shards: stages of a group -> number of devices that update it together, a shard each; None for groups that each
+            device updates whole.
 
     Raises:
         CaptureError: the optimizer can't be split over groups.
@@ -41,7 +53,8 @@ def group_updates(model: keras.Model, table: VariableTable, program: Program) ->
     loss = program.roles.loss
     assert loss is not None
     loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
-    return capture_updates(optimizer, table, groups, sliced, loss_dtype)
+    counts = {} if shards is None else {stages: count for stages in groups if (count := shards(stages)) > 1}
+    return capture_updates(optimizer, table, groups, sliced, loss_dtype, counts)
 
 
 def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -92,7 +105,7 @@ def holdings(
         by_stages.setdefault(stages, []).extend(variables)
     held = []
     for stages, variables in sorted(by_stages.items()):
-        together: dict[tuple[str, ...], list[Variable]] = {}
+        together: dict[tuple[tuple[str, ...], int], list[Variable]] = {}
         for variable in variables:
             placed = [(storage_devices or {}).get((stage, variable.storage_name)) for stage in stages]
             devices = [
@@ -100,7 +113,7 @@ def holdings(
                 for stage, own in zip(stages, placed, strict=True)
                 for device in (owner_devices[stage] if own is None else (own,))
             ]
-            together.setdefault(tuple(dict.fromkeys(devices)), []).append(variable)
-        for part, (kept_on, group) in enumerate(together.items()):
+            together.setdefault((tuple(dict.fromkeys(devices)), variable.shards), []).append(variable)
+        for part, ((kept_on, _), group) in enumerate(together.items()):
             held.append(Holding(stages, kept_on, tuple(group), part))
     return held

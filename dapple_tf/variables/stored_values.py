@@ -138,14 +138,14 @@ class StoredValues:
         self._rate = other._rate
         for holding in self._made().holdings:
             for bucket in _buckets(holding.variables):
-                values = other._read(holding.devices[0], bucket)
+                values = other._read(holding, bucket)
                 nodes = StorageNodes([dataclasses.replace(holding, variables=bucket)], self._prefix())
                 self._add(nodes.graph, nodes.prefix)
                 self._feed(nodes, {variable.name: value for variable, value in zip(bucket, values, strict=True)})
 
-    def _read(self, device: str, variables: Sequence[Variable]) -> list[Any]:
-        """Returns the values of variables on a device."""
-        graph, refs = reading(device, variables, prefix := self._prefix())
+    def _read(self, holding: Holding, variables: Sequence[Variable]) -> list[Any]:
+        """Returns the values of some of a holding's variables."""
+        graph, refs = reading(dataclasses.replace(holding, variables=tuple(variables)), prefix := self._prefix())
         self._add(graph, prefix)
         return self._run([f"{prefix}/{ref.node}:{ref.output}" for ref in refs])
 
@@ -181,7 +181,7 @@ class StoredValues:
             wanted = [variable for variable in holding.variables if variable.name not in seen]
             for bucket in _buckets(wanted):
                 seen |= {variable.name for variable in bucket}
-                values = self._read(holding.devices[0], bucket)
+                values = self._read(holding, bucket)
                 for variable, value in zip(bucket, values, strict=True):
                     self._table.keras_variables[variable.name].assign(value)
 
@@ -191,9 +191,9 @@ class StoredValues:
         missing = [name for name in names if name not in self._savers]
         if missing:
             prefix = self._prefix()
-            graph, nodes = save_each(missing, holdings, prefix)
+            graph, values = save_each(missing, holdings, prefix)
             self._add(graph, prefix)
-            self._savers |= {name: f"{prefix}/{nodes[name]}:0" if name in nodes else "" for name in missing}
+            self._savers |= {name: f"{prefix}/{values[name]}" if name in values else "" for name in missing}
         held = [name for name in names if self._savers[name]]
         for name, value in zip(held, self._run([self._savers[name] for name in held]) if held else (), strict=True):
             variable = self._table.keras_variables[name]

@@ -12,8 +12,8 @@ from graph_passes.ir.resource_use import READS
 from graph_passes.ir.tensorflow_bridge import function_graph, output_dtypes
 
 _NONE: frozenset[str] = frozenset()
-_PASS_ON = frozenset({"Identity", "IdentityN"})
-_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+PASS_ON = frozenset({"Identity", "IdentityN"})
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 
 def gradients_behind(update: Captured) -> Mapping[str, frozenset[str]]:
@@ -58,9 +58,9 @@ class _Flow:
             if not inputs:
                 continue
             used = [named[ref] for ref in inputs if ref in named]
-            if node.op in CALLS or node.op in _BRANCHES:
+            if node.op in CALLS or node.op in BRANCHES:
                 results = self._called(node, inputs, gradients_in, named, under)
-            elif node.op in _PASS_ON:
+            elif node.op in PASS_ON:
                 named |= {Ref(name, at): named[ref] for at, ref in enumerate(inputs) if ref in named}
                 results = [gradients_in.get(ref, _NONE) for ref in inputs]
             else:
@@ -81,7 +81,7 @@ class _Flow:
         under: frozenset[str],
     ) -> list[frozenset[str]]:
         """Returns the gradients in the results of a call, or of any of the branches that a tensor chooses from."""
-        arguments = inputs[1:] if node.op in _BRANCHES else inputs
+        arguments = inputs[1:] if node.op in BRANCHES else inputs
         under = under if node.op in CALLS else under | gradients_in.get(inputs[0], _NONE)
         results: list[frozenset[str]] = []
         for function in function_names(node):

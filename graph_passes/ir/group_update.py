@@ -9,6 +9,11 @@ from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.program import Variable
 
 
+def shard_storage(parameter: str) -> str:
+    """Returns the storage of a device's shard of a parameter while it is updated."""
+    return f"{parameter}/shard"
+
+
 @dataclasses.dataclass(frozen=True)
 class Captured:
     """A traced computation on variables: a part of the user's optimizer.
@@ -33,6 +38,21 @@ class Captured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shards:
+    """The parameters of a group of which each device updates an equal part of the elements, and keeps their slots.
+
+    Attributes:
+        parameters: their names. ``apply`` takes a shard of each one's gradient, dense.
+        rows: those whose gradient stages give as rows.
+        statistics: as in `GroupUpdate`, of a device's shards of their gradients.
+    """
+
+    parameters: frozenset[str]
+    rows: frozenset[str]
+    statistics: Captured | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupUpdate:
     """How one parameter group is updated: the parameters that the same stages read.
 
@@ -42,9 +62,16 @@ class GroupUpdate:
         statistics: what the optimizer needs of all gradients (a vector that adds up over groups: the squared norm, the
             number of non-finite values); None if it needs nothing.
         loss_scale: the factor of the loss, by this group's part of the optimizer; None for 1.
+        shards: the parameters that the group's devices update together; None if each updates all of them.
     """
 
     stages: tuple[int, ...]
     apply: Captured
     statistics: Captured | None = None
     loss_scale: Captured | None = None
+    shards: Shards | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether stages give a gradient as rows."""
+        return bool(self.apply.slices) or self.shards is not None and bool(self.shards.rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -49,6 +50,8 @@ class Variable:
             metric of its own.
         storage: name of its storage on devices; None for the variable's own. Counters that every parameter group steps
             for itself have one for each group.
+        shards: number of devices that keep it together, each an equal part of its elements (`storage_shape`); 1 if each
+            device that keeps it has all of it.
     """
 
     name: str
@@ -60,11 +63,17 @@ class Variable:
     additive: bool = True
     metric: str | None = None
     storage: str | None = None
+    shards: int = 1
 
     @property
     def storage_name(self) -> str:
         """Name of its storage on the devices that keep it."""
         return self.storage or self.name
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """Shape of what a device keeps of it: of a shard, a vector; the last shards may end with padding."""
+        return self.shape if self.shards == 1 else (-(-math.prod(self.shape) // self.shards),)
 
     @property
     def is_counter(self) -> bool:

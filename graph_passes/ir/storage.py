@@ -39,10 +39,10 @@ def assign(
     return builder.add(f"assign/{name}", op, [target, value], dtype=dtype_attr(dtype)).node
 
 
-def flatten(builder: Builder, tensor: Ref, dtype: int) -> Ref:
+def flatten(builder: Builder, tensor: Ref, dtype: int, *, device: str = "") -> Ref:
     """Returns all elements as a vector."""
-    minus_one = builder.const([-1], types_pb2.DT_INT32)
-    return builder.add("flat", "Reshape", [tensor, minus_one], T=dtype_attr(dtype))
+    minus_one = builder.const([-1], types_pb2.DT_INT32, device=device)
+    return builder.add("flat", "Reshape", [tensor, minus_one], device=device, T=dtype_attr(dtype))
 
 
 def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequence[int]]) -> list[Ref]:
@@ -52,6 +52,42 @@ def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequen
         builder.add("shaped", "Reshape", [part, builder.const(list(shape), types_pb2.DT_INT32)], T=dtype_attr(dtype))
         for part, shape in zip(parts, shapes, strict=True)
     ]
+
+
+def shards_of(builder: Builder, value: Ref, variable: Variable) -> Ref:
+    """Returns the elements of a whole value as its variable's shards, [shards, elements]; zeros fill the last ones."""
+    shards, (length,) = variable.shards, variable.storage_shape
+    vector = flatten(builder, value, variable.dtype)
+    padding = shards * length - math.prod(variable.shape)
+    if padding:
+        vector = builder.concat("padded", [vector, zeros(builder, variable.dtype, [padding])], variable.dtype, 0)
+    shape = builder.const([shards, length], types_pb2.DT_INT32)
+    return builder.add("shards", "Reshape", [vector, shape], T=dtype_attr(variable.dtype))
+
+
+def shard_of(builder: Builder, value: Ref, variable: Variable, number: Ref) -> Ref:
+    """Returns what a device keeps of a whole value: all of it, or the shard of this number (a scalar int32)."""
+    if variable.shards == 1:
+        return value
+    kinds = {"Tparams": dtype_attr(variable.dtype), "Tindices": dtype_attr(types_pb2.DT_INT32)}
+    inputs = [shards_of(builder, value, variable), number, builder.const(0, types_pb2.DT_INT32)]
+    return builder.add("shard", "GatherV2", inputs, **kinds, Taxis=dtype_attr(types_pb2.DT_INT32), batch_dims=0)
+
+
+def joined_shards(builder: Builder, shards: Sequence[Ref], variable: Variable) -> Ref:
+    """Returns the whole value of a variable from all its shards, in order."""
+    vector = builder.concat("joined", shards, variable.dtype, 0)
+    size = math.prod(variable.shape)
+    padding = variable.shards * variable.storage_shape[0] - size
+    if padding:
+        vector = builder.split("unpadded", vector, variable.dtype, [size, padding], 0)[0]
+    shape = builder.const(list(variable.shape), types_pb2.DT_INT32)
+    return builder.add("shaped", "Reshape", [vector, shape], T=dtype_attr(variable.dtype))
+
+
+def sharded(variables: Iterable[Variable]) -> bool:
+    """Whether functions that assign these variables take the number of the device's shards as their last argument."""
+    return any(variable.shards > 1 for variable in variables)
 
 
 def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
@@ -68,37 +104,57 @@ def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
 
 
 def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """Returns a function () -> the variables' values."""
+    """Returns a function () -> the variables' values; of those in shards, the device's own."""
     builder = Builder(empty_graph())
-    values = [read(builder, variable.storage_name, variable.dtype, variable.shape) for variable in variables]
+    values = [read(builder, variable.storage_name, variable.dtype, variable.storage_shape) for variable in variables]
     return outline(name, Graph(builder.graph), [], values)
 
 
 def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """Returns a function that assigns all variables: one vector per dtype (in the order of :func:`by_dtype`) -> ()."""
+    """Returns a function that assigns all variables: one vector per dtype (in the order of :func:`by_dtype`) -> ().
+
+    The vectors have whole values; see :func:`sharded`.
+    """
     builder = Builder(empty_graph())
     vectors, effects = [], []
+    number = builder.append(placeholder("number", types_pb2.DT_INT32)) if sharded(variables) else Ref("")
     for dtype, group in by_dtype(variables).items():
         vector = builder.append(placeholder(builder.names.fresh("values"), dtype))
         vectors.append(vector)
         parts = unflatten(builder, vector, dtype, [variable.shape for variable in group])
         for variable, part in zip(group, parts, strict=True):
-            effects.append(assign(builder, variable.storage_name, part, dtype, variable.shape))
-    return outline(name, Graph(builder.graph), vectors, [], effects=effects)
+            kept = shard_of(builder, part, variable, number)
+            effects.append(assign(builder, variable.storage_name, kept, dtype, variable.storage_shape))
+    inputs = [*vectors, number] if sharded(variables) else vectors
+    return outline(name, Graph(builder.graph), inputs, [], effects=effects)
 
 
 def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """Returns a function that assigns all variables: their values -> ()."""
+    """Returns a function that assigns all variables: their whole values -> (); see :func:`sharded`."""
     builder = Builder(empty_graph())
+    number = builder.append(placeholder("number", types_pb2.DT_INT32)) if sharded(variables) else Ref("")
     values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
     effects = [
-        assign(builder, v.storage_name, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)
+        assign(builder, v.storage_name, shard_of(builder, value, v, number), v.dtype, v.storage_shape)
+        for v, value in zip(variables, values, strict=True)
     ]
-    return outline(name, Graph(builder.graph), values, [], effects=effects)
+    inputs = [*values, number] if sharded(variables) else values
+    return outline(name, Graph(builder.graph), inputs, [], effects=effects)
+
+
+def join_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
+    """Returns a function from all shards of each variable, in order, to their whole values."""
+    builder = Builder(empty_graph())
+    shards, values = [], []
+    for variable in variables:
+        own = [builder.append(placeholder(builder.names.fresh("shard"), variable.dtype)) for _ in range(variable.shards)]
+        shards += own
+        values.append(joined_shards(builder, own, variable))
+    return outline(name, Graph(builder.graph), shards, values)
 
 
 def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """Returns a function () -> one vector per dtype, in the order of :func:`by_dtype`."""
+    """Returns a function () -> one vector per dtype, in the order of :func:`by_dtype`, of variables without shards."""
     builder = Builder(empty_graph())
     vectors = []
     for dtype, group in by_dtype(variables).items():
@@ -134,7 +190,7 @@ def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, .
     groups: list[list[Variable]] = []
     size = 0
     for variable in variables:
-        added = bytes_of([variable])
+        added = math.prod(variable.shape) * dtype_size(variable.dtype)
         if not groups or groups[-1][-1].dtype != variable.dtype or size + added > limit:
             groups.append([])
             size = 0
@@ -144,8 +200,8 @@ def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, .
 
 
 def bytes_of(variables: Iterable[Variable]) -> int:
-    """Returns the bytes of the values of variables."""
-    return sum(math.prod(variable.shape) * dtype_size(variable.dtype) for variable in variables)
+    """Returns the bytes that a device keeps of variables."""
+    return sum(math.prod(variable.storage_shape) * dtype_size(variable.dtype) for variable in variables)
 
 
 def merge_library(graph: GraphDef, functions: Iterable[FunctionDef]) -> None:

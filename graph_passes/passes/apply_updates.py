@@ -29,6 +29,7 @@ from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
+from graph_passes.passes.shards import all_gather, gathered_buckets, shard_of_rows, take_shards, updated_shards
 from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
@@ -51,11 +52,21 @@ class Application:
         """Calls a computation on the gradients of groups, on each of their devices; see `_on_gradients`."""
         calls: Calls = {}
         for group in groups:
+            captured = Captured(empty_graph(), {}, {})
+            if group.update is not None and what is not NodeKind.COUNTERS:
+                captured = group.update.apply
+            own: dict[str, Ref] = {}
             for device in group.devices:
-                call = self._on_gradients(what, group, device, totals)
+                call = self._on_gradients(what, group, device, captured, totals)
                 if call is not None:
-                    calls[group.stages, device] = call.node
+                    own[device] = call
+            if group.in_shards and what is not NodeKind.COUNTERS:
+                own = all_gather(self.nodes, group, self._gathered(group), own)
+            calls |= {(group.stages, device): call.node for device, call in own.items()}
         return calls
+
+    def _gathered(self, group: ParameterGroup) -> list[tuple[Variable, ...]]:
+        return gathered_buckets(group, self._options.bucket_bytes)
 
     def carried(self) -> Calls:
         """Reduces and updates the groups that the previous step has carried over."""
@@ -94,8 +105,17 @@ class Application:
         """Adds up the statistics of all groups; each device reads the same sum."""
         parts = []
         for group in self.nodes.groups:
-            if group.update is not None and group.update.statistics is not None:
-                parts.append(self._on_gradients(NodeKind.STATISTICS, group, group.devices[0], None))
+            if group.update is None:
+                continue
+            if group.update.statistics is not None:
+                whole_ones = group.update.statistics
+                parts.append(self._on_gradients(NodeKind.STATISTICS, group, group.devices[0], whole_ones))
+            if group.update.shards is not None and group.update.shards.statistics is not None:
+                own = group.update.shards.statistics
+                parts += [
+                    self._on_gradients(NodeKind.STATISTICS, group, device, own, part="_of_shards")
+                    for device in group.devices
+                ]
         present = [part for part in parts if part is not None]
         if not present:
             return None
@@ -108,13 +128,11 @@ class Application:
         for group in groups:
             if group.update is None:
                 continue
-            sliced = list(group.update.apply.slices)
-            here = [self._program.variables[name] for name in (*group.update.apply.gradients, *sliced)]
+            sliced = [name for name in group.names if name not in self.nodes.contributors]
+            here = [self._program.variables[name] for name in group.names]
             if here:
-                group = dataclasses.replace(
-                    group, update=dataclasses.replace(group.update, apply=self._identity(here, sliced))
-                )
-                node = self._on_gradients(NodeKind.GRADIENTS, group, group.devices[0], None)
+                identity = self._identity(here, sliced)
+                node = self._on_gradients(NodeKind.GRADIENTS, group, group.devices[0], identity)
                 gradients |= {
                     variable.name: Ref(node.node, index) for index, variable in enumerate(here) if node is not None
                 }
@@ -139,7 +157,15 @@ class Application:
             outputs.append(builder.add("result", "UnsortedSegmentSum", [gradient, indices, rows], **kinds))
         return Captured(builder.graph, gradients, {}, slices, outputs=tuple(outputs))
 
-    def _on_gradients(self, what: NodeKind, group: ParameterGroup, device: str, totals: Ref | None) -> Ref | None:
+    def _on_gradients(
+        self,
+        what: NodeKind,
+        group: ParameterGroup,
+        device: str,
+        captured: Captured,
+        totals: Ref | None = None,
+        part: str = "",
+    ) -> Ref | None:
         """Calls a computation on a group's reduced gradients, which it takes from buckets, accumulators or tasks.
 
         Args:
@@ -147,14 +173,16 @@ class Application:
                 which assigns only the counters of a carried group; STATISTICS; or GRADIENTS, which returns them.
             group: the group.
             device: the device.
+            captured: the computation.
             totals: the sum of all groups' statistics.
+            part: tells functions on parts of the group apart.
 
         Returns:
             The call; None if there is nothing to do.
         """
-        name = self.nodes.function_name(what, group, device)
+        name = self.nodes.function_name(what, group, device, part)
         if name not in self.nodes.computations:  # Building one takes long, and replicas have it in common.
-            self.nodes.computations[name] = self._computation(what, name, group, device, totals)
+            self.nodes.computations[name] = self._computation(what, name, group, device, captured, totals)
         function, inputs = self.nodes.computations[name]
         if function is None:
             return None
@@ -165,20 +193,22 @@ class Application:
         return self.nodes.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
 
     def _computation(
-        self, what: NodeKind, name: str, group: ParameterGroup, device: str, totals: Ref | None
+        self,
+        what: NodeKind,
+        name: str,
+        group: ParameterGroup,
+        device: str,
+        captured: Captured,
+        totals: Ref | None,
     ) -> Computation:
         """Returns `_on_gradients`'s function for a device and others that run the same stages of the group."""
-        captured = Captured(empty_graph(), {}, {})
-        if group.update is not None and what is not NodeKind.COUNTERS:
-            captured = group.update.apply
-            if what is NodeKind.STATISTICS and group.update.statistics is not None:
-                captured = group.update.statistics
         graph = copied(captured.graph)
         builder = Builder(graph)
         inputs: Inputs = {}
         state = self._state_of(group, what)
         wanted = [*captured.gradients, *(variable.name for variable in state if variable.dtype in FLOAT_DTYPES)]
-        reduced = self.reduction.reduced_values(builder, inputs, wanted, group, device)
+        whole_ones = what is NodeKind.GRADIENTS
+        reduced = self.reduction.reduced_values(builder, inputs, wanted, group, device, whole=whole_ones)
         effects = [*captured.effects, *self._assign_state(builder, inputs, reduced, state)]
         if not effects and what not in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
             return Computation(None, ())
@@ -186,13 +216,42 @@ class Application:
             argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
             inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
-        bindings = {placed.node: reduced[name] for name, placed in captured.gradients.items()}
+        bindings, results = {}, list(captured.outputs)
+        if group.in_shards and not whole_ones:
+            number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
+            inputs[number] = functools.partial(self._number, group)
+            reduced |= self._shards_of_rows(builder, inputs, captured, group, number)
+            if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):
+                bindings |= take_shards(builder, captured, number)
+                results += updated_shards(builder, captured, self._gathered(group), captured.effects)
+        bindings |= {placed.node: reduced[name] for name, placed in captured.gradients.items()}
         for variable, places in captured.slices.items():
             for index, placed in enumerate(places):
                 inputs[placed] = functools.partial(self._rows, variable, index)
         captured = dataclasses.replace(captured, graph=graph)
-        function = self._bound(name, captured, bindings, list(inputs), captured.outputs, effects)
+        function = self._bound(name, captured, bindings, list(inputs), results, effects)
         return Computation(function, tuple(inputs.values()))
+
+    def _shards_of_rows(
+        self, builder: Builder, inputs: Inputs, captured: Captured, group: ParameterGroup, number: Ref
+    ) -> dict[str, Ref]:
+        """Returns a device's shards of the gradients that stages give as rows."""
+        shards: dict[str, Ref] = {}
+        for name, variable in group.in_shards.items():
+            if name in captured.gradients and name not in self.nodes.contributors:
+                dtype = row_dtype(self._program, variable)
+                places = [
+                    builder.append(placeholder(builder.names.fresh(what), kind))
+                    for what, kind in (("rows", variable.dtype), ("indices", dtype))
+                ]
+                for index, placed in enumerate(places):
+                    inputs[placed] = functools.partial(self._rows, name, index)
+                shards[name] = shard_of_rows(builder, *places, dtype, variable, number)
+        return shards
+
+    def _number(self, group: ParameterGroup, device: str) -> Ref:
+        """Returns the number of a device's shards."""
+        return self._builder.const(group.devices.index(device), types_pb2.DT_INT32, device=device)
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows on a device."""
@@ -241,7 +300,8 @@ class Application:
         builder = Builder(graph)
         bound = dict(bindings)
         for resource, variable in captured.variables.items():
-            bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.shape)
+            if resource.node not in bound:
+                bound[resource.node] = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
         substitute(graph, bound)
         function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         merge_library(self.nodes.graph, captured.graph.library.function)

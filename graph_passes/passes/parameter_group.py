@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.ir.group_update import GroupUpdate
@@ -32,6 +33,19 @@ class ParameterGroup:
     def label(self) -> str:
         """Name in nodes and functions."""
         return "stage" + "_".join(map(str, self.stages))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its parameters, those first whose gradients the update takes whole."""
+        return () if self.update is None else (*self.update.apply.gradients, *self.update.apply.slices)
+
+    @functools.cached_property
+    def in_shards(self) -> dict[str, Variable]:
+        """Name -> each parameter that its devices update together, device i shard i of it."""
+        if self.update is None or self.update.shards is None:
+            return {}
+        names = self.update.shards.parameters
+        return {v.name: dataclasses.replace(v, shards=len(self.devices)) for v in self.kept if v.name in names}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from graph_passes.ir.collectives import all_reduce
-from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Graph, Ref
+from graph_passes.ir.graph import (
+    BYTES_ATTR,
+    PHASE_ATTR,
+    REDUCTION_ATTR,
+    REPLICA_ATTR,
+    STAGE_ATTR,
+    Builder,
+    Graph,
+    Ref,
+    dtype_attr,
+)
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
-from graph_passes.ir.storage import accumulate_function, buckets, bytes_of, flatten, read, unflatten, zeros
+from graph_passes.ir.storage import (
+    accumulate_function,
+    buckets,
+    bytes_of,
+    flatten,
+    joined_shards,
+    read,
+    shards_of,
+    unflatten,
+    zeros,
+)
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, ReductionUnit
@@ -29,7 +49,8 @@ class Reduction:
         nodes: the step's top level.
 
     Attributes:
-        reduced: (bucket, device) -> the vector that all-reduce gives there.
+        reduced: (bucket, device) -> the vector that all-reduce gives there; of a bucket of variables in shards, the
+            device's shards.
     """
 
     def __init__(self, nodes: UpdateNodes) -> None:
@@ -77,7 +98,7 @@ class Reduction:
             if len(group.devices) == 1 or not unit.variables:
                 continue
             group_key = self._group_keys.setdefault(group.stages, self._next_key)
-            packed = buckets(unit.variables, self._options.bucket_bytes)
+            packed = self._packed(unit)
             self._buckets.setdefault(group.stages, []).extend(packed)
             calls = {}
             for device in group.devices:
@@ -85,7 +106,14 @@ class Reduction:
                 control = [] if at_head else self.nodes.complete(group, device, unit.piece)
                 given = [tensor(device) for tensor in inputs]
                 calls[device] = self.nodes.call(NodeKind.PACK, function, given, group, device, control=control)
-            for index, bucket in enumerate(packed):
+            index = 0
+            for bucket in packed:
+                if bucket[0].shards > 1:
+                    vectors = {device: [Ref(calls[device].node, index + number) for number in range(bucket[0].shards)]
+                               for device in group.devices}
+                    self._reduce_scatter(vectors, bucket, group)
+                    index += bucket[0].shards
+                    continue
                 for device in group.devices:
                     node = self._collective(
                         Ref(calls[device].node, index),
@@ -99,6 +127,32 @@ class Reduction:
                     self._previous[device] = node.node
                     self.reduced[bucket, device] = node
                 self._next_key += 1
+                index += 1
+
+    def _packed(self, unit: ReductionUnit) -> list[tuple[Variable, ...]]:
+        """Returns the buckets of a unit; those of variables in shards last."""
+        in_shards = unit.group.in_shards
+        whole = [variable for variable in unit.variables if variable.name not in in_shards]
+        shards = [in_shards[variable.name] for variable in unit.variables if variable.name in in_shards]
+        return buckets(whole, self._options.bucket_bytes) + buckets(shards, self._options.bucket_bytes)
+
+    def _reduce_scatter(
+        self, vectors: Mapping[str, Sequence[Ref]], bucket: tuple[Variable, ...], group: ParameterGroup
+    ) -> None:
+        """Adds up a bucket's shards, each on its device.
+
+        Args:
+            vectors: device -> its parts of the sums, in the order of shards.
+            bucket: the variables.
+            group: their group.
+        """
+        attrs = {**marks(NodeKind.REDUCE_SCATTER, group), REDUCTION_ATTR: self._next_key, BYTES_ATTR: bytes_of(bucket)}
+        with self._builder.marked(attrs):
+            for number, device in enumerate(group.devices):
+                name = f"{group.label}/replica{number}/reduce_scatter{self._next_key}"
+                parts = [own[number] for own in vectors.values()]
+                self.reduced[bucket, device] = self._builder.add_n(name, parts, bucket[0].dtype, device=device)
+        self._next_key += 1
 
     def _pack(self, unit: ReductionUnit, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
         """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""
@@ -109,8 +163,16 @@ class Reduction:
             inputs: Inputs = {}
             vectors = []
             for bucket in packed:
-                parts = [flatten(builder, self.own_sum(builder, inputs, v, stages), v.dtype) for v in bucket]
-                vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
+                sums = [self.own_sum(builder, inputs, variable, stages) for variable in bucket]
+                dtype, count = bucket[0].dtype, bucket[0].shards
+                if count == 1:
+                    parts = [flatten(builder, own, dtype) for own in sums]
+                    vectors.append(builder.concat("bucket", parts, dtype, 0))
+                    continue
+                parts = [shards_of(builder, own, variable) for own, variable in zip(sums, bucket, strict=True)]
+                shards = builder.concat("bucket", parts, dtype, 1)
+                node = builder.add("shards", "Unpack", [shards], T=dtype_attr(dtype), num=count, axis=0).node
+                vectors += [Ref(node, number) for number in range(count)]
             function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
             self.nodes.functions.append(function)
             self._packs[name] = function, tuple(inputs.values())
@@ -169,9 +231,18 @@ class Reduction:
         return self._zeros[variable.name, device]
 
     def reduced_values(
-        self, builder: Builder, inputs: Inputs, wanted: Sequence[str], group: ParameterGroup, device: str
+        self,
+        builder: Builder,
+        inputs: Inputs,
+        wanted: Sequence[str],
+        group: ParameterGroup,
+        device: str,
+        *,
+        whole: bool = False,
     ) -> dict[str, Ref]:
         """Returns reduced gradients and state of a group on a device, as tensors of a function's graph.
+
+        Of variables in shards these are the device's own shards.
 
         Args:
             builder: of the function's graph.
@@ -179,20 +250,27 @@ class Reduction:
             wanted: names of variables.
             group: the group.
             device: where the function runs.
+            whole: whether to join all devices' shards.
         """
         here = [variable for variable in group.variables if variable.name in wanted]
+        names = {variable.name for variable in here}
         if len(group.devices) == 1:
             stages = self.nodes.stages_on(group, device)
             return {variable.name: self.own_sum(builder, inputs, variable, stages) for variable in here}
         reduced: dict[str, Ref] = {}
         for bucket in self._buckets.get(group.stages, ()):
-            if any(variable in here for variable in bucket):
+            if names.isdisjoint(variable.name for variable in bucket):
+                continue
+            joins = whole and bucket[0].shards > 1
+            columns = []
+            for source in group.devices if joins else (None,):
                 argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
-                inputs[argument] = functools.partial(self._bucket, bucket)
-                parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
-                reduced |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
+                inputs[argument] = functools.partial(self._bucket, bucket, source)
+                columns.append(unflatten(builder, argument, bucket[0].dtype, [v.storage_shape for v in bucket]))
+            for variable, parts in zip(bucket, zip(*columns, strict=True), strict=True):
+                reduced[variable.name] = joined_shards(builder, parts, variable) if joins else parts[0]
         return reduced
 
-    def _bucket(self, bucket: tuple[Variable, ...], device: str) -> Ref:
-        """Returns a bucket of reduced gradients on a device."""
-        return self.reduced[bucket, device]
+    def _bucket(self, bucket: tuple[Variable, ...], source: str | None, device: str) -> Ref:
+        """Returns a bucket of reduced gradients on a device, or another device's part of it."""
+        return self.reduced[bucket, source or device]
