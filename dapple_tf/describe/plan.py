@@ -123,9 +123,9 @@ class Plan(JsonFile):
         relays: stages that hand on what they read: a later stage gets a tensor from the nearest stage that has it, its
             maker or a relay that reads it as well, rather than always from its maker. Gradients return the same way,
             added up by relays.
-        optimizer_shards: whether the replicas of a stage update its parameters together: gradients are reduce-scattered,
-            each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are all-gathered. For
-            optimizers that update each element by itself.
+        optimizer_shards: whether the replicas of a stage update its parameters together: gradients are
+            reduce-scattered, each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are
+            all-gathered. For optimizers that update each element by itself.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:

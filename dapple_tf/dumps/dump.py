@@ -246,7 +246,7 @@ class _Writer:
         return Section(title, entries, shown)
 
     def _source(self, program: Program, table: VariableTable, spec: BatchSpec, prefix: str) -> StepSource:
-        updates = group_updates(self.model, table, program, self.passes.shards)
+        updates = group_updates(self.model, table, program, self.passes.shards, compiled=self.passes.plan.jit_compile)
         owners = readers_of(program)
         kept = holdings(table, owners, optimizer_variables(updates), self.passes.owner_devices)
         built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=self.passes.carried(updates))

@@ -132,7 +132,11 @@ class StepBuilder:
         if mode is Mode.PREDICT and (why := pairs(program, slices)):
             raise CaptureError(f"model {model.name!r} can't predict by slices of a batch: {why}")
         with self._timing.part("capture optimizer"):
-            updates = group_updates(model, table, program, self.passes.shards) if mode is Mode.TRAIN else ()
+            updates = (
+                group_updates(model, table, program, self.passes.shards, compiled=self.passes.plan.jit_compile)
+                if mode is Mode.TRAIN
+                else ()
+            )
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
         if mode is Mode.TRAIN and training:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))

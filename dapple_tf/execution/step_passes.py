@@ -129,7 +129,7 @@ class StepPasses:
             return ()
         keys = [update.stages for update in updates]
         order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
-        carried = [keys[index] for index in order[-count:] if not updates[index].has_rows]
+        carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
         return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
 
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:

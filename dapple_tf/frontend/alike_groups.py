@@ -14,8 +14,10 @@ from dapple_tf.keras_private import decays, inner_optimizer, slots_by_parameter
 from graph_passes.ir.group_update import Captured
 from graph_passes.ir.program import Variable
 
-_NAMES = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion Adafactor Lamb"
-_BY_PARAMETER = frozenset(getattr(keras.optimizers, name) for name in _NAMES.split())
+_NAMES = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion"
+BY_ELEMENT = frozenset(getattr(keras.optimizers, name) for name in _NAMES.split())
+"""Optimizers that update each element of a parameter by those of its gradient and slots, rows included."""
+_BY_PARAMETER = BY_ELEMENT | {keras.optimizers.Adafactor, keras.optimizers.Lamb}
 """Optimizers that update each parameter by its own gradient and slots, whatever it is called."""
 
 
@@ -50,16 +52,16 @@ class AlikeGroups:
         self._traced: dict[Hashable, tuple[Sequence[str], Captured]] = {}
 
     def captured(
-        self, names: Sequence[str], trace: Callable[[], Captured], dense: Container[str] = frozenset()
+        self, names: Sequence[str], trace: Callable[[], Captured], in_shards: Container[str] = frozenset()
     ) -> Captured:
         """Returns the optimizer's part for a group: a trace, or an alike group's with this one's variables.
 
         Args:
             names: the group's parameters.
             trace: traces the optimizer on them.
-            dense: those whose gradient is given whole, even if it is rows otherwise.
+            in_shards: those whose gradient is given as rows of a shard.
         """
-        key = tuple(self._kind(name, name in dense) for name in names)
+        key = tuple(self._kind(name, name in in_shards) for name in names)
         if not self._shares or None in key:
             return trace()
         if key in self._traced:
@@ -70,12 +72,12 @@ class AlikeGroups:
         self._traced.setdefault(key, (names, captured))
         return captured
 
-    def _kind(self, name: str, dense: bool) -> Hashable:
+    def _kind(self, name: str, in_shards: bool) -> Hashable:
         """Returns what an update of a parameter depends on besides values; None if that can't be told."""
         variable = self._table.keras_variables[name]
         if type(variable) is not keras.Variable or variable.constraint is not None:
             return None
-        rows = None if dense else self._sliced.get(name)
+        rows = self._sliced.get(name), in_shards
         return tuple(variable.shape), variable.dtype, rows, decays(self._inner, variable)
 
     def _renamed(self, others: Sequence[str], captured: Captured, names: Sequence[str]) -> Captured | None:
@@ -102,5 +104,6 @@ class AlikeGroups:
             captured,
             gradients={now[name]: ref for name, ref in captured.gradients.items()},
             slices={now[name]: refs for name, refs in captured.slices.items()},
+            row_shapes={now[name]: ref for name, ref in captured.row_shapes.items()},
             variables=known,
         )

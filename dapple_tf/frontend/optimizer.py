@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,15 +14,15 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.alike_groups import AlikeGroups
+from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted
+from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted, slots_by_parameter
 from graph_passes.analysis.gradient_flow import gradients_behind
-from graph_passes.analysis.sharded_update import CoupledElements, fits_shards, sharded_update
+from graph_passes.analysis.sharded_update import CoupledElementsError, sharded_update
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
-from graph_passes.ir.program import VariableKind
+from graph_passes.ir.program import VariableKind, in_rows
 from graph_passes.ir.tensorflow_bridge import make_constant
 
 
@@ -88,6 +89,8 @@ def capture_updates(
     sliced: Mapping[str, tf.DType],
     loss_dtype: tf.DType,
     shards: Mapping[tuple[int, ...], int] | None = None,
+    *,
+    compiled: bool = False,
 ) -> tuple[GroupUpdate, ...]:
     """Traces the optimizer for each parameter group.
 
@@ -104,6 +107,7 @@ def capture_updates(
         loss_dtype: dtype of the loss.
         shards: stages of a group -> number of devices that update it together, a shard each; groups that aren't in it
             are updated whole by each of their devices.
+        compiled: whether XLA compiles the optimizer.
 
     Raises:
         CaptureError: the optimizer couples variables or gradients of several groups, or elements that are in different
@@ -123,22 +127,24 @@ def capture_updates(
 
     def of_group(stages: tuple[int, ...], names: Sequence[str]) -> GroupUpdate:
         count = counts.get(stages, 1)
-        dense = frozenset(name for name in names if count > 1 and fits_shards(table.describe(name).shape, count))
-        rows = {name: dtype for name, dtype in sliced.items() if name not in dense}
+        chosen = _chosen(optimizer, table, names, sliced, count, compiled=compiled)
+        own_rows = chosen & sliced.keys()
         apply = alike.captured(
-            names, lambda: _capture_apply(optimizer, table, names, rows, clip_norm, guarded=guarded), dense
+            names,
+            lambda: _capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded, own_rows=own_rows),
+            own_rows,
         )
-        whole = [name for name in names if name not in dense]
         shards = None
-        if dense:
-            _check_rows(optimizer, dense & sliced.keys())
-            statistics = _capture(table, sorted(dense), {}, _statistics, flat=True) if needs else None
-            shards = Shards(dense, dense & sliced.keys(), statistics)
-            apply = _in_shards(optimizer, apply, count)
+        if chosen:
+            apply = _in_shards(optimizer, table, apply, count, own_rows)
+            own = [name for name in names if name in chosen]
+            statistics = _capture(table, own, sliced, _statistics, of_shards=True) if needs else None
+            shards = Shards(chosen, statistics)
+        whole = [name for name in names if name not in chosen]
         return GroupUpdate(
             stages,
             apply=apply,
-            statistics=_capture(table, whole, rows, _statistics) if needs and whole else None,
+            statistics=_capture(table, whole, sliced, _statistics) if needs and whole else None,
             loss_scale=_capture_loss_scale(optimizer, table, loss_dtype) if scaled else None,
             shards=shards,
         )
@@ -163,29 +169,48 @@ def check_shards(optimizer: Any) -> None:
         )
 
 
-def _check_rows(optimizer: Any, names: Collection[str]) -> None:
-    """Refuses settings that tell rows of one gradient with the same index apart, which shards add up before."""
-    inner = inner_optimizer(optimizer)
-    for setting in ("clipvalue", "global_clipnorm"):
-        value = getattr(inner, setting)
-        if value and names:
-            raise CaptureError(
-                f"optimizer {type(inner).__name__} clips the rows of the gradient of {sorted(names)[0]!r} before they "
-                f"are added up ({setting}={value:g}), but with optimizer_shards=True a device has a part of their sum; "
-                f"leave out {setting} or optimizer_shards"
-            )
+def _chosen(
+    optimizer: Any,
+    table: VariableTable,
+    names: Sequence[str],
+    sliced: Container[str],
+    count: int,
+    *,
+    compiled: bool,
+) -> frozenset[str]:
+    """Returns the parameters of a group that ``count`` devices update together.
+
+    Those of fewer elements are updated whole by each device, and so are those whose gradient is rows unless they have
+    many rows, the optimizer is known to update each by itself, and XLA isn't to compile it: it would for each number of
+    rows in a shard.
+    """
+    if count == 1:
+        return frozenset()
+    by_row = type(inner_optimizer(optimizer)) in BY_ELEMENT and not compiled
+    shapes = {name: table.describe(name).shape for name in names}
+    return frozenset(
+        name
+        for name, shape in shapes.items()
+        if math.prod(shape) >= count and (name not in sliced or (by_row and in_rows(shape, count)))
+    )
 
 
-def _in_shards(optimizer: Any, apply: Captured, count: int) -> Captured:
+def _in_shards(
+    optimizer: Any, table: VariableTable, apply: Captured, count: int, own_rows: Collection[str]
+) -> Captured:
     """Returns the optimizer's part for a group of which each of ``count`` devices updates a shard."""
+    inner = inner_optimizer(optimizer)
+    by_row, apart = set(own_rows), set[str]()
+    for _, slot, parameter in slots_by_parameter(inner):
+        if table.knows(slot) and table.knows(parameter) and table.name_of(parameter) in apply.slices:
+            (by_row if table.name_of(parameter) in own_rows else apart).add(table.name_of(slot))
     try:
-        return sharded_update(apply, count)
-    except CoupledElements as error:
-        inner = type(inner_optimizer(optimizer)).__name__
+        return sharded_update(apply, count, by_row, apart)
+    except CoupledElementsError as error:
         raise CaptureError(
-            f"optimizer {inner} computes {error.computation}, but with optimizer_shards=True a device has only a part "
-            f"of them; use an optimizer that updates each element by itself, such as SGD, Adam or AdamW, or leave "
-            f"optimizer_shards out"
+            f"optimizer {type(inner).__name__} computes {error.computation}, but with optimizer_shards=True a device "
+            f"has only a part of them; use an optimizer that updates each element by itself, such as SGD, Adam or "
+            f"AdamW, or leave optimizer_shards out"
         ) from error
 
 
@@ -286,6 +311,7 @@ def _capture_apply(
     clip_norm: float | None,
     *,
     guarded: bool,
+    own_rows: Container[str] = frozenset(),
 ) -> Captured:
     variables = [table.keras_variables[name] for name in names]
 
@@ -304,7 +330,7 @@ def _capture_apply(
         return []
 
     with _restricted_to(optimizer, variables, clips=clip_norm is None):
-        captured = _capture(table, names, sliced, apply, wants_totals=bool(clip_norm) or guarded)
+        captured = _capture(table, names, sliced, apply, wants_totals=bool(clip_norm) or guarded, own_rows=own_rows)
     variables_read = captured.variables.values()
     foreign = [v.name for v in variables_read if v.kind is not VariableKind.OPTIMIZER and v.name not in names]
     if foreign:
@@ -347,18 +373,31 @@ def _capture(
     computation: Callable[[Gradients, tf.Tensor | None], list[tf.Tensor]],
     *,
     wants_totals: bool = False,
-    flat: bool = False,
+    of_shards: bool = False,
+    own_rows: Container[str] = frozenset(),
 ) -> Captured:
-    """Traces a computation on gradients and variables; ``flat`` on vectors of any number of a gradient's elements."""
+    """Traces a computation on gradients and variables.
+
+    Args:
+        table: names of variables.
+        names: the parameters.
+        sliced: those whose gradient is given as rows -> dtype of the rows' indices.
+        computation: the computation.
+        wants_totals: whether it takes the sum of all groups' statistics.
+        of_shards: whether dense gradients are shards of any shape.
+        own_rows: the parameters of which the shape that rows belong to is an input, too.
+    """
     specs: list[tf.TensorSpec] = []
     places: dict[str, tuple[int, ...]] = {}
     for name in names:
         variable = table.keras_variables[name]
         if name in sliced:
-            specs += [tf.TensorSpec((None, *variable.shape[1:]), variable.dtype), tf.TensorSpec([None], sliced[name])]
-            places[name] = (len(specs) - 2, len(specs) - 1)
+            own = [tf.TensorSpec((None, *variable.shape[1:]), variable.dtype), tf.TensorSpec([None], sliced[name])]
+            own += [tf.TensorSpec([len(variable.shape)], tf.int64)] if name in own_rows else []
+            places[name] = tuple(range(len(specs), len(specs) + len(own)))
+            specs += own
         else:
-            specs.append(tf.TensorSpec([None] if flat else variable.shape, variable.dtype))
+            specs.append(tf.TensorSpec(None if of_shards else variable.shape, variable.dtype))
             places[name] = (len(specs) - 1,)
     if wants_totals:
         specs.append(tf.TensorSpec([2], tf.float64))
@@ -367,8 +406,9 @@ def _capture(
         gradients: Gradients = []
         for name, place in places.items():
             tensors = [arguments[index] for index in place]
-            shape = tf.constant(tuple(table.keras_variables[name].shape), tf.int64)
-            gradients.append(tf.IndexedSlices(*tensors, shape) if len(tensors) == 2 else tensors[0])
+            if len(tensors) == 2:
+                tensors.append(tf.constant(tuple(table.keras_variables[name].shape), tf.int64))
+            gradients.append(tf.IndexedSlices(*tensors) if len(tensors) == 3 else tensors[0])
         return computation(gradients, arguments[-1] if wants_totals else None)
 
     concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
@@ -398,7 +438,8 @@ def _capture(
         graph_def,
         gradients={name: inputs[place[0]] for name, place in places.items() if len(place) == 1},
         variables=resources,
-        slices={name: (inputs[place[0]], inputs[place[1]]) for name, place in places.items() if len(place) == 2},
+        slices={name: (inputs[place[0]], inputs[place[1]]) for name, place in places.items() if len(place) > 1},
+        row_shapes={name: inputs[place[2]] for name, place in places.items() if len(place) > 2},
         totals=inputs[-1] if wants_totals else None,
         outputs=tuple(Ref.parse(tensor.name) for tensor in graph.outputs),
         effects=tuple(present.ordered(effects)),

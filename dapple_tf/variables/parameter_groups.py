@@ -26,6 +26,8 @@ def group_updates(
     table: VariableTable,
     program: Program,
     shards: Callable[[Sequence[int]], int] | None = None,
+    *,
+    compiled: bool = False,
 ) -> tuple[GroupUpdate, ...]:
     """Returns the optimizer's part for each parameter group of a program with stage functions, and extends the table.
 
@@ -35,6 +37,7 @@ def group_updates(
         program: the program.
         shards: stages of a group -> number of devices that update it together, a shard each; None for groups that each
             device updates whole.
+        compiled: whether XLA compiles the optimizer.
 
     Raises:
         CaptureError: the optimizer can't be split over groups.
@@ -54,7 +57,7 @@ def group_updates(
     assert loss is not None
     loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
     counts = {} if shards is None else {stages: count for stages in groups if (count := shards(stages)) > 1}
-    return capture_updates(optimizer, table, groups, sliced, loss_dtype, counts)
+    return capture_updates(optimizer, table, groups, sliced, loss_dtype, counts, compiled=compiled)
 
 
 def readers_of(program: Program) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,17 +15,91 @@ from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, copied, function_names, make_node
 from graph_passes.ir.group_update import Captured, shard_storage
-from graph_passes.ir.program import Variable, VariableKind
+from graph_passes.ir.program import Variable, VariableKind, storage_shape
 from graph_passes.ir.resource_use import READS
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, function_graph, make_constant, output_dtypes
 
 _ELEMENT_OPS = frozenset(
-    "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh Cast Ceil ClipByValue Cos Cosh Div DivNoNan Elu Equal "
-    "Erf Erfc Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan LeakyRelu Less LessEqual Log "
-    "Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pow RealDiv Reciprocal "
-    "Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square "
-    "SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike".split()
+    {
+        "Abs",
+        "Acos",
+        "Acosh",
+        "Add",
+        "AddN",
+        "AddV2",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atan2",
+        "Atanh",
+        "Cast",
+        "Ceil",
+        "ClipByValue",
+        "Cos",
+        "Cosh",
+        "Div",
+        "DivNoNan",
+        "Elu",
+        "Equal",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "FloorDiv",
+        "FloorMod",
+        "Greater",
+        "GreaterEqual",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "LeakyRelu",
+        "Less",
+        "LessEqual",
+        "Log",
+        "Log1p",
+        "LogicalAnd",
+        "LogicalNot",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Mul",
+        "MulNoNan",
+        "Neg",
+        "NotEqual",
+        "OnesLike",
+        "Pow",
+        "RealDiv",
+        "Reciprocal",
+        "Relu",
+        "Relu6",
+        "Rint",
+        "Round",
+        "Rsqrt",
+        "Select",
+        "SelectV2",
+        "Selu",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Sinh",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Square",
+        "SquaredDifference",
+        "StopGradient",
+        "Sub",
+        "Tan",
+        "Tanh",
+        "TruncateDiv",
+        "TruncateMod",
+        "Xdivy",
+        "Xlog1py",
+        "Xlogy",
+        "ZerosLike",
+    }
 )
 """Ops of which each element of the result depends on the same element of the inputs, or on inputs of one element."""
 _ASSIGNMENTS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
@@ -33,7 +107,7 @@ _Constant: TypeAlias = tuple[str, str]
 """Name of a function of the library, or of none for the graph itself, and of a node in it."""
 
 
-class CoupledElements(PassError):
+class CoupledElementsError(PassError):
     """An update computes elements of a variable from others.
 
     Attributes:
@@ -45,42 +119,50 @@ class CoupledElements(PassError):
         self.computation = computation
 
 
-def fits_shards(shape: Sequence[int], count: int) -> bool:
-    """Whether a parameter of this shape is kept in shards: each device gets at least one element."""
-    return math.prod(shape) >= count
-
-
-def sharded_update(update: Captured, count: int) -> Captured:
+def sharded_update(
+    update: Captured, count: int, by_row: Container[str] = frozenset(), apart: Container[str] = frozenset()
+) -> Captured:
     """Returns an update of a shard of each variable in place of an update of whole variables.
 
         m += g, w -= m   of [5, 3] elements   becomes, for 4 devices,   the same of [4] elements
 
-    Parameters of which each device gets an element are in shards, and so are slots of their shapes; other variables
-    stay whole. While the update runs, `shard_storage` has the parameter's shard, which it changes.
+    Parameters with a dense gradient of which each device gets an element are in shards, and so are slots of their
+    shapes; other variables stay whole. While the update runs, a parameter's `shard_storage` has the shard that
+    changes.
 
     Args:
-        update: the optimizer's part for a group; all gradients are dense.
+        update: the optimizer's part for a group.
         count: number of devices, and of shards.
+        by_row: parameters and slots that are in shards, too, though gradients are rows: their update is known to be one
+            of each row by itself.
+        apart: slots that stay whole, whatever their shape.
 
     Raises:
-        CoupledElements: the update of an element depends on more than the same element of the gradient and the slots,
-            and numbers that all elements have in common.
+        CoupledElementsError: the update of an element depends on more than the same element of the gradient and the
+            slots, and numbers that all elements have in common.
     """
-    shapes = {v.shape for v in update.variables.values() if v.kind is VariableKind.PARAMETER}
-    shapes = {shape for shape in shapes if fits_shards(shape, count)}
-    walk = _Walk(update, shapes)
+    variables = {variable.name: variable for variable in update.variables.values()}
+    dense = {variables[name].shape for name in update.gradients if math.prod(variables[name].shape) >= count}
+    whole = {name for name, variable in variables.items() if name in by_row or name in apart or name in update.slices}
+    elements = {name for name, variable in variables.items() if variable.shape in dense and name not in whole}
+    walk = _Walk(update, elements)
     walk.whole_graph()
     graph = copied(update.graph)
     for (function, node), shape in walk.constants.items():
         value = constant_value(_node(graph, function, node)).flat[0]
-        make_constant(_node(graph, function, node), np.full([-(-math.prod(shape) // count)], value, value.dtype))
-    for function, node in walk.axes:
-        make_constant(_node(graph, function, node), np.zeros([1], np.int32))
-    variables = {
-        ref: _in_shards(variable, count) if variable.shape in shapes else variable
+        own = storage_shape(shape, count)
+        make_constant(_node(graph, function, node), np.full(own, value, value.dtype))
+    for (function, node), shape in walk.axes.items():
+        axes = range(len(storage_shape(shape, count)))
+        make_constant(_node(graph, function, node), np.array(axes, np.int32))
+    for name, ref in update.row_shapes.items():
+        own = storage_shape(variables[name].shape, count)
+        make_constant(_node(graph, "", ref.node), np.array(own, np.int64))
+    in_shards = {
+        ref: _in_shards(variable, count) if variable.name in elements or variable.name in by_row else variable
         for ref, variable in update.variables.items()
     }
-    return dataclasses.replace(update, graph=graph, variables=variables)
+    return dataclasses.replace(update, graph=graph, variables=in_shards, row_shapes={})
 
 
 def _in_shards(variable: Variable, count: int) -> Variable:
@@ -114,26 +196,27 @@ class _Walk:
 
     Attributes:
         constants: the constants that take part with as many elements -> their shapes.
-        axes: the constants that are all axes of such elements.
+        axes: the constants that are all axes of elements -> their shapes.
     """
 
-    def __init__(self, update: Captured, shapes: set[tuple[int, ...]]) -> None:
-        self._update, self._shapes = update, shapes
+    def __init__(self, update: Captured, sharded: Container[str]) -> None:
+        self._update, self._sharded = update, sharded
         self._library = update.graph.library
+        self._variables = {variable.name: variable for variable in update.variables.values()}
         self.constants: dict[_Constant, tuple[int, ...]] = {}
-        self.axes: set[_Constant] = set()
+        self.axes: dict[_Constant, tuple[int, ...]] = {}
 
     def whole_graph(self) -> None:
         """Follows them through all of the update."""
-        variables = {variable.name: variable for variable in self._update.variables.values()}
-        shapes: dict[str, Shape] = {ref.node: variables[name].shape for name, ref in self._update.gradients.items()}
+        variables, gradients = self._variables, self._update.gradients
+        shapes: dict[str, Shape] = {ref.node: variables[name].shape for name, ref in gradients.items()}
         if self._update.totals is not None:
             shapes[self._update.totals.node] = (2,)
-        elements = {ref: name for name, ref in self._update.gradients.items() if self._is_sharded(variables[name])}
+        elements = {ref: name for name, ref in gradients.items() if self._is_sharded(variables[name])}
         self._walk("", self._update.graph, _Place(elements, self._update.variables, shapes))
 
     def _is_sharded(self, variable: Variable) -> bool:
-        return variable.shape in self._shapes
+        return variable.name in self._sharded
 
     def _walk(self, function: str, graph: GraphDef, place: _Place) -> tuple[dict[Ref, str], dict[Ref, Shape | None]]:
         """Follows the nodes of a graph, producers first; returns what tensors have elements of, and all shapes."""
@@ -171,13 +254,13 @@ class _Walk:
         is_sharded = self._is_sharded(variable)
         if node.op in READS:
             if is_sharded and node.op != "ReadVariableOp":
-                raise CoupledElements(f"{node.op} of {variable.name!r}")
+                raise CoupledElementsError(f"{node.op} of {variable.name!r}")
             return [variable.name if is_sharded else ""]
         value = view.inputs(node.name)[1]
         if is_sharded and value not in elements:
             self._joins(function, view, value, variable.shape, f"an assignment to {variable.name!r}", shapes)
         if not is_sharded and value in elements:
-            raise CoupledElements(f"{variable.name!r} from elements of {elements[value]!r}")
+            raise CoupledElementsError(f"{variable.name!r} from elements of {elements[value]!r}")
         return []
 
     def _computed(
@@ -197,17 +280,17 @@ class _Walk:
         whose = elements[mine[0]]
         if node.op == "All" and view.nodes[mine[0].node].op == "IsFinite" and not node.attr["keep_dims"].b:
             # Loss scaling: if a gradient isn't finite anywhere, statistics make all devices see that.
-            axes, rank = view.nodes[inputs[1].node], len(shapes[mine[0]] or ())
-            if axes.op == "Const" and constant_value(axes).size == rank:
-                self.axes.add((function, axes.name))
+            axes, own = view.nodes[inputs[1].node], self._variables[whose].shape
+            if axes.op == "Const" and constant_value(axes).size == len(own):
+                self.axes[function, axes.name] = own
                 return [""] * outputs
         if node.op not in _ELEMENT_OPS:
-            raise CoupledElements(f"{node.op} of elements of {whose!r}")
+            raise CoupledElementsError(f"{node.op} of elements of {whose!r}")
         shape = shapes[mine[0]]
         for ref in inputs:
             if ref in elements:
                 if shapes[ref] != shape:
-                    raise CoupledElements(f"{node.op} of elements of {whose!r} and of {elements[ref]!r}")
+                    raise CoupledElementsError(f"{node.op} of elements of {whose!r} and of {elements[ref]!r}")
             else:
                 self._joins(function, view, ref, shape, f"{node.op} of elements of {whose!r}", shapes)
         return [whose] * outputs
@@ -230,16 +313,16 @@ class _Walk:
             if value.size and np.all(value == value.flat[0]):
                 self.constants[function, producer.name] = tuple(value.shape)
                 return
-        raise CoupledElements(f"{what} and another tensor of shape {'(unknown)' if own is None else list(own)}")
+        raise CoupledElementsError(f"{what} and another tensor of shape {'(unknown)' if own is None else list(own)}")
 
     def _called(
         self, node: NodeDef, inputs: Sequence[Ref], place: _Place, shapes: Mapping[Ref, Shape | None]
     ) -> list[str]:
-        """Returns what the results of a call, or of any of the branches that a tensor chooses from, have elements of."""
+        """Returns what the results of a call, or of any branch that a tensor chooses, have elements of."""
         arguments = inputs
         if node.op in BRANCHES:
             if inputs[0] in place.elements:
-                raise CoupledElements(f"{node.op} by elements of {place.elements[inputs[0]]!r}")
+                raise CoupledElementsError(f"{node.op} by elements of {place.elements[inputs[0]]!r}")
             arguments = inputs[1:]
         results: list[str] = []
         for function in function_names(node):

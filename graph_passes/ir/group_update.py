@@ -22,6 +22,7 @@ class Captured:
         graph: its nodes.
         gradients: parameter -> placeholder of its gradient.
         slices: parameter -> placeholders of the rows of its gradient and of their indices.
+        row_shapes: parameter -> placeholder of its shape, where that is asked for besides (int64).
         variables: resource placeholder -> the variable that it stands for.
         totals: placeholder of the statistics' sum over all groups (float64); None when the computation needs none.
         outputs: results.
@@ -32,6 +33,7 @@ class Captured:
     gradients: Mapping[str, Ref]
     variables: Mapping[Ref, Variable]
     slices: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
+    row_shapes: Mapping[str, Ref] = dataclasses.field(default_factory=dict)
     totals: Ref | None = None
     outputs: tuple[Ref, ...] = ()
     effects: tuple[str, ...] = ()
@@ -42,13 +44,11 @@ class Shards:
     """The parameters of a group of which each device updates an equal part of the elements, and keeps their slots.
 
     Attributes:
-        parameters: their names. ``apply`` takes a shard of each one's gradient, dense.
-        rows: those whose gradient stages give as rows.
+        parameters: their names. ``apply`` takes a shard of each one's gradient, or its rows in the shard.
         statistics: as in `GroupUpdate`, of a device's shards of their gradients.
     """
 
     parameters: frozenset[str]
-    rows: frozenset[str]
     statistics: Captured | None = None
 
 
@@ -70,8 +70,3 @@ class GroupUpdate:
     statistics: Captured | None = None
     loss_scale: Captured | None = None
     shards: Shards | None = None
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether stages give a gradient as rows."""
-        return bool(self.apply.slices) or self.shards is not None and bool(self.shards.rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from graph_passes.errors import PassError
@@ -28,6 +28,25 @@ class VariableKind(enum.Enum):
     STATE = "state"  # is updated by the forward pass (moving averages, counters, random seeds)
     METRIC = "metric"  # is updated from outputs and labels; lives on the host between steps
     OPTIMIZER = "optimizer"  # slots, step counter, learning rate, loss scale
+
+
+_ROWS_PER_SHARD = 20
+"""Fewest rows of a shard that is rows: padding is at most a twentieth."""
+
+
+def in_rows(shape: Sequence[int], shards: int) -> bool:
+    """Whether the shards of variables of this shape are rows."""
+    return len(shape) > 1 and shape[0] >= _ROWS_PER_SHARD * shards
+
+
+def storage_shape(shape: Sequence[int], shards: int) -> tuple[int, ...]:
+    """Returns the shape of a shard, all of which are equal: the last ones may end with padding.
+
+    Shards are rows where there are many, so that each row of a gradient belongs to one; otherwise they are vectors.
+    """
+    if in_rows(shape, shards):
+        return (-(-shape[0] // shards), *shape[1:])
+    return (-(-math.prod(shape) // shards),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +91,8 @@ class Variable:
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
-        """Shape of what a device keeps of it: of a shard, a vector; the last shards may end with padding."""
-        return self.shape if self.shards == 1 else (-(-math.prod(self.shape) // self.shards),)
+        """Shape of what a device keeps of it."""
+        return self.shape if self.shards == 1 else storage_shape(self.shape, self.shards)
 
     @property
     def is_counter(self) -> bool:

@@ -56,7 +56,7 @@ def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequen
 
 def shards_of(builder: Builder, value: Ref, variable: Variable) -> Ref:
     """Returns the elements of a whole value as its variable's shards, [shards, elements]; zeros fill the last ones."""
-    shards, (length,) = variable.shards, variable.storage_shape
+    shards, length = variable.shards, math.prod(variable.storage_shape)
     vector = flatten(builder, value, variable.dtype)
     padding = shards * length - math.prod(variable.shape)
     if padding:
@@ -71,14 +71,16 @@ def shard_of(builder: Builder, value: Ref, variable: Variable, number: Ref) -> R
         return value
     kinds = {"Tparams": dtype_attr(variable.dtype), "Tindices": dtype_attr(types_pb2.DT_INT32)}
     inputs = [shards_of(builder, value, variable), number, builder.const(0, types_pb2.DT_INT32)]
-    return builder.add("shard", "GatherV2", inputs, **kinds, Taxis=dtype_attr(types_pb2.DT_INT32), batch_dims=0)
+    own = builder.add("shard", "GatherV2", inputs, **kinds, Taxis=dtype_attr(types_pb2.DT_INT32), batch_dims=0)
+    shape = builder.const(list(variable.storage_shape), types_pb2.DT_INT32)
+    return builder.add("shaped", "Reshape", [own, shape], T=dtype_attr(variable.dtype))
 
 
 def joined_shards(builder: Builder, shards: Sequence[Ref], variable: Variable) -> Ref:
     """Returns the whole value of a variable from all its shards, in order."""
-    vector = builder.concat("joined", shards, variable.dtype, 0)
+    vector = flatten(builder, builder.concat("joined", shards, variable.dtype, 0), variable.dtype)
     size = math.prod(variable.shape)
-    padding = variable.shards * variable.storage_shape[0] - size
+    padding = variable.shards * math.prod(variable.storage_shape) - size
     if padding:
         vector = builder.split("unpadded", vector, variable.dtype, [size, padding], 0)[0]
     shape = builder.const(list(variable.shape), types_pb2.DT_INT32)
@@ -147,7 +149,9 @@ def join_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     builder = Builder(empty_graph())
     shards, values = [], []
     for variable in variables:
-        own = [builder.append(placeholder(builder.names.fresh("shard"), variable.dtype)) for _ in range(variable.shards)]
+        own = [
+            builder.append(placeholder(builder.names.fresh("shard"), variable.dtype)) for _ in range(variable.shards)
+        ]
         shards += own
         values.append(joined_shards(builder, own, variable))
     return outline(name, Graph(builder.graph), shards, values)

@@ -29,7 +29,7 @@ from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
-from graph_passes.passes.shards import all_gather, gathered_buckets, shard_of_rows, take_shards, updated_shards
+from graph_passes.passes.shards import all_gather, gathered_buckets, own_rows_function, take_shards, updated_shards
 from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
@@ -47,6 +47,7 @@ class Application:
         self._options = nodes.options
         self._program = nodes.program
         self._step = nodes.step
+        self._rows_in_shards: dict[tuple[str, str], Ref] = {}  # (parameter, device) -> the call that finds them
 
     def call_each(self, what: NodeKind, groups: Sequence[ParameterGroup], totals: Ref | None = None) -> Calls:
         """Calls a computation on the gradients of groups, on each of their devices; see `_on_gradients`."""
@@ -216,38 +217,33 @@ class Application:
             argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
             inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
-        bindings, results = {}, list(captured.outputs)
-        if group.in_shards and not whole_ones:
+        bindings, results, taken = {}, list(captured.outputs), {} if whole_ones else group.in_shards
+        if taken:
             number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
             inputs[number] = functools.partial(self._number, group)
-            reduced |= self._shards_of_rows(builder, inputs, captured, group, number)
             if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):
                 bindings |= take_shards(builder, captured, number)
                 results += updated_shards(builder, captured, self._gathered(group), captured.effects)
         bindings |= {placed.node: reduced[name] for name, placed in captured.gradients.items()}
         for variable, places in captured.slices.items():
+            rows = functools.partial(self._own_rows, group) if variable in taken else self._rows
             for index, placed in enumerate(places):
-                inputs[placed] = functools.partial(self._rows, variable, index)
+                inputs[placed] = functools.partial(rows, variable, index)
         captured = dataclasses.replace(captured, graph=graph)
         function = self._bound(name, captured, bindings, list(inputs), results, effects)
         return Computation(function, tuple(inputs.values()))
 
-    def _shards_of_rows(
-        self, builder: Builder, inputs: Inputs, captured: Captured, group: ParameterGroup, number: Ref
-    ) -> dict[str, Ref]:
-        """Returns a device's shards of the gradients that stages give as rows."""
-        shards: dict[str, Ref] = {}
-        for name, variable in group.in_shards.items():
-            if name in captured.gradients and name not in self.nodes.contributors:
-                dtype = row_dtype(self._program, variable)
-                places = [
-                    builder.append(placeholder(builder.names.fresh(what), kind))
-                    for what, kind in (("rows", variable.dtype), ("indices", dtype))
-                ]
-                for index, placed in enumerate(places):
-                    inputs[placed] = functools.partial(self._rows, name, index)
-                shards[name] = shard_of_rows(builder, *places, dtype, variable, number)
-        return shards
+    def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
+        """Returns the values (index 0) or indices of a gradient's rows in a device's shard."""
+        if (name, device) not in self._rows_in_shards:
+            values, indices = self.reduction.rows.gather(name, device)
+            variable = group.in_shards[name]
+            label = f"{self._options.prefix}{group.label}_own_rows{list(group.in_shards).index(name)}"
+            function = own_rows_function(label, variable, row_dtype(self._program, variable))
+            self.nodes.functions.append(function)
+            inputs = [values, indices, self._number(group, device)]
+            self._rows_in_shards[name, device] = self.nodes.call(NodeKind.CONCAT, function, inputs, group, device)
+        return Ref(self._rows_in_shards[name, device].node, index)
 
     def _number(self, group: ParameterGroup, device: str) -> Ref:
         """Returns the number of a device's shards."""

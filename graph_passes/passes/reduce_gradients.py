@@ -109,8 +109,10 @@ class Reduction:
             index = 0
             for bucket in packed:
                 if bucket[0].shards > 1:
-                    vectors = {device: [Ref(calls[device].node, index + number) for number in range(bucket[0].shards)]
-                               for device in group.devices}
+                    vectors = {
+                        device: [Ref(calls[device].node, index + number) for number in range(bucket[0].shards)]
+                        for device in group.devices
+                    }
                     self._reduce_scatter(vectors, bucket, group)
                     index += bucket[0].shards
                     continue

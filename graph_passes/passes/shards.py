@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
@@ -12,7 +11,7 @@ from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Variable, VariableKind
-from graph_passes.ir.storage import assign, buckets, bytes_of, handle, joined_shards, read, shard_of, unflatten
+from graph_passes.ir.storage import assign, buckets, bytes_of, flatten, handle, joined_shards, read, shard_of, unflatten
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup
 from graph_passes.passes.update_nodes import UpdateNodes, marks
@@ -20,56 +19,48 @@ from graph_passes.passes.update_nodes import UpdateNodes, marks
 _INT64 = types_pb2.DT_INT64
 
 
-def shard_of_rows(builder: Builder, values: Ref, indices: Ref, dtype: int, variable: Variable, number: Ref) -> Ref:
-    """Returns a shard of a gradient that is given as rows.
+def own_rows_function(name: str, variable: Variable, dtype: int) -> FunctionDef:
+    """Returns the function from all rows of a parameter's gradient to those in a shard.
 
-    Only the rows around the shard are added up, as it may begin and end within one.
+        (values [rows, ...], indices [rows], number []) -> (values of some rows, their indices in the shard)
 
     Args:
-        builder: of a function's graph.
-        values: the rows, [rows, *shape[1:]].
-        indices: the rows of the parameter that they belong to, [rows].
-        dtype: dtype of ``indices``.
-        variable: the parameter.
-        number: number of the shard, a scalar int32.
+        name: the function's name.
+        variable: the parameter, whose shards are rows.
+        dtype: dtype of the indices.
     """
-    width, (length,) = math.prod(variable.shape[1:]), variable.storage_shape
-    rows = (length + 2 * width - 2) // width
-
-    def wide(value: int) -> Ref:
-        return builder.const(value, _INT64)
-
-    def computed(op: str, *inputs: Ref) -> Ref:
-        return builder.add(op.lower(), op, inputs, T=dtype_attr(_INT64))
-
-    def cast(tensor: Ref, source: int) -> Ref:
-        kinds = {"SrcT": dtype_attr(source), "DstT": dtype_attr(_INT64)}
-        return tensor if source == _INT64 else builder.add("wide", "Cast", [tensor], **kinds)
-
-    start = computed("Mul", cast(number, types_pb2.DT_INT32), wide(length))
-    first = computed("FloorDiv", start, wide(width))
-    near = computed("Sub", cast(indices, dtype), first)
-    inside = builder.add(
-        "inside",
-        "LogicalAnd",
-        [computed("GreaterEqual", near, wide(0)), computed("Less", near, wide(rows))],
+    builder = Builder(empty_graph())
+    kind = dtype_attr(dtype)
+    values, indices, number = (
+        builder.append(placeholder(builder.names.fresh(label), own))
+        for label, own in (("values", variable.dtype), ("indices", dtype), ("number", types_pb2.DT_INT32))
     )
-    # Rows of negative numbers aren't added to anything.
-    segments = computed("SelectV2", inside, near, wide(-1))
-    kinds = {"T": dtype_attr(variable.dtype), "Tindices": dtype_attr(_INT64), "Tnumsegments": dtype_attr(_INT64)}
-    dense = builder.add("dense", "UnsortedSegmentSum", [values, segments, wide(rows)], **kinds)
-    flat = builder.add(
-        "flat", "Reshape", [dense, builder.const([rows * width], _INT64)],
-        T=dtype_attr(variable.dtype), Tshape=dtype_attr(_INT64),
-    )
-    begin = builder.add(
-        "begin", "Reshape", [computed("FloorMod", start, wide(width)), builder.const([1], _INT64)],
-        T=dtype_attr(_INT64), Tshape=dtype_attr(_INT64),
-    )
-    size = builder.const([length], _INT64)
-    return builder.add(
-        "shard", "Slice", [flat, begin, size], T=dtype_attr(variable.dtype), Index=dtype_attr(_INT64)
-    )
+    rows = builder.const(variable.storage_shape[0], dtype)
+    own = number
+    if dtype != types_pb2.DT_INT32:
+        own = builder.add("number", "Cast", [number], SrcT=dtype_attr(types_pb2.DT_INT32), DstT=kind)
+    near = builder.add("near", "Sub", [indices, builder.add("first", "Mul", [own, rows], T=kind)], T=kind)
+    bounds = [
+        builder.add("from", "GreaterEqual", [near, builder.const(0, dtype)], T=kind),
+        builder.add("to", "Less", [near, rows], T=kind),
+    ]
+    inside = builder.add("inside", "LogicalAnd", bounds)
+    places = builder.add("places", "Where", [inside], T=dtype_attr(types_pb2.DT_BOOL))
+    flat = builder.add("flat", "Reshape", [places, builder.const([-1], types_pb2.DT_INT32)], T=dtype_attr(_INT64))
+    axis, axis_dtype = builder.const(0, types_pb2.DT_INT32), dtype_attr(types_pb2.DT_INT32)
+    results = [
+        builder.add(
+            "rows",
+            "GatherV2",
+            [tensor, flat, axis],
+            Tparams=dtype_attr(own_dtype),
+            Tindices=dtype_attr(_INT64),
+            Taxis=axis_dtype,
+            batch_dims=0,
+        )
+        for tensor, own_dtype in ((values, variable.dtype), (near, dtype))
+    ]
+    return outline(name, Graph(builder.graph), [values, indices, number], results)
 
 
 def take_shards(builder: Builder, captured: Captured, number: Ref) -> dict[str, Ref]:
@@ -119,7 +110,8 @@ def updated_shards(
             own = shards[variable.name]
             place = handle(builder, own.storage_name, own.dtype, own.storage_shape)
             kind = dtype_attr(own.dtype)
-            parts.append(builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind))
+            updated = builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind)
+            parts.append(flatten(builder, updated, own.dtype))
         vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
     return vectors
 
