@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from programs import DOUBLE, FLOAT, HOST, INT32, PARAMETER, STATE, Machine, devices
@@ -16,6 +18,7 @@ from graph_passes.ir.storage import (
     buckets,
     by_dtype,
     flatten,
+    join_function,
     load_function,
     merge_gradients,
     merge_library,
@@ -87,6 +90,39 @@ def test_one_function_serves_the_variables_of_whichever_device_runs_it() -> None
             machine.load(place, [W], [value_of(W, 10 * index)])
         for index, value in enumerate(machine.run([Ref("read0"), Ref("read1")])):
             np.testing.assert_array_equal(value, value_of(W, 10 * index))
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "kept"),
+    [((2, 3), 2, (3,)), ((2, 3), 4, (2,)), ((7,), 3, (3,)), ((41, 2), 2, (21, 2)), ((39, 2), 2, (39,))],
+)
+def test_each_device_keeps_its_shard_of_a_value_and_all_of_them_are_the_value_again(
+    shape: tuple[int, ...], count: int, kept: tuple[int, ...]
+) -> None:
+    """Shards are rows where each has twenty at least, otherwise vectors; the last ones end with zeros."""
+    whole = Variable("slot", FLOAT, shape, STATE)
+    variable = dataclasses.replace(whole, shards=count)
+    assert variable.storage_shape == kept
+    value = np.arange(1, 1 + np.prod(shape)).reshape(shape).astype("f4")
+    (places,) = devices(count)
+    builder = Builder(empty_graph())
+    functions = load_function("load", [variable]), read_function("read", [variable]), join_function("join", [variable])
+    vector = builder.append(placeholder("vector", FLOAT))
+    shards = []
+    for number, place in enumerate(places):
+        inputs = [vector, builder.const(number, INT32, device=place)]
+        builder.append(call_node(f"load{number}", functions[0], inputs, device=place))
+        shards.append(builder.append(call_node(f"read{number}", functions[1], [], device=place)))
+    joined = builder.append(call_node("joined", functions[2], shards, device=HOST))
+    merge_library(builder.graph, functions)
+    with Machine(builder.graph, devices=count) as machine:
+        machine.run([], {vector: value.ravel()}, after=[f"load{number}" for number in range(count)])
+        own = machine.run(shards)
+        np.testing.assert_array_equal(machine.run([joined])[0], value)
+    assert {shard.shape for shard in own} == {kept}
+    elements = np.concatenate([shard.ravel() for shard in own])
+    np.testing.assert_array_equal(elements[: value.size], value.ravel())
+    assert not np.any(elements[value.size :])
 
 
 def test_functions_of_no_variables_have_no_arguments_and_no_results() -> None:

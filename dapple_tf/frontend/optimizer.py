@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups
+from dapple_tf.frontend.alike_groups import BY_ELEMENT, COUPLING, AlikeGroups
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted, slots_by_parameter
@@ -155,12 +155,18 @@ def capture_updates(
 
 
 def check_shards(optimizer: Any) -> None:
-    """Refuses settings of an optimizer that need all elements of a gradient, for updates in shards.
+    """Refuses, for updates in shards, optimizers and settings that are known to need all elements of a gradient.
 
     Raises:
         CaptureError: there is one; the text names it.
     """
     inner = inner_optimizer(optimizer)
+    if type(inner) in COUPLING:
+        raise CaptureError(
+            f"optimizer {type(inner).__name__} updates an element of a parameter by all others, but with "
+            f"optimizer_shards=True a device has only a part of them; use an optimizer that updates each element by "
+            f"itself, such as SGD, Adam or AdamW, or leave optimizer_shards out"
+        )
     if inner.clipnorm:
         raise CaptureError(
             f"optimizer {type(inner).__name__} clips the norm of each gradient (clipnorm={inner.clipnorm:g}), but with "

@@ -147,13 +147,15 @@ def shortage(request: PlanRequest) -> str:
     text = (
         f"no plan fits the memory of {devices} device{'s' if devices > 1 else ''}: the one that comes nearest, "
         f"{shape(costs.plan)}, recompute {costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
-        f"({gib(costs.stages[stage].stored_bytes)} for weights, gradients and optimizer), {gib(over)} more than "
+        f"({gib(short[0].stored)} for weights, gradients and optimizer), {gib(over)} more than "
         f"the {gib(limit)} there are"
     )
     fixes = []
     given = request.recompute is not None and "boundary" not in request.recompute
     if given and _fits(dataclasses.replace(request, recompute=("boundary",))):
         fixes.append("recompute='boundary'")
+    if request.optimizer_shards is False and _fits(dataclasses.replace(request, optimizer_shards=True)):
+        fixes.append("optimizer_shards=True, if the optimizer updates each element by itself")
     for most in (max(1, request.batch // request.profile.least_samples), request.batch):
         if most > max(request.micro_batches) and _fits(dataclasses.replace(request, micro_batches=(most,))):
             fixes.append(f"smaller micro-batches (micro_batches={most})")

@@ -58,6 +58,7 @@ class PlanRequest:
         features: the names of the features that plans may have, see `dapple_tf.planning.features`.
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
+        optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -76,6 +77,7 @@ class PlanRequest:
     features: frozenset[str] = frozenset(NAMES)
     least_gain: float = LEAST_GAIN
     moves: tuple[Move, ...] = ()
+    optimizer_shards: bool | None = False
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class PlanRequest:
         least_gain: float = LEAST_GAIN,
         moves: Sequence[Move] = (),
         only: str | Iterable[str] | None = None,
+        optimizer_shards: bool | None = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
@@ -132,6 +135,7 @@ class PlanRequest:
             features=features,
             least_gain=least_gain,
             moves=tuple(moves),
+            optimizer_shards=optimizer_shards,
         )
 
     def __post_init__(self) -> None:
@@ -146,6 +150,11 @@ class PlanRequest:
             raise PlanError(
                 f"least_gain is {self.least_gain!r}; give the part of a step's time that a plan must gain over simpler "
                 f"ones, from 0 to below 1"
+            )
+        if self.optimizer_shards is not None and not isinstance(self.optimizer_shards, bool):
+            raise PlanError(
+                f"optimizer_shards is {short(self.optimizer_shards)}; give True, False, or None for where memory "
+                f"requires it"
             )
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
@@ -223,6 +232,7 @@ class PlanRequest:
             self.searched[0],
             recompute=recompute,
             jit_compile=self.jit_compile,
+            optimizer_shards=bool(self.optimizer_shards),
         )
         return self.shared(plan)
 

@@ -87,6 +87,7 @@ def plan(
     least_gain: float = LEAST_GAIN,
     moves: Sequence[Move] = (),
     only: str | Iterable[str] | None = None,
+    optimizer_shards: bool | None = False,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
@@ -115,6 +116,9 @@ def plan(
             ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and ``carried_updates``
             (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all. ``plan.report.restraints``
             says what those of the chosen plan cost besides time.
+        optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
+            (`Plan.optimizer_shards`), which optimizers that update each element by itself allow; None lets them where
+            nothing fits otherwise.
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
@@ -136,6 +140,7 @@ def plan(
         least_gain=least_gain,
         moves=moves,
         only=only,
+        optimizer_shards=optimizer_shards,
     )
     return find(request)
 
@@ -147,7 +152,12 @@ def find(request: PlanRequest) -> Plan:
     Raises:
         PlanError: as `plan`.
     """
-    return _Planner(request).plan()
+    try:
+        return _Planner(request).plan()
+    except PlanError:
+        if request.optimizer_shards is not None:
+            raise
+    return _Planner(dataclasses.replace(request, optimizer_shards=True)).plan()
 
 
 class _Found(NamedTuple):
@@ -241,7 +251,15 @@ class _Planner:
         hidden = (False,) if competes(self.cluster, range(self.cluster.num_devices)) else (True, False)
         even: dict[str, list[_Found]] = {}
         for mode, overlap in itertools.product(request.modes, hidden):
-            search = Search(self.profile, placements, links, ends, overlap=overlap, recompute=mode)
+            search = Search(
+                self.profile,
+                placements,
+                links,
+                ends,
+                overlap=overlap,
+                recompute=mode,
+                shards=bool(request.optimizer_shards),
+            )
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers

@@ -89,6 +89,7 @@ class _Ranges:
     working: tuple[Floats, Floats]
     parameters: Floats
     stored: Floats
+    slots: Floats
     apply: Floats
     entering: tuple[Floats, Floats]  # per first group: bytes of the boundary before it
     returning: tuple[Floats, Floats]
@@ -104,6 +105,7 @@ class Search:
         ends: positions at which cuts are considered, the model's end last; see :func:`coarsened`.
         overlap: whether all-reduce overlaps with the stage's last backward.
         recompute: the mode: what B computes again.
+        shards: whether replicas keep a shard of the optimizer's slots each.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class Search:
         *,
         overlap: bool = False,
         recompute: str = "none",
+        shards: bool = False,
     ) -> None:
+        self.shards = shards
         self.profile, self.placements, self.links, self.ends = profile, placements, links, tuple(ends)
         self.overlap = overlap
         self.ranges = _ranges(profile, self.ends, recompute)
@@ -181,16 +185,17 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
         residual = sums([cost.fixed for cost in least]), sums([cost.per_sample for cost in least])
     residual = (residual[0] + entering[0][:, None], residual[1] + entering[1][:, None])
     parameters = sums([layer.parameter_bytes for layer in profile.layers])
-    extra = sums([layer.slot_bytes + layer.state_bytes for layer in profile.layers])
+    slots = sums([layer.slot_bytes for layer in profile.layers])
+    state = sums([layer.state_bytes for layer in profile.layers])
     for group in profile.shared:
         users = np.zeros(len(profile.layers))
         users[list(group.layers)] = 1
         used = sums(users) > 0
         parameters = parameters + used * group.parameter_bytes
-        extra = extra + used * group.slot_bytes
+        slots = slots + used * group.slot_bytes
     apply = sums([layer.apply_seconds for layer in profile.layers])
     return _Ranges(
-        forward, backward, residual, (working[0], working[1]), parameters, 2 * parameters + extra, apply,
+        forward, backward, residual, (working[0], working[1]), parameters, 2 * parameters + slots + state, slots, apply,
         entering, returning,
     )  # fmt: skip
 
@@ -338,7 +343,9 @@ class _Run:
         reduced = links.all_reduce(steps[None, :, None], size, Plan.bucket_bytes)
         if search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
-        reduced = reduced + ranges.apply[:, None, :] / speed
+        keepers = replicas if search.shards else 1
+        reduced = reduced + ranges.apply[:, None, :] / speed / keepers
+        stored = ranges.stored[:, None, :] - ranges.slots[:, None, :] * (1 - 1 / keepers)
         in_flight = np.full(self.groups + 1, float(self.in_flight))
         in_flight[self.groups] = 1.0
         fits = np.broadcast_to(self.allowed[steps][None, :, None], forward.shape)
@@ -346,7 +353,7 @@ class _Run:
             # If a slice in proportion to a device's speed doesn't fit, an equal one may: others then get more.
             own = np.minimum(samples, np.ceil(samples * kind.share[steps][None, :, None]))
             running = in_flight * line(ranges.residual, own) + line(ranges.working, own)
-            needed = ranges.stored[:, None, :] + np.maximum(running, size * (replicas > 1))
+            needed = stored + np.maximum(running, size * (replicas > 1))
             fits = fits & (~kind.used[steps][None, :, None] | (needed <= kind.memory))
         return _Stage(forward, backward, reduced, fits)
 

@@ -79,6 +79,33 @@ def all_reduce_time(cluster: Cluster, members: Mapping[int, int], algorithm: str
     )
 
 
+def exchange_time(cluster: Cluster, members: Mapping[int, int]) -> AllReduceTime:
+    """Returns the time of a reduce-scatter and of an all-gather afterwards, in which all members send at once.
+
+    Each of n members gets an n-th of the bytes from every other one, adds them up, and sends as many back. A network
+    card carries what the k devices of its server exchange with the others, 2 k (n - k) / n of the bytes: as much as a
+    ring where servers have one device each, more where they have several.
+
+    Args:
+        cluster: the cluster, as for `all_reduce_time`.
+        members: server -> number of its devices that take part.
+    """
+    count = sum(members.values())
+    if count < 2:
+        return AllReduceTime((0.0, 0.0), (0.0, 0.0))
+    measured = cluster.reductions.exchange
+    times = []
+    for server, number in members.items():
+        own, card = cluster.server_links[server]
+        if number > 1:
+            link = measured or _reducing(cluster, own)
+            times.append((2 * link.latency, 2 * (count - 1) / count / link.bandwidth))
+        if number < count:
+            link = _reducing(cluster, card)
+            times.append((2 * link.latency, 2 * number * (count - number) / count / link.bandwidth))
+    return AllReduceTime((0.0, 0.0), (max(start for start, _ in times), max(rate for _, rate in times)))
+
+
 def _ring(members: int, link: Link) -> tuple[float, float]:
     return 2 * (members - 1) * link.latency, 2 * (members - 1) / members / link.bandwidth
 

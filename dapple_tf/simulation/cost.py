@@ -19,7 +19,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, Profile
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
-from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time
+from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exchange_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.legs import Leg, legs_of
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
@@ -258,6 +258,9 @@ class CostModel:
     def reduction_seconds(self, reduction: Reduction, size: float | None = None, algorithm: str | None = None) -> float:
         """Returns the seconds of an all-reduce of all, or ``size``, of its bytes, in buckets.
 
+        With `Plan.optimizer_shards`, of a reduce-scatter and the all-gather of the parameters: as if that followed at
+        once, though the update is between them.
+
         Args:
             reduction: what is reduced.
             size: bytes; None for all.
@@ -268,7 +271,10 @@ class CostModel:
         key = (reduction.devices, algorithm)
         if key not in self._reductions:
             members = Counter(self.cluster.devices[device].server for device in reduction.devices)
-            self._reductions[key] = all_reduce_time(self.cluster, members, algorithm)
+            shards = self.plan.optimizer_shards
+            self._reductions[key] = (
+                exchange_time(self.cluster, members) if shards else all_reduce_time(self.cluster, members, algorithm)
+            )
         return self._reductions[key].seconds(size, self.plan.bucket_bytes)
 
     def reducing(self, all_reduce: str | tuple[str, ...]) -> CostModel:
@@ -349,8 +355,9 @@ class CostModel:
         ]
 
     def apply_seconds(self, stage: int, device: int) -> float:
-        """Returns the seconds of the optimizer's update of a stage on one of its devices."""
-        return self.stages[stage].apply_seconds / self.cluster.devices[device].speed
+        """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices."""
+        shards = len(self.owner_devices[stage]) if self.plan.optimizer_shards else 1
+        return self.stages[stage].apply_seconds / shards / self.cluster.devices[device].speed
 
     # ---- memory
 

@@ -163,6 +163,21 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
         total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
+    return total - (_slots_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0)
+
+
+def _slots_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
+    """Returns the bytes of the slots of some stages that other devices keep, where each keeps a shard of them."""
+    stage_of = costs.profile.stage_of_layers(costs.plan.cuts)
+    total = 0.0
+    for stage in stages:
+        slots = sum(layer.slot_bytes for layer in costs.profile.layers[slice(*costs.stages[stage].layers)])
+        total += slots * (1 - 1 / len(costs.owner_devices[stage]))
+    for group in costs.profile.shared:
+        readers = {stage_of[layer] for layer in group.layers}
+        if not readers.isdisjoint(stages):
+            keepers = {device for stage in readers for device in costs.owner_devices[stage]}
+            total += group.slot_bytes * (1 - 1 / len(keepers))
     return total
 
 

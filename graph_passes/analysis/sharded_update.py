@@ -351,7 +351,7 @@ def _shapes(
     plain = GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
         source = Ref.parse(node.input[0]) if node.op == "ReadVariableOp" else None
-        if source in handles:
+        if source is not None and source in handles:
             node = make_node(node.name, "Placeholder", attrs={"dtype": node.attr["dtype"]})
             known[node.name] = handles[source].shape
         plain.node.append(node)

@@ -217,7 +217,8 @@ class Application:
             argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
             inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
-        bindings, results, taken = {}, list(captured.outputs), {} if whole_ones else group.in_shards
+        bindings: dict[str, Ref] = {}
+        results, taken = list(captured.outputs), {} if whole_ones else group.in_shards
         if taken:
             number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
             inputs[number] = functools.partial(self._number, group)

@@ -145,9 +145,8 @@ def all_gather(
         ends[device] = calls[0]
         if len(calls) > 1:
             name, control = f"{group.label}/replica{number}/all_gathered", [call.node for call in calls]
-            ends[device] = nodes.builder.add(
-                name, "NoOp", control=control, device=device, **marks(NodeKind.ALL_GATHER, group)
-            )
+            with nodes.builder.marked(marks(NodeKind.ALL_GATHER, group)):
+                ends[device] = nodes.builder.add(name, "NoOp", control=control, device=device)
     return ends
 
 

@@ -1,0 +1,200 @@
+"""Replicas that keep a shard of the optimizer's slots each: training gives what plain Keras gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import assert_same_training, pair, pipeline, use_float64
+from zoo import ZOO, Specimen
+
+import dapple_tf as dapple
+from dapple_tf.errors import CaptureError
+from graph_passes.ir.graph import Builder, Ref
+from graph_passes.ir.outline import call_node
+from graph_passes.ir.program import VariableKind
+from graph_passes.ir.storage import merge_library, read_function
+from graph_passes.ir.tensorflow_bridge import empty_graph
+
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=2),
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "plain sgd": lambda: keras.optimizers.SGD(0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, centered=True, momentum=0.9, epsilon=1e-3),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.1, epsilon=1e-3),
+    "adamax": lambda: keras.optimizers.Adamax(0.01, epsilon=1e-3),
+    "nadam": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.01),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "clips all": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.01, epsilon=1e-3),
+    "clips values": lambda: keras.optimizers.Adam(0.01, clipvalue=1e-3, epsilon=1e-3),
+    "accumulates": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, epsilon=1e-3),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01, epsilon=1e-3), initial_scale=8.0
+    ),
+}
+
+
+def table() -> keras.Model:
+    """An embedding of many rows, of which batches look up several twice, and a layer of elements in odd numbers."""
+    words = keras.Input((6,), dtype="int32")
+    x = keras.layers.Flatten()(keras.layers.Embedding(83, 3, name="embedding")(words))
+    x = keras.layers.Dense(7, activation="tanh", name="hidden")(x)
+    model = keras.Model(words, keras.layers.Dense(3, name="logits")(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def _words(rng: np.random.Generator, samples: int) -> tuple[Any, Any, Any]:
+    return rng.integers(0, 83, (samples, 6)).astype("int32"), rng.normal(size=(samples, 3)), None
+
+
+TABLE = Specimen(table, ("hidden",), _words)
+CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
+    "data parallel": (ZOO["multi_output"], [3], 2, {}),
+    "one micro-batch": (ZOO["cnn"], [2], 1, {}),
+    "tied weights of two stages": (ZOO["tied"], [1, 3], 2, {}),
+    "tiny buckets": (ZOO["cnn"], [4], 2, {"bucket_bytes": 64}),
+    "carried": (ZOO["multi_output"], [2, 2], 2, {"carried_updates": 2}),
+    "in pieces": (ZOO["multi_output"], [2], 2, {"backward_cuts": ["from_a"]}),
+    "split backwards": (ZOO["multi_output"], [2, 1], 3, {"schedule": "zb_h1"}),
+    "xla": (ZOO["multi_output"], [2], 1, {"jit_compile": True}),
+    "rows": (TABLE, [3], 2, {}),
+    "rows and xla": (TABLE, [2], 1, {"jit_compile": True}),
+    "state of the forward": (ZOO["lstm"], [2], 2, {}),
+    "all norms": (ZOO["transformer"], [2, 2], 2, {}),
+}
+KEPT = ("tied weights of two stages", "carried", "rows")
+
+
+def _train(specimen: Specimen, replicas: list[int], micro_batches: int, **options: Any) -> dapple.PipelinedModel:
+    use_float64()
+    model, plain = pair(specimen.build)
+    cuts = specimen.cuts_for(len(replicas))
+    pipelined = pipeline(model, cuts, replicas, micro_batches, 24, optimizer_shards=True, **options)
+    rng = np.random.default_rng(0)
+    assert_same_training(pipelined, plain, [specimen.batch(rng, size) for size in (24, 11, 24)])
+    return pipelined
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
+)
+def test_training_is_the_same(name: str) -> None:
+    specimen, replicas, micro_batches, options = CASES[name]
+    _train(specimen, replicas, micro_batches, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "loss scale" else pytest.param(name, marks=pytest.mark.thorough) for name in OPTIMIZERS],
+)
+def test_any_optimizer_that_updates_each_element_by_itself(name: str) -> None:
+    """Rows of an embedding's gradient included, which Keras adds up only after it has squared them."""
+
+    def build() -> keras.Model:
+        model = table()
+        model.compile(OPTIMIZERS[name](), "mse")
+        return model
+
+    _train(Specimen(build, TABLE.cuts, _words), [2], 2)
+
+
+def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
+    pipelined = _train(TABLE, [3], 2)
+    engine = pipelined._engine
+    sizes = {}
+    for device in engine.cluster.device_names:
+        kept = [v for holding in engine.builder.holdings() if device in holding.devices for v in holding.variables]
+        builder = Builder(empty_graph())
+        function = read_function("read_all", kept)
+        node = builder.append(call_node("read", function, [], device=device)).node
+        merge_library(builder.graph, [function])
+        prefix = f"held_{len(sizes)}"
+        engine.session.add(builder.graph, prefix)
+        values = engine.session.run([f"{prefix}/{Ref(node, index)}" for index in range(len(kept))])
+        pairs = list(zip(kept, values, strict=True))
+        slots = sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.OPTIMIZER)
+        sizes[device] = slots, sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.PARAMETER)
+    model = pipelined.model
+    parameters = sum(np.asarray(variable.value).nbytes for variable in model.trainable_variables)
+    for slots, whole in sizes.values():
+        assert whole == parameters
+        assert slots == pytest.approx(2 * parameters / 3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (lambda: keras.optimizers.Lamb(), "optimizer Lamb updates an element of a parameter by all others"),
+        (lambda: keras.optimizers.Adafactor(), "optimizer Adafactor updates an element of a parameter by all others"),
+        (lambda: keras.optimizers.SGD(clipnorm=1.0), r"optimizer SGD clips the norm of each gradient \(clipnorm=1\)"),
+    ],
+)
+def test_optimizers_that_need_all_elements_are_refused_by_name_before_there_is_data(
+    optimizer: Callable[[], keras.optimizers.Optimizer], text: str
+) -> None:
+    model = table()
+    model.compile(optimizer(), "mse")
+    with pytest.raises(CaptureError, match=text):
+        pipeline(model, (), [2], 1, 8, optimizer_shards=True)
+
+
+class Normalized(keras.optimizers.SGD):
+    """One's own optimizer, whose step depends on a mean of all elements."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Divides by the mean size."""
+        super().update_step(gradient / keras.ops.mean(keras.ops.abs(gradient)), variable, learning_rate)
+
+
+def test_an_optimizer_of_ones_own_is_refused_by_what_it_computes() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="only")])
+    model.compile(Normalized(0.1), "mse")
+    pipelined = pipeline(model, (), [2], 1, 8, optimizer_shards=True)
+    with pytest.raises(CaptureError, match=r"optimizer Normalized computes Mean of elements of .*only"):
+        pipelined.train_on_batch(np.ones((8, 4)), np.ones((8, 3)))
+
+
+@pytest.mark.slow
+def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: Any) -> None:
+    """Checkpoints don't tell that there were shards, and slots can be read and assigned one by one."""
+    rng = np.random.default_rng(0)
+    x, y, _ = _words(rng, 12)
+    first = pipeline(table(), (), [3], 1, 12, optimizer_shards=True)
+    for _ in range(2):
+        first.train_on_batch(x, y)
+    first.save_checkpoint(tmp_path)
+    first.sync()
+    expected = [np.asarray(variable.value) for variable in first.model.optimizer.variables]
+    for replicas, shards in ((2, True), (2, False), (4, True)):
+        other = pipeline(table(), (), [replicas], 1, 12, optimizer_shards=shards)
+        other.train_on_batch(x, y)
+        other.restore_checkpoint(tmp_path)
+        slot = other.model.optimizer.variables[3]
+        np.testing.assert_array_equal(np.asarray(slot.value), expected[3])
+        other.sync()
+        for variable, value in zip(other.model.optimizer.variables, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(variable.value), value)
+        slot.assign(keras.ops.zeros(slot.shape))
+        other.sync()
+        assert not np.any(np.asarray(slot.value))
+
+
+@pytest.mark.slow
+def test_slots_of_deferred_models_are_made_in_shards() -> None:
+    keras.utils.set_random_seed(1)
+    with dapple.deferred_init():
+        model = table()
+    keras.utils.set_random_seed(1)
+    plain = table()
+    x, y, _ = _words(np.random.default_rng(0), 12)
+    pipelined = pipeline(model, (), [3], 1, 12, optimizer_shards=True)
+    for _ in range(2):
+        own, other = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
+        assert own == pytest.approx(other, rel=1e-4)
