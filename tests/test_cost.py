@@ -13,7 +13,7 @@ from hardware import cluster_of as cluster
 from dapple_tf.describe.cluster import Cluster, Device, Link, ReductionLinks, Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, NeededLater, Profile, SharedParameters, Tensor
-from dapple_tf.simulation.all_reduce import all_reduce_time
+from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
 from dapple_tf.simulation.cost import CostModel, Message, gib, stage_cost
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Task
@@ -53,6 +53,33 @@ def test_one_member_or_no_bytes_take_no_time() -> None:
     slow = cluster(2, intra_bandwidth=1.0, intra_latency=9.0)
     assert all_reduce_seconds(slow, [1], 100.0) == 0
     assert all_reduce_seconds(slow, [0, 1], 0.0) == 0
+
+
+def test_an_exchange_sends_all_at_once_and_over_each_card_what_its_server_exchanges_with_others() -> None:
+    """A reduce-scatter and an all-gather of 400 bytes."""
+    inside = cluster(4, intra_bandwidth=100.0, intra_latency=0.5)
+    assert exchange_time(inside, {0: 4}).seconds(400.0) == pytest.approx(2 * 3 / 4 * 4 + 2 * 0.5)
+    links = {"intra_bandwidth": 1e9, "inter_bandwidth": 10.0, "inter_latency": 1.0}
+    one_each, two_each = cluster(1, 1, 1, 1, **links), cluster(2, 2, **links)
+    ring = all_reduce_seconds(cluster(1, 1, 1, 1, intra_bandwidth=1e9, inter_bandwidth=10.0), range(4), 400.0)
+    assert exchange_time(one_each, dict.fromkeys(range(4), 1)).seconds(400.0) == pytest.approx(ring + 2 * 1.0)
+    # Both devices of a server send half of the bytes to the other server, and get as much.
+    assert exchange_time(two_each, {0: 2, 1: 2}).seconds(400.0) == pytest.approx(2 * 40.0 + 2 * 1.0)
+    assert exchange_time(two_each, {0: 1}).seconds(400.0) == 0
+
+
+def test_shards_divide_slots_and_updates_by_the_replicas() -> None:
+    """Weights that stages share are kept by the devices of all of them."""
+    layers = letters(4, parameter_bytes=100, slot_bytes=600, apply_seconds=6.0)
+    model = profile(layers, shared=[SharedParameters((0, 3), 40, 120)])
+    plan = Plan.manual([*"b"], [[0, 1], [2, 3, 4]], 1, 6)
+    whole, shards = (
+        CostModel(dataclasses.replace(plan, optimizer_shards=value), model, cluster(5)) for value in (False, True)
+    )
+    saved = [whole.stored_bytes[device] - shards.stored_bytes[device] for device in range(5)]
+    assert saved == pytest.approx([1200 / 2 + 120 * 4 / 5] * 2 + [1200 * 2 / 3 + 120 * 4 / 5] * 3)
+    assert [shards.apply_seconds(0, 0), shards.apply_seconds(1, 2)] == pytest.approx([6.0, 4.0])
+    assert whole.needed_bytes(0, 1) - shards.needed_bytes(0, 1) == pytest.approx(saved[0])
 
 
 def test_hierarchical_adds_the_ring_inside_to_the_ring_between_servers() -> None:

@@ -179,6 +179,26 @@ def test_it_says_that_recomputation_would_do() -> None:
     assert plan(profile, cluster, 4, recompute="boundary", **given).recompute == "boundary"
 
 
+def test_shards_are_used_where_memory_demands_it_if_they_are_allowed() -> None:
+    """Eight layers of 1 MB, with gradients and two slots each, and room for all slots of half of them."""
+    profile = profile_of(parameters=10**6)
+    layers = tuple(dataclasses.replace(layer, slot_bytes=2 * 10**6) for layer in profile.layers)
+    profile = dataclasses.replace(profile, layers=layers)
+    tight, roomy = cluster_of(2, memory=25_000_000), cluster_of(2, memory=10**9)
+    given: dict[str, Any] = {"micro_batches": 1, "recompute": "none"}
+    one_stage = dataclasses.replace(profile, layers=layers[:1], tensors=())
+    heavy = dataclasses.replace(layers[0], parameter_bytes=8 * 10**6, slot_bytes=16 * 10**6)
+    one_stage = dataclasses.replace(one_stage, layers=(heavy,))
+    with pytest.raises(PlanError, match=r"What would fit: .*optimizer_shards=True"):
+        plan(one_stage, cluster_of(2, memory=32_500_000), 8, **given)
+    chosen = plan(one_stage, cluster_of(2, memory=32_500_000), 8, optimizer_shards=None, **given)
+    assert chosen.optimizer_shards and chosen.replicas == (2,)
+    assert chosen.report is not None and chosen.report.stages[0].memory_bytes <= 32_500_000
+    assert not plan(profile, roomy, 8, optimizer_shards=None, **given).optimizer_shards
+    assert not plan(profile, tight, 8, optimizer_shards=None, **given).optimizer_shards, "two stages fit without"
+    assert plan(profile, roomy, 8, optimizer_shards=True, **given).optimizer_shards
+
+
 def test_it_says_that_smaller_micro_batches_would_do() -> None:
     profile = profile_of(layers=1, residual=1e8, parameters=1000)
     cluster = cluster_of(1, memory=250_000_000)

@@ -90,6 +90,7 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]
                     f"devices of its own"
                 )
     without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0, "backward_cuts": (), "relays": ()}
+    without |= {"optimizer_shards": False}
     for name, value in without.items():
         if getattr(plan, name) != value:
             raise PlanError(

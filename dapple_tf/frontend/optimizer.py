@@ -117,7 +117,7 @@ def capture_updates(
     if counts:
         check_shards(optimizer)
     split = len(groups) > 1 or bool(counts)
-    if split and len(groups) > 1 and not _by_keras(optimizer):
+    if len(groups) > 1 and not _by_keras(optimizer):
         _check_apart(optimizer, table, list(groups.values()), sliced)
     clip_norm = inner_optimizer(optimizer).global_clipnorm if split else None
     guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

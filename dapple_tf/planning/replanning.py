@@ -101,6 +101,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             all_reduce=all_reduce,
             operator_devices=placed,
             shares=tuple(shares) or None,
+            optimizer_shards=plan.optimizer_shards,
         )
 
     try:
@@ -182,7 +183,14 @@ class Replanner:
         if self.profile is not None and plan.operator_devices is None:
             only = set(NAMES) - {"carried_updates"} if self.needs_all_gradients else None
             with contextlib.suppress(PlanError):
-                new = find_plan(self.profile, cluster, plan.global_batch_size, jit_compile=plan.jit_compile, only=only)
+                new = find_plan(
+                    self.profile,
+                    cluster,
+                    plan.global_batch_size,
+                    jit_compile=plan.jit_compile,
+                    only=only,
+                    optimizer_shards=plan.optimizer_shards,
+                )
                 return Deployment(cluster, new)
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))
 

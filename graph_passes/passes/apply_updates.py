@@ -108,11 +108,11 @@ class Application:
         for group in self.nodes.groups:
             if group.update is None:
                 continue
-            if group.update.statistics is not None:
-                whole_ones = group.update.statistics
-                parts.append(self._on_gradients(NodeKind.STATISTICS, group, group.devices[0], whole_ones))
-            if group.update.shards is not None and group.update.shards.statistics is not None:
-                own = group.update.shards.statistics
+            captured, shards = group.update.statistics, group.update.shards
+            if captured is not None:
+                parts.append(self._on_gradients(NodeKind.STATISTICS, group, group.devices[0], captured))
+            if shards is not None and shards.statistics is not None:
+                own = shards.statistics
                 parts += [
                     self._on_gradients(NodeKind.STATISTICS, group, device, own, part="_of_shards")
                     for device in group.devices
@@ -208,8 +208,8 @@ class Application:
         inputs: Inputs = {}
         state = self._state_of(group, what)
         wanted = [*captured.gradients, *(variable.name for variable in state if variable.dtype in FLOAT_DTYPES)]
-        whole_ones = what is NodeKind.GRADIENTS
-        reduced = self.reduction.reduced_values(builder, inputs, wanted, group, device, whole=whole_ones)
+        joins = what is NodeKind.GRADIENTS
+        reduced = self.reduction.reduced_values(builder, inputs, wanted, group, device, whole=joins)
         effects = [*captured.effects, *self._assign_state(builder, inputs, reduced, state)]
         if not effects and what not in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
             return Computation(None, ())
@@ -218,8 +218,8 @@ class Application:
             inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
         bindings: dict[str, Ref] = {}
-        results, taken = list(captured.outputs), {} if whole_ones else group.in_shards
-        if taken:
+        results, in_shards = list(captured.outputs), {} if joins else group.in_shards
+        if in_shards:
             number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
             inputs[number] = functools.partial(self._number, group)
             if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):
@@ -227,7 +227,7 @@ class Application:
                 results += updated_shards(builder, captured, self._gathered(group), captured.effects)
         bindings |= {placed.node: reduced[name] for name, placed in captured.gradients.items()}
         for variable, places in captured.slices.items():
-            rows = functools.partial(self._own_rows, group) if variable in taken else self._rows
+            rows = functools.partial(self._own_rows, group) if variable in in_shards else self._rows
             for index, placed in enumerate(places):
                 inputs[placed] = functools.partial(rows, variable, index)
         captured = dataclasses.replace(captured, graph=graph)

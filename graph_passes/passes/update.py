@@ -29,6 +29,10 @@ class Update:
     reduced and updated as soon as its gradients are complete, while other stages of the device still compute. Devices
     start their all-reduces in one order, that in which the schedule completes gradients, so that they can't deadlock.
 
+    The devices of a group may update its parameters together (`GroupUpdate.shards`), each a shard:
+
+        pack -> all-reduce -> apply   becomes   pack -> reduce-scatter -> apply -> all-gather
+
     Attributes:
         updates: the parameter groups' parts of the optimizer.
         owners: the stages that keep each variable on their devices.
