@@ -40,11 +40,11 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 
 
-def table() -> keras.Model:
+def table(**options: Any) -> keras.Model:
     """An embedding of many rows, of which batches look up several twice, and a layer of elements in odd numbers."""
     words = keras.Input((6,), dtype="int32")
-    x = keras.layers.Flatten()(keras.layers.Embedding(83, 3, name="embedding")(words))
-    x = keras.layers.Dense(7, activation="tanh", name="hidden")(x)
+    x = keras.layers.Flatten()(keras.layers.Embedding(83, 3, name="embedding", **options)(words))
+    x = keras.layers.Dense(7, activation="tanh", name="hidden", kernel_constraint="non_neg")(x)
     model = keras.Model(words, keras.layers.Dense(3, name="logits")(x))
     model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
@@ -52,6 +52,11 @@ def table() -> keras.Model:
 
 def _words(rng: np.random.Generator, samples: int) -> tuple[Any, Any, Any]:
     return rng.integers(0, 83, (samples, 6)).astype("int32"), rng.normal(size=(samples, 3)), None
+
+
+def constrained() -> keras.Model:
+    """Its constraint looks at all rows of the embedding."""
+    return table(embeddings_constraint=keras.constraints.MaxNorm(0.1, axis=0))
 
 
 TABLE = Specimen(table, ("hidden",), _words)
@@ -66,6 +71,7 @@ CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
     "xla": (ZOO["multi_output"], [2], 1, {"jit_compile": True}),
     "rows": (TABLE, [3], 2, {}),
     "rows and xla": (TABLE, [2], 1, {"jit_compile": True}),
+    "rows with a constraint": (Specimen(constrained, ("hidden",), _words), [2], 1, {}),
     "state of the forward": (ZOO["lstm"], [2], 2, {}),
     "all norms": (ZOO["transformer"], [2, 2], 2, {}),
 }

@@ -18,12 +18,12 @@ _NAMES = "SGD RMSprop Adam AdamW Adadelta Adagrad Adamax Nadam Ftrl Lion"
 BY_ELEMENT = frozenset(getattr(keras.optimizers, name) for name in _NAMES.split())
 """Optimizers that update each element of a parameter by those of its gradient and slots, rows included."""
 _BY_PARAMETER = BY_ELEMENT | {keras.optimizers.Adafactor, keras.optimizers.Lamb}
+"""Optimizers that update each parameter by its own gradient and slots, whatever it is called."""
 COUPLING = frozenset(getattr(keras.optimizers, name, None) for name in ("Adafactor", "Lamb", "Muon"))
 """Optimizers that update each element by norms, means or products of all."""
-"""Optimizers that update each parameter by its own gradient and slots, whatever it is called."""
 
 
-def _has_own_methods(optimizer: Any) -> bool:
+def has_own_methods(optimizer: Any) -> bool:
     """Returns whether methods of an optimizer were replaced, in this object only."""
     return any(callable(value) and hasattr(type(optimizer), name) for name, value in vars(optimizer).items())
 
@@ -41,7 +41,7 @@ class AlikeGroups:
         self._inner = inner_optimizer(optimizer)
         wrapped = self._inner is optimizer or type(optimizer) is keras.optimizers.LossScaleOptimizer
         self._shares = type(self._inner) in _BY_PARAMETER and wrapped
-        self._shares &= not any(map(_has_own_methods, (optimizer, self._inner)))
+        self._shares &= not any(map(has_own_methods, (optimizer, self._inner)))
         self._own = {id(value) for each in (optimizer, self._inner) for value in vars(each).values()}
         self._table, self._sliced = table, sliced
         self._slots: dict[str, tuple[str, str]] = {}

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.alike_groups import BY_ELEMENT, COUPLING, AlikeGroups
+from dapple_tf.frontend.alike_groups import BY_ELEMENT, COUPLING, AlikeGroups, has_own_methods
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted, slots_by_parameter
@@ -187,18 +187,20 @@ def _chosen(
     """Returns the parameters of a group that ``count`` devices update together.
 
     Those of fewer elements are updated whole by each device, and so are those whose gradient is rows unless they have
-    many rows, the optimizer is known to update each by itself, and XLA isn't to compile it: it would for each number of
-    rows in a shard.
+    many rows and no constraint, the optimizer is known to update each by itself, and XLA isn't to compile it: it would
+    for each number of rows in a shard.
     """
     if count == 1:
         return frozenset()
-    by_row = type(inner_optimizer(optimizer)) in BY_ELEMENT and not compiled
-    shapes = {name: table.describe(name).shape for name in names}
-    return frozenset(
-        name
-        for name, shape in shapes.items()
-        if math.prod(shape) >= count and (name not in sliced or (by_row and in_rows(shape, count)))
-    )
+    inner = inner_optimizer(optimizer)
+    by_row = type(inner) in BY_ELEMENT and not has_own_methods(inner) and not compiled
+    chosen = set()
+    for name in names:
+        variable = table.keras_variables[name]
+        own_rows = by_row and in_rows(variable.shape, count) and variable.constraint is None
+        if math.prod(variable.shape) >= count and (name not in sliced or own_rows):
+            chosen.add(name)
+    return frozenset(chosen)
 
 
 def _in_shards(
