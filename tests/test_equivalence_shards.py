@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,7 @@ def constrained() -> keras.Model:
     return table(embeddings_constraint=keras.constraints.MaxNorm(0.1, axis=0))
 
 
-TABLE = Specimen(table, ("hidden",), _words)
+TABLE = Specimen(table, ("embedding", "hidden", "logits"), _words)
 CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
     "data parallel": (ZOO["multi_output"], [3], 2, {}),
     "one micro-batch": (ZOO["cnn"], [2], 1, {}),
@@ -71,7 +72,7 @@ CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
     "xla": (ZOO["multi_output"], [2], 1, {"jit_compile": True}),
     "rows": (TABLE, [3], 2, {}),
     "rows and xla": (TABLE, [2], 1, {"jit_compile": True}),
-    "rows with a constraint": (Specimen(constrained, ("hidden",), _words), [2], 1, {}),
+    "rows with a constraint": (Specimen(constrained, ("embedding", "hidden", "logits"), _words), [2], 1, {}),
     "state of the forward": (ZOO["lstm"], [2], 2, {}),
     "all norms": (ZOO["transformer"], [2, 2], 2, {}),
 }
@@ -168,7 +169,7 @@ def test_an_optimizer_of_ones_own_is_refused_by_what_it_computes() -> None:
 
 
 @pytest.mark.slow
-def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: Any) -> None:
+def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: pathlib.Path) -> None:
     """Checkpoints don't tell that there were shards, and slots can be read and assigned one by one."""
     rng = np.random.default_rng(0)
     x, y, _ = _words(rng, 12)

@@ -53,8 +53,15 @@ def plan_for_speeds(simulation: Simulation, factors: Mapping[int, float]) -> New
     if plan.backward_cuts:
         plans.append(with_shares(plan, costs.profile, cluster))
     if cluster.num_devices <= _MOST_DEVICES and plan.operator_devices is None:
-        options: dict[str, bool] = {"jit_compile": plan.jit_compile, "optimizer_shards": plan.optimizer_shards}
-        plans.append(find_plan(costs.profile, cluster, plan.global_batch_size, **options))
+        plans.append(
+            find_plan(
+                costs.profile,
+                cluster,
+                plan.global_batch_size,
+                jit_compile=plan.jit_compile,
+                optimizer_shards=plan.optimizer_shards,
+            )
+        )
     timed = [NewPlan(plan, present, present)]
     for other in plans:
         try:
