@@ -135,6 +135,20 @@ def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
         assert slots == pytest.approx(2 * parameters / 3, rel=0.05)
 
 
+@pytest.mark.slow
+def test_traces_and_drawings_show_the_exchanges(tmp_path: pathlib.Path) -> None:
+    """All-gathers had no number by which a trace finds the other devices' part, and tracing a step failed."""
+    x, y, _ = _words(np.random.default_rng(0), 12)
+    pipelined = pipeline(table(), (), [3], 2, 12, optimizer_shards=True, bucket_bytes=512)
+    profile = pipelined.profile_step(x, y, warm_up=0)
+    spans = [span for span in profile.step.timeline.spans if span.kind == "all_reduce"]
+    assert {span.device for span in spans} == {0, 1, 2}
+    assert len(spans) >= 2 * 3 * 2, "several buckets, and for each of them a reduce-scatter and an all-gather"
+    pipelined.dump(tmp_path / "dump")
+    drawings = "".join(path.read_text() for path in (tmp_path / "dump").rglob("*.dot"))
+    assert "ReduceScatter 0" in drawings and "AllGather 0" in drawings
+
+
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [

@@ -30,6 +30,7 @@ FLAGS = flags.FlagValues()
 _PROFILE = ProfileFlags(FLAGS, alternative="Or give --model.")
 _MODEL = ModelFlags(FLAGS, default=None, data=True)
 _CLUSTER = ClusterFlag(FLAGS)
+_SHARDS = {"no": False, "yes": True, "auto": None}
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
     "global_batch_size", None, "Samples per step, over all devices.", lower_bound=1, flag_values=FLAGS
 )
@@ -70,6 +71,14 @@ _ALL_REDUCE = flags.DEFINE_enum(
     flag_values=FLAGS,
 )
 _JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile the plan's stages with XLA.", flag_values=FLAGS)
+_OPTIMIZER_SHARDS = flags.DEFINE_enum(
+    "optimizer_shards",
+    "no",
+    list(_SHARDS),
+    "Whether replicas keep a shard of the optimizer's slots each, for optimizers that update each element by itself; "
+    "auto: where nothing fits the devices' memory otherwise.",
+    flag_values=FLAGS,
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)
 _SAVE_PROFILE = flags.DEFINE_string(
     "save_profile", None, "With --model: JSON file to write the measured profile to.", flag_values=FLAGS
@@ -117,6 +126,7 @@ def options() -> dict[str, Any]:
         "only": _ONLY.value,
         "all_reduce": _ALL_REDUCE.value,
         "jit_compile": _JIT_COMPILE.value,
+        "optimizer_shards": _SHARDS[_OPTIMIZER_SHARDS.value],
     }
 
 

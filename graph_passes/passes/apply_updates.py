@@ -62,7 +62,7 @@ class Application:
                 if call is not None:
                     own[device] = call
             if group.in_shards and what is not NodeKind.COUNTERS:
-                own = all_gather(self.nodes, group, self._gathered(group), own)
+                own = all_gather(self.nodes, group, self._gathered(group), own, self.reduction.number)
             calls |= {(group.stages, device): call.node for device, call in own.items()}
         return calls
 

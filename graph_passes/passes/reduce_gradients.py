@@ -148,13 +148,18 @@ class Reduction:
             bucket: the variables.
             group: their group.
         """
-        attrs = {**marks(NodeKind.REDUCE_SCATTER, group), REDUCTION_ATTR: self._next_key, BYTES_ATTR: bytes_of(bucket)}
+        reduction = self.number()
+        attrs = {**marks(NodeKind.REDUCE_SCATTER, group), REDUCTION_ATTR: reduction, BYTES_ATTR: bytes_of(bucket)}
         with self._builder.marked(attrs):
             for number, device in enumerate(group.devices):
-                name = f"{group.label}/replica{number}/reduce_scatter{self._next_key}"
+                name = f"{group.label}/replica{number}/reduce_scatter{reduction}"
                 parts = [own[number] for own in vectors.values()]
                 self.reduced[bucket, device] = self._builder.add_n(name, parts, bucket[0].dtype, device=device)
+
+    def number(self) -> int:
+        """Returns a number that no other reduction of the step has."""
         self._next_key += 1
+        return self._next_key - 1
 
     def _pack(self, unit: ReductionUnit, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
         """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import BYTES_ATTR, Builder, Graph, Ref, dtype_attr
+from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
@@ -117,7 +117,11 @@ def updated_shards(
 
 
 def all_gather(
-    nodes: UpdateNodes, group: ParameterGroup, packed: Sequence[tuple[Variable, ...]], updates: Mapping[str, Ref]
+    nodes: UpdateNodes,
+    group: ParameterGroup,
+    packed: Sequence[tuple[Variable, ...]],
+    updates: Mapping[str, Ref],
+    number: Callable[[], int],
 ) -> dict[str, Ref]:
     """Lets each device of a group assign all shards of its parameters, bucket by bucket.
 
@@ -126,6 +130,7 @@ def all_gather(
         group: the group.
         packed: the buckets.
         updates: device -> the call that updates its shards, whose results are their vectors.
+        number: returns a number that no other reduction has.
 
     Returns:
         Device -> the node that has run when its parameters have been assigned.
@@ -135,18 +140,17 @@ def all_gather(
         function = _gather_function(f"{nodes.options.prefix}{group.label}_all_gather{index}", bucket)
         nodes.functions.append(function)
         vectors = [Ref(updates[device].node, index) for device in group.devices]
-        attrs = {**marks(NodeKind.ALL_GATHER, group), BYTES_ATTR: bytes_of(bucket)}
-        for number, device in enumerate(group.devices):
-            name = nodes.builder.names.fresh(f"{group.label}/replica{number}/all_gather{index}")
+        attrs = {**marks(NodeKind.ALL_GATHER, group), REDUCTION_ATTR: number(), BYTES_ATTR: bytes_of(bucket)}
+        for replica, device in enumerate(group.devices):
+            name = nodes.builder.names.fresh(f"{group.label}/replica{replica}/all_gather{index}")
             node = call_node(name, function, vectors, device=device, control=[updates[device].node], attrs=attrs)
             assigned[device].append(nodes.builder.append(node))
     ends: dict[str, Ref] = {}
-    for number, (device, calls) in enumerate(assigned.items()):
+    for replica, (device, calls) in enumerate(assigned.items()):
         ends[device] = calls[0]
         if len(calls) > 1:
-            name, control = f"{group.label}/replica{number}/all_gathered", [call.node for call in calls]
-            with nodes.builder.marked(marks(NodeKind.ALL_GATHER, group)):
-                ends[device] = nodes.builder.add(name, "NoOp", control=control, device=device)
+            name, control = f"{group.label}/replica{replica}/all_gathered", [call.node for call in calls]
+            ends[device] = nodes.builder.add(name, "NoOp", control=control, device=device)
     return ends
 
 
