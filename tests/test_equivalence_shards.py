@@ -9,11 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from equivalence import assert_same_training, pair, pipeline, use_float64
+from equivalence import TOLERANCE, assert_same_training, assert_same_variables, pair, pipeline, use_float64
 from zoo import ZOO, Specimen
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError
+from dapple_tf.tools.hosts import LocalWorkers
 from graph_passes.ir.graph import Builder, Ref
 from graph_passes.ir.outline import call_node
 from graph_passes.ir.program import VariableKind
@@ -205,6 +206,21 @@ def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: pa
         slot.assign(keras.ops.zeros(slot.shape))
         other.sync()
         assert not np.any(np.asarray(slot.value))
+
+
+@pytest.mark.slow
+def test_workers_exchange_shards_and_write_whole_values(tmp_path: pathlib.Path, workers: LocalWorkers) -> None:
+    use_float64()
+    model, plain = pair(table)
+    plan = dapple.Plan.data_parallel(4, 24, 2, optimizer_shards=True)
+    pipelined = dapple.transform(model, dapple.Cluster.of_servers(workers.addresses), plan)
+    rng = np.random.default_rng(0)
+    assert_same_training(pipelined, plain, [_words(rng, size) for size in (24, 11, 24)])
+    path = pipelined.save_checkpoint(tmp_path)
+    pipelined.close()
+    restored = table()
+    dapple.load_checkpoint(path, restored)
+    assert_same_variables(restored, plain, TOLERANCE["float64"])
 
 
 @pytest.mark.slow
