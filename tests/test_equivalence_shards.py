@@ -15,7 +15,7 @@ from zoo import ZOO, Specimen
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError
 from dapple_tf.tools.hosts import LocalWorkers
-from graph_passes.ir.graph import Builder, Ref
+from graph_passes.ir.graph import Builder
 from graph_passes.ir.outline import call_node
 from graph_passes.ir.program import VariableKind
 from graph_passes.ir.storage import merge_library, read_function
@@ -125,7 +125,7 @@ def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
         merge_library(builder.graph, [function])
         prefix = f"held_{len(sizes)}"
         engine.session.add(builder.graph, prefix)
-        values = engine.session.run([f"{prefix}/{Ref(node, index)}" for index in range(len(kept))])
+        values = engine.session.run([f"{prefix}/{node}:{index}" for index in range(len(kept))])
         pairs = list(zip(kept, values, strict=True))
         slots = sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.OPTIMIZER)
         sizes[device] = slots, sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.PARAMETER)

@@ -193,7 +193,8 @@ class StoredValues:
             prefix = self._prefix()
             graph, values = save_each(missing, holdings, prefix)
             self._add(graph, prefix)
-            self._savers |= {name: f"{prefix}/{values[name]}" if name in values else "" for name in missing}
+            tensors = {name: f"{prefix}/{ref.node}:{ref.output}" for name, ref in values.items()}
+            self._savers |= {name: tensors.get(name, "") for name in missing}
         held = [name for name in names if self._savers[name]]
         for name, value in zip(held, self._run([self._savers[name] for name in held]) if held else (), strict=True):
             variable = self._table.keras_variables[name]

@@ -145,7 +145,7 @@ def sharded_update(
     dense = {variables[name].shape for name in update.gradients if math.prod(variables[name].shape) >= count}
     whole = {name for name, variable in variables.items() if name in by_row or name in apart or name in update.slices}
     elements = {name for name, variable in variables.items() if variable.shape in dense and name not in whole}
-    walk = _Walk(update, elements)
+    walk = _Walk(update, elements, by_row)
     walk.whole_graph()
     graph = copied(update.graph)
     for (function, node), shape in walk.constants.items():
@@ -199,8 +199,8 @@ class _Walk:
         axes: the constants that are all axes of elements -> their shapes.
     """
 
-    def __init__(self, update: Captured, sharded: Container[str]) -> None:
-        self._update, self._sharded = update, sharded
+    def __init__(self, update: Captured, sharded: Container[str], by_row: Container[str]) -> None:
+        self._update, self._sharded, self._by_row = update, sharded, by_row
         self._library = update.graph.library
         self._variables = {variable.name: variable for variable in update.variables.values()}
         self.constants: dict[_Constant, tuple[int, ...]] = {}
@@ -229,13 +229,15 @@ class _Walk:
         shapes = _shapes(graph, handles, place.shapes)
         for name in order:
             node, inputs = view.nodes[name], view.inputs(name)
-            variable = next((handles[ref] for ref in inputs if ref in handles), None)
+            used = [handles[ref] for ref in inputs if ref in handles]
             if node.op in CALLS or node.op in BRANCHES:
                 results = self._called(node, inputs, _Place(elements, handles, {}), shapes)
             elif node.op in PASS_ON:
                 results = [elements.get(ref, "") for ref in inputs]
-            elif variable is not None and node.op in READS | _ASSIGNMENTS:
-                results = self._used(function, view, node, variable, elements, shapes)
+            elif used and node.op in READS | _ASSIGNMENTS:
+                results = self._used(function, view, node, used[0], elements, shapes)
+            elif (whose := next(filter(self._is_sharded, used), None)) is not None:
+                raise CoupledElementsError(f"{node.op} of {whose.name!r}")
             else:
                 results = self._computed(function, view, node, elements, shapes)
             elements |= {Ref(name, output): whose for output, whose in enumerate(results) if whose}
@@ -257,6 +259,8 @@ class _Walk:
                 raise CoupledElementsError(f"{node.op} of {variable.name!r}")
             return [variable.name if is_sharded else ""]
         value = view.inputs(node.name)[1]
+        if variable.name in self._by_row:
+            self._is_number(function, view.nodes[value.node], variable.shape)
         if is_sharded and value not in elements:
             self._joins(function, view, value, variable.shape, f"an assignment to {variable.name!r}", shapes)
         if not is_sharded and value in elements:
@@ -308,12 +312,19 @@ class _Walk:
         own, producer = shapes.get(ref), view.nodes[ref.node]
         if own is not None and len(own) <= 1 and all(length == 1 for length in own):
             return
-        if own is not None and own == shape and producer.op == "Const":
-            value = constant_value(producer)
-            if value.size and np.all(value == value.flat[0]):
-                self.constants[function, producer.name] = tuple(value.shape)
-                return
+        if own is not None and own == shape and self._is_number(function, producer, own):
+            return
         raise CoupledElementsError(f"{what} and another tensor of shape {'(unknown)' if own is None else list(own)}")
+
+    def _is_number(self, function: str, node: NodeDef, shape: Shape) -> bool:
+        """Whether a node is a constant of this shape whose elements are equal, and records it."""
+        if node.op != "Const":
+            return False
+        value = constant_value(node)
+        if value.shape != shape or not value.size or np.any(value != value.flat[0]):
+            return False
+        self.constants[function, node.name] = value.shape
+        return True
 
     def _called(
         self, node: NodeDef, inputs: Sequence[Ref], place: _Place, shapes: Mapping[Ref, Shape | None]
