@@ -20,87 +20,15 @@ from graph_passes.ir.resource_use import READS
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, function_graph, make_constant, output_dtypes
 
-_ELEMENT_OPS = frozenset(
-    {
-        "Abs",
-        "Acos",
-        "Acosh",
-        "Add",
-        "AddN",
-        "AddV2",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atan2",
-        "Atanh",
-        "Cast",
-        "Ceil",
-        "ClipByValue",
-        "Cos",
-        "Cosh",
-        "Div",
-        "DivNoNan",
-        "Elu",
-        "Equal",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Expm1",
-        "Floor",
-        "FloorDiv",
-        "FloorMod",
-        "Greater",
-        "GreaterEqual",
-        "IsFinite",
-        "IsInf",
-        "IsNan",
-        "LeakyRelu",
-        "Less",
-        "LessEqual",
-        "Log",
-        "Log1p",
-        "LogicalAnd",
-        "LogicalNot",
-        "LogicalOr",
-        "Maximum",
-        "Minimum",
-        "Mul",
-        "MulNoNan",
-        "Neg",
-        "NotEqual",
-        "OnesLike",
-        "Pow",
-        "RealDiv",
-        "Reciprocal",
-        "Relu",
-        "Relu6",
-        "Rint",
-        "Round",
-        "Rsqrt",
-        "Select",
-        "SelectV2",
-        "Selu",
-        "Sigmoid",
-        "Sign",
-        "Sin",
-        "Sinh",
-        "Softplus",
-        "Softsign",
-        "Sqrt",
-        "Square",
-        "SquaredDifference",
-        "StopGradient",
-        "Sub",
-        "Tan",
-        "Tanh",
-        "TruncateDiv",
-        "TruncateMod",
-        "Xdivy",
-        "Xlog1py",
-        "Xlogy",
-        "ZerosLike",
-    }
+_OPS = (
+    "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh Cast Ceil ClipByValue Cos Cosh Div DivNoNan Elu "
+    "Equal Erf Erfc Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan LeakyRelu Less "
+    "LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pow "
+    "RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softplus "
+    "Softsign Sqrt Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py "
+    "Xlogy ZerosLike"
 )
+_ELEMENT_OPS = frozenset(_OPS.split())
 """Ops of which each element of the result depends on the same element of the inputs, or on inputs of one element."""
 _ASSIGNMENTS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _Constant: TypeAlias = tuple[str, str]
