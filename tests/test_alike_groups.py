@@ -81,7 +81,7 @@ def test_a_renamed_part_is_what_a_trace_gives(name: str, monkeypatch: pytest.Mon
     _, updates, traced = _groups(optimizer, monkeypatch, model)
     assert traced == 1
     monkeypatch.undo()
-    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace: trace())
+    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace, in_shards: trace())
     _, expected, traced = _groups(optimizer, monkeypatch, model)
     assert traced == 4
     for one, other in zip(updates, expected, strict=True):

@@ -23,10 +23,10 @@ from models_for_tests import assert_same_values, classifier, plan, samples, tran
 import dapple_tf as dapple
 from dapple_tf.checkpoints import saver
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
-from dapple_tf.checkpoints.checkpoint_graph import host_of
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.directory_lock import LOCK
 from dapple_tf.tools.hosts import LocalWorkers
+from dapple_tf.variables.device_values import host_of
 
 X, Y, _ = samples(7)
 
