@@ -62,8 +62,9 @@ def trained(**options: Any) -> keras.Model:
     return model
 
 
-whole = trained()
-compressed = trained(passes=[dapple.After("update", CompressGradients())])
-pairs = zip(whole.weights, compressed.weights, strict=True)
-apart = max(float(np.max(np.abs(a.numpy() - b.numpy()))) for a, b in pairs)
-print(f"weights differ by at most {apart:.1e}")
+if __name__ == "__main__":
+    whole = trained()
+    compressed = trained(passes=[dapple.After("update", CompressGradients())])
+    pairs = zip(whole.weights, compressed.weights, strict=True)
+    apart = max(float(np.max(np.abs(a.numpy() - b.numpy()))) for a, b in pairs)
+    print(f"weights differ by at most {apart:.1e}")

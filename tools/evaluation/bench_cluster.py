@@ -2,14 +2,15 @@
 
     python -m tools.evaluation.bench_cluster --rounds=12 --json=speed.json
 
-Trains a GPT of 8 blocks (width 256, sequence 64) in several ways, which take turns, so that all see the same changes
-of the machine's speed:
+Trains a GPT of 8 blocks (width 256, sequence 64), or another model, in several ways, which take turns, so that all see
+the same changes of the machine's speed:
 
 * copies: the whole model on each worker alone, both at once, with the micro-batches of the pipeline: the maximum.
 * keras: the same with plain Keras, without micro-batches, in two processes.
 * keras_alone: plain Keras in one process, with nothing beside it: a single device.
 * pipeline_<schedule>: two stages, one on each worker.
 * data_parallel_<M>: a replica on each worker, with M micro-batches.
+* compressed_<M>: the same with gradients reduced as bfloat16, by the pass of docs/examples/bfloat16_gradients.py.
 * mirrored: tf.distribute.MultiWorkerMirroredStrategy, in two processes.
 
 Ratios are medians, with quartiles, of each round's throughput to that of the copies (or to that of "mirrored") in the
@@ -22,6 +23,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import sys
@@ -33,13 +35,13 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_gpt import Trainer, gpt_size, make_data, make_model
+from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, Trainer
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.evaluation.peers import Peers, pinned
 from dapple_tf.tools.evaluation.ratios import quartiles, ratios, take_turns
-from dapple_tf.tools.hosts import LocalWorkers, free_ports
+from dapple_tf.tools.hosts import ROOT, LocalWorkers, free_ports
 
-WAYS = ("copies", "keras", "keras_alone", "pipeline", "data_parallel", "mirrored")
+WAYS = ("copies", "keras", "keras_alone", "pipeline", "data_parallel", "compressed", "mirrored")
 
 FLAGS = flags.FlagValues()
 _ROUNDS = flags.DEFINE_integer(
@@ -54,6 +56,7 @@ _SCHEDULES = flags.DEFINE_list(
 _PARALLEL = flags.DEFINE_list(
     "parallel", ["1", "8"], "Numbers of micro-batches to try in data parallelism.", flag_values=FLAGS
 )
+_MODEL = flags.DEFINE_enum("model", "gpt", list(MODELS), "Model to train; a GPT has the next sizes.", flag_values=FLAGS)
 _BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of the model.", lower_bound=2, flag_values=FLAGS)
 _WIDTH = flags.DEFINE_integer("width", 256, "Width of the model; a multiple of 4.", lower_bound=4, flag_values=FLAGS)
 _SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens of a sample.", lower_bound=1, flag_values=FLAGS)
@@ -66,6 +69,14 @@ _PEER = flags.DEFINE_string(
 )
 
 
+def bench_model() -> BenchModel:
+    """Returns the model that the flags say."""
+    if _MODEL.value != "gpt":
+        return MODELS[_MODEL.value]
+    sizes = {"depth": _BLOCKS.value, "width": _WIDTH.value, "sequence": _SEQUENCE.value}
+    return BenchModel("gpt", {**MODELS["gpt"].size, **sizes})
+
+
 # ---- processes of their own
 
 
@@ -75,15 +86,16 @@ def be_peer(task: Mapping[str, Any]) -> None:
         if task["mirrored"]:
             strategy = tf.distribute.MultiWorkerMirroredStrategy()
             stack.enter_context(strategy.scope())
-        size = gpt_size(*task["size"])
-        model = make_model(size, jit_compile=task["jit_compile"])
-        data = tf.data.Dataset.from_tensors(make_data(size, task["batch"])).repeat()
+        described = BenchModel(task["family"], task["size"])
+        model = described.make(jit_compile=task["jit_compile"])
+        data = tf.data.Dataset.from_tensors(described.batch(task["batch"])).repeat()
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         data = data.with_options(options)
         batches = iter(strategy.experimental_distribute_dataset(data) if task["mirrored"] else data)
         if task["mirrored"]:  # Keras' own train function can't merge the workers' logs.
-            step = tf.function(lambda: strategy.run(model.train_step, args=(next(batches),)))
+            train = tf.function(model.train_step, jit_compile=True) if task["jit_compile"] else model.train_step
+            step = tf.function(lambda: strategy.run(train, args=(next(batches),)))
         else:
             model.make_train_function()
             step = functools.partial(model.train_function, batches)
@@ -98,8 +110,8 @@ def be_peer(task: Mapping[str, Any]) -> None:
 def peers(stack: contextlib.ExitStack, batch: int, *, count: int = 2, mirrored: bool = False) -> Peers:
     """Starts processes of plain Keras or of the strategy."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    size = [_BLOCKS.value, _WIDTH.value, _SEQUENCE.value]
-    task = json.dumps({"mirrored": mirrored, "batch": batch, "size": size, "jit_compile": _JIT.value})
+    model = {"family": bench_model().family, "size": bench_model().size}
+    task = json.dumps({"mirrored": mirrored, "batch": batch, **model, "jit_compile": _JIT.value})
     commands, environments = [], []
     for index in range(count):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
@@ -115,11 +127,11 @@ def peers(stack: contextlib.ExitStack, batch: int, *, count: int = 2, mirrored: 
 def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tuple[int, Callable[[int], object]]]:
     """Returns each way's samples per step, and a function that runs a number of steps."""
     micro_batches, batch = _MICRO_BATCHES.value, _MICRO_BATCHES.value * _SAMPLES.value
-    size = gpt_size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value)
+    model = bench_model()
     threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
 
-    def trainer(plan: dapple.Plan) -> Trainer:
-        return Trainer(stack, size, cluster, plan)
+    def trainer(plan: dapple.Plan, **options: Any) -> Trainer:
+        return Trainer(stack, model.make(), model.batch(batch), cluster, plan, **options)
 
     parallel = functools.partial(dapple.Plan.data_parallel, jit_compile=_JIT.value)
     copies = [trainer(parallel([worker], batch, micro_batches)) for worker in range(2)]
@@ -133,16 +145,31 @@ def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tupl
         turns["keras"] = (2 * batch, peers(stack, batch))
     if "keras_alone" in _WAYS.value:
         turns["keras_alone"] = (batch, peers(stack, batch, count=1))
-    cut = f"block_{_BLOCKS.value // 2 - 1}"
     for schedule in _SCHEDULES.value if "pipeline" in _WAYS.value else ():
         stages = [[0], [1]]
-        plan = dapple.Plan.manual([cut], stages, micro_batches, batch, schedule=schedule, jit_compile=_JIT.value)
+        plan = dapple.Plan.manual(
+            model.cuts(2), stages, micro_batches, batch, schedule=schedule, jit_compile=_JIT.value
+        )
         turns[f"pipeline_{schedule}"] = (batch, trainer(plan))
     for count in map(int, _PARALLEL.value if "data_parallel" in _WAYS.value else ()):
         turns[f"data_parallel_{count}"] = (batch, trainer(parallel(2, batch, count)))
+    for count in map(int, _PARALLEL.value if "compressed" in _WAYS.value else ()):
+        passes = [dapple.After("update", compress_gradients())]
+        turns[f"compressed_{count}"] = (batch, trainer(parallel(2, batch, count), passes=passes))
     if "mirrored" in _WAYS.value:
         turns["mirrored"] = (batch, peers(stack, batch, mirrored=True))
     return turns
+
+
+def compress_gradients() -> Any:
+    """Returns the pass of the documents' example that sends gradients as bfloat16."""
+    path = ROOT / "docs" / "examples" / "bfloat16_gradients.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = example  # Dataclasses look their module up.
+    spec.loader.exec_module(example)
+    return example.CompressGradients()
 
 
 def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
@@ -163,6 +190,7 @@ def records_of(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     """Returns a record for each way: its throughput, and that as a fraction of the copies' and of the strategy's."""
     bases = {"of_copies": "copies", "of_mirrored": "mirrored"}
     settings = {
+        "model": _MODEL.value,
         "micro_batches": _MICRO_BATCHES.value,
         "samples_of_micro_batch": _SAMPLES.value,
         "rounds": _ROUNDS.value,
@@ -204,7 +232,10 @@ def main() -> None:
         records = records_of(measure(dapple.Cluster.of_servers(workers.addresses)))
     sys.stdout.write(table(records) + "\n")
     if _JSON.value:
-        write_results(_JSON.value, "cluster", records)
+        name = " ".join(
+            ["cluster", *([_MODEL.value] if _MODEL.value != "gpt" else []), *(["XLA"] if _JIT.value else [])]
+        )
+        write_results(_JSON.value, name, records)
 
 
 if __name__ == "__main__":

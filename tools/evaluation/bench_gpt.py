@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import keras
 import numpy as np
 
-import dapple_tf as dapple
 from dapple_tf.models.gpt import GptConfig, build
 
 LEARNING_RATE = 1e-4
@@ -36,24 +33,3 @@ def make_data(size: GptConfig, samples: int) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, size.vocabulary, (samples, size.sequence + 1)).astype("int32")
     return tokens[:, :-1], tokens[:, 1:]
-
-
-class Trainer:
-    """A pipelined model on workers.
-
-    Attributes:
-        loss: loss of the last step.
-    """
-
-    def __init__(
-        self, stack: contextlib.ExitStack, size: GptConfig, cluster: dapple.Cluster, plan: dapple.Plan
-    ) -> None:
-        self._pipelined = dapple.transform(make_model(size), cluster, plan)
-        stack.callback(self._pipelined.close, sync=False)
-        self._data = make_data(size, plan.global_batch_size)
-        self.loss = 0.0
-
-    def __call__(self, steps: int) -> None:
-        """Trains for ``steps`` steps."""
-        for _ in range(steps):
-            self.loss = float(self._pipelined.train_on_batch(*self._data))

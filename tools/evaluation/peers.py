@@ -60,6 +60,11 @@ class Peers:
         if greeted:
             self._listen()
 
+    @property
+    def processes(self) -> list[int]:
+        """The id of each process."""
+        return [process.pid for process in self._processes]
+
     def __call__(self, steps: int) -> float:
         """Runs ``steps`` steps of all; returns the seconds.
 
