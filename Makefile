@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
+# For `make bench`: what is compared with tf.distribute, besides schedules; and what processors without bfloat16 still do in a minute.
+DISTRIBUTED := --ways=data_parallel,compressed,mirrored --parallel=1
+BFLOAT16 := --dtypes=bfloat16 --samples=1 --micro_batches=4
 
 # Tests that compare seconds where the machine has nothing else to do: `make accuracy`.
 TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd_dps profile_text split_graph)
@@ -62,10 +65,14 @@ accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with 
 	$(BIN)/python -m tools.evaluation.check_prediction
 	$(BIN)/python -m tools.evaluation.check_profiles
 
-bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs/results/speed.json and scale.json
+bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; rewrites docs/results/speed.json and scale.json
 	$(BIN)/python -m tools.evaluation.bench_cluster --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --jit_compile --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --model=resnet --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --model=resnet --jit_compile --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_overhead --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) --samples=1,2,4,8 --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) $(BFLOAT16) --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_monitoring
 	$(BIN)/python -m tools.evaluation.bench_data
 	$(BIN)/python -m tools.evaluation.bench_memory --json=docs/results/scale.json

@@ -31,7 +31,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_gpt import LEARNING_RATE
 from dapple_tf.tools.evaluation.bench_models import DTYPES, MODELS, BenchModel, Trainer
 from dapple_tf.tools.evaluation.bench_report import check_output, numbers, write_results
-from dapple_tf.tools.evaluation.peers import Peers, PeersError, pinned
+from dapple_tf.tools.evaluation.peers import Peers, PeersError
 from dapple_tf.tools.evaluation.ratios import quartiles, ratios, take_turns
 from dapple_tf.tools.evaluation.resident_memory import peak_mib
 from dapple_tf.tools.evaluation.torch_report import table
@@ -160,13 +160,36 @@ def torch_pipeline(stack: contextlib.ExitStack, case: Case, way: Way, file: path
     }
     program = [_PYTHON.value, "-m", "tools.evaluation.torch_pipeline"]
     tasks = [json.dumps({**task, "rank": rank}) for rank in range(2)]
-    commands = [[*(pinned(rank) if way.pinned else []), *program, own] for rank, own in enumerate(tasks)]
+    commands = [[*program, own] for own in tasks]
     return Peers(stack, commands, environments=[{"OMP_NUM_THREADS": "1"}] * 2, greeted=True)
 
 
-def loss_of(answers: list[str]) -> float:
-    """Returns the loss that the rank of the last stage has answered."""
-    return next(loss for answer in answers if (loss := json.loads(answer)["loss"]) is not None)
+class TorchRun:
+    """PyTorch's two processes, which are pinned to a core each, or not, before they train."""
+
+    def __init__(self, peers: Peers, *, pinned: bool) -> None:
+        self._peers = peers
+        self._pinned = pinned
+
+    def __call__(self, steps: int) -> None:
+        """Trains for ``steps`` steps."""
+        cores = sorted(os.sched_getaffinity(0))
+        for rank, process in enumerate(self._peers.processes):
+            place(process, [cores[rank % len(cores)]] if self._pinned else cores)
+        self._peers(steps)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last step, which the rank of the last stage has answered."""
+        answers = map(json.loads, self._peers.answers)
+        return next(answer["loss"] for answer in answers if answer["loss"] is not None)
+
+
+def place(process: int, cores: Sequence[int]) -> None:
+    """Lets all threads of a process run on these cores only."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+            os.sched_setaffinity(int(thread), cores)
 
 
 # ---- our side
@@ -223,25 +246,26 @@ def measure(case: Case, ways: list[Way]) -> tuple[list[dict[str, Any]], str]:
         file = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())) / "start.npz"
         parameters = write_start(case, file)
         cluster = own_workers(stack)
-        runs: dict[Way, Peers | Trainer] = {}
+        runs: dict[Way, TorchRun | Trainer] = {}
+        peers: dict[Way, Peers] = {}
         losses: dict[Way, list[float]] = {}
-        version = ""
         for way in ways:
+            shared = dataclasses.replace(way, pinned=True)  # The same processes are pinned in some turns only.
             if way.ours:
                 runs[way] = own_pipeline(stack, case, way, cluster)
             else:
-                runs[way] = peers = torch_pipeline(stack, case, way, file)
-                told = [json.loads(answer) for answer in peers.answers]
-                version = told[0]["version"]
-                if (theirs := sum(rank["parameters"] for rank in told)) != parameters:
-                    raise PeersError(f"PyTorch's {case.model} has {theirs} parameters and ours {parameters}")
-            losses[way] = first_losses(runs[way])
+                if shared not in peers:
+                    peers[shared] = torch_pipeline(stack, case, way, file)
+                    version = check_parameters(peers[shared], case, parameters)
+                runs[way] = TorchRun(peers[shared], pinned=way.pinned)
+            losses[way] = losses.get(shared) or first_losses(runs[way])
             check_alike(losses, case)
             bar.step(f"first steps of {way.name}")
         trials = turns(runs, _TRIALS.value, bar)
         finalists = best(trials)
         times = turns({way: runs[way] for way in finalists}, _ROUNDS.value, bar)
-        peaks = {way: peak_mib(run.processes) for way in finalists if isinstance(run := runs[way], Peers)}
+        shares = {way: dataclasses.replace(way, pinned=True) for way in finalists}
+        peaks = {way: peak_mib(peers[shared].processes) for way, shared in shares.items() if shared in peers}
     bar.close()
     peaks |= {way: own_peak(case, way) for way in finalists if way.ours}
     rates = {way: [case.batch / seconds for seconds in way_times] for way, way_times in times.items()}
@@ -283,13 +307,26 @@ def compared(way: Way, rates: Mapping[Way, list[float]]) -> dict[str, Any]:
     }
 
 
-def first_losses(run: Peers | Trainer) -> list[float]:
+def first_losses(run: TorchRun | Trainer) -> list[float]:
     """Returns the losses of a way's first steps, which warm it up."""
     losses = []
     for _ in range(_FIRST_STEPS):
         run(1)
-        losses.append(loss_of(run.answers) if isinstance(run, Peers) else run.loss)
+        losses.append(run.loss)
     return losses
+
+
+def check_parameters(peers: Peers, case: Case, parameters: int) -> str:
+    """Checks the number of weights that PyTorch's new processes have reported; returns their version.
+
+    Raises:
+        PeersError: it is another.
+    """
+    told = [json.loads(answer) for answer in peers.answers]
+    theirs = sum(rank["parameters"] for rank in told)
+    if theirs != parameters:
+        raise PeersError(f"PyTorch's {case.model} has {theirs} parameters and ours {parameters}")
+    return told[0]["version"]
 
 
 def check_alike(losses: Mapping[Way, list[float]], case: Case) -> None:
