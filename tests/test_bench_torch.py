@@ -103,6 +103,29 @@ def test_ways_that_train_otherwise_are_told() -> None:
     assert bench_torch.loss_of(['{"loss": null}', '{"loss": 2.5}']) == 2.5
 
 
+def test_all_threads_of_a_process_are_placed() -> None:
+    core = min(os.sched_getaffinity(0))
+    program = (
+        "import sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "print(threading.active_count(), flush=True)"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        bench_torch.place(process.pid, [core])
+        threads = [int(thread) for thread in os.listdir(f"/proc/{process.pid}/task")]
+        assert len(threads) == 2 and {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {
+            frozenset({core})
+        }
+        process.communicate()
+
+
+def test_the_pass_of_the_example_compresses_gradients() -> None:
+    assert bench_cluster.compress_gradients().name == "compress_gradients"
+
+
 # ---- tables
 
 

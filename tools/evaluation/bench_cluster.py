@@ -232,9 +232,7 @@ def main() -> None:
         records = records_of(measure(dapple.Cluster.of_servers(workers.addresses)))
     sys.stdout.write(table(records) + "\n")
     if _JSON.value:
-        name = " ".join(
-            ["cluster", *([_MODEL.value] if _MODEL.value != "gpt" else []), *(["XLA"] if _JIT.value else [])]
-        )
+        name = f"cluster{f' {_MODEL.value}' * (_MODEL.value != 'gpt')}{' XLA' * _JIT.value}"
         write_results(_JSON.value, name, records)
 
 
