@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -16,7 +17,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import bench_cluster, bench_torch, torch_report
 from dapple_tf.tools.evaluation.bench_models import MODELS
 from dapple_tf.tools.evaluation.bench_report import read_results
-from dapple_tf.tools.evaluation.peers import PeersError
+from dapple_tf.tools.evaluation.peers import Peers, PeersError
 from dapple_tf.tools.evaluation.ratios import Quartiles
 from dapple_tf.tools.evaluation.resident_memory import peak_mib
 from dapple_tf.tools.evaluation.torch_ways import KINDS, Way, all_ways, best
@@ -100,7 +101,20 @@ def test_ways_that_train_otherwise_are_told() -> None:
     losses[Way(True, "dapple_a")] = [5.0, 4.1]
     with pytest.raises(PeersError, match=r"torch_1f1b and ours_dapple_a don't train the gpt alike: .*4\.1\]"):
         bench_torch.check_alike(losses, case)
-    assert bench_torch.loss_of(['{"loss": null}', '{"loss": 2.5}']) == 2.5
+
+
+def test_the_rank_of_the_last_stage_tells_the_loss() -> None:
+    program = "import sys\nfor line in sys.stdin: print(sys.argv[1], flush=True)"
+    answers = ['{"loss": null}', '{"loss": 2.5}']
+    with contextlib.ExitStack() as stack:
+        peers = Peers(stack, [[sys.executable, "-c", program, answer] for answer in answers])
+        cores = os.sched_getaffinity(0)
+        for pinned in (True, False):
+            run = bench_torch.TorchRun(peers, pinned=pinned)
+            run(1)
+            assert run.loss == 2.5
+            placed = [os.sched_getaffinity(process) for process in peers.processes]
+            assert all(len(own) == 1 for own in placed) if pinned else placed == [cores, cores]
 
 
 def test_all_threads_of_a_process_are_placed() -> None:
