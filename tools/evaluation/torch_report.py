@@ -1,15 +1,47 @@
-"""Tables of `tools.evaluation.bench_torch`: the best ways beside each other, and what a micro-batch costs."""
+"""Writes docs/results/torch.md, our pipelines beside PyTorch's, from the numbers in docs/results/speed.json.
+
+    python -m tools.evaluation.torch_report
+
+`bench_torch` puts its numbers there, with ``--json=docs/results/speed.json``.
+"""
 
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import flags
 
-from dapple_tf.tools.evaluation.bench_report import Record, markdown
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import Record, markdown, read_results
 from dapple_tf.tools.evaluation.ratios import Quartiles
+
+FLAGS = flags.FlagValues()
+_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
+
+_START = """# Beside PyTorch's pipelines
+
+Written by `python -m tools.evaluation.torch_report` from [speed.json](speed.json), where `bench_torch` leaves its
+numbers; [speed.md](speed.md) says what follows from them. Ratios are medians over rounds, with quartiles, of a way's
+throughput to that of the best of eager PyTorch's in the same round. Memory is the sum of the peaks of resident memory
+of a way's processes: PyTorch's two ranks; our two workers and the client.
+"""
+_COSTS = """## What a micro-batch costs
+
+A line through the times of a micro-batch of 1, 2, 4 and 8 samples: what it takes whatever its size (F and B of each
+stage, a transfer each way at the cut, its share of the update), and what each of its samples takes.
+"""
+_TRIALS = """## All ways
+
+Throughput in the few turns by which the best of each kind were chosen.
+"""
+_ORIGIN = """## When, and on what
+
+Load is the number of processes that wanted one of the cores in the last minute; the comparison's own are two or three.
+"""
 
 NAMES = {
     "torch": "PyTorch",
@@ -19,10 +51,34 @@ NAMES = {
 }
 """Kinds of `torch_ways.KINDS` in tables, in their order there."""
 
+_PREFIX = "torch "
+_HEADER = 2
+"""Lines of a table without rows."""
+
+
+def report(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the document of a file of results."""
+    records = records_of(results)
+    sections = [_START, table(records)]
+    if len(cost_table(records).splitlines()) > _HEADER:
+        sections += ["", _COSTS, cost_table(records)]
+    return "\n".join([*sections, "", _TRIALS, trials(records), "", _ORIGIN, origins(results)]) + "\n"
+
+
+def origins(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the machine, the load, the versions and the command of each comparison, as Markdown."""
+    rows: list[tuple[object, ...]] = [("comparison", "date", "cores", "load", "versions", "command")]
+    for name, entry in _comparisons_of(results).items():
+        machine = entry["machine"]
+        versions = ", ".join(f"{package} {machine['versions'][package]}" for package in ("tensorflow", "torch"))
+        own = machine["date"], f"{machine['cores']} ({machine['cpu']})", machine["load_1min"], versions
+        rows.append((name.removeprefix(_PREFIX), *own, f"`{entry['command']}`"))
+    return markdown(rows)
+
 
 def records_of(results: Mapping[str, Mapping[str, Any]]) -> list[Record]:
     """Returns the records of all comparisons in a file of results."""
-    return [record for name, entry in results.items() if name.startswith("torch ") for record in entry["records"]]
+    return [record for entry in _comparisons_of(results).values() for record in entry["records"]]
 
 
 def table(records: Iterable[Record]) -> str:
@@ -85,6 +141,10 @@ def costs(records: Sequence[Record]) -> tuple[float, float]:
     return float(fixed), float(each)
 
 
+def _comparisons_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {name: entry for name, entry in results.items() if name.startswith(_PREFIX)}
+
+
 def _comparisons(records: Iterable[Record]) -> list[list[Record]]:
     """Returns the records of each model, type and size, in the order of the first of each."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
@@ -96,3 +156,16 @@ def _comparisons(records: Iterable[Record]) -> list[list[Record]]:
 def _quartiles(value: Any) -> Quartiles:
     """Returns quartiles, which are a mapping in a file."""
     return Quartiles(**value) if isinstance(value, Mapping) else value
+
+
+def main() -> None:
+    """Writes the document."""
+    try:
+        results = read_results(_FOLDER / "speed.json")
+    except ValueError as error:
+        command.check(False, str(error))
+    (_FOLDER / "torch.md").write_text(report(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
