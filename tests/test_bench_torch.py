@@ -18,8 +18,8 @@ from dapple_tf.tools.evaluation import bench_cluster, bench_torch, torch_report
 from dapple_tf.tools.evaluation.bench_models import MODELS
 from dapple_tf.tools.evaluation.bench_report import read_results
 from dapple_tf.tools.evaluation.peers import Peers, PeersError
+from dapple_tf.tools.evaluation.process_families import peak_mib, place
 from dapple_tf.tools.evaluation.ratios import Quartiles
-from dapple_tf.tools.evaluation.resident_memory import peak_mib
 from dapple_tf.tools.evaluation.torch_ways import KINDS, Way, all_ways, best
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
@@ -70,9 +70,12 @@ def test_ways_have_names_and_kinds() -> None:
         ("torch_zb_v_compiled", "torch_compiled"),
         ("torch_zb_v_compiled_unpinned", "torch_compiled"),
         ("ours_dapple_a", "ours"),
+        ("ours_dapple_a_unpinned", "ours"),
         ("ours_dapple_a_xla", "ours_xla"),
+        ("ours_dapple_a_xla_unpinned", "ours_xla"),
     ]
-    assert [way.name for way in all_ways([], [], ["zb_v"], xla=False)] == ["ours_zb_v"]
+    assert [way.name for way in all_ways([], [], ["zb_v"], xla=False)] == ["ours_zb_v", "ours_zb_v_unpinned"]
+    assert ways[1].shared == ways[0] == ways[0].shared
 
 
 def test_ours_have_the_stages_of_pytorchs() -> None:
@@ -110,7 +113,7 @@ def test_the_rank_of_the_last_stage_tells_the_loss() -> None:
         peers = Peers(stack, [[sys.executable, "-c", program, answer] for answer in answers])
         cores = os.sched_getaffinity(0)
         for pinned in (True, False):
-            run = bench_torch.TorchRun(peers, pinned=pinned)
+            run = bench_torch.Run(peers, peers.processes, pinned=pinned)
             run(1)
             assert run.loss == 2.5
             placed = [os.sched_getaffinity(process) for process in peers.processes]
@@ -128,7 +131,7 @@ def test_all_threads_of_a_process_are_placed() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        bench_torch.place(process.pid, [core])
+        place(process.pid, [core])
         threads = [int(thread) for thread in os.listdir(f"/proc/{process.pid}/task")]
         assert len(threads) == 2 and {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {
             frozenset({core})
@@ -217,9 +220,12 @@ def test_peaks_are_those_of_a_process_and_its_children() -> None:
 def test_pytorch_trains_alike(model: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "speed.json"
     size = [f"--models={model}", "--micro_batches=2", "--samples=2", "--noxla", "--schedules=dapple_a", "--trials=1"]
+    size += ["--torch_compiled="]
     assert command.run(bench_torch.main, bench_torch.FLAGS, [*size, "--rounds=2", f"--json={file}"]) == 0
-    *torch, ours = read_results(file)[f"torch {model} float32 2"]["records"]
-    assert len(torch) == 6 and ours["peak_mib"] > 0
-    assert {record["ratio_to_torch"]["median"] for record in torch if "rounds" in record} == {1.0}
-    for record in torch:
-        assert np.allclose(ours["losses"], record["losses"], rtol=bench_torch.TOLERANCES["float32"])
+    records = read_results(file)[f"torch {model} float32 2"]["records"]
+    finalists = {record["kind"]: record for record in records if "rounds" in record}
+    assert len(records) == 8 and list(finalists) == ["torch", "ours"]
+    assert finalists["torch"]["ratio_to_torch"]["median"] == 1.0
+    assert min(record["peak_mib"] for record in finalists.values()) > 0
+    for record in records:
+        assert np.allclose(record["losses"], records[0]["losses"], rtol=bench_torch.TOLERANCES["float32"])

@@ -9,7 +9,7 @@ Each model (`bench_models.MODELS`), type and size of micro-batches is a comparis
 * torch_<schedule>: schedules of torch.distributed.pipelining, eager, with two gloo processes of one thread each
   (`tools/evaluation/torch_pipeline.py`), fused attention and a fused Adam; each pinned to a core, and `_unpinned`.
 * torch_<schedule>_compiled: the same with stages compiled by torch.compile.
-* ours_<schedule>: the same stages on two workers of one device each, pinned to a core each; dapple_a is 1F1B.
+* ours_<schedule>: the same stages on two workers of one device and one thread each, pinned and not; dapple_a is 1F1B.
 * ours_<schedule>_xla: with ``jit_compile``.
 
 First all make the same two steps from equal weights, whose losses are compared: times mean something only if all train
@@ -44,8 +44,8 @@ from dapple_tf.tools.evaluation.bench_gpt import LEARNING_RATE
 from dapple_tf.tools.evaluation.bench_models import DTYPES, MODELS, BenchModel, Trainer
 from dapple_tf.tools.evaluation.bench_report import check_output, numbers, write_results
 from dapple_tf.tools.evaluation.peers import Peers, PeersError
+from dapple_tf.tools.evaluation.process_families import peak_mib, place
 from dapple_tf.tools.evaluation.ratios import quartiles, ratios, take_turns
-from dapple_tf.tools.evaluation.resident_memory import peak_mib
 from dapple_tf.tools.evaluation.torch_report import table
 from dapple_tf.tools.evaluation.torch_ways import COMPILED, OUR_DEVICES, PYTORCH_RANKS, Way, all_ways, best, by_name
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
@@ -164,39 +164,12 @@ def torch_pipeline(stack: contextlib.ExitStack, case: Case, way: Way, file: path
     return Peers(stack, commands, environments=[{"OMP_NUM_THREADS": "1"}] * 2, greeted=True)
 
 
-class TorchRun:
-    """PyTorch's two processes, which are pinned to a core each, or not, before they train."""
-
-    def __init__(self, peers: Peers, *, pinned: bool) -> None:
-        self._peers = peers
-        self._pinned = pinned
-
-    def __call__(self, steps: int) -> None:
-        """Trains for ``steps`` steps."""
-        cores = sorted(os.sched_getaffinity(0))
-        for rank, process in enumerate(self._peers.processes):
-            place(process, [cores[rank % len(cores)]] if self._pinned else cores)
-        self._peers(steps)
-
-    @property
-    def loss(self) -> float:
-        """The loss of the last step, which the rank of the last stage has answered."""
-        answers = map(json.loads, self._peers.answers)
-        return next(answer["loss"] for answer in answers if answer["loss"] is not None)
-
-
-def place(process: int, cores: Sequence[int]) -> None:
-    """Lets all threads of a process run on these cores only."""
-    for thread in os.listdir(f"/proc/{process}/task"):
-        with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
-            os.sched_setaffinity(int(thread), cores)
-
-
 # ---- our side
 
 
-def own_pipeline(stack: contextlib.ExitStack, case: Case, way: Way, cluster: dapple.Cluster) -> Trainer:
+def own_pipeline(stack: contextlib.ExitStack, case: Case, way: Way, workers: LocalWorkers) -> Trainer:
     """Returns our pipeline."""
+    cluster = dapple.Cluster.of_servers(workers.addresses)
     model = case.bench_model
     plan = way.plan(model, case.micro_batches, case.batch)
     return Trainer(stack, model.make(dtype=case.dtype), model.batch(case.batch), cluster, plan)
@@ -212,11 +185,10 @@ def be_peer(case: Case, way: Way) -> None:
             sys.stdout.flush()
 
 
-def own_workers(stack: contextlib.ExitStack) -> dapple.Cluster:
-    """Starts two workers, each with a core of its own."""
+def own_workers(stack: contextlib.ExitStack) -> LocalWorkers:
+    """Starts two workers of one thread for operators each, with a core of its own each until they are placed."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    workers = stack.enter_context(LocalWorkers(2, cores=cores, echo=lambda worker, line: None))
-    return dapple.Cluster.of_servers(workers.addresses)
+    return stack.enter_context(LocalWorkers(2, cores=cores, echo=lambda worker, line: None))
 
 
 def own_peak(case: Case, way: Way) -> float:
@@ -235,6 +207,28 @@ def own_peak(case: Case, way: Way) -> float:
 # ---- both
 
 
+class Run:
+    """A way's processes, which are pinned to a core each, or not, before they train."""
+
+    def __init__(self, train: Peers | Trainer, processes: Sequence[int], *, pinned: bool) -> None:
+        self._train, self._processes, self._pinned = train, processes, pinned
+
+    def __call__(self, steps: int) -> None:
+        """Trains for ``steps`` steps."""
+        cores = sorted(os.sched_getaffinity(0))
+        for index, process in enumerate(self._processes):
+            place(process, [cores[index % len(cores)]] if self._pinned else cores)
+        self._train(steps)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last step; of PyTorch, the rank of the last stage has answered it."""
+        if isinstance(self._train, Trainer):
+            return self._train.loss
+        answers = map(json.loads, self._train.answers)
+        return next(answer["loss"] for answer in answers if answer["loss"] is not None)
+
+
 def measure(case: Case, ways: list[Way]) -> tuple[list[dict[str, Any]], str]:
     """Returns a record of each way, and PyTorch's version.
 
@@ -245,27 +239,25 @@ def measure(case: Case, ways: list[Way]) -> tuple[list[dict[str, Any]], str]:
     with contextlib.ExitStack() as stack:
         file = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())) / "start.npz"
         parameters = write_start(case, file)
-        cluster = own_workers(stack)
-        runs: dict[Way, TorchRun | Trainer] = {}
-        peers: dict[Way, Peers] = {}
+        workers = own_workers(stack)
+        runs: dict[Way, Run] = {}
+        trains: dict[Way, Peers | Trainer] = {}
         losses: dict[Way, list[float]] = {}
         for way in ways:
-            shared = dataclasses.replace(way, pinned=True)  # The same processes are pinned in some turns only.
-            if way.ours:
-                runs[way] = own_pipeline(stack, case, way, cluster)
-            else:
-                if shared not in peers:
-                    peers[shared] = torch_pipeline(stack, case, way, file)
-                    version = check_parameters(peers[shared], case, parameters)
-                runs[way] = TorchRun(peers[shared], pinned=way.pinned)
+            shared = way.shared
+            if shared not in trains and way.ours:
+                trains[shared] = own_pipeline(stack, case, way, workers)
+            elif shared not in trains:
+                trains[shared] = peers = torch_pipeline(stack, case, way, file)
+                version = check_parameters(peers, case, parameters)
+            runs[way] = Run(trains[shared], processes_of(trains[shared], workers), pinned=way.pinned)
             losses[way] = losses.get(shared) or first_losses(runs[way])
             check_alike(losses, case)
             bar.step(f"first steps of {way.name}")
         trials = turns(runs, _TRIALS.value, bar)
         finalists = best(trials)
         times = turns({way: runs[way] for way in finalists}, _ROUNDS.value, bar)
-        shares = {way: dataclasses.replace(way, pinned=True) for way in finalists}
-        peaks = {way: peak_mib(peers[shared].processes) for way, shared in shares.items() if shared in peers}
+        peaks = {way: peak_mib(processes_of(trains[way.shared], workers)) for way in finalists if not way.ours}
     bar.close()
     peaks |= {way: own_peak(case, way) for way in finalists if way.ours}
     rates = {way: [case.batch / seconds for seconds in way_times] for way, way_times in times.items()}
@@ -307,7 +299,12 @@ def compared(way: Way, rates: Mapping[Way, list[float]]) -> dict[str, Any]:
     }
 
 
-def first_losses(run: TorchRun | Trainer) -> list[float]:
+def processes_of(train: Peers | Trainer, workers: LocalWorkers) -> list[int]:
+    """Returns the processes that have the stages."""
+    return train.processes if isinstance(train, Peers) else [worker.pid for worker in workers.processes]
+
+
+def first_losses(run: Run) -> list[float]:
     """Returns the losses of a way's first steps, which warm it up."""
     losses = []
     for _ in range(_FIRST_STEPS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -63,6 +62,11 @@ class Way:
         return f"{side}_{self.schedule}{f'_{compiler}' * self.compiled}{'_unpinned' * (not self.pinned)}"
 
     @property
+    def shared(self) -> Way:
+        """The way whose processes this one uses: the same ones are pinned in some turns only."""
+        return dataclasses.replace(self, pinned=True)
+
+    @property
     def devices(self) -> Sequence[int]:
         """Device, or process, of each stage."""
         return (OUR_DEVICES if self.ours else PYTORCH_RANKS)[self.schedule]
@@ -76,7 +80,7 @@ class Way:
 def all_ways(
     torch_schedules: Sequence[str], compiled_schedules: Sequence[str], schedules: Sequence[str], *, xla: bool
 ) -> list[Way]:
-    """Returns PyTorch's ways, each pinned and not, and ours.
+    """Returns PyTorch's ways and ours, each pinned and not.
 
     Args:
         torch_schedules: PyTorch's, eager.
@@ -84,12 +88,12 @@ def all_ways(
         schedules: ours.
         xla: whether ours also run with XLA.
     """
-    eager, compiled = (itertools.product(names, (True, False)) for names in (torch_schedules, compiled_schedules))
-    return [
-        *(Way(False, schedule, pinned=pinned) for schedule, pinned in eager),
-        *(Way(False, schedule, compiled=True, pinned=pinned) for schedule, pinned in compiled),
-        *(Way(True, schedule, compiled=jit) for schedule in schedules for jit in (False, True)[: 1 + xla]),
+    theirs = [
+        *(Way(False, schedule) for schedule in torch_schedules),
+        *(Way(False, schedule, compiled=True) for schedule in compiled_schedules),
     ]
+    ours = [Way(True, schedule, compiled=jit) for schedule in schedules for jit in (False, True)[: 1 + xla]]
+    return [dataclasses.replace(way, pinned=pinned) for way in (*theirs, *ours) for pinned in (True, False)]
 
 
 def best(times: Mapping[Way, Sequence[float]]) -> list[Way]:
