@@ -176,7 +176,9 @@ def plan_text(record: Mapping[str, Any] | None) -> str | None:
 def schedule_text(record: Mapping[str, Any]) -> str:
     """Returns a plan's policy, and whether it recomputes."""
     parts = [] if record["schedule"] == "-" else [record["schedule"]]
-    return ", ".join([*parts, *(["RC"] if record["recompute"] != "none" else [])]) or "-"
+    recompute = record["recompute"]
+    again = [] if recompute == "none" else ["RC by stage" if "stage" in recompute else "RC"]
+    return ", ".join([*parts, *again]) or "-"
 
 
 def _ms(record: Mapping[str, Any] | None) -> float | None:
