@@ -14,7 +14,8 @@ from dapple_tf.describe.cluster import Cluster, Device, Link, ReductionLinks, Se
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, NeededLater, Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
-from dapple_tf.simulation.cost import CostModel, Message, gib, stage_cost
+from dapple_tf.simulation.cost import CostModel, Message, gib
+from dapple_tf.simulation.stage_cost import StageCosts, stage_cost
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Task
 
@@ -197,6 +198,15 @@ def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
     assert (boundary.backward.at(1), boundary.residual_bytes.at(1), boundary.recomputed_bytes.at(1)) == (3, 10, 100)
     cut = stage_cost(model, 1, 2, "min_cut")
     assert (cut.backward.at(1), cut.residual_bytes.at(1), cut.recomputed_bytes.at(1)) == (pytest.approx(2.1), 40, 0)
+
+
+def test_a_stage_that_plans_have_in_common_is_added_up_once() -> None:
+    model = profile(letters(3))
+    known = StageCosts(model)
+    plans = [Plan.straight([*cuts], 1, 1) for cuts in ("a", "ab")]
+    first, second = (CostModel(plan, model, cluster(3), known) for plan in plans)
+    assert first.stages[0] is second.stages[0]
+    assert second.stages == CostModel(plans[1], model, cluster(3)).stages
 
 
 def test_each_stage_costs_what_its_own_mode_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.stage_cost import StageCosts
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 """The policies of the paper, which the search by formula covers."""
@@ -246,7 +248,12 @@ class PlanRequest:
 
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""
-        return with_fastest_reductions(CostModel(plan, self.profile, self.cluster), self.all_reduce)
+        costs = CostModel(plan, self.profile, self.cluster, self._stage_costs)
+        return with_fastest_reductions(costs, self.all_reduce)
+
+    @functools.cached_property
+    def _stage_costs(self) -> StageCosts:
+        return StageCosts(self.profile)
 
 
 def _first_k(value: Any) -> int:

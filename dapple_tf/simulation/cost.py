@@ -22,7 +22,7 @@ from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order
 from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exchange_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.legs import Leg, legs_of
-from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost, weight_gradient
+from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, StageCosts, weight_gradient
 from dapple_tf.units import gib
 from graph_passes.ir.batching import Interval, intervals, overlaps, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
@@ -33,7 +33,6 @@ __all__ = [
     "Message",
     "Reduction",
     "StageCost",
-    "stage_cost",
 ]
 
 
@@ -82,7 +81,8 @@ class CostModel:
         PlanError: the plan needs devices that the cluster lacks, or cuts after layers that the profile lacks.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, stage_costs: StageCosts | None = None) -> None:
+        """Adds up the costs of the plan's stages, or takes them from ``stage_costs`` of the profile."""
         plan.validate_on(cluster)
         try:
             stage_of = profile.stage_of_layers(plan.cuts)
@@ -98,9 +98,10 @@ class CostModel:
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self.legs = legs_of(profile, plan, stage_of)
         self.routes = _routes(self.legs)
+        stage_costs = stage_costs or StageCosts(profile)
         bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
         self.stages = tuple(
-            stage_cost(profile, start, stop, plan.recompute_of(stage))
+            stage_costs.of(start, stop, plan.recompute_of(stage))
             for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
         )
         self._reductions: dict[tuple[tuple[int, ...], str], AllReduceTime] = {}

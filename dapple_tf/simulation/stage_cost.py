@@ -53,6 +53,22 @@ class StageCost:
         return 2 * self.parameter_bytes + self.slot_bytes + self.state_bytes
 
 
+class StageCosts:
+    """The costs of a profile's stages, each added up once: many plans have a stage in common."""
+
+    def __init__(self, profile: Profile) -> None:
+        """Starts with none added up."""
+        self._profile = profile
+        self._known: dict[tuple[int, int, str], StageCost] = {}
+
+    def of(self, start: int, stop: int, recompute: str) -> StageCost:
+        """Returns `stage_cost` of the profile's layers."""
+        key = (start, stop, recompute)
+        if key not in self._known:
+            self._known[key] = stage_cost(self._profile, *key)
+        return self._known[key]
+
+
 def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none") -> StageCost:
     """Returns the layers ``start`` to ``stop`` (excluded) as one stage."""
     layers = profile.layers[start:stop]
