@@ -30,6 +30,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import flags
 
@@ -94,7 +95,7 @@ def be_peer(task: Mapping[str, Any]) -> None:
         data = data.with_options(options)
         batches = iter(strategy.experimental_distribute_dataset(data) if task["mirrored"] else data)
         if task["mirrored"]:  # Keras' own train function can't merge the workers' logs.
-            train = tf.function(model.train_step, jit_compile=True) if task["jit_compile"] else model.train_step
+            train = compiled_step(model) if task["jit_compile"] else model.train_step
             step = tf.function(lambda: strategy.run(train, args=(next(batches),)))
         else:
             model.make_train_function()
@@ -105,6 +106,23 @@ def be_peer(task: Mapping[str, Any]) -> None:
             # Fetching the loss waits for the last step.
             sys.stdout.write(f"{float(model.metrics[0].result())}\n")
             sys.stdout.flush()
+
+
+def compiled_step(model: keras.Model) -> Callable[[Any], None]:
+    """Returns a train step whose gradients XLA computes: it can't convert the strategy's all-reduce, in the update."""
+
+    @tf.function(jit_compile=True)
+    def gradients(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    def step(batch: Any) -> None:
+        loss, own = gradients(*batch)
+        model.optimizer.apply_gradients(zip(own, model.trainable_variables, strict=True))
+        model.metrics[0].update_state(loss)
+
+    return step
 
 
 def peers(stack: contextlib.ExitStack, batch: int, *, count: int = 2, mirrored: bool = False) -> Peers:
