@@ -236,6 +236,27 @@ def restricted(optimizer: Any, positions: Sequence[int], *, clips: bool) -> Iter
         state.update({name: value for name, value in kept.items() if value is not None})
 
 
+def checks_by_keras(optimizer: keras.optimizers.LossScaleOptimizer) -> bool:
+    """Returns whether loss scaling looks for gradients that aren't finite by Keras' own method."""
+    own = "check_finite" in vars(optimizer)
+    return not own and type(optimizer).check_finite is keras.optimizers.LossScaleOptimizer.check_finite
+
+
+@contextlib.contextmanager
+def told_whether_finite(optimizer: keras.optimizers.LossScaleOptimizer, finite: Any) -> Iterator[None]:
+    """Tells loss scaling, inside the context, whether all gradients are finite, so that it doesn't look at them.
+
+    Args:
+        optimizer: the optimizer.
+        finite: whether they are, a scalar tensor.
+    """
+    vars(optimizer)["check_finite"] = lambda gradients: finite
+    try:
+        yield
+    finally:
+        del vars(optimizer)["check_finite"]
+
+
 # ---- data adapters
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from equivalence import TOLERANCE, assert_same_training, assert_same_variables, pair, pipeline, use_float64
+from equivalence import (
+    TOLERANCE,
+    assert_same_training,
+    assert_same_variables,
+    assert_same_variables_after,
+    pair,
+    pipeline,
+    use_float64,
+)
 from zoo import ZOO, Specimen
 
 import dapple_tf as dapple
@@ -181,6 +189,102 @@ def test_an_optimizer_of_ones_own_is_refused_by_what_it_computes() -> None:
     pipelined = pipeline(model, (), [2], 1, 8, optimizer_shards=True)
     with pytest.raises(CaptureError, match=r"optimizer Normalized computes Mean of elements of .*only"):
         pipelined.train_on_batch(np.ones((8, 4)), np.ones((8, 3)))
+
+
+class Skipping(keras.optimizers.SGD):
+    """One's own optimizer, which leaves out a parameter whose gradient isn't finite."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Looks at all elements before it changes any."""
+        finite = keras.ops.all(keras.ops.isfinite(gradient))
+        gradient = keras.ops.where(finite, gradient, keras.ops.zeros_like(gradient))
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_of_ones_own_that_looks_for_infinite_gradients_is_refused(scaled: bool) -> None:
+    """It was taken for the check of loss scaling: each device looked at its own shard and skipped another part."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="only")])
+    own = Skipping(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(own) if scaled else own, "mse")
+    pipelined = pipeline(model, (), [2], 1, 8, optimizer_shards=True)
+    with pytest.raises(CaptureError, match=r"optimizer Skipping computes All of elements of .*only"):
+        pipelined.train_on_batch(np.ones((8, 4)), np.ones((8, 3)))
+
+
+def test_a_constraint_that_looks_at_several_elements_is_named() -> None:
+    """Only the optimizer was blamed: SGD, for which the text itself says to use SGD."""
+    layer = keras.layers.Dense(3, kernel_constraint=keras.constraints.UnitNorm(), name="only")
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile("sgd", "mse")
+    pipelined = pipeline(model, (), [2], 1, 8, optimizer_shards=True)
+    with pytest.raises(CaptureError, match=r"SGD or a constraint, such as UnitNorm of .*only/kernel', computes Sum of"):
+        pipelined.train_on_batch(np.ones((8, 4)), np.ones((8, 3)))
+
+
+class OnlyKernels(keras.optimizers.SGD):
+    """One's own optimizer, which never changes biases."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Updates matrices."""
+        if len(variable.shape) > 1:
+            super().update_step(gradient, variable, learning_rate)
+
+
+def test_an_optimizer_may_leave_parameters_as_they_are() -> None:
+    """Shards of biases were to be sent, though the update had none: KeyError."""
+
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(6, name="first"), keras.layers.Dense(5, name="second")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(OnlyKernels(0.1, momentum=0.9), "mse")
+        return model
+
+    def batch(rng: np.random.Generator, samples: int) -> tuple[Any, Any, Any]:
+        return rng.normal(size=(samples, 4)), rng.normal(size=(samples, 5)), None
+
+    _train(Specimen(build, ("first",) * 3, batch), [2], 2)
+
+
+def test_accumulators_of_many_elements_are_reset() -> None:
+    """TensorFlow traces zeros for 1,000 elements and more in another way: Adam was refused, or the step failed."""
+    use_float64()
+
+    def build() -> keras.Model:
+        words = keras.Input((6,), dtype="int32")
+        x = keras.layers.Flatten()(keras.layers.Embedding(400, 3, name="embedding")(words))
+        model = keras.Model(words, keras.layers.Dense(3)(keras.layers.Dense(70, name="hidden")(x)))
+        model.compile(OPTIMIZERS["accumulates"](), "mse")
+        return model
+
+    model, plain = pair(build)
+    pipelined = pipeline(model, (), [2], 1, 12, optimizer_shards=True)
+    x, y, _ = _words(np.random.default_rng(0), 12)
+    assert_same_variables_after(3, pipelined, plain, x * 4, y)
+
+
+def test_devices_without_rows_of_an_infinite_gradient_skip_the_step_too() -> None:
+    """A device whose shard had no rows saw none that wasn't finite: its slots decayed, and its counters went on."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = table()
+        model.compile(OPTIMIZERS["loss scale"](), "mse")
+        return model
+
+    model, plain = pair(build)
+    plan = dapple.Plan.manual(["embedding"], [[0, 1], [2]], 1, 12, optimizer_shards=True)
+    cluster = dapple.Cluster.local(3, kind="cpu")
+    pipelined = dapple.transform(model, cluster, plan, on_non_finite_loss="continue")
+    rng = np.random.default_rng(0)
+    for step in range(3):
+        x, y, _ = _words(rng, 12)
+        if step == 1:  # all rows are the first device's
+            x, y[0] = x % 30, np.inf
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,14 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.alike_groups import BY_ELEMENT, COUPLING, AlikeGroups, has_own_methods
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import inner_optimizer, parameters_of, restricted, slots_by_parameter
+from dapple_tf.keras_private import (
+    checks_by_keras,
+    inner_optimizer,
+    parameters_of,
+    restricted,
+    slots_by_parameter,
+    told_whether_finite,
+)
 from graph_passes.analysis.gradient_flow import gradients_behind
 from graph_passes.analysis.sharded_update import CoupledElementsError, sharded_update
 from graph_passes.ir.graph import Graph, Ref
@@ -193,7 +200,8 @@ def _chosen(
     if count == 1:
         return frozenset()
     inner = inner_optimizer(optimizer)
-    by_row = type(inner) in BY_ELEMENT and not has_own_methods(inner) and not compiled
+    by_keras = inner is optimizer or checks_by_keras(optimizer)
+    by_row = type(inner) in BY_ELEMENT and by_keras and not has_own_methods(inner) and not compiled
     chosen = set()
     for name in names:
         variable = table.keras_variables[name]
@@ -215,10 +223,13 @@ def _in_shards(
     try:
         return sharded_update(apply, count, by_row, apart)
     except CoupledElementsError as error:
+        constraints = [(table.keras_variables[name].constraint, name) for name in apply.gradients]
+        own = [f"{type(constraint).__name__} of {name!r}" for constraint, name in constraints if constraint is not None]
+        constrained, without = (f" or a constraint, such as {own[0]},", ", and constraints that do") if own else ("", "")
         raise CaptureError(
-            f"optimizer {type(inner).__name__} computes {error.computation}, but with optimizer_shards=True a device "
-            f"has only a part of them; use an optimizer that updates each element by itself, such as SGD, Adam or "
-            f"AdamW, or leave optimizer_shards out"
+            f"optimizer {type(inner).__name__}{constrained} computes {error.computation}, but with "
+            f"optimizer_shards=True a device has only a part of them; use an optimizer that updates each element by "
+            f"itself, such as SGD, Adam or AdamW{without}, or leave optimizer_shards out"
         ) from error
 
 
@@ -329,11 +340,17 @@ def _capture_apply(
             factor = _clip_factor(tf.sqrt(totals[0]) / tf.cast(_loss_scale(optimizer), tf.float64), clip_norm)
             # As in Keras, which thereby makes rows a dense gradient (IndexedSlices has no product of its own).
             gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        if guarded:
-            # If another stage's gradient isn't finite, this stage's optimizer must see that and skip the step, too.
-            assert totals is not None
-            poison = tf.where(totals[1] > 0, tf.constant(float("nan"), tf.float64), tf.zeros([], tf.float64))
-            gradients = _mapped(gradients, lambda gradient: gradient + tf.cast(poison, gradient.dtype))
+        if not guarded:
+            _apply(optimizer, table.applied_by, gradients, variables)
+            return []
+        # If a gradient of another stage, or of another device's shard, isn't finite, this part must skip the step, too.
+        assert totals is not None
+        if checks_by_keras(optimizer):
+            with told_whether_finite(optimizer, tf.equal(totals[1], 0.0)):
+                _apply(optimizer, table.applied_by, gradients, variables)
+            return []
+        poison = tf.where(totals[1] > 0, tf.constant(float("nan"), tf.float64), tf.zeros([], tf.float64))
+        gradients = _mapped(gradients, lambda gradient: gradient + tf.cast(poison, gradient.dtype))
         _apply(optimizer, table.applied_by, gradients, variables)
         return []
 

@@ -70,19 +70,21 @@ def sharded_update(
             slots, and numbers that all elements have in common.
     """
     variables = {variable.name: variable for variable in update.variables.values()}
-    dense = {variables[name].shape for name in update.gradients if math.prod(variables[name].shape) >= count}
+    shapes = {name: _gradient_shape(update.graph, ref) for name, ref in update.gradients.items()}
+    gradients = {name: shape for name, shape in shapes.items() if math.prod(shape) >= count}
+    dense = set(gradients.values())
     whole = {name for name, variable in variables.items() if name in by_row or name in apart or name in update.slices}
     elements = {name for name, variable in variables.items() if variable.shape in dense and name not in whole}
     walk = _Walk(update, elements, by_row)
-    walk.whole_graph()
+    walk.whole_graph(shapes, gradients)
     graph = copied(update.graph)
     for (function, node), shape in walk.constants.items():
         value = constant_value(_node(graph, function, node)).flat[0]
         own = storage_shape(shape, count)
         make_constant(_node(graph, function, node), np.full(own, value, value.dtype))
-    for (function, node), shape in walk.axes.items():
-        axes = range(len(storage_shape(shape, count)))
-        make_constant(_node(graph, function, node), np.array(axes, np.int32))
+    for (function, node), shape in walk.lengths.items():
+        lengths = _node(graph, function, node)
+        make_constant(lengths, np.array(storage_shape(shape, count), constant_value(lengths).dtype))
     for name, ref in update.row_shapes.items():
         own = storage_shape(variables[name].shape, count)
         make_constant(_node(graph, "", ref.node), np.array(own, np.int64))
@@ -91,6 +93,11 @@ def sharded_update(
         for ref, variable in update.variables.items()
     }
     return dataclasses.replace(update, graph=graph, variables=in_shards, row_shapes={})
+
+
+def _gradient_shape(graph: GraphDef, ref: Ref) -> tuple[int, ...]:
+    """Returns the shape of a dense gradient, whose parameter needn't be in the update, from its placeholder."""
+    return tuple(dim.size for dim in _node(graph, "", ref.node).attr["shape"].shape.dim)
 
 
 def _in_shards(variable: Variable, count: int) -> Variable:
@@ -124,23 +131,27 @@ class _Walk:
 
     Attributes:
         constants: the constants that take part with as many elements -> their shapes.
-        axes: the constants that are all axes of elements -> their shapes.
+        lengths: the constants that are the shape of tensors of one number that take part so -> that shape.
     """
 
     def __init__(self, update: Captured, sharded: Container[str], by_row: Container[str]) -> None:
         self._update, self._sharded, self._by_row = update, sharded, by_row
         self._library = update.graph.library
-        self._variables = {variable.name: variable for variable in update.variables.values()}
         self.constants: dict[_Constant, tuple[int, ...]] = {}
-        self.axes: dict[_Constant, tuple[int, ...]] = {}
+        self.lengths: dict[_Constant, tuple[int, ...]] = {}
 
-    def whole_graph(self) -> None:
-        """Follows them through all of the update."""
-        variables, gradients = self._variables, self._update.gradients
-        shapes: dict[str, Shape] = {ref.node: variables[name].shape for name, ref in gradients.items()}
+    def whole_graph(self, gradients: Mapping[str, Shape], sharded: Container[str]) -> None:
+        """Follows them through all of the update.
+
+        Args:
+            gradients: parameter -> shape of its dense gradient.
+            sharded: the parameters of whose gradient the update gets a shard.
+        """
+        placeholders = self._update.gradients
+        shapes = {placeholders[name].node: shape for name, shape in gradients.items()}
         if self._update.totals is not None:
             shapes[self._update.totals.node] = (2,)
-        elements = {ref: name for name, ref in gradients.items() if self._is_sharded(variables[name])}
+        elements = {ref: name for name, ref in placeholders.items() if name in sharded}
         self._walk("", self._update.graph, _Place(elements, self._update.variables, shapes))
 
     def _is_sharded(self, variable: Variable) -> bool:
@@ -188,7 +199,7 @@ class _Walk:
             return [variable.name if is_sharded else ""]
         value = view.inputs(node.name)[1]
         if variable.name in self._by_row:
-            self._is_number(function, view.nodes[value.node], variable.shape)
+            self._is_number(function, view, value.node, variable.shape)
         if is_sharded and value not in elements:
             self._joins(function, view, value, variable.shape, f"an assignment to {variable.name!r}", shapes)
         if not is_sharded and value in elements:
@@ -210,12 +221,6 @@ class _Walk:
         if not mine:
             return [""] * outputs
         whose = elements[mine[0]]
-        if node.op == "All" and view.nodes[mine[0].node].op == "IsFinite" and not node.attr["keep_dims"].b:
-            # Loss scaling: if a gradient isn't finite anywhere, statistics make all devices see that.
-            axes, own = view.nodes[inputs[1].node], self._variables[whose].shape
-            if axes.op == "Const" and constant_value(axes).size == len(own):
-                self.axes[function, axes.name] = own
-                return [""] * outputs
         if node.op not in _ELEMENT_OPS:
             raise CoupledElementsError(f"{node.op} of elements of {whose!r}")
         shape = shapes[mine[0]]
@@ -237,15 +242,25 @@ class _Walk:
         shapes: Mapping[Ref, Shape | None],
     ) -> None:
         """Checks a tensor that meets elements of shards: a number for all of them, or a constant that is one."""
-        own, producer = shapes.get(ref), view.nodes[ref.node]
+        own = shapes.get(ref)
         if own is not None and len(own) <= 1 and all(length == 1 for length in own):
             return
-        if own is not None and own == shape and self._is_number(function, producer, own):
+        if own is not None and own == shape and self._is_number(function, view, ref.node, own):
             return
         raise CoupledElementsError(f"{what} and another tensor of shape {'(unknown)' if own is None else list(own)}")
 
-    def _is_number(self, function: str, node: NodeDef, shape: Shape) -> bool:
-        """Whether a node is a constant of this shape whose elements are equal, and records it."""
+    def _is_number(self, function: str, view: Graph, name: str, shape: Shape) -> bool:
+        """Whether a node is one number in this shape, and records the constant that says so.
+
+        TensorFlow traces zeros as a constant if they are few, and otherwise as a number that fills a shape.
+        """
+        node = view.nodes[name]
+        if node.op == "Fill":
+            lengths = view.nodes[view.inputs(name)[0].node]
+            if lengths.op != "Const" or tuple(constant_value(lengths)) != shape:
+                return False
+            self.lengths[function, lengths.name] = shape
+            return True
         if node.op != "Const":
             return False
         value = constant_value(node)

@@ -61,8 +61,9 @@ class Application:
                 call = self._on_gradients(what, group, device, captured, totals)
                 if call is not None:
                     own[device] = call
-            if group.in_shards and what is not NodeKind.COUNTERS:
-                own = all_gather(self.nodes, group, self._gathered(group), own, self.reduction.number)
+            packed = [] if what is NodeKind.COUNTERS else self._gathered(group)
+            if packed:
+                own = all_gather(self.nodes, group, packed, own, self.reduction.number)
             calls |= {(group.stages, device): call.node for device, call in own.items()}
         return calls
 

@@ -87,8 +87,13 @@ def take_shards(builder: Builder, captured: Captured, number: Ref) -> dict[str, 
 
 
 def gathered_buckets(group: ParameterGroup, limit: int) -> list[tuple[Variable, ...]]:
-    """Returns the parameters of a group whose shards are sent together, in vectors of about ``limit`` bytes in all."""
-    return buckets(sorted(group.in_shards.values(), key=lambda variable: variable.dtype), limit)
+    """Returns the parameters of a group whose shards are sent together, in vectors of about ``limit`` bytes in all.
+
+    A user's own optimizer may leave some of them as they are.
+    """
+    changed = set() if group.update is None else {variable.name for variable in group.update.apply.variables.values()}
+    shards = [variable for name, variable in group.in_shards.items() if name in changed]
+    return buckets(sorted(shards, key=lambda variable: variable.dtype), limit)
 
 
 def updated_shards(
