@@ -206,6 +206,23 @@ def test_an_optimizer_that_couples_gradients_of_stages_is_refused(scaled: bool) 
         assert_same_variables_after(1, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_norm_of_accumulated_gradients_of_several_stages_is_refused(scaled: bool) -> None:
+    """Keras clips what it has accumulated; with several stages each step's gradients were clipped, silently."""
+
+    def build() -> keras.Model:
+        own = optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.05, epsilon=1e-3)
+        return model_with(lambda: optimizers.LossScaleOptimizer(own) if scaled else own)
+
+    use_float64()
+    for cuts, replicas, shards in ((["flat"], (1, 1), False), ((), (2,), True)):
+        with pytest.raises(dapple.CaptureError, match=r"global_clipnorm=0.05.*gradient_accumulation_steps=2.*larger"):
+            pipeline(build(), cuts, replicas, 1, 7, optimizer_shards=shards)
+    if not scaled:
+        model, plain = pair(build)
+        assert_same_variables_after(2, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
+
+
 def test_an_average_of_a_variable_without_gradient_is_refused() -> None:
     """Keras averages what was frozen after the optimizer was built, too; here it kept its first value, silently."""
     model = model_with(SETTINGS["ema"])

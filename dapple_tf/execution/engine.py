@@ -28,7 +28,7 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import CapturedProgram, on_host
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.on_workers import Address, address_of, read_by
-from dapple_tf.frontend.optimizer import check_shards, needs_all_gradients
+from dapple_tf.frontend.optimizer import check_clipping, check_shards, needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes
@@ -91,6 +91,8 @@ class Engine:
         if plan.optimizer_shards:
             check_shards(model.optimizer)
         apart = plan.num_stages > 1 or plan.optimizer_shards
+        if apart:
+            check_clipping(model.optimizer)
         if plan.carried_updates and apart and needs_all_gradients(model.optimizer):
             raise DappleError(
                 f"carried_updates is {plan.carried_updates}, but the optimizer needs all gradients before it updates "

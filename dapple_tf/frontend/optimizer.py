@@ -89,6 +89,25 @@ def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     )
 
 
+def check_clipping(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses, for parameters in several stages or in shards, a global norm of accumulated gradients.
+
+    Keras clips what it has accumulated, but groups add up the norm of each step's gradients.
+
+    Raises:
+        CaptureError: the optimizer clips so.
+    """
+    inner = inner_optimizer(optimizer)
+    if inner.global_clipnorm and inner.gradient_accumulation_steps:
+        raise CaptureError(
+            f"optimizer {type(inner).__name__} clips by the norm of all gradients (global_clipnorm="
+            f"{inner.global_clipnorm:g}) that it has accumulated (gradient_accumulation_steps="
+            f"{inner.gradient_accumulation_steps}), but no stage or shard has all of them; use larger batches in more "
+            f"micro-batches in place of gradient_accumulation_steps, clip by clipvalue, or use one stage without "
+            f"optimizer_shards"
+        )
+
+
 def capture_updates(
     optimizer: keras.optimizers.Optimizer,
     table: VariableTable,
@@ -124,6 +143,8 @@ def capture_updates(
     if counts:
         check_shards(optimizer)
     split = len(groups) > 1 or bool(counts)
+    if split:
+        check_clipping(optimizer)
     if len(groups) > 1 and not _by_keras(optimizer):
         _check_apart(optimizer, table, list(groups.values()), sliced)
     clip_norm = inner_optimizer(optimizer).global_clipnorm if split else None
