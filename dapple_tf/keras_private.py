@@ -23,6 +23,7 @@ __all__ = [
     "adds_loss",
     "build_for",
     "can_convert_arrays",
+    "checks_by_keras",
     "compiled_loss",
     "compiled_metrics",
     "compute_loss",
@@ -54,6 +55,7 @@ __all__ = [
     "standardized",
     "takes_training",
     "tensorflow_variable",
+    "told_whether_finite",
     "train_validation_split",
 ]
 

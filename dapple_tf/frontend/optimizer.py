@@ -246,7 +246,8 @@ def _in_shards(
     except CoupledElementsError as error:
         constraints = [(table.keras_variables[name].constraint, name) for name in apply.gradients]
         own = [f"{type(constraint).__name__} of {name!r}" for constraint, name in constraints if constraint is not None]
-        constrained, without = (f" or a constraint, such as {own[0]},", ", and constraints that do") if own else ("", "")
+        constrained = f" or a constraint, such as {own[0]}," if own else ""
+        without = ", and constraints that do" if own else ""
         raise CaptureError(
             f"optimizer {type(inner).__name__}{constrained} computes {error.computation}, but with "
             f"optimizer_shards=True a device has only a part of them; use an optimizer that updates each element by "

@@ -257,9 +257,9 @@ class _Walk:
         node = view.nodes[name]
         if node.op == "Fill":
             lengths = view.nodes[view.inputs(name)[0].node]
-            if lengths.op != "Const" or tuple(constant_value(lengths)) != shape:
+            if lengths.op != "Const" or (filled := tuple(constant_value(lengths).tolist())) != shape:
                 return False
-            self.lengths[function, lengths.name] = shape
+            self.lengths[function, lengths.name] = filled
             return True
         if node.op != "Const":
             return False
