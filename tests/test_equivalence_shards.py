@@ -222,6 +222,65 @@ def test_a_constraint_that_looks_at_several_elements_is_named() -> None:
         pipelined.train_on_batch(np.ones((8, 4)), np.ones((8, 3)))
 
 
+class Counting(keras.optimizers.SGD):
+    """One's own optimizer, which divides by the number of elements."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Adds up as many ones."""
+        ones = keras.ops.ones_like(gradient)
+        super().update_step(gradient * ones / keras.ops.sum(ones), variable, learning_rate)
+
+
+class Either(keras.optimizers.SGD):
+    """One's own optimizer, which takes random gradients in every other step."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Chooses in the graph."""
+        other = keras.ops.cond(
+            self.iterations % 2 == 0,
+            lambda: gradient,
+            lambda: keras.random.normal(gradient.shape, dtype=gradient.dtype, seed=1),
+        )
+        super().update_step(other, variable, learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("own", "computation"), [(Counting, "Sum of a number"), (Either, "(Stateless)?If of elements of")]
+)
+def test_numbers_and_branches_that_depend_on_a_shape_are_refused(own: Any, computation: str) -> None:
+    """Steps failed while they ran: ones, and a branch's tensor, had a shard's shape in one place and not in another."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="only")])
+    model.compile(own(0.1), "mse")
+    pipelined = pipeline(model, (), [2], 1, 8, optimizer_shards=True)
+    with pytest.raises(CaptureError, match=f"optimizer {own.__name__} computes {computation}"):
+        pipelined.train_on_batch(np.ones((8, 4)), np.ones((8, 3)))
+
+
+class EveryOther(keras.optimizers.SGD):
+    """One's own optimizer, which takes zeros for gradients in every other step."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Chooses in the graph."""
+        zeros = keras.ops.zeros(gradient.shape, gradient.dtype)
+        other = keras.ops.cond(self.iterations % 2 == 0, lambda: gradient, lambda: keras.ops.zeros_like(zeros))
+        super().update_step(other, variable, learning_rate)
+
+
+def test_a_branch_may_give_one_number_in_place_of_elements() -> None:
+    """The zeros kept their whole shape, and the step failed."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(7), keras.layers.Dense(3)])
+        model.compile(EveryOther(0.1, momentum=0.9), "mse")
+        return model
+
+    model, plain = pair(build)
+    rng = np.random.default_rng(0)
+    pipelined = pipeline(model, (), [2], 1, 8, optimizer_shards=True)
+    assert_same_variables_after(3, pipelined, plain, rng.normal(size=(8, 4)), rng.normal(size=(8, 3)))
+
+
 class OnlyKernels(keras.optimizers.SGD):
     """One's own optimizer, which never changes biases."""
 

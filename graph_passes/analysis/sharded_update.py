@@ -180,7 +180,21 @@ class _Walk:
             else:
                 results = self._computed(function, view, node, elements, shapes)
             elements |= {Ref(name, output): whose for output, whose in enumerate(results) if whose}
+        for recorded in (*self.constants, *self.lengths):
+            if recorded[0] == function:
+                self._check_readers(view, recorded[1], elements, handles)
         return elements, shapes
+
+    def _check_readers(
+        self, view: Graph, name: str, elements: Mapping[Ref, str], handles: Mapping[Ref, Variable]
+    ) -> None:
+        """Refuses computations, besides those of elements, with a number that is to have a shard's shape."""
+        for reader in view.consumers(name):
+            node, inputs = view.nodes[reader], view.inputs(reader)
+            if node.op in PASS_ON or node.op == "Fill":
+                self._check_readers(view, reader, elements, handles)
+            elif not any(ref in elements for ref in inputs) and not (node.op in _ASSIGNMENTS and inputs[0] in handles):
+                raise CoupledElementsError(f"{node.op} of a number in the shape of elements")
 
     def _used(
         self,
@@ -278,12 +292,12 @@ class _Walk:
             if inputs[0] in place.elements:
                 raise CoupledElementsError(f"{node.op} by elements of {place.elements[inputs[0]]!r}")
             arguments = inputs[1:]
-        results: list[str] = []
+        branches: list[tuple[str, Graph, list[Ref], dict[Ref, str], dict[Ref, Shape | None]]] = []
         for function in function_names(node):
             body, wanted = function_graph(self._library, function)
             places = [Ref(own.name) for own in itertools.islice(body.node, len(arguments))]
             pairs = list(zip(places, arguments, strict=True))
-            inside, _ = self._walk(
+            inside, known = self._walk(
                 function,
                 body,
                 _Place(
@@ -292,9 +306,27 @@ class _Walk:
                     {own.node: shape for own, given in pairs if (shape := shapes.get(given)) is not None},
                 ),
             )
-            parts = [inside.get(ref, "") for ref in wanted]
-            results = [a or b for a, b in itertools.zip_longest(results, parts, fillvalue="")]
-        return results
+            branches.append((function, Graph(body), list(wanted), inside, known))
+        return [self._result(node, output, branches) for output in range(len(branches[0][2]))]
+
+    def _result(
+        self,
+        node: NodeDef,
+        output: int,
+        branches: Sequence[tuple[str, Graph, list[Ref], dict[Ref, str], dict[Ref, Shape | None]]],
+    ) -> str:
+        """Returns what a result of a call or of branches has elements of: in all branches, but where it is a number."""
+        own = [(wanted[output], inside, known) for _, _, wanted, inside, known in branches]
+        whose, shape = next(((inside[ref], known.get(ref)) for ref, inside, known in own if ref in inside), ("", None))
+        for function, view, wanted, inside, known in branches:
+            ref = wanted[output]
+            if not whose or (ref in inside and known.get(ref) == shape):
+                continue
+            while view.nodes[ref.node].op in PASS_ON:
+                ref = view.inputs(ref.node)[ref.output]
+            if shape is None or not self._is_number(function, view, ref.node, shape):
+                raise CoupledElementsError(f"{node.op} of elements of {whose!r} or of another tensor")
+        return whose
 
 
 def _shapes(
