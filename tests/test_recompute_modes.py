@@ -71,6 +71,11 @@ def test_stages_that_keep_all_get_more_layers() -> None:
     assert evened(dataclasses.replace(uneven, recompute="none"), request) == ("layer_6",)
 
 
+def test_layers_without_times_are_cut_somewhere() -> None:
+    request = PlanRequest.of(profile_of(4, milliseconds=0.0), cluster_of(2), 16, 4, "dapple_a")
+    assert len(evened(Plan.straight(["layer_1"], 16, 4, recompute=("boundary", "none")), request)) == 1
+
+
 def test_new_stages_take_the_modes_of_those_whose_devices_they_have() -> None:
     before = Plan.manual(["a", "b"], [[0, 1], [2], [3]], 2, 8, recompute=("boundary", "min_cut", "none"))
     assert modes_on(before, [[0, 1], [2, 3]]) == ("boundary", "min_cut")

@@ -75,7 +75,7 @@ def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
         whole = stage_cost(profile, 0, len(profile.layers), mode)
         return whole.forward.at(samples) + whole.backward.at(samples)
 
-    paces = {mode: seconds("none") / seconds(mode) for mode in request.modes}
+    paces = {mode: seconds("none") / seconds(mode) if seconds(mode) else 1.0 for mode in request.modes}
     speeds = [
         paces[plan.recompute_of(stage)] * sum(request.cluster.devices[device].speed for device in devices)
         for stage, devices in enumerate(plan.devices)
