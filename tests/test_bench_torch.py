@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import bench_cluster, bench_torch, torch_report
@@ -51,12 +52,13 @@ def test_stages_have_equal_numbers_of_blocks() -> None:
 
 
 def test_the_flags_of_a_gpt_are_its_size() -> None:
-    bench_cluster.FLAGS(["", "--blocks=2", "--width=8", "--sequence=4"])
+    before = flagsaver.save_flag_values(bench_cluster.FLAGS)
+    bench_cluster.FLAGS(["", "--model=gpt", "--blocks=2", "--width=8", "--sequence=4"])
     assert bench_cluster.bench_model().make().count_params() > 0
     assert bench_cluster.bench_model().cuts(2) == ["block_0"]
     bench_cluster.FLAGS(["", "--model=resnet"])
     assert bench_cluster.bench_model() is MODELS["resnet"]
-    bench_cluster.FLAGS.unparse_flags()
+    flagsaver.restore_flag_values(before, bench_cluster.FLAGS)
 
 
 # ---- ways

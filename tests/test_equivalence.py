@@ -107,7 +107,7 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
 @pytest.mark.parametrize("schedule", ["dapple_b", "zb_h1"])
 def test_stages_that_recompute_different_things(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
-    check(Case("mlp", (1, 2, 1), 4, schedule, ("boundary", "none", "min_cut")), monkeypatch)
+    check(Case("cnn", (1, 2, 1), 4, schedule, ("boundary", "none", "min_cut")), monkeypatch)
 
 
 @pytest.mark.slow
