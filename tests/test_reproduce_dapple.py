@@ -248,6 +248,12 @@ def test_bands_are_on_both_sides(ours: float, verdict: str) -> None:
         assert paper_verdicts.USUAL.verdict(paper, ours * paper) == verdict
 
 
+def test_a_band_that_is_a_little_wider_has_another_text() -> None:
+    """Its text is all of a band that is stored with a claim."""
+    assert paper_verdicts.USUAL.text() == "10%, 25%"
+    assert paper_verdicts.Band(0.103, 0.254).text() == "10.3%, 25.4%"
+
+
 def test_bands_include_their_ends() -> None:
     band = paper_verdicts.Band(0.1, 0.25)
     assert [band.verdict(1.0, ours) for ours in (1.1, 0.9, 1.25, 0.75)] == ["reproduced"] * 2 + ["near"] * 2

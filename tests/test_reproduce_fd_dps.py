@@ -443,6 +443,25 @@ def test_differences_beyond_two_percent_and_other_verdicts_are_named() -> None:
     assert differences(holding(), [before.rows[0]], SEARCH_SECONDS)[0] == "ResNet-200, 8 devices: isn't stored"
 
 
+def test_other_decisions_are_differences() -> None:
+    one = with_lines(row(Setting("VGG-16", 4)), None, Split("channel", 2))
+    name = next(iter(one.lines))
+    line = one.lines[name]
+    changed = {
+        "splits": {**one.splits, "Conv2D": 99},
+        "parts": {Split("batch", 2): 99},
+        "alone": one.alone + 1,
+        "lines": {**one.lines, name: dataclasses.replace(line, splits=(Split("batch", 4),))},
+    }
+    for field, value in changed.items():
+        said = differences(holding(one), [dataclasses.replace(one, **{field: value})], SEARCH_SECONDS)
+        assert any(f"VGG-16, 4 devices: {field}" in text for text in said), field
+    slower = dataclasses.replace(one, lines={**one.lines, name: dataclasses.replace(line, seconds=line.seconds * 1.3)})
+    assert any(f"lines, {name} ms" in text for text in differences(holding(one), [slower], SEARCH_SECONDS))
+    for other in (outcome(one, "fd_dps", fits=False), outcome(one, "fd_dps", used=1)):
+        assert differences(holding(one), [other], SEARCH_SECONDS)
+
+
 def holding(*rows: Row) -> Stored:
     """What is stored of rows."""
     return Stored([*rows], claims_of(rows), bands(), {}, [])

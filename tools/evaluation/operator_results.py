@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.tools.evaluation.operator_claims import Claim, bands, claims_of
-from dapple_tf.tools.evaluation.operator_experiments import Row, from_record, to_record
+from dapple_tf.tools.evaluation.operator_experiments import Operator, Row, from_record, to_record
 from dapple_tf.tools.evaluation.operator_report import Outcomes, document
 from dapple_tf.tools.evaluation.operator_sweep import Towers
+from graph_passes.analysis.split_rules import Split
 
 MOST_CHANGED = 0.02
 """Share by which a recomputed step may differ from the stored one."""
@@ -73,8 +74,9 @@ def differences(before: Stored, after: Sequence[Row], search_seconds: float) -> 
 
     Returns:
         A line for each limit of a verdict and each claim about the stored rows that isn't the stored one, such as for
-        another number of the paper; for each step and peak that differs by more than `MOST_CHANGED`, and each count of
-        operators that differs; and for each verdict that the recomputed rows change. Times of searches aren't compared.
+        another number of the paper; for each step, peak and line of table 6 that differs by more than `MOST_CHANGED`;
+        for each decision to split, count, and use of devices that differs at all; and for each verdict that the
+        recomputed rows change. Only times of searches aren't compared.
     """
     lines = [
         f"{name}: {before.bands.get(name)} is stored, {limit} now"
@@ -153,6 +155,10 @@ def _other_verdicts(was: Mapping[str, Claim], now: Mapping[str, Claim]) -> Itera
             yield "{}: was {}, is {}".format(name, *before_and_after)
 
 
+def _splits(lines: Mapping[str, Operator]) -> dict[str, tuple[Split | None, ...]]:
+    return {name: line.splits for name, line in lines.items()}
+
+
 def _other_numbers(old: Row, row: Row) -> Iterator[str]:
     for name in old.outcomes.keys() ^ row.outcomes.keys():
         yield f"{row.setting}: {name} is in one of both only"
@@ -160,12 +166,26 @@ def _other_numbers(old: Row, row: Row) -> Iterator[str]:
         "operators": (old.operators, row.operators),
         "edges": (old.edges, row.edges),
     }
+    exact: dict[str, tuple[object, object]] = {
+        name: (getattr(old, name), getattr(row, name)) for name in ("splits", "parts", "alone")
+    }
+    for table in ("lines", "lines_alone"):
+        were, are = getattr(old, table), getattr(row, table)
+        exact[f"{table}, splits"] = _splits(were), _splits(are)
+        for name in were.keys() & are.keys():
+            pairs[f"{table}, {name} ms"] = were[name].seconds * 1e3, are[name].seconds * 1e3
+            pairs[f"{table}, {name} bytes"] = were[name].parameter_bytes, are[name].parameter_bytes
     for name, outcome in row.outcomes.items():
         if name in old.outcomes:
             before = old.outcomes[name]
+            exact[f"{name} fits"] = before.fits, outcome.fits
+            exact[f"{name}, devices used"] = before.used, outcome.used
             pairs[f"{name} ms"] = before.seconds * 1e3, outcome.seconds * 1e3
             pairs[f"{name} GB"] = before.peak_bytes / 1e9, outcome.peak_bytes / 1e9
             pairs[f"{name}, updates ms"] = before.update_seconds * 1e3, outcome.update_seconds * 1e3
+    for name, (was, now) in exact.items():
+        if was != now:
+            yield f"{row.setting}: {name}: {was} is stored, {now} computed"
     for name, (one, other) in pairs.items():
         if abs(other - one) > MOST_CHANGED * abs(one):
             yield f"{row.setting}: {name}: {one:.6g} is stored, {other:.6g} computed"

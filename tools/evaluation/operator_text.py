@@ -273,16 +273,21 @@ def _against_dp(rows: Sequence[Row]) -> str:
         which = "; ".join(f"{row.setting} by {-row.faster(than):.1%}" for row in slower) or "none"
         gains = _span([row.faster(than) for row in rows], ".1%")
         texts.append(f"with {words}: {gains} faster, slower in {len(slower)} of {len(rows)} rows ({which})")
-    lost = sum(row.faster("own_statistics") < 0 for row in rows)
-    behind = [row for row in rows if row.outcomes["own_statistics"].shared_seconds < row.outcomes["fd_dps"].seconds]
-    ahead = [str(row.setting) for row in rows if row not in behind]
+    counts = []
+    ahead = list(rows)
+    for than, words in (("data_parallel", "the same step"), ("own_statistics", "own statistics")):
+        lost = sum(row.faster(than) < 0 for row in rows)
+        behind = [row for row in rows if row.outcomes[than].shared_seconds < row.outcomes["fd_dps"].seconds]
+        ahead = [row for row in ahead if row not in behind]
+        counts.append(f"{words} in {len(behind)} of {len(rows)} rows rather than {lost}")
     return _bullet(
         f"**FD-DPS against data parallelism**, {'; '.join(texts)}. Data parallelism with copies of variables isn't a "
         f"placement, so that the search can't choose it. It is ahead where rings in buckets cross a slow link once, "
         f"and a placement sends each variable to each device by itself; and where replicas needn't wait for sums over "
         f"the whole batch. FD-DPS is ahead where it updates each variable once and data parallelism on each device: "
-        f"if its devices shared the updates out, which sends as many bytes, own statistics would be ahead in "
-        f"{len(behind)} of {len(rows)} rows rather than {lost}; FD-DPS stays ahead in {', '.join(ahead) or 'none'}."
+        f"if its devices shared the updates out, which sends as many bytes, it would be ahead with "
+        f"{', with '.join(counts)}; FD-DPS stays ahead of both in "
+        f"{', '.join(str(row.setting) for row in ahead) or 'none'}."
     )
 
 

@@ -272,8 +272,9 @@ def _opponents(results: Results) -> Table:
         "Others may have every policy and feature that ours has but stages in V, and were searched less: each owner's "
         "plans are ranked "
         "under P_B or interleaving; the two leading ones, if at most 5 % slower than the best, and the best of each "
-        "kind of stages where there are at most two kinds, are tried under the other policies; the best of all also in "
-        "8 chunks, with reverse first-k of none or all. That ours is ahead by some percent may be for that alone."
+        "kind of stages where there are at most two kinds, are tried under the other policies; two also with "
+        "recomputation by each stage's memory, at their own cuts, while ours may move cuts, too; the best of all also "
+        "in 8 chunks, with reverse first-k of none or all. That ours is ahead by some percent may be for that alone."
     )
     return Table("opponents", "Table 4's rows against strong opponents, which were searched less", header, lines, note)
 

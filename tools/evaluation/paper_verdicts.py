@@ -52,7 +52,9 @@ class Band:
 
     def text(self, *, ratio: bool = False) -> str:
         """Returns the bands as they stand in the document."""
-        return f"{self.reproduced:.0%}, {self.near:.0%}" + (f"; gain {_MORE:g}x, {_MOST:g}x" if ratio else "")
+        return f"{100 * self.reproduced:.4g}%, {100 * self.near:.4g}%" + (
+            f"; gain {_MORE:g}x, {_MOST:g}x" if ratio else ""
+        )
 
 
 def _same_gain(paper: float, ours: float, factor: float) -> bool:
