@@ -324,6 +324,18 @@ def test_another_document_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: pathl
     assert check(monkeypatch, tmp_path) == 1
 
 
+def test_what_is_no_longer_computed_is_missed() -> None:
+    """Of `figure_4` no claim is made, whose absence would be noticed anyway."""
+    kept = {
+        name: rows for name, rows in STORED.items() if isinstance(rows, list) and name not in ("claims", "figure_4")
+    }
+    assert differences(kept, STORED) == ["figure_4: is stored, but wasn't computed"]
+    outcomes = dict(STORED["sensitivity"])
+    change = next(iter(outcomes))
+    del outcomes[change]
+    assert unnoticed(outcomes, STORED["sensitivity"]) == [f"{change}: is stored, but wasn't tried"]
+
+
 def test_a_change_that_nothing_notices_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = {change: {**outcome, "fails": False} for change, outcome in STORED["sensitivity"].items()}
     assert len(unnoticed(passes, STORED["sensitivity"])) == len(passes)

@@ -24,6 +24,8 @@ def differences(records: Records, stored: Mapping[str, Any]) -> list[str]:
         stored: the contents of ooo.json.
     """
     texts = changed_rows(records, stored)
+    groups = [name for name, rows in stored.items() if isinstance(rows, list) and name != "claims"]
+    texts += [f"{group}: is stored, but wasn't computed" for group in groups if group not in records]
     for status, band in bands().items():
         if band != (other := stored.get("bands", {}).get(status)):
             texts.append(f"band of {status}: is {band}, stored {other}")

@@ -96,7 +96,7 @@ def differences(before: Stored, after: Sequence[Row], search_seconds: float) -> 
 
 
 def changed_sweep(before: Stored, after: Sequence[Towers]) -> list[str]:
-    """Returns the steps of `operator_sweep` that differ from the stored ones by more than `MOST_CHANGED`.
+    """Returns the steps of `operator_sweep` that differ by more than `MOST_CHANGED`, and those computed or stored only.
 
     Args:
         before: all that is stored.
@@ -106,13 +106,14 @@ def changed_sweep(before: Stored, after: Sequence[Towers]) -> list[str]:
     lines = []
     for one in after:
         where = f"towers, {one.samples} samples, {one.devices} devices"
-        old = known.get((one.samples, one.devices))
+        old = known.pop((one.samples, one.devices), None)
         if old is None:
             lines.append(f"{where}: isn't stored")
             continue
         for name, was, now in zip(one._fields, old, one, strict=True):
             if abs(now - was) > MOST_CHANGED * abs(was):
                 lines.append(f"{where}: {name}: {was:.6g} is stored, {now:.6g} computed")
+    lines += [f"towers, {samples} samples, {devices} devices: is stored only" for samples, devices in known]
     return lines
 
 

@@ -153,7 +153,8 @@ def main() -> None:
     outcomes = before.outcomes if keep else operator_sensitivity.tried(rows)
     steps = before.sweep if keep else operator_sweep.sweep()
     if not _WRITE.value:
-        _compare(rows, outcomes, steps, before, directory)
+        missing = [] if partial else [row for row in before.rows if row.setting not in {one.setting for one in rows}]
+        _compare(rows, outcomes, steps, before, directory, missing)
         return
     claims = claims_of(rows, _SEARCH_SECONDS.value)
     write(rows, claims, outcomes, steps, directory)
@@ -166,9 +167,15 @@ def main() -> None:
 
 
 def _compare(
-    rows: Sequence[Row], outcomes: Outcomes, steps: Sequence[Towers], before: Stored, directory: pathlib.Path
+    rows: Sequence[Row],
+    outcomes: Outcomes,
+    steps: Sequence[Towers],
+    before: Stored,
+    directory: pathlib.Path,
+    missing: Sequence[Row],
 ) -> None:
     lines = [*differences(before, rows, _SEARCH_SECONDS.value), *changed_sweep(before, steps)]
+    lines += [f"{row.setting}: is stored, but wasn't computed" for row in missing]
     lines += [*changed_document(before, directory), *unnoticed(outcomes, before.outcomes)]
     print(f"{len(rows)} rows, {len(lines)} differences from {directory / 'fd_dps.json'}")
     for line in lines:

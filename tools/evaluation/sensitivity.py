@@ -65,11 +65,12 @@ def outcome(change: Change, said: Sequence[str]) -> dict[str, Any]:
 
 
 def unnoticed(outcomes: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns which changes make no difference, or aren't those that are stored.
+    """Returns which changes make no difference, and which are tried or stored only.
 
     Args:
         outcomes: change -> its `outcome`.
         stored: the same as it is stored.
     """
     texts = [f"{change}: is noticed by nothing" for change, one in outcomes.items() if not one["fails"]]
+    texts += [f"{change}: is stored, but wasn't tried" for change in stored if change not in outcomes]
     return texts + [f"{change}: isn't stored" for change in outcomes if change not in stored]
