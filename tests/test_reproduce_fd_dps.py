@@ -541,7 +541,8 @@ def test_updates_can_be_shared_out() -> None:
     assert Outcome(2.0, True, 1e9, used=4, update_seconds=0.4).shared_seconds == pytest.approx(1.7)
     one = outcome(row(fd_dps=1.9), "own_statistics", update_seconds=0.4)
     text = " ".join(reasons([one]).split())
-    assert "own statistics would be ahead in 1 of 1 rows rather than 0; FD-DPS stays ahead in none" in text
+    counts = "with the same step in 0 of 1 rows rather than 0, with own statistics in 1 of 1 rows rather than 0"
+    assert f"it would be ahead {counts}; FD-DPS stays ahead of both in none" in text
 
 
 # ---- graphs
