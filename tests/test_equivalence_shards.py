@@ -126,15 +126,15 @@ def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
     engine = pipelined._engine
     sizes = {}
     for device in engine.cluster.device_names:
-        kept = [v for holding in engine.builder.holdings() if device in holding.devices for v in holding.variables]
+        held = [v for holding in engine.builder.holdings() if device in holding.devices for v in holding.variables]
         builder = Builder(empty_graph())
-        function = read_function("read_all", kept)
+        function = read_function("read_all", held)
         node = builder.append(call_node("read", function, [], device=device)).node
         merge_library(builder.graph, [function])
         prefix = f"held_{len(sizes)}"
         engine.session.add(builder.graph, prefix)
-        values = engine.session.run([f"{prefix}/{node}:{index}" for index in range(len(kept))])
-        pairs = list(zip(kept, values, strict=True))
+        values = engine.session.run([f"{prefix}/{node}:{index}" for index in range(len(held))])
+        pairs = list(zip(held, values, strict=True))
         slots = sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.OPTIMIZER)
         sizes[device] = slots, sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.PARAMETER)
     model = pipelined.model

@@ -344,7 +344,7 @@ def test_a_plan_prints_a_table() -> None:
 
 
 def test_stages_may_recompute_different_things() -> None:
-    plan = Plan(**VALID, recompute=["boundary", "none"])  # type: ignore[arg-type]
+    plan = Plan(**VALID, recompute=("boundary", "none"))
     assert [plan.recompute_of(stage) for stage in (0, 1)] == ["boundary", "none"]
     assert "recompute boundary (stage 0), none (stage 1), jit off" in str(plan)
     assert Plan(**VALID, recompute=("min_cut", "min_cut")) == Plan(**VALID, recompute="min_cut")

@@ -31,8 +31,10 @@ def layers(min_cut: float | None = None) -> Profile:
     return dataclasses.replace(model, layers=tuple(leaner))
 
 
-def request_for(model: Profile, memory: int | None, **options: object) -> PlanRequest:
-    return PlanRequest.of(model, cluster_of(4, memory=memory), 80, 8, "dapple_a", **options)  # type: ignore[arg-type]
+def request_for(
+    model: Profile, memory: int | None, recompute: str | None = None, only: list[str] | None = None
+) -> PlanRequest:
+    return PlanRequest.of(model, cluster_of(4, memory=memory), 80, 8, "dapple_a", recompute, only=only)
 
 
 def straight(recompute: str | tuple[str, ...] = "none") -> Plan:
@@ -86,8 +88,11 @@ def test_new_stages_take_the_modes_of_those_whose_devices_they_have() -> None:
 
 
 def test_nothing_is_tried_where_one_mode_is_asked_for() -> None:
-    for options in ({"recompute": "boundary"}, {"only": ["recompute"]}):
-        assert not list(recomputing_by_stage(straight("boundary"), request_for(layers(), SHORT, **options)))
+    for request in (
+        request_for(layers(), SHORT, recompute="boundary"),
+        request_for(layers(), SHORT, only=["recompute"]),
+    ):
+        assert not list(recomputing_by_stage(straight("boundary"), request))
 
 
 def test_the_planner_lets_stages_differ_where_that_is_faster() -> None:

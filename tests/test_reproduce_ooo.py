@@ -326,10 +326,10 @@ def test_another_document_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: pathl
 
 def test_what_is_no_longer_computed_is_missed() -> None:
     """Of `figure_4` no claim is made, whose absence would be noticed anyway."""
-    kept = {
+    others = {
         name: rows for name, rows in STORED.items() if isinstance(rows, list) and name not in ("claims", "figure_4")
     }
-    assert differences(kept, STORED) == ["figure_4: is stored, but wasn't computed"]
+    assert differences(others, STORED) == ["figure_4: is stored, but wasn't computed"]
     outcomes = dict(STORED["sensitivity"])
     change = next(iter(outcomes))
     del outcomes[change]

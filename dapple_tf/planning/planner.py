@@ -113,9 +113,9 @@ def plan(
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
         only: the features that the plan may have besides stages under a policy, some of ``recompute``,
-            ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and ``carried_updates``
-            (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all. ``plan.report.restraints``
-            says what those of the chosen plan cost besides time.
+            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and
+            ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
+            ``plan.report.restraints`` says what those of the chosen plan cost besides time.
         optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
             (`Plan.optimizer_shards`), which optimizers that update each element by itself allow; None lets them where
             nothing fits otherwise.

@@ -22,13 +22,12 @@ from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order
 from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exchange_time
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.legs import Leg, legs_of
-from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, StageCosts, weight_gradient
+from dapple_tf.simulation.stage_cost import StageCost, StageCosts, weight_gradient
 from dapple_tf.units import gib
 from graph_passes.ir.batching import Interval, intervals, overlaps, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 __all__ = [
-    "MIN_CUT_SHARE",
     "CostModel",
     "Message",
     "Reduction",

@@ -8,12 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from tensorflow.core.framework import types_pb2
-
 from dapple_tf.frontend.initialization import Initial
 from dapple_tf.variables.device_values import Holding, host_of
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, shape_attr
-from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import (
     assign,
@@ -22,8 +20,8 @@ from graph_passes.ir.storage import (
     join_function,
     merge_library,
     read_function,
+    shard_number,
     shard_of,
-    sharded,
 )
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
@@ -200,19 +198,15 @@ def _computing(name: str, initial: Initial) -> FunctionDef:
 
 
 def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[str, Initial]) -> FunctionDef:
-    """Returns the function () -> () that computes and assigns the variables' initial values, one after the other.
-
-    See `graph_passes.ir.storage.sharded`.
-    """
+    """Returns the function `shard_number` -> () that computes and assigns initial values, one after the other."""
     builder = Builder(empty_graph())
-    number = builder.append(placeholder("number", types_pb2.DT_INT32)) if sharded(variables) else Ref("")
+    number = shard_number(builder, variables)
     last: str | None = None
     for variable in variables:
-        value = shard_of(builder, _copied(builder, initials[variable.name], last), variable, number)
+        value = shard_of(builder, _copied(builder, initials[variable.name], last), variable, *number)
         last = assign(builder, variable.storage_name, value, variable.dtype, variable.storage_shape)
     assert last is not None
-    inputs = [number] if sharded(variables) else []
-    return outline(name, Graph(builder.graph), inputs, [], effects=[last])
+    return outline(name, Graph(builder.graph), number, [], effects=[last])
 
 
 def _copied(builder: Builder, initial: Initial, after: str | None = None) -> Ref:

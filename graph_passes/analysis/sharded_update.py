@@ -126,6 +126,24 @@ class _Place(NamedTuple):
     shapes: Mapping[str, Shape]
 
 
+class _Scope(NamedTuple):
+    """A graph, or a function of its library, while it is followed.
+
+    Attributes:
+        function: its name; empty for the graph itself.
+        view: its nodes.
+        elements: tensor -> a variable whose elements it has one for each of, as far as is known.
+        handles: tensor -> the variable whose handle it is.
+        shapes: tensor -> its static shape.
+    """
+
+    function: str
+    view: Graph
+    elements: dict[Ref, str]
+    handles: Mapping[Ref, Variable]
+    shapes: Mapping[Ref, Shape | None]
+
+
 class _Walk:
     """Follows elements of sharded variables through an update.
 
@@ -157,79 +175,68 @@ class _Walk:
     def _is_sharded(self, variable: Variable) -> bool:
         return variable.name in self._sharded
 
-    def _walk(self, function: str, graph: GraphDef, place: _Place) -> tuple[dict[Ref, str], dict[Ref, Shape | None]]:
-        """Follows the nodes of a graph, producers first; returns what tensors have elements of, and all shapes."""
+    def _walk(self, function: str, graph: GraphDef, place: _Place) -> _Scope:
+        """Follows the nodes of a graph, producers first; returns what is known of its tensors."""
         view = Graph(graph)
-        elements, handles = dict(place.elements), dict(place.handles)
+        handles = dict(place.handles)
         order = view.topological()
         for name in order:
             if view.nodes[name].op in PASS_ON:
                 handles |= {Ref(name, at): handles[ref] for at, ref in enumerate(view.inputs(name)) if ref in handles}
         shapes = _shapes(graph, handles, place.shapes)
+        scope = _Scope(function, view, dict(place.elements), handles, shapes)
         for name in order:
-            node, inputs = view.nodes[name], view.inputs(name)
-            used = [handles[ref] for ref in inputs if ref in handles]
-            if node.op in CALLS or node.op in BRANCHES:
-                results = self._called(node, inputs, _Place(elements, handles, {}), shapes)
-            elif node.op in PASS_ON:
-                results = [elements.get(ref, "") for ref in inputs]
-            elif used and node.op in READS | _ASSIGNMENTS:
-                results = self._used(function, view, node, used[0], elements, shapes)
-            elif (whose := next(filter(self._is_sharded, used), None)) is not None:
-                raise CoupledElementsError(f"{node.op} of {whose.name!r}")
-            else:
-                results = self._computed(function, view, node, elements, shapes)
-            elements |= {Ref(name, output): whose for output, whose in enumerate(results) if whose}
+            results = self._node(scope, view.nodes[name])
+            scope.elements.update({Ref(name, output): whose for output, whose in enumerate(results) if whose})
         for recorded in (*self.constants, *self.lengths):
             if recorded[0] == function:
-                self._check_readers(view, recorded[1], elements, handles)
-        return elements, shapes
+                self._check_readers(scope, recorded[1])
+        return scope
 
-    def _check_readers(
-        self, view: Graph, name: str, elements: Mapping[Ref, str], handles: Mapping[Ref, Variable]
-    ) -> None:
+    def _node(self, scope: _Scope, node: NodeDef) -> list[str]:
+        """Checks a node; returns what its results have elements of."""
+        inputs = scope.view.inputs(node.name)
+        used = [scope.handles[ref] for ref in inputs if ref in scope.handles]
+        if node.op in CALLS or node.op in BRANCHES:
+            return self._called(scope, node)
+        if node.op in PASS_ON:
+            return [scope.elements.get(ref, "") for ref in inputs]
+        if used and node.op in READS | _ASSIGNMENTS:
+            return self._used(scope, node, used[0])
+        if (whose := next(filter(self._is_sharded, used), None)) is not None:
+            raise CoupledElementsError(f"{node.op} of {whose.name!r}")
+        return self._computed(scope, node)
+
+    def _check_readers(self, scope: _Scope, name: str) -> None:
         """Refuses computations, besides those of elements, with a number that is to have a shard's shape."""
-        for reader in view.consumers(name):
-            node, inputs = view.nodes[reader], view.inputs(reader)
+        for reader in scope.view.consumers(name):
+            node, inputs = scope.view.nodes[reader], scope.view.inputs(reader)
             if node.op in PASS_ON or node.op == "Fill":
-                self._check_readers(view, reader, elements, handles)
-            elif not any(ref in elements for ref in inputs) and not (node.op in _ASSIGNMENTS and inputs[0] in handles):
+                self._check_readers(scope, reader)
+                continue
+            assigns = node.op in _ASSIGNMENTS and inputs[0] in scope.handles
+            if not assigns and not any(ref in scope.elements for ref in inputs):
                 raise CoupledElementsError(f"{node.op} of a number in the shape of elements")
 
-    def _used(
-        self,
-        function: str,
-        view: Graph,
-        node: NodeDef,
-        variable: Variable,
-        elements: Mapping[Ref, str],
-        shapes: Mapping[Ref, Shape | None],
-    ) -> list[str]:
+    def _used(self, scope: _Scope, node: NodeDef, variable: Variable) -> list[str]:
         """Checks a read or an assignment of a variable; returns what its results have elements of."""
         is_sharded = self._is_sharded(variable)
         if node.op in READS:
             if is_sharded and node.op != "ReadVariableOp":
                 raise CoupledElementsError(f"{node.op} of {variable.name!r}")
             return [variable.name if is_sharded else ""]
-        value = view.inputs(node.name)[1]
+        value = scope.view.inputs(node.name)[1]
         if variable.name in self._by_row:
-            self._is_number(function, view, value.node, variable.shape)
-        if is_sharded and value not in elements:
-            self._joins(function, view, value, variable.shape, f"an assignment to {variable.name!r}", shapes)
-        if not is_sharded and value in elements:
-            raise CoupledElementsError(f"{variable.name!r} from elements of {elements[value]!r}")
+            self._is_number(scope, value.node, variable.shape)
+        if is_sharded and value not in scope.elements:
+            self._joins(scope, value, variable.shape, f"an assignment to {variable.name!r}")
+        if not is_sharded and value in scope.elements:
+            raise CoupledElementsError(f"{variable.name!r} from elements of {scope.elements[value]!r}")
         return []
 
-    def _computed(
-        self,
-        function: str,
-        view: Graph,
-        node: NodeDef,
-        elements: Mapping[Ref, str],
-        shapes: Mapping[Ref, Shape | None],
-    ) -> list[str]:
+    def _computed(self, scope: _Scope, node: NodeDef) -> list[str]:
         """Checks an operation; returns what its results have elements of."""
-        inputs = view.inputs(node.name)
+        elements, inputs = scope.elements, scope.view.inputs(node.name)
         mine = [ref for ref in inputs if ref in elements]
         outputs = len(output_dtypes(node))
         if not mine:
@@ -237,94 +244,78 @@ class _Walk:
         whose = elements[mine[0]]
         if node.op not in _ELEMENT_OPS:
             raise CoupledElementsError(f"{node.op} of elements of {whose!r}")
-        shape = shapes[mine[0]]
+        shape = scope.shapes[mine[0]]
         for ref in inputs:
-            if ref in elements:
-                if shapes[ref] != shape:
-                    raise CoupledElementsError(f"{node.op} of elements of {whose!r} and of {elements[ref]!r}")
-            else:
-                self._joins(function, view, ref, shape, f"{node.op} of elements of {whose!r}", shapes)
+            if ref not in elements:
+                self._joins(scope, ref, shape, f"{node.op} of elements of {whose!r}")
+            elif scope.shapes[ref] != shape:
+                raise CoupledElementsError(f"{node.op} of elements of {whose!r} and of {elements[ref]!r}")
         return [whose] * outputs
 
-    def _joins(
-        self,
-        function: str,
-        view: Graph,
-        ref: Ref,
-        shape: Shape | None,
-        what: str,
-        shapes: Mapping[Ref, Shape | None],
-    ) -> None:
+    def _joins(self, scope: _Scope, ref: Ref, shape: Shape | None, what: str) -> None:
         """Checks a tensor that meets elements of shards: a number for all of them, or a constant that is one."""
-        own = shapes.get(ref)
+        own = scope.shapes.get(ref)
         if own is not None and len(own) <= 1 and all(length == 1 for length in own):
             return
-        if own is not None and own == shape and self._is_number(function, view, ref.node, own):
+        if own is not None and own == shape and self._is_number(scope, ref.node, own):
             return
         raise CoupledElementsError(f"{what} and another tensor of shape {'(unknown)' if own is None else list(own)}")
 
-    def _is_number(self, function: str, view: Graph, name: str, shape: Shape) -> bool:
+    def _is_number(self, scope: _Scope, name: str, shape: Shape) -> bool:
         """Whether a node is one number in this shape, and records the constant that says so.
 
         TensorFlow traces zeros as a constant if they are few, and otherwise as a number that fills a shape.
         """
-        node = view.nodes[name]
+        view, node = scope.view, scope.view.nodes[name]
         if node.op == "Fill":
             lengths = view.nodes[view.inputs(name)[0].node]
             if lengths.op != "Const" or (filled := tuple(constant_value(lengths).tolist())) != shape:
                 return False
-            self.lengths[function, lengths.name] = filled
+            self.lengths[scope.function, lengths.name] = filled
             return True
         if node.op != "Const":
             return False
         value = constant_value(node)
         if value.shape != shape or not value.size or np.any(value != value.flat[0]):
             return False
-        self.constants[function, node.name] = value.shape
+        self.constants[scope.function, node.name] = value.shape
         return True
 
-    def _called(
-        self, node: NodeDef, inputs: Sequence[Ref], place: _Place, shapes: Mapping[Ref, Shape | None]
-    ) -> list[str]:
+    def _called(self, scope: _Scope, node: NodeDef) -> list[str]:
         """Returns what the results of a call, or of any branch that a tensor chooses, have elements of."""
-        arguments = inputs
+        arguments = scope.view.inputs(node.name)
         if node.op in BRANCHES:
-            if inputs[0] in place.elements:
-                raise CoupledElementsError(f"{node.op} by elements of {place.elements[inputs[0]]!r}")
-            arguments = inputs[1:]
-        branches: list[tuple[str, Graph, list[Ref], dict[Ref, str], dict[Ref, Shape | None]]] = []
+            choice, *arguments = arguments
+            if choice in scope.elements:
+                raise CoupledElementsError(f"{node.op} by elements of {scope.elements[choice]!r}")
+        branches: list[tuple[_Scope, Sequence[Ref]]] = []
         for function in function_names(node):
             body, wanted = function_graph(self._library, function)
             places = [Ref(own.name) for own in itertools.islice(body.node, len(arguments))]
             pairs = list(zip(places, arguments, strict=True))
-            inside, known = self._walk(
-                function,
-                body,
-                _Place(
-                    {own: place.elements[given] for own, given in pairs if given in place.elements},
-                    {own: place.handles[given] for own, given in pairs if given in place.handles},
-                    {own.node: shape for own, given in pairs if (shape := shapes.get(given)) is not None},
-                ),
+            place = _Place(
+                {own: scope.elements[given] for own, given in pairs if given in scope.elements},
+                {own: scope.handles[given] for own, given in pairs if given in scope.handles},
+                {own.node: shape for own, given in pairs if (shape := scope.shapes.get(given)) is not None},
             )
-            branches.append((function, Graph(body), list(wanted), inside, known))
-        return [self._result(node, output, branches) for output in range(len(branches[0][2]))]
+            branches.append((self._walk(function, body, place), list(wanted)))
+        return [
+            self._result(node, [(branch, wanted[output]) for branch, wanted in branches])
+            for output in range(len(branches[0][1]))
+        ]
 
-    def _result(
-        self,
-        node: NodeDef,
-        output: int,
-        branches: Sequence[tuple[str, Graph, list[Ref], dict[Ref, str], dict[Ref, Shape | None]]],
-    ) -> str:
+    def _result(self, node: NodeDef, branches: Sequence[tuple[_Scope, Ref]]) -> str:
         """Returns what a result of a call or of branches has elements of: in all branches, but where it is a number."""
-        own = [(wanted[output], inside, known) for _, _, wanted, inside, known in branches]
-        whose, shape = next(((inside[ref], known.get(ref)) for ref, inside, known in own if ref in inside), ("", None))
-        for function, view, wanted, inside, known in branches:
-            ref = wanted[output]
-            if not whose or (ref in inside and known.get(ref) == shape):
+        known = [(branch.elements[ref], branch.shapes.get(ref)) for branch, ref in branches if ref in branch.elements]
+        if not known:
+            return ""
+        whose, shape = known[0]
+        for branch, ref in branches:
+            if ref in branch.elements and branch.shapes.get(ref) == shape:
                 continue
-            while view.nodes[ref.node].op in PASS_ON:
-                ref = view.inputs(ref.node)[ref.output]
-            if shape is None or not self._is_number(function, view, ref.node, shape):
+            while branch.view.nodes[ref.node].op in PASS_ON:
+                ref = branch.view.inputs(ref.node)[ref.output]
+            if shape is None or not self._is_number(branch, ref.node, shape):
                 raise CoupledElementsError(f"{node.op} of elements of {whose!r} or of another tensor")
         return whose
 

@@ -65,10 +65,11 @@ def shards_of(builder: Builder, value: Ref, variable: Variable) -> Ref:
     return builder.add("shards", "Reshape", [vector, shape], T=dtype_attr(variable.dtype))
 
 
-def shard_of(builder: Builder, value: Ref, variable: Variable, number: Ref) -> Ref:
+def shard_of(builder: Builder, value: Ref, variable: Variable, number: Ref | None = None) -> Ref:
     """Returns what a device keeps of a whole value: all of it, or the shard of this number (a scalar int32)."""
     if variable.shards == 1:
         return value
+    assert number is not None, f"{variable.name} is in shards"
     kinds = {"Tparams": dtype_attr(variable.dtype), "Tindices": dtype_attr(types_pb2.DT_INT32)}
     inputs = [shards_of(builder, value, variable), number, builder.const(0, types_pb2.DT_INT32)]
     own = builder.add("shard", "GatherV2", inputs, **kinds, Taxis=dtype_attr(types_pb2.DT_INT32), batch_dims=0)
@@ -87,9 +88,13 @@ def joined_shards(builder: Builder, shards: Sequence[Ref], variable: Variable) -
     return builder.add("shaped", "Reshape", [vector, shape], T=dtype_attr(variable.dtype))
 
 
-def sharded(variables: Iterable[Variable]) -> bool:
-    """Whether functions that assign these variables take the number of the device's shards as their last argument."""
-    return any(variable.shards > 1 for variable in variables)
+def shard_number(builder: Builder, variables: Iterable[Variable]) -> list[Ref]:
+    """Returns the last argument of a function that assigns variables: the number of the device's shards (int32).
+
+    There is none if all variables are whole.
+    """
+    in_shards = any(variable.shards > 1 for variable in variables)
+    return [builder.append(placeholder("number", types_pb2.DT_INT32))] if in_shards else []
 
 
 def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
@@ -115,33 +120,31 @@ def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     """Returns a function that assigns all variables: one vector per dtype (in the order of :func:`by_dtype`) -> ().
 
-    The vectors have whole values; see :func:`sharded`.
+    The vectors have whole values. If variables are in shards the last argument is `shard_number`.
     """
     builder = Builder(empty_graph())
     vectors, effects = [], []
-    number = builder.append(placeholder("number", types_pb2.DT_INT32)) if sharded(variables) else Ref("")
+    number = shard_number(builder, variables)
     for dtype, group in by_dtype(variables).items():
         vector = builder.append(placeholder(builder.names.fresh("values"), dtype))
         vectors.append(vector)
         parts = unflatten(builder, vector, dtype, [variable.shape for variable in group])
         for variable, part in zip(group, parts, strict=True):
-            kept = shard_of(builder, part, variable, number)
-            effects.append(assign(builder, variable.storage_name, kept, dtype, variable.storage_shape))
-    inputs = [*vectors, number] if sharded(variables) else vectors
-    return outline(name, Graph(builder.graph), inputs, [], effects=effects)
+            own = shard_of(builder, part, variable, *number)
+            effects.append(assign(builder, variable.storage_name, own, dtype, variable.storage_shape))
+    return outline(name, Graph(builder.graph), [*vectors, *number], [], effects=effects)
 
 
 def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """Returns a function that assigns all variables: their whole values -> (); see :func:`sharded`."""
+    """Returns a function that assigns all variables: their whole values, `shard_number` -> ()."""
     builder = Builder(empty_graph())
-    number = builder.append(placeholder("number", types_pb2.DT_INT32)) if sharded(variables) else Ref("")
+    number = shard_number(builder, variables)
     values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
     effects = [
-        assign(builder, v.storage_name, shard_of(builder, value, v, number), v.dtype, v.storage_shape)
+        assign(builder, v.storage_name, shard_of(builder, value, v, *number), v.dtype, v.storage_shape)
         for v, value in zip(variables, values, strict=True)
     ]
-    inputs = [*values, number] if sharded(variables) else values
-    return outline(name, Graph(builder.graph), inputs, [], effects=effects)
+    return outline(name, Graph(builder.graph), [*values, *number], [], effects=effects)
 
 
 def join_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
