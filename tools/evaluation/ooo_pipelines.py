@@ -219,13 +219,17 @@ def _single(profile: Profile, cluster: Cluster, batch: int) -> float | None:
     return None if run is None else run.latency
 
 
+TRANSFERS = {"NVLink": 0.05, "PCIe": 0.16, "Ethernet": 1.8}
+"""Network -> section 8.4.1's "time of output transfer" of a transformer of BERT-24, over that of its computation."""
+
+
 def transfer(network: str) -> Record:
     """Section 8.4.1: the time of a block's output on a network over the block's F, for a micro-batch of figure 11."""
     profile, batch = fine_tuned("BERT-24")
     block = profile.layers[profile.index["block_1"]]
     samples = batch / FINE_TUNING
     seconds = block.output_bytes.at(samples) / FOUR[network].cluster(4).link(0, 1).bandwidth
-    return {"network": network, "transfer / F": seconds / block.forward.at(samples)}
+    return {"network": network, "transfer / F": seconds / block.forward.at(samples), "paper": TRANSFERS[network]}
 
 
 # ---- figure 13: pre-training

@@ -322,7 +322,7 @@ def _margin(part: str, row: Row, what: str, than: str, theirs: float) -> _Figure
         most = 1 - least_possible(row) / row.outcomes[opponent].seconds
         reasons.append(f"even shares of one device's work would be {most:.1%} faster")
     name = f"{row.setting}: {NAMES[what]} faster than {{}}"
-    claim = Claim(part, name, f"{theirs:.1%}", f"{ours:.1%}", verdict, "; ".join(reasons))
+    claim = Claim(part, name, f"{theirs:.2%}", f"{ours:.1%}", verdict, "; ".join(reasons))
     longer, shorter = (row.outcomes[_of_equals(one)].seconds for one in (than, what))
     return _Figure(claim, NAMES[than], (longer, shorter))
 

@@ -249,12 +249,12 @@ def speedups_14(record: Mapping[str, Any], column: str) -> dict[int, float]:
     }
 
 
-_STEP = 0.10
+STEP = 0.10
 """The change of efficiency from 8 to 10 devices in figure 14 that counts as one, as a fraction."""
 _OTHER_STEPS = (0.05, 0.12)
 """Other changes that might have counted."""
 _CLOSE = 0.005
-"""A change that is beyond `_STEP` by less is close."""
+"""A change that is beyond `STEP` by less is close."""
 
 
 def _lost(record: Mapping[str, Any], column: str) -> tuple[float, float] | None:
@@ -270,7 +270,7 @@ def _efficiency(lost: float) -> str:
     return f"{'falls' if lost >= 0 else 'grows'} by {abs(lost):.1%}"
 
 
-def _figure_14(results: Results, step: float = _STEP) -> Iterator[Claim]:
+def _figure_14(results: Results, step: float = STEP) -> Iterator[Claim]:
     for model in FIGURE_14_BATCHES:
         key = f"figure 14: {model}"
         if key not in results:
@@ -322,9 +322,9 @@ def other_steps(results: Results) -> str:
             continue
         slower = _for_the_ethernet(*on_all)
         free = slower if idle is None else _for_the_ethernet(*idle)
-        if 0 <= min(slower, free) - _STEP < _CLOSE:
-            texts.append(f'"scales worse" of {model} passes by {min(slower, free):.2%} against {_STEP:.0%}')
-        if free < _STEP <= slower:
+        if 0 <= min(slower, free) - STEP < _CLOSE:
+            texts.append(f'"scales worse" of {model} passes by {min(slower, free):.2%} against {STEP:.0%}')
+        if free < STEP <= slower:
             texts.append(
                 f'"scales worse" of {model} fails by {free:.2%}, and would hold by {slower:.2%} on all devices'
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dapple_tf.tools.evaluation import paper_experiments as experiments
+from dapple_tf.tools.evaluation import paper_figure_11, paper_figures
 from dapple_tf.tools.evaluation import paper_transfers as transfers
 from dapple_tf.tools.evaluation.paper_figures import claims
 from dapple_tf.tools.evaluation.paper_models import FIGURE_11_MODELS, TABLE_3, TABLE_4, TABLE_6, TABLE_7
@@ -59,6 +60,15 @@ def verdicts(results: Results) -> dict[str, dict[str, str]]:
     """Returns what is stored of claims: what the paper says, the bands and the verdict."""
     return {
         claim.name: {"paper": claim.paper, "band": claim.band, "verdict": claim.verdict} for claim in claims(results)
+    }
+
+
+def limits() -> dict[str, str]:
+    """Returns what is stored of the limits that verdicts on sentences depend on; bands are in `verdicts`."""
+    return {
+        "plans are as fast within": f"{paper_figures.TIE:.6g}",
+        "figure 14, a change of efficiency": f"{paper_figures.STEP:.6g}",
+        "figure 11, gains more": f"{paper_figure_11.MORE:.6g}x",
     }
 
 

@@ -20,7 +20,7 @@ FITTED, HOLDS, FAILS = "fitted", "holds", "doesn't hold"
 COUNTED = (REPRODUCED, NEAR, OTHERWISE, NOT)
 """Verdicts about the paper's figures."""
 
-_MORE, _MOST = 2.0, 3.0
+MORE, MOST = 2.0, 3.0
 """Factors between our gain over 1 and the paper's, at most, for `REPRODUCED` and for `NEAR`."""
 
 
@@ -45,7 +45,7 @@ class Band:
         ('reproduced', 'not reproduced', 'not reproduced')
         """
         off = abs(ours / paper - 1) - 1e-12
-        for verdict, band, factor in ((REPRODUCED, self.reproduced, _MORE), (NEAR, self.near, _MOST)):
+        for verdict, band, factor in ((REPRODUCED, self.reproduced, MORE), (NEAR, self.near, MOST)):
             if off <= band and (not ratio or _same_gain(paper, ours, factor)):
                 return verdict
         return NOT
@@ -53,7 +53,7 @@ class Band:
     def text(self, *, ratio: bool = False) -> str:
         """Returns the bands as they stand in the document."""
         return f"{100 * self.reproduced:.4g}%, {100 * self.near:.4g}%" + (
-            f"; gain {_MORE:g}x, {_MOST:g}x" if ratio else ""
+            f"; gain {MORE:g}x, {MOST:g}x" if ratio else ""
         )
 
 

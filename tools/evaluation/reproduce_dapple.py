@@ -35,7 +35,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_sensitivity
 from dapple_tf.tools.evaluation.paper_document import files
 from dapple_tf.tools.evaluation.paper_outcomes import Record
-from dapple_tf.tools.evaluation.paper_parts import differences, parts, rounded, verdicts
+from dapple_tf.tools.evaluation.paper_parts import differences, limits, parts, rounded, verdicts
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _SHOWN = 60
@@ -117,7 +117,7 @@ def changes(stored: Mapping[str, Any], fresh: Mapping[str, Any], directory: path
     """Returns what differs between what is stored and the records that were computed.
 
     Args:
-        stored: what results.json has: ``parts`` and ``claims``.
+        stored: what results.json has: ``parts``, ``claims`` and ``limits``.
         fresh: part -> its record.
         directory: folder of the documents.
     """
@@ -126,6 +126,7 @@ def changes(stored: Mapping[str, Any], fresh: Mapping[str, Any], directory: path
     for name, record in fresh.items():
         said += differences(before.get(name, {}), record, name)
     said += differences(stored["claims"], verdicts({**before, **fresh}), "claims")
+    said += differences(stored.get("limits", {}), limits(), "limits")
     try:
         documents = files(before)
     except KeyError as error:  # records that an older version wrote
@@ -142,7 +143,7 @@ def write(results: Mapping[str, Any], directory: pathlib.Path) -> None:
     from dapple_tf.tools.evaluation.paper_plots import draw  # matplotlib is an extra
 
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"claims": verdicts(results), "parts": results}
+    content = {"limits": limits(), "claims": verdicts(results), "parts": results}
     (directory / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, text in files(results).items():
         (directory / name).write_text(text, encoding="utf-8")

@@ -66,12 +66,13 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def origins(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the machine, the load, the versions and the command of each comparison, as Markdown."""
-    rows: list[tuple[object, ...]] = [("comparison", "date", "cores", "load", "versions", "command")]
+    """Returns the commit, the machine, the load, the versions and the command of each comparison, as Markdown."""
+    rows: list[tuple[object, ...]] = [("comparison", "date", "commit", "cores", "load", "versions", "command")]
     for name, entry in _comparisons_of(results).items():
         machine = entry["machine"]
         versions = ", ".join(f"{package} {machine['versions'][package]}" for package in ("tensorflow", "torch"))
-        own = machine["date"], f"{machine['cores']} ({machine['cpu']})", machine["load_1min"], versions
+        commit = entry.get("commit") or "not recorded"
+        own = machine["date"], commit, f"{machine['cores']} ({machine['cpu']})", machine["load_1min"], versions
         rows.append((name.removeprefix(_PREFIX), *own, f"`{entry['command']}`"))
     return markdown(rows)
 
