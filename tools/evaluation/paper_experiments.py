@@ -310,10 +310,10 @@ def run_table_7(line: LargeBert) -> Record:
 
     Its layers with two and three samples, too, since the paper doesn't say how many it has.
     """
-    costs = _largest_bert(line.devices, 1)
+    costs = largest_bert(line.devices, 1)
     run = simulate(costs.plan, costs.profile, costs.cluster)
     busy = sum(span.end - span.start for span in run.spans if span.kind in ("F", "B"))
-    layers = {samples: _encoder_layers(_largest_bert(line.devices, samples)) for samples in (1, 2, 3)}
+    layers = {samples: encoder_layers(largest_bert(line.devices, samples)) for samples in (1, 2, 3)}
     return {
         "layers": layers[1],
         "layers by samples": {str(samples): count for samples, count in layers.items()},
@@ -322,26 +322,39 @@ def run_table_7(line: LargeBert) -> Record:
     }
 
 
-def _encoder_layers(costs: CostModel) -> int:
+def encoder_layers(costs: CostModel) -> int:
+    """Returns the number of BERT's encoder layers."""
     return sum(layer.name.startswith("layer_") for layer in costs.profile.layers)
 
 
-def _largest_bert(devices: int, samples: int) -> CostModel:
-    """Returns the costs of the largest BERT with so many samples in a micro-batch."""
+def largest_bert(devices: int, samples: int, replicas: int = 1, *, optimizer_shards: bool = False) -> CostModel:
+    """Returns the costs of the largest BERT with so many samples in a replica's micro-batch, with recomputation.
+
+    Args:
+        devices: V100s of one server.
+        samples: samples of a replica's micro-batch.
+        replicas: replicas of each stage, a divisor of ``devices``.
+        optimizer_shards: whether they keep a shard of the optimizer's slots each.
+    """
     cluster = hardware(1, devices, 25)
+    stages = devices // replicas
+    groups = [list(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages)]
 
     def costs_of(layers: int) -> CostModel | None:
         """Costs of a pipeline whose stages have as many layers each, the first fewer for the embeddings' sake."""
         profile = deep_bert(layers)
         first = layer_index(profile, "layer_0")
         for fewer in range(4):
-            each, rest = divmod(layers + fewer, devices)
-            sizes = [each + (stage >= devices - rest) for stage in range(devices)]
+            each, rest = divmod(layers + fewer, stages)
+            sizes = [each + (stage >= stages - rest) for stage in range(stages)]
             sizes[0] -= fewer
             ends = list(itertools.accumulate(sizes))
             cuts = [profile.layers[first + end - 1].name for end in ends[:-1]]
-            count = _PER_STAGE * devices
-            plan = Plan.straight(cuts, samples * count, count, "dapple_a", recompute="boundary")
+            count = _PER_STAGE * stages
+            plan = Plan.manual(
+                cuts, groups, count, samples * replicas * count, "dapple_a", recompute="boundary",
+                optimizer_shards=optimizer_shards,
+            )  # fmt: skip
             costs = CostModel(plan, profile, cluster)
             try:
                 if costs.warm_up == plan.warm_up_counts():
@@ -350,7 +363,7 @@ def _largest_bert(devices: int, samples: int) -> CostModel:
                 continue
         return None
 
-    low, high = devices, 100 * devices
+    low, high = stages, 100 * devices
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if costs_of(middle) is not None else (low, middle)

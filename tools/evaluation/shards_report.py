@@ -1,0 +1,134 @@
+"""The document of `bench_shards`' numbers.
+
+python -m tools.evaluation.shards_report        # docs/results/shards.json -> shards.md beside it
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import markdown, read_results
+from dapple_tf.tools.evaluation.ratios import ratios
+
+FLAGS = flags.FlagValues()
+
+_JSON = flags.DEFINE_string("json", "docs/results/shards.json", "Numbers of bench_shards.", flag_values=FLAGS)
+
+_HEAD = """\
+# Slots in shards
+
+Written by `python -m tools.evaluation.shards_report` from shards.json, which these runs wrote; the load is the mean
+number of processes that wanted a core in a run's last minute, its own among them:
+
+{commands}
+
+## Measured: data parallelism over slow links
+
+Eight dense layers with Adam, whose slots take twice the parameters' bytes, on network namespaces with a worker each
+and a core, or half of one on four hosts; `tc tbf` limits the links. Steps with whole slots on every replica and with
+slots in shards take turns; the ratio is that of the two steps of a turn, median and quartiles. "Predicted" is the
+simulation by a profile of the model and the measured links. The peak is that of the fuller device, by
+allocation records of a traced step on top of what the device keeps between steps; slots in shards of n replicas save
+(n - 1) / n of the slots.
+
+{measured}
+
+Both ways send as many bytes. Shards are faster where updating takes long: each replica makes an n-th of the update.
+
+## Simulated: the largest BERT on eight V100s of 16 GB
+
+As in DAPPLE's Table 7 (one sample in a replica's micro-batch, recomputation, Adam), with its eight stages in one column
+of devices, and with fewer stages of several replicas. "Same model" is the step of the largest BERT that fits without
+shards, with shards over without.
+
+{simulated}
+
+The more replicas, the more of each device are slots, and the more shards make room for; one stage for each device
+still holds the most, and computes the fewest samples a second.
+"""
+
+
+def measured_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what was measured, as Markdown: a line for each number of hosts and rate of the links."""
+    rows: list[tuple[object, ...]] = [
+        (
+            *("hosts", "Mbit/s", "MB of gradients", "whole, ms", "shards, ms", "whole / shards"),
+            *("predicted ms", "predicted ratio", "peak, whole, MB", "peak, shards, MB", "saved, of the slots"),
+        )
+    ]
+    for record in records:
+        whole, shards = record["rows"]
+        times = (f"{statistics.median(row['steps']) * 1e3:.0f}" for row in (whole, shards))
+        predicted = ", ".join(f"{row['predicted'] * 1e3:.0f}" for row in (whole, shards))
+        peaks = whole["peak_bytes"], shards["peak_bytes"]
+        rows.append(
+            (
+                *(record["hosts"], f"{record['rate_mbit']:g}", f"{record['parameter_bytes'] / 1e6:.1f}", *times),
+                *(
+                    ratios(whole["steps"], shards["steps"]),
+                    predicted,
+                    f"{whole['predicted'] / shards['predicted']:.3f}",
+                ),
+                *(f"{peak / 1e6:.1f}" for peak in peaks),
+                f"{(peaks[0] - peaks[1]) / (2 * record['parameter_bytes']):.1%}",
+            )
+        )
+    return markdown(rows)
+
+
+def simulated_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what was simulated, as Markdown: a line for each pipeline."""
+    rows: list[tuple[object, ...]] = [
+        ("stages", "replicas", "slots", "encoder layers", "billion parameters", "samples/s", "same model")
+    ]
+    for record in records:
+        same = record["same_model"]
+        rows.append(
+            (
+                *(record[key] for key in ("stages", "replicas", "slots", "layers")),
+                *(f"{record['billion_parameters']:.2f}", f"{record['samples_per_s']:.2f}"),
+                "" if same is None else f"{same:.3f}",
+            )
+        )
+    return markdown(rows)
+
+
+def document(results: Mapping[str, Any]) -> str:
+    """Returns the text of the document.
+
+    Args:
+        results: what `bench_shards` has written.
+    """
+    commands = "\n".join(f"* `{entry['command']}`\n  {_origin(entry)}" for entry in results.values())
+    measured = [record for name, entry in results.items() if name.startswith("measured") for record in entry["records"]]
+    simulated = simulated_table(results["simulated"]["records"])
+    return _HEAD.format(commands=commands, measured=measured_table(measured), simulated=simulated)
+
+
+def _origin(entry: Mapping[str, Any]) -> str:
+    machine = entry["machine"]
+    return (
+        f"at {entry['commit']} on {machine['cpu']}, {machine['cores']} cores, TensorFlow "
+        f"{machine['versions']['tensorflow']}, load {machine['load_1min']}, {machine['date']}"
+    )
+
+
+def main() -> None:
+    """Writes the document beside the numbers."""
+    path = pathlib.Path(_JSON.value)
+    try:
+        results = read_results(path)
+    except (OSError, ValueError) as problem:
+        command.check(False, f"--json: {problem}")
+        raise
+    path.with_suffix(".md").write_text(document(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
