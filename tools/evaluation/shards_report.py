@@ -34,17 +34,18 @@ Eight dense layers with Adam, whose slots take twice the parameters' bytes, on n
 and a core, or half of one on four hosts; `tc tbf` limits the links. Steps with whole slots on every replica and with
 slots in shards take turns; the ratio is that of the two steps of a turn, median and quartiles. "Predicted" is the
 simulation by a profile of the model and the measured links. The peak is that of the fuller device, by
-allocation records of a traced step on top of what the device keeps between steps; slots in shards of n replicas save
-(n - 1) / n of the slots.
+allocation records of a traced step on top of what the device keeps between steps; of n replicas each saves
+(n - 1) / n of the slots, and what the update of these would need besides.
 
 {measured}
 
-Both ways send as many bytes. Shards are faster where updating takes long: each replica makes an n-th of the update.
+Both ways send as many bytes. What shards gain in time is the update, of which each replica makes an n-th: next to
+nothing where the link is what steps wait for.
 
 ## Simulated: the largest BERT on eight V100s of 16 GB
 
-As in DAPPLE's Table 7 (one sample in a replica's micro-batch, recomputation, Adam), with its eight stages in one column
-of devices, and with fewer stages of several replicas. "Same model" is the step of the largest BERT that fits without
+As in DAPPLE's Table 7 (one sample in a replica's micro-batch, recomputation, Adam), with a stage on each device as
+there, and with fewer stages of several replicas. "Same model" is the step of the largest BERT that fits without
 shards, with shards over without.
 
 {simulated}
@@ -59,7 +60,14 @@ def measured_table(records: Sequence[Mapping[str, Any]]) -> str:
     rows: list[tuple[object, ...]] = [
         (
             *("hosts", "Mbit/s", "MB of gradients", "whole, ms", "shards, ms", "whole / shards"),
-            *("predicted ms", "predicted ratio", "peak, whole, MB", "peak, shards, MB", "saved, of the slots"),
+            *(
+                "predicted ms",
+                "predicted ratio",
+                "peak, whole, MB",
+                "peak, shards, MB",
+                "saved, MB",
+                "of these slots, MB",
+            ),
         )
     ]
     for record in records:
@@ -75,11 +83,15 @@ def measured_table(records: Sequence[Mapping[str, Any]]) -> str:
                     predicted,
                     f"{whole['predicted'] / shards['predicted']:.3f}",
                 ),
-                *(f"{peak / 1e6:.1f}" for peak in peaks),
-                f"{(peaks[0] - peaks[1]) / (2 * record['parameter_bytes']):.1%}",
+                *(f"{size / 1e6:.1f}" for size in (*peaks, peaks[0] - peaks[1], _slots_saved(record))),
             )
         )
     return markdown(rows)
+
+
+def _slots_saved(record: Mapping[str, Any]) -> float:
+    """Returns the bytes of Adam's slots that a replica doesn't keep."""
+    return float(2 * record["parameter_bytes"] * (1 - 1 / record["hosts"]))
 
 
 def simulated_table(records: Sequence[Mapping[str, Any]]) -> str:
