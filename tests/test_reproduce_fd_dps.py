@@ -534,8 +534,16 @@ def test_updates_can_be_shared_out() -> None:
     assert Outcome(2.0, True, 1e9, used=4, update_seconds=0.4).shared_seconds == pytest.approx(1.7)
     one = outcome(row(fd_dps=1.9), "own_statistics", update_seconds=0.4)
     text = " ".join(reasons([one]).split())
-    counts = "with the same step in 0 of 1 rows rather than 0, with own statistics in 1 of 1 rows rather than 0"
-    assert f"it would be ahead {counts}; FD-DPS stays ahead of both in none" in text
+    ahead = "ahead in 1 of 1 rows, as fast in 0, behind in 0"
+    assert f"with replicas' own statistics: 5.0% to 5.0% faster; {ahead} (none)" in text
+    behind = "ahead in 0 of 1 rows, as fast in 0, behind in 1"
+    assert f"FD-DPS would be, with the same step: {ahead}; with replicas' own statistics: {behind}; it stays" in text
+
+
+@pytest.mark.parametrize(("ours", "expected"), [(0.98, 1), (0.995, 0), (1.005, 0), (1.02, -1)])
+def test_steps_within_one_per_cent_are_equally_fast(ours: float, expected: int) -> None:
+    """A tenth of a per cent had counted as behind data parallelism, and as ahead of it."""
+    assert operator_claims.sign(ours, 1.0) == expected
 
 
 # ---- graphs

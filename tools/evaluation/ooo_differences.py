@@ -8,6 +8,7 @@ from typing import Any
 
 from dapple_tf.tools.evaluation.ooo_claims import OTHERWISE, Record, Records, claims
 from dapple_tf.tools.evaluation.ooo_measured import measurements
+from dapple_tf.tools.evaluation.ooo_models import inputs
 from dapple_tf.tools.evaluation.ooo_report import MEASURED, bands, claim_records, document
 
 DRIFT = 0.02
@@ -15,7 +16,7 @@ DRIFT = 0.02
 
 
 def differences(records: Records, stored: Mapping[str, Any]) -> list[str]:
-    """Returns what differs from the stored results: `changed_rows`, bands and claims.
+    """Returns what differs from the stored results: `changed_rows`, bands, the paper's numbers that are put in, claims.
 
     Of a claim its status, place and remark and the paper's number are compared as they are, our numbers within `DRIFT`.
 
@@ -29,7 +30,19 @@ def differences(records: Records, stored: Mapping[str, Any]) -> list[str]:
     for status, band in bands().items():
         if band != (other := stored.get("bands", {}).get(status)):
             texts.append(f"band of {status}: is {band}, stored {other}")
+    before = stored.get("inputs", {})
+    for name in dict.fromkeys((*(now := inputs()), *before)):
+        texts += _changed_input(name, now.get(name, {}), before.get(name, {}))
     return [*texts, *_changed_claims(claim_records(claims(records)), stored.get("claims", []))]
+
+
+def _changed_input(name: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """Returns which of a cluster's or a model's numbers aren't the stored ones: what the paper says doesn't drift."""
+    return [
+        f"{name}: {key} is {now.get(key)}, stored {then.get(key)}"
+        for key in dict.fromkeys((*now, *then))
+        if now.get(key) != then.get(key)
+    ]
 
 
 def changed_document(stored: Mapping[str, Any], directory: pathlib.Path) -> list[str]:

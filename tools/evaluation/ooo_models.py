@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.devices import Link, ReductionLinks
@@ -268,6 +269,21 @@ BERTS = {
     48: Transformer("BERT-48", 48),
 }
 GPT_3_MEDIUM = Transformer("GPT-3 medium", 24, tokens=512, words=50257, predicted=512)
+
+
+def inputs() -> dict[str, dict[str, Any]]:
+    """Returns the paper's hardware and models: name -> its numbers, as they are stored beside the results."""
+    models = {"fine-tuning": FINE_TUNED, **{model.name: model for model in (*BERTS.values(), GPT_3_MEDIUM)}}
+    clusters = {hardware.name: hardware for hardware in (PRIV_A, PRIV_B, PUB_A, PUB_B)}
+    return {
+        name: dataclasses.asdict(one)
+        for name, one in {
+            **clusters,
+            **{f"section 8.4.1, {key}": value for key, value in FOUR.items()},
+            **models,
+        }.items()
+    }
+
 
 FFNN_WIDTH = 2048
 """Units of each layer of FFNN-16, as in `dapple_tf.models.ffnn`; the paper doesn't say."""

@@ -30,6 +30,7 @@ from dapple_tf.tools.evaluation.ooo_claims import (
     with_settings,
 )
 from dapple_tf.tools.evaluation.ooo_measured import measurements, section
+from dapple_tf.tools.evaluation.ooo_models import inputs
 from dapple_tf.tools.evaluation.ooo_parallel import APART, FITTED_4, RING, RUNS
 from dapple_tf.tools.evaluation.paper_report import Cell, Table, appendix, of_commit
 
@@ -173,6 +174,8 @@ def to_json(records: Records, judged: Sequence[Claim], outcomes: Outcomes) -> st
     changes = ",\n".join(f"  {json.dumps(change)}: {json.dumps(one)}" for change, one in outcomes.items())
     parts.append(f' "sensitivity": {{\n{changes}\n }}')
     head = [f' "command": {json.dumps(COMMAND)}', ' "kind": "simulated"', f' "bands": {json.dumps(bands())}']
+    given = ",\n".join(f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in inputs().items())
+    head.append(f' "inputs": {{\n{given}\n }}')
     return "{\n" + ",\n".join([*head, *parts]) + "\n}\n"
 
 
@@ -424,7 +427,8 @@ def _tables(records: Records) -> list[tuple[Table, str]]:
         ),
         (
             _plain("gpt_3", "Figure 13 (b): GPT-3 medium", records["gpt_3"], ("OOO-Pipe2",)),
-            "Milliseconds of a step. The text says that scaling from 8 to 16 GPUs and from 24 to 32 is limited, as 24 "
+            "Milliseconds of a step. The head is split by samples, in the paper by its outputs (8.4.2). The "
+            "text says that scaling from 8 to 16 GPUs and from 24 to 32 is limited, as 24 "
             f"transformers can't be shared out evenly: here it is {_scaling(records, 8, 16):.2f}x and "
             f"{_scaling(records, 24, 32):.2f}x.\n\n",
         ),

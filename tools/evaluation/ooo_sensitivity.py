@@ -13,10 +13,10 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.planner import plan as best_plan
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.tools.evaluation import ooo_claims, ooo_parallel, ooo_pipelines
+from dapple_tf.tools.evaluation import ooo_claims, ooo_models, ooo_parallel, ooo_pipelines
 from dapple_tf.tools.evaluation.ooo_claims import Claim, Record, Records
 from dapple_tf.tools.evaluation.ooo_differences import differences
-from dapple_tf.tools.evaluation.ooo_models import ETHERNET, FOUR
+from dapple_tf.tools.evaluation.ooo_models import ETHERNET, FOUR, inputs
 from dapple_tf.tools.evaluation.ooo_report import bands, claim_records, rounded
 from dapple_tf.tools.evaluation.sensitivity import FACTOR, Change, longer_transfers, outcome, scaled
 
@@ -46,6 +46,12 @@ def other_band(status: str) -> AbstractContextManager[object]:
     """Makes the band of a status 3 % wider."""
     band, gain = ooo_claims.BANDS[status]
     return mock.patch.dict(ooo_claims.BANDS, {status: (band * FACTOR, gain)})
+
+
+def _other_input(name: str, field: str, factor: float) -> AbstractContextManager[object]:
+    before = getattr(ooo_models, name)
+    after = dataclasses.replace(before, **{field: getattr(before, field) * factor})
+    return mock.patch.object(ooo_models, name, after)
 
 
 def _slower_ethernet() -> AbstractContextManager[object]:
@@ -80,6 +86,8 @@ CHANGES = (
     ),
     Change("the band of what is reproduced is 3 % wider", (), lambda: other_band(ooo_claims.REPRODUCED)),
     Change("the band of what is near is 3 % wider", (), lambda: other_band(ooo_claims.NEAR)),
+    Change("Pub-B's Ethernet is 3 % slower", (), lambda: _other_input("PUB_B", "outside", 1 / FACTOR)),
+    Change("GPT-3's vocabulary is 3 % larger", (), lambda: _other_input("GPT_3_MEDIUM", "words", FACTOR)),
     Change("tasks take 3 % longer", ("BERT-24, NVLink",), lambda: scaled(CostModel, "whole_seconds")),
     Change("transfers take 3 % longer", ("BERT-24, Ethernet",), longer_transfers),
     Change("residuals take 3 % more memory", ("BERT-24, NVLink",), lambda: scaled(CostModel, "residual_bytes")),
@@ -101,7 +109,7 @@ def tried(records: Records, changes: Sequence[Change] = CHANGES) -> dict[str, di
         records: all records, without any change.
         changes: the changes.
     """
-    stored = {**records, "bands": bands(), "claims": claim_records(ooo_claims.claims(records))}
+    stored = {**records, "bands": bands(), "inputs": inputs(), "claims": claim_records(ooo_claims.claims(records))}
     return {change.text: outcome(change, _said(change, records, stored)) for change in changes}
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from dapple_tf.tools.evaluation.operator_claims import (
+    AS_FAST,
     NEAR_GAIN,
     NEAR_WITHIN,
     REPRODUCED_GAIN,
@@ -14,6 +15,7 @@ from dapple_tf.tools.evaluation.operator_claims import (
     TIE,
     least_possible,
     margin,
+    sign,
     went_back,
 )
 from dapple_tf.tools.evaluation.operator_experiments import (
@@ -267,28 +269,33 @@ def _one_copy(rows: Sequence[Row]) -> str:
 
 
 def _against_dp(rows: Sequence[Row]) -> str:
-    texts = []
-    for than, words in (("data_parallel", "the same step"), ("own_statistics", "replicas' own statistics")):
-        slower = [row for row in rows if row.faster(than) < 0]
-        which = "; ".join(f"{row.setting} by {-row.faster(than):.1%}" for row in slower) or "none"
-        gains = _span([row.faster(than) for row in rows], ".1%")
-        texts.append(f"with {words}: {gains} faster, slower in {len(slower)} of {len(rows)} rows ({which})")
-    counts = []
+    forms = (("data_parallel", "the same step"), ("own_statistics", "replicas' own statistics"))
+    texts, shared = [], []
     ahead = list(rows)
-    for than, words in (("data_parallel", "the same step"), ("own_statistics", "own statistics")):
-        lost = sum(row.faster(than) < 0 for row in rows)
-        behind = [row for row in rows if row.outcomes[than].shared_seconds < row.outcomes["fd_dps"].seconds]
-        ahead = [row for row in ahead if row not in behind]
-        counts.append(f"{words} in {len(behind)} of {len(rows)} rows rather than {lost}")
+    for than, words in forms:
+        signs = [sign(row.outcomes["fd_dps"].seconds, row.outcomes[than].seconds) for row in rows]
+        which = "; ".join(
+            f"{row.setting} by {-row.faster(than):.1%}" for row, own in zip(rows, signs, strict=True) if own < 0
+        )
+        gains = _span([row.faster(than) for row in rows], ".1%")
+        texts.append(f"with {words}: {gains} faster; {_counted(signs)} ({which or 'none'})")
+        others = [sign(row.outcomes["fd_dps"].seconds, row.outcomes[than].shared_seconds) for row in rows]
+        ahead = [row for row in ahead if others[rows.index(row)] > 0]
+        shared.append(f"with {words}: {_counted(others)}")
     return _bullet(
-        f"**FD-DPS against data parallelism**, {'; '.join(texts)}. Data parallelism with copies of variables isn't a "
+        f"**FD-DPS against data parallelism**, {'; '.join(texts)}. Steps that differ by less than {AS_FAST:.0%} count "
+        f"as equally fast. Data parallelism with copies of variables isn't a "
         f"placement, so that the search can't choose it. It is ahead where rings in buckets cross a slow link once, "
         f"and a placement sends each variable to each device by itself; and where replicas needn't wait for sums over "
-        f"the whole batch. FD-DPS is ahead where it updates each variable once and data parallelism on each device: "
-        f"if its devices shared the updates out, which sends as many bytes, it would be ahead with "
-        f"{', with '.join(counts)}; FD-DPS stays ahead of both in "
-        f"{', '.join(str(row.setting) for row in ahead) or 'none'}."
+        f"the whole batch. FD-DPS is ahead where it updates each variable once and data parallelism on each device. "
+        f"If its devices shared the updates out, which sends as many bytes, FD-DPS would be, "
+        f"{'; '.join(shared)}; it stays ahead of both in {', '.join(str(row.setting) for row in ahead) or 'none'}."
     )
+
+
+def _counted(signs: Sequence[int]) -> str:
+    ahead, alike, behind = (signs.count(own) for own in (1, 0, -1))
+    return f"ahead in {ahead} of {len(signs)} rows, as fast in {alike}, behind in {behind}"
 
 
 def _against_d_dps(rows: Sequence[Row]) -> str:

@@ -11,7 +11,15 @@ from dapple_tf.tools.evaluation import paper_experiments as experiments
 from dapple_tf.tools.evaluation import paper_figure_11, paper_figures
 from dapple_tf.tools.evaluation import paper_transfers as transfers
 from dapple_tf.tools.evaluation.paper_figures import claims
-from dapple_tf.tools.evaluation.paper_models import FIGURE_11_MODELS, TABLE_3, TABLE_4, TABLE_6, TABLE_7
+from dapple_tf.tools.evaluation.paper_models import (
+    CONFIGS,
+    FIGURE_11_MODELS,
+    MODELS,
+    TABLE_3,
+    TABLE_4,
+    TABLE_6,
+    TABLE_7,
+)
 from dapple_tf.tools.evaluation.paper_outcomes import Record
 from dapple_tf.tools.evaluation.paper_verdicts import Results
 
@@ -64,12 +72,25 @@ def verdicts(results: Results) -> dict[str, dict[str, str]]:
 
 
 def limits() -> dict[str, str]:
-    """Returns what is stored of the limits that verdicts on sentences depend on; bands are in `verdicts`."""
+    """Returns what is stored of limits of sentences' verdicts, and of Tables 1 and 2; `verdicts` has bands."""
+    models = {f"table 1, {model.name}": f"{model.samples} samples, {_bytes(model.memory)}" for model in MODELS.values()}
+    clusters = {
+        f"table 2, {name}": f"{cluster.num_servers} servers, {cluster.num_devices} devices of "
+        f"{_bytes(cluster.devices[0].memory_bytes)}, inside servers {_bytes(cluster.intra_bandwidth)}/s, between them "
+        f"{_bytes(cluster.inter_bandwidth)}/s"
+        for name, cluster in CONFIGS.items()
+    }
     return {
+        **models,
+        **clusters,
         "plans are as fast within": f"{paper_figures.TIE:.6g}",
         "figure 14, a change of efficiency": f"{paper_figures.STEP:.6g}",
         "figure 11, gains more": f"{paper_figure_11.MORE:.6g}x",
     }
+
+
+def _bytes(number: float | None) -> str:
+    return "no memory" if number is None else f"{number:.8g} bytes"
 
 
 def differences(stored: Any, fresh: Any, where: str) -> Iterator[str]:
