@@ -273,16 +273,13 @@ GPT_3_MEDIUM = Transformer("GPT-3 medium", 24, tokens=512, words=50257, predicte
 
 def inputs() -> dict[str, dict[str, Any]]:
     """Returns the paper's hardware and models: name -> its numbers, as they are stored beside the results."""
-    models = {"fine-tuning": FINE_TUNED, **{model.name: model for model in (*BERTS.values(), GPT_3_MEDIUM)}}
-    clusters = {hardware.name: hardware for hardware in (PRIV_A, PRIV_B, PUB_A, PUB_B)}
-    return {
-        name: dataclasses.asdict(one)
-        for name, one in {
-            **clusters,
-            **{f"section 8.4.1, {key}": value for key, value in FOUR.items()},
-            **models,
-        }.items()
+    described: dict[str, Hardware | Transformer] = {
+        **{hardware.name: hardware for hardware in (PRIV_A, PRIV_B, PUB_A, PUB_B)},
+        **{f"section 8.4.1, {network}": hardware for network, hardware in FOUR.items()},
+        "fine-tuning": FINE_TUNED,
+        **{model.name: model for model in (*BERTS.values(), GPT_3_MEDIUM)},
     }
+    return {name: dataclasses.asdict(one) for name, one in described.items()}
 
 
 FFNN_WIDTH = 2048
