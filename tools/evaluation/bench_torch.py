@@ -12,6 +12,9 @@ Each model (`bench_models.MODELS`), type and size of micro-batches is a comparis
 * ours_<schedule>: the same stages on two workers of one device and one thread each, pinned and not; dapple_a is 1F1B.
 * ours_<schedule>_xla: with ``jit_compile``.
 
+Our workers get ``TF_ENABLE_ONEDNN_OPTS=1``: PyTorch uses these kernels everywhere, TensorFlow by itself only on
+processors with AVX512-VNNI or AMX.
+
 First all make the same two steps from equal weights, whose losses are compared: times mean something only if all train
 alike. Then each way has a few turns, by which the best of each kind are chosen; these take turns anew, and only those
 turns count. Ratios are medians over rounds, with quartiles, of the throughput to that of the best of eager PyTorch's in
@@ -67,6 +70,9 @@ _SCHEDULES = flags.DEFINE_list(
     "schedules", ["dapple_a", "interleaved", "zb_v"], "Schedules of our pipelines.", flag_values=FLAGS
 )
 _XLA = flags.DEFINE_bool("xla", True, "Also run our pipelines with XLA.", flag_values=FLAGS)
+_ONEDNN = flags.DEFINE_bool(
+    "onednn", True, "Let our workers use oneDNN whatever the processor, as PyTorch does.", flag_values=FLAGS
+)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 _PEER = flags.DEFINE_string("peer", None, "Internal: a case and a way of ours to train apart.", flag_values=FLAGS)
 
@@ -350,6 +356,7 @@ def main() -> None:
     command.check_choices(_COMPILED, COMPILED, empty=True)
     samples = numbers("samples", _SAMPLES.value)
     check_torch(_PYTHON.value)
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = str(int(_ONEDNN.value))  # for processes that start from here on
     ways = all_ways(_TORCH.value, _COMPILED.value, _SCHEDULES.value, xla=_XLA.value)
     every: list[dict[str, Any]] = []
     for model, dtype, count in itertools.product(_MODELS.value, _DTYPES.value, samples):
