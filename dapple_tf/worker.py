@@ -8,7 +8,7 @@ TF_CONFIG, by "cluster", "worker" and "task". Training runs in a separate proces
 
 For each client the worker starts a TensorFlow server in a child process, which ends with the client: no client inherits
 variables, aborted collectives or a stuck step from an earlier one. While a client is connected, others are told that
-the worker is in use.
+the worker is in use. The worker's own process never imports TensorFlow, so that waiting takes some 30 MiB.
 
 TensorFlow's gRPC has neither authentication nor encryption: whoever reaches the server can run any graph, read and
 write files included. Both ports are open on the given address only, and public addresses are refused unless a flag says
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -32,6 +31,7 @@ from typing import NamedTuple, NoReturn
 from absl import app, flags, logging
 
 from dapple_tf.clusters.ends import End, memory_kills
+from dapple_tf.clusters.machine_report import report, run_child
 from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.network.acceptor import Acceptor, Guest
@@ -58,7 +58,6 @@ _ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addr
 _MOST_CHILDREN = 64
 _MOST_ENDS = 1000
 """Maximum number of processes whose ends are remembered for their clients."""
-_PR_SET_PDEATHSIG = 1
 
 
 def own_address(environment: Mapping[str, str]) -> str:
@@ -160,9 +159,12 @@ class Worker:
             return
         if child == 0:
             self._acceptor.close()
-            _in_child(guest.opening, self.machine, own)
+            run_child(lambda: self._attend(guest.opening), "a connection to the worker", own)
         self.machine.ends.pop(child, None)
         self._children[child] = _Child(guest.host, memory_kills())
+
+    def _attend(self, hello: Hello) -> None:
+        attend(hello.channel, hello.message, dataclasses.replace(self.machine, keys=hello.keys))
 
     def reap(self) -> None:
         """Notes how children have ended. A signal's handler may call this while it runs."""
@@ -181,25 +183,6 @@ class Worker:
                 if status:
                     # Logging isn't for handlers of signals.
                     os.write(sys.stderr.fileno(), f"process {child} for a client: {end.text}\n".encode())
-
-
-def _in_child(hello: Hello, machine: Machine, worker: int) -> None:
-    """Serves one connection; the process ends with it, and at once if the worker does."""
-    code = 1
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the worker, and this process with it.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == worker:
-            attend(hello.channel, hello.message, dataclasses.replace(machine, keys=hello.keys))
-            code = 0
-    except Exception:
-        logging.exception("a connection to the worker failed")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # TensorFlow's server can't be stopped.
 
 
 def _warn_of_name(keys: Keys, host: str) -> None:
@@ -227,7 +210,9 @@ def main(argv: list[str]) -> None:
             _warn_of_name(keys, host)
         allow_public = _ALLOW_PUBLIC.value or keys is not None
         check_private(host, allow_public=allow_public, all_interfaces=_ALL_INTERFACES.value)
-        machine = Machine(host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value, keys)
+        machine = Machine(
+            host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value, keys, report()
+        )
         worker = Worker(address, machine, all_interfaces=_ALL_INTERFACES.value)
     except ClusterError as error:
         raise app.UsageError(str(error)) from error

@@ -40,6 +40,7 @@ import importlib, sys
 from dapple_tf.tools.command import CONSOLE
 for module in CONSOLE:
     importlib.import_module(f"dapple_tf.tools.{module}")
+import dapple_tf.worker
 sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import random
 import signal
 import socket
@@ -35,8 +36,9 @@ from workers import (
 import dapple_tf as dapple
 from dapple_tf import worker as worker_module
 from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.machine_report import MachineReport, report
 from dapple_tf.clusters.serving import Lease, Machine
-from dapple_tf.clusters.session import server_config, session_config
+from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.network.control import Channel, ControlError, split_address
@@ -109,8 +111,9 @@ def test_own_address(config: Any, expected: str) -> None:
 
 
 @pytest.fixture
-def _flags() -> Iterator[None]:
+def _flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Flags that a test may change, and signals that `main` does."""
+    monkeypatch.setattr(worker_module, "report", MachineReport)
     handler = signal.getsignal(signal.SIGTERM)
     with flagsaver.flagsaver():
         flags.FLAGS(["worker"])
@@ -243,14 +246,40 @@ def test_inventory() -> None:
     assert [device["memory_bytes"] for device in Machine("h", 4).inventory()] == [whole // 4] * 4
 
 
+def test_inventory_of_gpus() -> None:
+    gpus = tuple({"memory_bytes": size, "hardware": "NVIDIA H200"} for size in (5, 6))
+    told = MachineReport({}, gpus)
+    assert Machine("h", report=told).inventory() == [{"kind": "GPU", **gpu} for gpu in gpus]
+    assert [device["memory_bytes"] for device in Machine("h", memory_bytes=7, report=told).inventory()] == [7, 7]
+    assert [device["kind"] for device in Machine("h", 1, report=told).inventory()] == ["CPU"]
+
+
+def test_a_machine_s_report() -> None:
+    """The process that imports TensorFlow for it has ended."""
+    assert report() == (own_versions(), ())
+
+
+def test_a_report_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: 1 / 0)
+    with pytest.raises(ClusterError, match="asked for this machine's devices, but its process ended with code 1"):
+        report()
+
+
+def test_a_worker_that_waits_has_no_tensorflow(worker: Worker_) -> None:
+    """It took 572 MiB; its processes for clients have TensorFlow's library, but nothing of its Python part."""
+    address, process = worker
+    with leased(address):
+        (child,) = children(process)
+        own, served = (pathlib.Path(f"/proc/{number}/maps").read_text() for number in (process, child))
+    assert "tensorflow" not in own and "numpy" not in own
+    assert "libtensorflow_cc" in served and "_pywrap_tensorflow" not in served and "numpy" not in served
+
+
 def test_configurations() -> None:
     config = session_config(dapple.Cluster.of_servers(["a:1", "b:1"], devices_per_server=1))
     assert config.experimental.collective_group_leader == "/job:worker/replica:0/task:0"
     assert config.isolate_session_state
     assert not config.device_count
-    assert server_config(3, 0).device_count["CPU"] == 3
-    assert server_config(0, 2).device_count["CPU"] == 1
-    assert server_config(3, 0, 2).experimental.collective_group_leader == "/job:worker/replica:0/task:2"
 
 
 # ---- leases

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-import tensorflow as tf
-
+from dapple_tf.clusters.server_definition import ServerSettings
 from dapple_tf.clusters.serving import free_port, start_server
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.network.control import join_address
@@ -72,7 +71,7 @@ def _start(
     own = [resolve(host)[0] for host in hosts]
     port = free_port(hosts[0])
     cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
-    config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
+    settings = ServerSettings()
     if keys is None:
         for host in hosts:
             try:
@@ -82,10 +81,10 @@ def _start(
                     f"this process reaches the workers from {host}, where it would have to listen; use a private "
                     f"network or TLS, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
                 ) from error
-        return ClientServer(port, start_server(cluster, "client", 0, config, port, own).target, None)
+        return ClientServer(port, start_server(cluster, "client", 0, settings, port, own).target, None)
     all_fingerprints = {"client": [""], "worker": fingerprints}
     tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0), silence=silence)
-    server = start_server(tunnels.cluster, "client", 0, config, tunnels.server_port, resolve(LOOPBACK))
+    server = start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
     return ClientServer(port, server.target, tunnels)
 
 

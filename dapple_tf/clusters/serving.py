@@ -21,22 +21,21 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import tensorflow as tf
 from absl import logging
 
 from dapple_tf.clusters.ends import End
-from dapple_tf.clusters.session import server_config
+from dapple_tf.clusters.machine_report import MachineReport
+from dapple_tf.clusters.server_definition import ServerSettings, serialized
+from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
-from dapple_tf.describe.hardware import cpu_kind, gpu_kinds
+from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
 from dapple_tf.network.relay import LOOPBACK
 from dapple_tf.network.tunnels import Tunnels
-from dapple_tf.network.versions import own_versions
 from dapple_tf.version import VERSION
-from graph_passes.ir.tensorflow_private import local_devices
 
 _T = TypeVar("_T")
 _ANSWER_SECONDS = 10.0
@@ -148,6 +147,7 @@ class Machine:
         keys: the machine's keys for TLS; None for TCP. With them ``server_port`` and ``all_interfaces`` are about the
             tunnels to TensorFlow's server, which listens on the loopback device alone.
         lease: the right to use it.
+        report: what TensorFlow knows of it.
         ends: process -> how it ended, of those that clients had.
     """
 
@@ -157,20 +157,15 @@ class Machine:
     server_port: int = 0
     all_interfaces: bool = False
     keys: Keys | None = None
+    report: MachineReport = dataclasses.field(default_factory=MachineReport)
     lease: Lease = dataclasses.field(default_factory=Lease)
     ends: dict[int, End] = dataclasses.field(default_factory=dict)
 
     def inventory(self) -> list[dict[str, Any]]:
-        """Returns kind, memory and hardware of each device.
-
-        Looks for GPUs, which a process mustn't do before it forks.
-        """
-        if self.devices == 0 and tf.config.list_physical_devices("GPU"):
-            gpus = [device for device in local_devices() if device.device_type == "GPU"]
-            return [
-                {"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit), "hardware": hardware}
-                for device, hardware in zip(gpus, gpu_kinds(), strict=True)
-            ]
+        """Returns kind, memory and hardware of each device."""
+        if self.devices == 0 and self.report.gpus:
+            memory = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
+            return [{"kind": "GPU", **gpu, **memory} for gpu in self.report.gpus]
         count = max(1, self.devices)
         memory = self.memory_bytes or _memory() // count
         return [{"kind": "CPU", "memory_bytes": memory, "hardware": cpu_kind(count)}] * count
@@ -231,7 +226,7 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         secret = _field(hello, "secret", str) if "secret" in hello else ""
         holder = machine.lease.holder()
         told = None if holder is None else holder.client if holder.owns(secret) else _STRANGER
-        answer = {"devices": machine.inventory(), "holder": told, "versions": own_versions()}
+        answer = {"devices": machine.inventory(), "holder": told, "versions": dict(machine.report.versions)}
         channel.send(answer, _ANSWER_SECONDS)
     elif asked == "lease":
         client, secret, port = _field(hello, "client", str), _field(hello, "secret", str), _field(hello, "port", int)
@@ -242,7 +237,11 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         _take(machine.lease, client, secret)
         inventory = machine.inventory()
         port = machine.server_port or port or free_port(machine.host)
-        channel.send({"devices": inventory, "port": port, "versions": own_versions()}, _ANSWER_SECONDS)
+        channel.send({"devices": inventory, "port": port, "versions": dict(machine.report.versions)}, _ANSWER_SECONDS)
+        try:
+            load()  # while the client borrows other workers
+        except ClusterError as error:
+            raise _RefusedError(str(error)) from error
         order = channel.receive(_ANSWER_SECONDS)
         silence, others = _start(order, inventory, machine, port, channel.fingerprint)
         threading.Thread(target=machine.lease.beat, name="pulse", daemon=True).start()
@@ -328,12 +327,12 @@ def _start(
     if not 1 <= silence <= LONGEST_SILENCE:
         raise _RefusedError(f"'silence' is {silence} s; it must be from 1 s to a day")
     kinds = [device["kind"] for device in inventory]
-    config = server_config(kinds.count("CPU"), kinds.count("GPU"), leader)
+    settings = ServerSettings.of_worker(kinds.count("CPU"), kinds.count("GPU"), leader)
     try:
         view = cluster
         if machine.keys is None:
             addresses = None if machine.all_interfaces else resolve(machine.host)
-            start_server(cluster, "worker", task, config, port, addresses)
+            start_server(cluster, "worker", task, settings, port, addresses)
         else:
             fingerprints = {"client": [client], "worker": _fingerprints(order, workers)}
             if set(cluster) - set(fingerprints) or len(cluster.get("client", ())) > 1:
@@ -348,7 +347,7 @@ def _start(
                 all_interfaces=machine.all_interfaces,
                 silence=silence,
             )
-            start_server(tunnels.cluster, "worker", task, config, tunnels.server_port, resolve(LOOPBACK))
+            start_server(tunnels.cluster, "worker", task, settings, tunnels.server_port, resolve(LOOPBACK))
             view = tunnels.cluster
     except ClusterError as error:
         raise _RefusedError(str(error)) from error
@@ -369,10 +368,10 @@ def start_server(
     cluster: Mapping[str, Sequence[str]],
     job: str,
     task: int,
-    config: tf.compat.v1.ConfigProto,
+    settings: ServerSettings,
     port: int,
     addresses: Sequence[Address] | None,
-) -> tf.distribute.Server:
+) -> Server:
     """Starts a TensorFlow server that can be reached only at these addresses; None is all of the machine's.
 
     Raises:
@@ -380,12 +379,12 @@ def start_server(
     """
     try:
         with contextlib.nullcontext() if addresses is None else keep_closed(port):
-            server = tf.distribute.Server(cluster, job_name=job, task_index=task, config=config, start=False)
+            server = Server(serialized(cluster, job, task, settings))
             if addresses is not None:
                 confine(port, addresses)
         server.start()
-    except tf.errors.OpError as error:
-        raise ClusterError(f"no server can be started on port {port}: is it taken? ({error.message})") from error
+    except LibraryError as error:
+        raise ClusterError(f"no server can be started on port {port}: is it taken? ({error})") from error
     return server
 
 

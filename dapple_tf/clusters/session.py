@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
+from dapple_tf.clusters.server_definition import threads, worker_name
 from dapple_tf.describe.cluster import Cluster
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import COMPILED_ATTR, GraphDef, Names, data_inputs, dtype_attr, make_node, shape_attr
@@ -48,17 +48,19 @@ def collective_keys(more: int = 0) -> int:
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     """Returns a session's configuration: one executor thread per device, which share the cores.
 
-    Servers have their own threads and devices, see `server_config`.
+    Servers have their own threads and devices, see `server_definition.ServerSettings`.
     """
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
     # A step's top level is calls of functions, where Grappler finds nothing to do but searches again and again. It
     # still optimizes each function at its first call. It would even drop nodes that are only timed.
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     if cluster.addresses:
-        config.experimental.collective_group_leader = _worker(0)
+        config.experimental.collective_group_leader = worker_name(0)
         config.isolate_session_state = True  # Sessions on one server mustn't share variables.
         return config
-    _share_cores(config, cluster.num_devices, sum("device:CPU" in device.name for device in cluster.devices))
+    cpus = sum("device:CPU" in device.name for device in cluster.devices)
+    config.device_count["CPU"] = max(1, cpus)
+    config.inter_op_parallelism_threads, config.intra_op_parallelism_threads = threads(cluster.num_devices, cpus)
     config.gpu_options.allow_growth = True
     if _has_gpu_streams(cluster):
         _split_gpus(config.gpu_options, cluster)
@@ -162,32 +164,6 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
     return gpus
 
 
-def server_config(cpus: int, gpus: int, leader: int = 0) -> tf.compat.v1.ConfigProto:
-    """Returns the configuration of a worker's server; threads as in `session_config`.
-
-    Args:
-        cpus: number of its logical CPU devices.
-        gpus: number of its GPUs.
-        leader: number of the worker that assigns the keys of collective operations.
-    """
-    config = tf.compat.v1.ConfigProto()
-    config.experimental.collective_group_leader = _worker(leader)
-    config.gpu_options.allow_growth = True
-    _share_cores(config, cpus + gpus, cpus)
-    return config
-
-
-def _worker(task: int) -> str:
-    return f"/job:worker/replica:0/task:{task}"
-
-
-def _share_cores(config: tf.compat.v1.ConfigProto, devices: int, cpus: int) -> None:
-    cores = _cores()
-    config.device_count["CPU"] = max(1, cpus)
-    config.inter_op_parallelism_threads = max(devices + 1, cores)
-    config.intra_op_parallelism_threads = max(1, cores // max(1, cpus)) if cpus else 0
-
-
 def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
     """Adds nodes under ``name/``, and the functions that aren't in ``library``, whose names it adds there."""
     fresh = GraphDef(node=graph.node, versions=graph.versions)
@@ -240,7 +216,3 @@ def _spare_searching_calls(graph: GraphDef) -> None:
     for node in cuts:
         if node.device == cuts[0].device:
             node.input.append(f"^{name}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

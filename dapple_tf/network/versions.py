@@ -28,7 +28,7 @@ _REQUIREMENTS = {"dapple_tf": "dapple_tf", "tensorflow": "TensorFlow"}
 
 @functools.cache
 def own_versions() -> Mapping[str, str]:
-    """Returns the versions that this process runs with.
+    """Returns the versions that this process runs with; imports TensorFlow.
 
     TensorFlow's includes the commit that it was built from: a build of one's own may have the number of a release.
     """

@@ -1,0 +1,103 @@
+"""Servers by TensorFlow's library alone: what they are told, and what is said where there is no such library."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+from tensorflow.core.protobuf import cluster_pb2, config_pb2, tensorflow_server_pb2
+
+from dapple_tf.clusters import tensorflow_library
+from dapple_tf.clusters.server_definition import ServerSettings, serialized
+from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
+from dapple_tf.errors import ClusterError
+from dapple_tf.tools.hosts import free_ports
+
+
+@pytest.mark.parametrize("settings", [ServerSettings(), ServerSettings(300, 301, 2, 200, allow_growth=True)])
+def test_definitions_are_tensorflow_s_messages(settings: ServerSettings) -> None:
+    addresses = {"worker": [f"host{number}.a-long-domain:{2222 + number}" for number in range(200)], "client": ["c:1"]}
+    config = config_pb2.ConfigProto(
+        device_count={"CPU": settings.cpus},
+        inter_op_parallelism_threads=settings.inter_op,
+        intra_op_parallelism_threads=settings.intra_op,
+    )
+    if settings.leader is not None:
+        config.gpu_options.allow_growth = True
+        config.experimental.collective_group_leader = f"/job:worker/replica:0/task:{settings.leader}"
+    jobs = [cluster_pb2.JobDef(name=job, tasks=dict(enumerate(of_job))) for job, of_job in sorted(addresses.items())]
+    expected = tensorflow_server_pb2.ServerDef(
+        cluster=cluster_pb2.ClusterDef(job=jobs),
+        job_name="worker",
+        task_index=150,
+        default_session_config=config,
+        protocol="grpc",
+    )
+    assert tensorflow_server_pb2.ServerDef.FromString(serialized(addresses, "worker", 150, settings)) == expected
+
+
+def test_settings_of_workers() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert ServerSettings.of_worker(3, 0) == ServerSettings(3, max(4, cores), max(1, cores // 3), 0, allow_growth=True)
+    assert ServerSettings.of_worker(0, 2, 5) == ServerSettings(1, max(3, cores), 0, 5, allow_growth=True)
+
+
+def test_errors_of_the_library_are_told() -> None:
+    port = free_ports(1)[0]
+    with pytest.raises(LibraryError, match="Could not parse provided bytes"):
+        Server(b"no message")
+    with pytest.raises(LibraryError, match=r"Job .client. was not defined"):
+        Server(serialized({"worker": [f"127.0.0.1:{port}"]}, "client", 0, ServerSettings()))
+
+
+@pytest.fixture
+def _unloaded() -> Iterator[None]:
+    load.cache_clear()
+    yield
+    load.cache_clear()
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ClusterError, match="TensorFlow isn't installed"):
+        load()
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_a_tensorflow_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    package = importlib.machinery.ModuleSpec("tensorflow", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(tensorflow_library, "_NAME", "libno-such.so")
+    with pytest.raises(ClusterError, match=r"TensorFlow's library libno-such.so can't be loaded from .*: cannot open"):
+        load()
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_a_library_that_is_elsewhere_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Some distributions have it beside other libraries; the package has loaded it from there."""
+    package = importlib.machinery.ModuleSpec("tensorflow", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    assert isinstance(load(), ctypes.CDLL)
+
+
+def test_extensions_are_loaded_by_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.delenv("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", raising=False)
+    monkeypatch.delenv("TF_USE_MODULAR_FILESYSTEM", raising=False)
+    monkeypatch.setattr(tensorflow_library, "_site_packages", lambda: iter([str(tmp_path)]))
+    package = tmp_path / "tensorflow"
+    assert not tensorflow_library._has_extensions(package)
+    (tmp_path / "tensorflow-plugins").mkdir()
+    assert tensorflow_library._has_extensions(package)
+    (tmp_path / "tensorflow-plugins").rmdir()
+    for variable, value in (("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "a.so"), ("TF_USE_MODULAR_FILESYSTEM", "1")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, value)
+            assert tensorflow_library._has_extensions(package)
