@@ -53,6 +53,7 @@ Worker_ = tuple[str, int]
 def worker(workers: LocalWorkers) -> Worker_:
     """Address and process of one worker, which nobody uses."""
     address, process = workers.addresses[0], workers.processes[0].pid
+    wait_until(lambda: status(address)["holder"] is None)  # Threads of a process may end a moment after it has.
     wait_until(lambda: not children(process))
     return address, process
 
@@ -228,7 +229,6 @@ def test_a_listener_that_all_may_reach() -> None:
 
 
 def test_status(worker: Worker_) -> None:
-    wait_until(lambda: status(worker[0])["holder"] is None)  # It may still be ending the client of the test before.
     answer = status(worker[0])
     (device,) = answer.pop("devices")
     assert answer == {"holder": None, "versions": own_versions()}
