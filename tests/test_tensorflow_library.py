@@ -79,6 +79,13 @@ def test_a_tensorflow_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.usefixtures("_unloaded")
+def test_a_library_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorflow_library, "_NAME", "libtensorflow_framework.so.2")
+    with pytest.raises(ClusterError, match=r"can't be loaded from .*TF_NewServer"):
+        load()
+
+
+@pytest.mark.usefixtures("_unloaded")
 def test_a_library_that_is_elsewhere_is_that_of_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

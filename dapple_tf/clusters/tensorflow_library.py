@@ -21,6 +21,16 @@ from dapple_tf.errors import ClusterError
 
 _NAME = "libtensorflow_cc.so.2"
 _TRUE = ("1", "true")
+_FUNCTIONS = (
+    ("TF_NewStatus", ctypes.c_void_p),
+    ("TF_DeleteStatus", None, ctypes.c_void_p),
+    ("TF_GetCode", ctypes.c_int, ctypes.c_void_p),
+    ("TF_Message", ctypes.c_char_p, ctypes.c_void_p),
+    ("TF_NewServer", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p),
+    ("TF_ServerStart", None, ctypes.c_void_p, ctypes.c_void_p),
+    ("TF_ServerTarget", ctypes.c_char_p, ctypes.c_void_p),
+)
+"""Functions of its C interface (tensorflow/c/c_api.h), with the types of their results and arguments."""
 
 
 class LibraryError(Exception):
@@ -85,22 +95,14 @@ def load() -> ctypes.CDLL:
     os.environ["TF2_BEHAVIOR"] = "1"  # `import tensorflow` sets it; the library reads it.
     try:
         library = ctypes.CDLL(str(path) if path.exists() else _NAME)
-    except OSError as error:
+        for name, result, *arguments in _FUNCTIONS:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
         raise ClusterError(
             f"TensorFlow's library {_NAME} can't be loaded from {path.parent} ({error}); use a TensorFlow that has it, "
             f"such as that of pip install tensorflow"
         ) from error
-    for name, result, arguments in (
-        ("TF_NewStatus", ctypes.c_void_p, ()),
-        ("TF_DeleteStatus", None, (ctypes.c_void_p,)),
-        ("TF_GetCode", ctypes.c_int, (ctypes.c_void_p,)),
-        ("TF_Message", ctypes.c_char_p, (ctypes.c_void_p,)),
-        ("TF_NewServer", ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p)),
-        ("TF_ServerStart", None, (ctypes.c_void_p, ctypes.c_void_p)),
-        ("TF_ServerTarget", ctypes.c_char_p, (ctypes.c_void_p,)),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
     return library
 
 
