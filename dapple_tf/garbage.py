@@ -1,7 +1,8 @@
-"""Python's garbage collection while graphs are built."""
+"""Memory that isn't used any more: Python's garbage collection while graphs are built, and what C++ has freed."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 from collections.abc import Callable
@@ -25,3 +26,14 @@ def without_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
                 gc.enable()
 
     return call
+
+
+def return_freed_memory() -> None:
+    """Gives the kernel back the memory that this process has freed.
+
+    glibc keeps it in pools for groups of threads: what one thread has freed while it built graphs isn't there for the
+    threads that run them. With other C libraries nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -19,6 +19,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.builds import StepRequest
 from dapple_tf.execution.terminal import without_profiler_lines
+from dapple_tf.garbage import return_freed_memory
 from graph_passes.ir.graph import GraphDef
 
 _LEAST_PATIENCE = 60.0
@@ -164,11 +165,15 @@ class DeviceSession:
             metadata: a ``RunMetadata`` that gets the step's times and allocations; None for a step without a trace.
         """
         longest = self._longest.get(name)
+        if longest is None:
+            return_freed_memory()  # TensorFlow prepares the step in other threads than the one that built it.
         started = time.monotonic()
         result = self._run_step(
             request, values, metadata, None if longest is None else max(_LEAST_PATIENCE, 10 * longest)
         )
         self._longest[name] = max(longest or 0.0, time.monotonic() - started)
+        if longest is None and isinstance(self._session, RemoteSession):
+            return_freed_memory()  # Here nothing computes that would need as much in the next step.
         self._runs[name] = self._runs.pop(name, 0) + 1
         return result
 
