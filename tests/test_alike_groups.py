@@ -1,8 +1,10 @@
-"""One trace of an optimizer for stages of equal layers: what it gives is what a trace of the other group would."""
+"""One trace of an optimizer for equal layers, in a group or in several: what it gives is what a trace of all would."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,9 @@ import tensorflow as tf
 from dapple_tf.frontend import optimizer as optimizers
 from dapple_tf.frontend.alike_groups import AlikeGroups
 from dapple_tf.frontend.variables import VariableTable
+from graph_passes.ir.graph import Graph, Ref, control_inputs
 from graph_passes.ir.group_update import Captured, GroupUpdate
+from graph_passes.ir.outline import COLOCATION
 
 _OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
@@ -81,7 +85,7 @@ def test_a_renamed_part_is_what_a_trace_gives(name: str, monkeypatch: pytest.Mon
     _, updates, traced = _groups(optimizer, monkeypatch, model)
     assert traced == 1
     monkeypatch.undo()
-    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace, in_shards: trace())
+    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace, in_shards: trace(names))
     _, expected, traced = _groups(optimizer, monkeypatch, model)
     assert traced == 4
     for one, other in zip(updates, expected, strict=True):
@@ -124,3 +128,48 @@ def test_constraints_and_own_optimizers_are_traced_for_each_group(monkeypatch: p
 def test_groups_of_unlike_parameters_have_their_own_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [keras.layers.Dense(units, name=f"layer_{units}") for units in (4, 5, 6)]
     assert _groups(keras.optimizers.Adam(), monkeypatch, keras.Sequential([keras.Input((4,)), *layers]))[2] == 3
+
+
+def _writes(captured: Captured) -> Mapping[str, int]:
+    """Returns what is written, and how often: the variable, and all that is computed and waited for, in words."""
+    graph = Graph(captured.graph)
+    names = {ref.node: variable.name for ref, variable in captured.variables.items()}
+    names |= {ref.node: f"gradient of {name}" for name, ref in captured.gradients.items()}
+    texts: dict[str, str] = {}
+
+    def read(ref: Ref) -> str:
+        node = graph.nodes[ref.node]
+        return read(graph.inputs(ref.node)[ref.output]) if node.op == "IdentityN" else f"{texts[ref.node]}:{ref.output}"
+
+    for name in graph.topological():
+        node = graph.nodes[name]
+        reads = list(map(read, graph.inputs(name)))
+        waits = sorted({texts[waited] for waited in control_inputs(node)})
+        attrs = [f"{key}={node.attr[key]}" for key in sorted(node.attr) if key != COLOCATION]
+        text = names.get(name) or _plain(f"{node.op}({reads}, after {waits}, {attrs})")
+        texts[name] = text if len(text) < 500 else hashlib.sha256(text.encode()).hexdigest()
+    return Counter(texts[effect] for effect in captured.effects if graph.nodes[effect].op != "ReadVariableOp")
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_a_trace_of_one_parameter_of_each_kind_gives_what_a_trace_of_all_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = _equal_layers(), _OPTIMIZERS[name]()
+    optimizer.build(model.trainable_variables)
+    table = VariableTable(model)
+    table.add_optimizer(optimizer)
+    names = [table.name_of(variable) for variable in model.trainable_variables]
+
+    def traced() -> Captured:
+        (update,) = optimizers.capture_updates(optimizer, table, {(0,): names}, {}, tf.float32)
+        return update.apply
+
+    whole_needed = name in ("accumulates", "clips all", "loss scale")
+    repeated = traced()
+    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace, in_shards: trace(names))
+    whole = traced()
+    assert (len(repeated.graph.node) == len(whole.graph.node)) == whole_needed
+    assert _writes(repeated) == _writes(whole)
+    assert list(repeated.gradients) == names
+    assert set(repeated.variables.values()) == set(whole.variables.values())

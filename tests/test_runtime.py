@@ -184,7 +184,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
     plan = dapple.Plan.manual(["dense_2"], [[0], [1]], 8, 64, schedule="dapple_b")
     x, y = np.zeros((64, 8)), np.zeros((64, 1))
 
-    def kept(memory: int | None) -> tuple[dapple.PipelinedModel, Any]:
+    def kept(memory: int) -> tuple[dapple.PipelinedModel, Any]:
         cluster = dapple.Cluster.local(2, memory_bytes=memory, kind="cpu")
         pipelined = dapple.transform(model, cluster, plan)
         pipelined.train_on_batch(x, y)
@@ -192,7 +192,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
         ((_, step),) = build.steps.values()
         return pipelined, (build, step)
 
-    pipelined, (build, step) = kept(None)
+    pipelined, (build, step) = kept(2**40)
     assert [str(task) for task in step.schedule.orders[0][:4]] == ["0F0", "0F1", "0F2", "0B0"]
     stage = build.program.stages[0]
     residual = stage.residual_bytes * 8 + stage.fixed_residual_bytes

@@ -10,6 +10,15 @@ from dapple_tf.errors import DappleError
 from graph_passes.ir.program import Layout, Program, Stage
 
 
+def limited_devices(plan: Plan, cluster: Cluster) -> dict[int, int]:
+    """Returns device -> bytes of its memory, for those of a plan's devices whose memory limits micro-batches."""
+    if plan.operator_devices is not None:
+        return {}  # A stage's memory is that of several devices, within which its operators are placed.
+    devices = {device for replicas in (*plan.devices, *(plan.weight_devices or ())) for device in replicas}
+    limits = {device: cluster.devices[device].memory_bytes for device in sorted(devices)}
+    return {device: limit for device, limit in limits.items() if limit is not None}
+
+
 def residuals_held(
     plan: Plan, cluster: Cluster, program: Program, layout: Layout, stored_bytes: Callable[[str], int]
 ) -> tuple[int, ...] | None:
@@ -22,20 +31,17 @@ def residuals_held(
     Args:
         plan: the plan.
         cluster: the devices.
-        program: a program with stage functions.
+        program: a program with stage functions, whose bytes are counted if a device's memory is limited.
         layout: how the batch is cut.
         stored_bytes: name of a device -> bytes of variables, optimizer slots and gradients on it.
 
     Raises:
         DappleError: not even one micro-batch fits.
     """
-    if plan.operator_devices is not None:
-        return None  # A stage's memory is that of several devices, within which its operators are placed.
-    owner_devices = plan.weight_devices or plan.devices
-    limits = {d: cluster.devices[d].memory_bytes for devices in (*plan.devices, *owner_devices) for d in devices}
-    known = {device: limit for device, limit in limits.items() if limit is not None}
+    known = limited_devices(plan, cluster)
     if not known:
         return None
+    owner_devices = plan.weight_devices or plan.devices
     count = len(layout.micro_batch_intervals)
     most = count * plan.num_stages if plan.policy.shares_room else count
     held = [most] * plan.num_stages

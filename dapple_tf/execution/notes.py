@@ -145,11 +145,13 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     ]
     if micro_batches == 1:
         told = [(name, coupling) for name, coupling in told if coupling is not Coupling.MICRO_BATCH]
+    metrics = _metric_nodes(program)
+    places = {name: _place(metrics, flat, name) for name, _ in told}
     causes: dict[str, list[Coupling]] = {}
     for name, coupling in told:
-        causes.setdefault(_place(program, flat, name), []).append(coupling)
+        causes.setdefault(places[name], []).append(coupling)
     reaching = _reaching(program, flat)
-    widely = {_place(program, flat, name) for name, coupling in told if name in reaching}
+    widely = {place for name, place in places.items() if name in reaching}
     for place, couplings in causes.items():
         mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
         mixing = Coupling.PAIRS if Coupling.PAIRS in couplings else mixing
@@ -183,16 +185,24 @@ def pairs(program: Program, slices: Sequence[int]) -> str:
     for name, coupling in program.couplings:
         if coupling is Coupling.PAIRS and slices[program.node_stage.get(name, len(slices) - 1)] > 1:
             _, text, way_out = _TOLD[coupling]
-            return f"layer {_place(program, flat, name)!r} {text}; {way_out}"
+            return f"layer {_place(_metric_nodes(program), flat, name)!r} {text}; {way_out}"
     return ""
 
 
-def _place(program: Program, flat: Graph, name: str) -> str:
+def _metric_nodes(program: Program) -> dict[str, str]:
+    """Returns node -> the name of the metric whose new value it is."""
+    metrics = [v for v in program.roles.variables if v.kind is VariableKind.METRIC]
+    return {
+        v.update.node: v.name.removeprefix("metric/").rpartition("/")[0] or v.name
+        for v in reversed(metrics)  # The first of several counts.
+        if v.update is not None
+    }
+
+
+def _place(metrics: Mapping[str, str], flat: Graph, name: str) -> str:
     """Returns the layer of a node, the name of the metric whose new value it is, or ``loss``."""
-    metrics = (v for v in program.roles.variables if v.kind is VariableKind.METRIC and v.update is not None)
-    metric = next((v for v in metrics if v.update is not None and v.update.node == name), None)
-    if metric is not None:
-        return metric.name.removeprefix("metric/").rpartition("/")[0] or metric.name
+    if name in metrics:
+        return metrics[name]
     node = flat.nodes[name]
     return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else "loss"
 
@@ -201,12 +211,13 @@ def _drawing(program: Program, flat: Graph, sliced: set[str]) -> list[str]:
     """Returns the paths of layers that draw: where the slice's number first becomes a floating-point number."""
     shifted = {program.roles.slice.number.node}
     layers: dict[str, None] = {}
+    metrics = _metric_nodes(program)
     for node in flat:
         if not any(ref.node in shifted for ref in flat.inputs(node.name)):
             continue
         if FLOAT_DTYPES.intersection(output_dtypes(node)):
             if node.name in sliced:
-                layers[_place(program, flat, node.name)] = None
+                layers[_place(metrics, flat, node.name)] = None
         else:
             shifted.add(node.name)
     return list(layers)

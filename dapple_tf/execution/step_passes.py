@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
-from dapple_tf.execution.memory_limits import residuals_held
+from dapple_tf.execution.memory_limits import limited_devices, residuals_held
 from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.variables.device_values import Holding
@@ -231,8 +231,10 @@ class StagesAsked(NamedTuple):
         sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
         fuse = passes.uninterrupted if self.training and plan.jit_compile else frozenset()
         replicas = [len(devices) for devices in plan.devices]
+        counted = bool(limited_devices(plan, passes.cluster))
         return Partition(
-            plan.recompute, plan.jit_compile, self.training, self.prefix, plan.split_stages, fuse, sizes, replicas
+            *(plan.recompute, plan.jit_compile, self.training, self.prefix),
+            *(plan.split_stages, fuse, sizes, replicas, counted),
         )
 
 

@@ -159,7 +159,7 @@ def capture_updates(
         own_rows = chosen & sliced.keys()
         apply = alike.captured(
             names,
-            lambda: _capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded, own_rows=own_rows),
+            lambda some: _capture_apply(optimizer, table, some, sliced, clip_norm, guarded=guarded, own_rows=own_rows),
             own_rows,
         )
         shards = None

@@ -79,6 +79,16 @@ def data_inputs(node: NodeDef) -> list[Ref]:
     return [Ref.parse(text) for text in node.input if not text.startswith("^")]
 
 
+def renamed_input(text: str, names: Mapping[str, str]) -> str:
+    """Returns an input of a node, or a control edge, whose node has a new name."""
+    if text in names:  # the first output of a node, as most inputs are
+        return names[text]
+    if text.startswith("^"):
+        return f"^{names[text[1:]]}"
+    ref = Ref.parse(text)
+    return str(Ref(names[ref.node], ref.output))
+
+
 def function_names(node: NodeDef) -> list[str]:
     """Returns the functions that attributes of a node name: loops, branches, calls.
 

@@ -14,10 +14,9 @@ from graph_passes.ir.graph import (
     GraphDef,
     NodeDef,
     Ref,
-    control_inputs,
     copied_node,
-    data_inputs,
     make_const,
+    renamed_input,
     shape_attr,
 )
 from graph_passes.ir.tensorflow_bridge import Shape
@@ -49,11 +48,11 @@ class ShapesOf:
         anonymous = GraphDef(versions=self._graph.versions, library=self._graph.library)
         for original in self._graph.node:
             node = anonymous.node.add(name=names[original.name], op=original.op)
+            attrs = node.attr
             for attr, value in original.attr.items():
                 if not attr.startswith("_"):  # names, places and the like
-                    node.attr[attr].CopyFrom(value)
-            node.input.extend(str(Ref(names[ref.node], ref.output)) for ref in data_inputs(original))
-            node.input.extend(f"^{names[waited]}" for waited in control_inputs(original))
+                    attrs[attr].CopyFrom(value)
+            node.input.extend(renamed_input(text, names) for text in original.input)
         return anonymous
 
     def node(self, name: str) -> NodeDef:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,9 +24,8 @@ from graph_passes.ir.graph import (
     Names,
     NodeDef,
     Ref,
-    control_inputs,
     copied,
-    data_inputs,
+    renamed_input,
 )
 from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 
@@ -207,9 +206,10 @@ def add_gradients(
     def numbered(ref: Ref) -> _Place:
         return numbers[ref.node], ref.output
 
+    numbered_names = {name: f"n{number}" for name, number in numbers.items()}
     anonymous = copied(graph)
     for node in anonymous.node:
-        _rename(node, lambda name: f"n{numbers[name]}")
+        _rename(node, numbered_names)
         for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == "_class"]:
             del node.attr[attr]
     extended, gradients = _gradients(
@@ -217,7 +217,7 @@ def add_gradients(
         tuple((numbered(output), numbered(gradient)) for output, gradient in outputs),
         tuple(map(numbered, sources)),
     )
-    renaming = {f"n{number}": name for name, number in numbers.items()}
+    renaming = {label: name for name, label in numbered_names.items()}
     taken = Names(names)
     result = copied(extended)
     for node in result.node:
@@ -226,7 +226,7 @@ def add_gradients(
             told = re.sub(r"(?<![^/])n(\d+)_grad", lambda match: f"{names[int(match[1])]}_grad", node.name)
             renaming[node.name] = taken.fresh(told)
     for node in result.node:
-        _rename(node, renaming.__getitem__)
+        _rename(node, renaming)
         if node.name in numbers:
             for attr, value in graph.node[numbers[node.name]].attr.items():
                 if attr not in node.attr:
@@ -248,13 +248,10 @@ def add_gradients(
     ]
 
 
-def _rename(node: NodeDef, rename: Callable[[str], str]) -> None:
+def _rename(node: NodeDef, names: Mapping[str, str]) -> None:
     """Renames a node, and the nodes that it names."""
-    inputs = [str(Ref(rename(ref.node), ref.output)) for ref in data_inputs(node)]
-    inputs += [f"^{rename(waited)}" for waited in control_inputs(node)]
-    node.name = rename(node.name)
-    del node.input[:]
-    node.input.extend(inputs)
+    node.name = names[node.name]
+    node.input[:] = [renamed_input(text, names) for text in node.input]
 
 
 @functools.lru_cache(maxsize=8)

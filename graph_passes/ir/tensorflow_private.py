@@ -131,8 +131,10 @@ def shapes_of_outputs(graph: bytes) -> dict[str, tuple[tuple[int | None, ...] | 
     shapes_of = {}
     for c_operation in scope.new_operations():
         operation = ops.Operation._from_c_op(c_operation, scope)
-        shapes = [output.shape for output in operation.outputs]
-        shapes_of[operation.name] = tuple(None if shape.rank is None else tuple(shape.as_list()) for shape in shapes)
+        shapes = [output._shape for output in operation.outputs]  # A TensorShape takes as long as all else here.
+        shapes_of[operation.name] = tuple(
+            None if unknown else tuple(None if size < 0 else size for size in sizes) for sizes, unknown in shapes
+        )
     return shapes_of
 
 

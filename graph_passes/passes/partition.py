@@ -8,8 +8,6 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import networkx
-
 from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.errors import PassError
@@ -382,6 +380,8 @@ def _min_cut(graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: _Byt
     Each tensor is an edge whose capacity is its size; a cheap op lets what it reads flow on to its result, the result
     of any other op flows in from the source, and ``crossing`` flows out to the sink. The cheapest cut is kept.
     """
+    import networkx  # a third of a second, and only this needs it
+
     network = networkx.DiGraph()
     network.add_nodes_from(["source", "sink"])
     seen: set[Ref] = set()
