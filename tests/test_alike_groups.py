@@ -15,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.frontend import optimizer as optimizers
 from dapple_tf.frontend.alike_groups import AlikeGroups
 from dapple_tf.frontend.variables import VariableTable
+from graph_passes.analysis.repeated_update import repeated_update
 from graph_passes.ir.graph import Graph, Ref, control_inputs
 from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.outline import COLOCATION
@@ -173,3 +174,22 @@ def test_a_trace_of_one_parameter_of_each_kind_gives_what_a_trace_of_all_does(
     assert _writes(repeated) == _writes(whole)
     assert list(repeated.gradients) == names
     assert set(repeated.variables.values()) == set(whole.variables.values())
+
+
+def test_what_is_written_once_for_each_parameter_is_not_repeated() -> None:
+    class Counts(keras.optimizers.SGD):
+        """Counts parameters, too."""
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            super().update_step(gradient, variable, learning_rate)
+            self.iterations.assign_add(1)
+
+    for optimizer, apart in ((keras.optimizers.SGD(), True), (Counts(), False)):
+        model = _equal_layers()
+        optimizer.build(model.trainable_variables)
+        table = VariableTable(model)
+        table.add_optimizer(optimizer)
+        names = [table.name_of(variable) for variable in model.trainable_variables[:2]]
+        captured = optimizers._capture_apply(optimizer, table, names, {}, None, guarded=False)
+        owners = {ref: variable.name for ref, variable in captured.variables.items() if variable.name in names}
+        assert (repeated_update(captured, owners, {}) is not None) == apart

@@ -93,10 +93,15 @@ class Interpreter:
         self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
         self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
-        self._values = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
-        self._supposed = self._values
+        constants: dict[str, np.ndarray | None] = {}
+
+        def values() -> list[ShapeValues]:
+            pairs = zip(shapes, scalars, strict=True)
+            return [ShapeValues(graph, known, given, constants) for known, given in pairs]
+
+        self._values = self._supposed = values()
         if any(None in (shape or ()) for shape in shapes[0].values()):
-            self._supposed = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
+            self._supposed = values()
         self._dtypes: dict[str, list[int]] = {}
         self.spreads: dict[Ref, Spread] = {}
         self.couplings: list[tuple[str, Coupling]] = []

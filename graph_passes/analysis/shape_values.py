@@ -51,15 +51,22 @@ class ShapeValues:
         values: those found so far.
     """
 
-    def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape | None], scalars: Mapping[Ref, float]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        shapes: Mapping[Ref, Shape | None],
+        scalars: Mapping[Ref, float],
+        constants: dict[str, np.ndarray | None],
+    ) -> None:
         """Knows nothing of the graph's nodes yet.
 
         Args:
             graph: a flat graph.
             shapes: of its tensors.
             scalars: values of some placeholders.
+            constants: the values of the graph's constants that were looked at; others with this graph share it.
         """
-        self._graph, self._shapes = graph, shapes
+        self._graph, self._shapes, self._constants = graph, shapes, constants
         self.values = {ref: np.array(value, np.float64) for ref, value in scalars.items()}
 
     def add(self, node: NodeDef, axis: int | None, length: int, others: int | None = None) -> None:
@@ -84,7 +91,9 @@ class ShapeValues:
                     shape = tuple(a if b is None else b for a, b in zip(lengths, shape, strict=True))
                 result = _asked(node.op, shape)
             elif node.op == "Const":
-                result = _constant(node)
+                if node.name not in self._constants:
+                    self._constants[node.name] = _constant(node)
+                result = self._constants[node.name]
             elif inputs and all(value is not None for value in inputs):
                 result = _computed(node, [value for value in inputs if value is not None])
         if result is not None and result.size <= _LARGEST:
