@@ -121,10 +121,10 @@ def test_any_optimizer_that_updates_each_element_by_itself(name: str) -> None:
     _train(Specimen(build, TABLE.cuts, _words), [2], 2)
 
 
-def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
-    pipelined = _train(TABLE, [3], 2)
+def held_bytes(pipelined: dapple.PipelinedModel) -> list[tuple[int, int]]:
+    """Bytes of slots and of parameters that each device has between steps, as they are read from it."""
     engine = pipelined._engine
-    sizes = {}
+    sizes = []
     for device in engine.cluster.device_names:
         held = [v for holding in engine.builder.holdings() if device in holding.devices for v in holding.variables]
         builder = Builder(empty_graph())
@@ -136,10 +136,15 @@ def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
         values = engine.session.run([f"{prefix}/{node}:{index}" for index in range(len(held))])
         pairs = list(zip(held, values, strict=True))
         slots = sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.OPTIMIZER)
-        sizes[device] = slots, sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.PARAMETER)
-    model = pipelined.model
-    parameters = sum(np.asarray(variable.value).nbytes for variable in model.trainable_variables)
-    for slots, whole in sizes.values():
+        parameters = sum(value.nbytes for variable, value in pairs if variable.kind is VariableKind.PARAMETER)
+        sizes.append((slots, parameters))
+    return sizes
+
+
+def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
+    pipelined = _train(TABLE, [3], 2)
+    parameters = sum(np.asarray(variable.value).nbytes for variable in pipelined.model.trainable_variables)
+    for slots, whole in held_bytes(pipelined):
         assert whole == parameters
         assert slots == pytest.approx(2 * parameters / 3, rel=0.05)
 

@@ -197,6 +197,13 @@ def test_shards_are_used_where_memory_demands_it_if_they_are_allowed() -> None:
     assert not plan(profile, roomy, 8, optimizer_shards=None, **given).optimizer_shards
     assert not plan(profile, tight, 8, optimizer_shards=None, **given).optimizer_shards, "two stages fit without"
     assert plan(profile, roomy, 8, optimizer_shards=True, **given).optimizer_shards
+    least = cluster_of(2, memory=28_500_000)
+    with pytest.raises(PlanError, match="no plan fits"):
+        plan(one_stage, least, 8, optimizer_shards=True, **given)
+    chosen = plan(one_stage, least, 8, optimizer_shards=True, parameter_shards=True, **given)
+    assert chosen.parameter_shards and chosen.replicas == (2,)
+    with pytest.raises(PlanError, match="parameter_shards is True, but optimizer_shards is None; set it to True"):
+        plan(one_stage, least, 8, optimizer_shards=None, parameter_shards=True, **given)
 
 
 def test_it_says_that_smaller_micro_batches_would_do() -> None:

@@ -73,6 +73,7 @@ class PlanOptions(TypedDict, total=False):
     shares: tuple[tuple[int, ...], ...] | None
     relays: tuple[int, ...]
     optimizer_shards: bool
+    parameter_shards: bool
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ class Plan(JsonFile):
         optimizer_shards: whether the replicas of a stage update its parameters together: gradients are
             reduce-scattered, each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are
             all-gathered. For optimizers that update each element by itself.
+        parameter_shards: whether each of these replicas keeps only its n-th of the parameters, too: a stage's are
+            all-gathered before its first forward of a step, rather than after the update, and freed after their last
+            use. Needs ``optimizer_shards``.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -155,6 +159,7 @@ class Plan(JsonFile):
     shares: tuple[tuple[int, ...], ...] | None = None
     relays: tuple[int, ...] = ()
     optimizer_shards: bool = False
+    parameter_shards: bool = False
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -308,7 +313,8 @@ class Plan(JsonFile):
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
-        later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays", "optimizer_shards"}
+        later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
+        later |= {"optimizer_shards", "parameter_shards"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -498,7 +504,7 @@ class Plan(JsonFile):
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        for name in ("jit_compile", "wait_free", "optimizer_shards"):
+        for name in ("jit_compile", "wait_free", "optimizer_shards", "parameter_shards"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:

@@ -33,7 +33,8 @@ from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.variables.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.variables.device_values import parameters_in_shards
+from dapple_tf.variables.parameter_groups import holdings, optimizer_variables, readers_of, stored_in_shards
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
@@ -221,7 +222,8 @@ class _Writer:
             kind = kind._replace(apart=True)  # A single function would show nothing.
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
-        passes = self.passes.step_passes(source.built, kind, schedule, source.owners)
+        in_shards = parameters_in_shards(source.holdings)
+        passes = self.passes.step_passes(source.built, kind, schedule, source.owners, in_shards=in_shards)
         complete = run_passes(
             source.built.program, passes, first=number(passes[0]), instruments=[graphs], complete=True
         )
@@ -246,9 +248,10 @@ class _Writer:
         return Section(title, entries, shown)
 
     def _source(self, program: Program, table: VariableTable, spec: BatchSpec, prefix: str) -> StepSource:
-        updates = group_updates(self.model, table, program, self.passes.shards, compiled=self.passes.plan.jit_compile)
+        updates = self.passes.updates(self.model, table, program)
         owners = readers_of(program)
-        kept = holdings(table, owners, optimizer_variables(updates), self.passes.owner_devices)
+        variables, in_shards = optimizer_variables(updates), stored_in_shards(updates)
+        kept = holdings(table, owners, variables, self.passes.owner_devices, in_shards=in_shards)
         built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=self.passes.carried(updates))
         return StepSource(built, True, None, owners, kept)
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import keras
 
@@ -31,13 +31,14 @@ from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.variables.device_values import Holding
 from dapple_tf.variables.parameter_groups import (
     StorageDevices,
-    group_updates,
     holdings,
     optimizer_variables,
     readers_of,
+    stored_in_shards,
 )
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, Step, Variable
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Schedule
@@ -96,6 +97,7 @@ class StepBuilder:
         self._trained_devices = False
         self._owners: dict[str, tuple[int, ...]] = {}
         self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
+        self._in_shards: frozenset[str] = frozenset()
         self._numbers = itertools.count()
 
     # ---- stage functions
@@ -132,11 +134,7 @@ class StepBuilder:
         if mode is Mode.PREDICT and (why := pairs(program, slices)):
             raise CaptureError(f"model {model.name!r} can't predict by slices of a batch: {why}")
         with self._timing.part("capture optimizer"):
-            updates = (
-                group_updates(model, table, program, self.passes.shards, compiled=self.passes.plan.jit_compile)
-                if mode is Mode.TRAIN
-                else ()
-            )
+            updates = self.passes.updates(model, table, program) if mode is Mode.TRAIN else ()
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
         if mode is Mode.TRAIN and training:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))
@@ -146,7 +144,7 @@ class StepBuilder:
         else:
             owners = {**reads, **self._owners}
         placed = self._storage_devices if self.placer is None else self._placed(self.placer, built, owners)
-        self._settle(owners, optimizer_variables(updates), placed)
+        self._settle(owners, updates, placed)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return built
 
@@ -174,13 +172,17 @@ class StepBuilder:
     def _settle(
         self,
         owners: dict[str, tuple[int, ...]],
-        optimizer: dict[tuple[int, ...], tuple[Variable, ...]],
+        updates: Sequence[GroupUpdate],
         storage_devices: StorageDevices,
     ) -> None:
-        """Settles which stages keep which variables. Training decides; earlier builds are then built again."""
-        if (owners, optimizer or self._optimizer_variables, storage_devices) == (
+        """Settles which devices keep which variables. Training decides; earlier builds are then built again."""
+        optimizer, in_shards = self._optimizer_variables, self._in_shards
+        if updates:
+            optimizer, in_shards = optimizer_variables(updates), stored_in_shards(updates)
+        if (owners, optimizer, in_shards, storage_devices) == (
             self._owners,
             self._optimizer_variables,
+            self._in_shards,
             self._storage_devices,
         ):
             return
@@ -188,12 +190,17 @@ class StepBuilder:
             if again:
                 self.builds = {}
             self._owners, self._storage_devices = owners, storage_devices
-            self._optimizer_variables = optimizer or self._optimizer_variables
+            self._optimizer_variables, self._in_shards = optimizer, in_shards
 
     def holdings(self) -> list[Holding]:
         """Returns the variables that devices keep, by the stages that read them."""
         return holdings(
-            self._table, self._owners, self._optimizer_variables, self.passes.owner_devices, self._storage_devices
+            self._table,
+            self._owners,
+            self._optimizer_variables,
+            self.passes.owner_devices,
+            self._storage_devices,
+            self._in_shards,
         )
 
     def stored_bytes(self, program: Program, device: str) -> int:
@@ -300,7 +307,8 @@ class StepBuilder:
         """Returns a complete step of stage functions, and the passes that made it."""
         layout = self.layout(kind.samples)
         keys = collective_keys(sum_keys(built.program, layout))
-        passes = self.passes.step_passes(built, kind, self.schedule(built, layout), owners, keys)
+        schedule = self.schedule(built, layout)
+        passes = self.passes.step_passes(built, kind, schedule, owners, keys, in_shards=self._in_shards)
         first = self.passes.pipeline.number(passes[0])
         instruments = self._timing.of_passes(passes, first)
         program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)

@@ -11,13 +11,17 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import keras
+
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import limited_devices, residuals_held
 from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.variables.device_values import Holding
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.variables.device_values import Holding, parameters_in_shards
+from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, VariableKind
 from graph_passes.ir.storage import bytes_of
@@ -72,6 +76,13 @@ class StepPasses:
         if not self.plan.optimizer_shards:
             return 1
         return len({device for stage in stages for device in self.owner_devices[stage]})
+
+    def updates(self, model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
+        """Returns the optimizer's part for each parameter group; see `group_updates`."""
+        plan = self.plan
+        return group_updates(
+            model, table, program, self.shards, compiled=plan.jit_compile, stored=plan.parameter_shards
+        )
 
     def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
         names = self.cluster.device_names
@@ -156,12 +167,16 @@ class StepPasses:
             program: the stages.
             holdings: what devices keep.
             device: name of the device.
-            gradients: whether to count dense gradients without accumulators, too, as a step needs them at its end.
+            gradients: whether to count what only a step needs, too: dense gradients without accumulators, and whole
+                parameters of which devices keep shards.
         """
         stages = [stage for stage in program.stages if device in self.owner_devices[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
         if gradients or self.plan.accumulates():
             kept += [v for stage in stages for _, v, _ in stage.gradients]
+        if gradients and (in_shards := parameters_in_shards(holdings)):
+            running = [stage for stage in program.stages if device in self.devices[stage.index]]
+            kept += [program.variables[name] for stage in running for name in stage.reads if name in in_shards]
         return bytes_of(kept)
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
@@ -171,7 +186,14 @@ class StepPasses:
         return self.pipeline.placed(item for item in made if item is not None)
 
     def step_passes(
-        self, built: Build, kind: StepKind, schedule: Schedule, owners: Mapping[str, Sequence[int]], first_key: int = 1
+        self,
+        built: Build,
+        kind: StepKind,
+        schedule: Schedule,
+        owners: Mapping[str, Sequence[int]],
+        first_key: int = 1,
+        *,
+        in_shards: frozenset[str] = frozenset(),
     ) -> list[Pass]:
         """Returns the passes from stage functions to a step, which remake the functions first if slices need others.
 
@@ -181,8 +203,9 @@ class StepPasses:
             schedule: the order of its tasks.
             owners: variable -> the stages that keep it.
             first_key: the first of the collective keys.
+            in_shards: the parameters of which devices keep shards.
         """
-        asked = StepAsked(self, built, kind, schedule, owners, first_key)
+        asked = StepAsked(self, built, kind, schedule, owners, first_key, in_shards)
         made = [item for slot in PASSES if slot.step is not None and (item := slot.step(asked)) is not None]
         return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
 
@@ -247,6 +270,7 @@ class StepAsked(NamedTuple):
     schedule: Schedule
     owners: Mapping[str, Sequence[int]]
     first_key: int
+    in_shards: frozenset[str]
 
     @property
     def _layout(self) -> Layout:
@@ -277,8 +301,15 @@ class StepAsked(NamedTuple):
 
     def replicate(self) -> Replicate:
         """Returns the first pass of a step."""
-        host_device = self.passes.cluster.host_device
-        return Replicate(self._layout, host_device, self.owners, self.built.prefix, self.first_key)
+        return Replicate(
+            self._layout,
+            self.passes.cluster.host_device,
+            self.owners,
+            self.built.prefix,
+            self.first_key,
+            self.in_shards,
+            self.passes.plan.bucket_bytes,
+        )
 
     def cut_backward(self) -> CutBackward | None:
         """Returns the pass that cuts the last backwards into pieces."""

@@ -117,6 +117,7 @@ def capture_updates(
     shards: Mapping[tuple[int, ...], int] | None = None,
     *,
     compiled: bool = False,
+    stored: bool = False,
 ) -> tuple[GroupUpdate, ...]:
     """Traces the optimizer for each parameter group.
 
@@ -134,6 +135,7 @@ def capture_updates(
         shards: stages of a group -> number of devices that update it together, a shard each; groups that aren't in it
             are updated whole by each of their devices.
         compiled: whether XLA compiles the optimizer.
+        stored: whether devices keep only their shards of parameters, too.
 
     Raises:
         CaptureError: the optimizer couples variables or gradients of several groups, or elements that are in different
@@ -164,10 +166,10 @@ def capture_updates(
         )
         shards = None
         if chosen:
-            apply = _in_shards(optimizer, table, apply, count, own_rows)
+            apply = _in_shards(optimizer, table, apply, count, own_rows, stored=stored)
             own = [name for name in names if name in chosen]
             statistics = _capture(table, own, sliced, _statistics, of_shards=True) if needs else None
-            shards = Shards(chosen, statistics)
+            shards = Shards(chosen, statistics, stored)
         whole = [name for name in names if name not in chosen]
         return GroupUpdate(
             stages,
@@ -233,7 +235,7 @@ def _chosen(
 
 
 def _in_shards(
-    optimizer: Any, table: VariableTable, apply: Captured, count: int, own_rows: Collection[str]
+    optimizer: Any, table: VariableTable, apply: Captured, count: int, own_rows: Collection[str], *, stored: bool
 ) -> Captured:
     """Returns the optimizer's part for a group of which each of ``count`` devices updates a shard."""
     inner = inner_optimizer(optimizer)
@@ -242,7 +244,7 @@ def _in_shards(
         if table.knows(slot) and table.knows(parameter) and table.name_of(parameter) in apply.slices:
             (by_row if table.name_of(parameter) in own_rows else apart).add(table.name_of(slot))
     try:
-        return sharded_update(apply, count, by_row, apart)
+        return sharded_update(apply, count, by_row, apart, stored=stored)
     except CoupledElementsError as error:
         constraints = [(table.keras_variables[name].constraint, name) for name in apply.gradients]
         own = [f"{type(constraint).__name__} of {name!r}" for constraint, name in constraints if constraint is not None]

@@ -61,6 +61,7 @@ class PlanRequest:
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
         optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
+        parameter_shards: whether plans have `Plan.parameter_shards`.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -80,6 +81,7 @@ class PlanRequest:
     least_gain: float = LEAST_GAIN
     moves: tuple[Move, ...] = ()
     optimizer_shards: bool | None = False
+    parameter_shards: bool = False
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class PlanRequest:
         moves: Sequence[Move] = (),
         only: str | Iterable[str] | None = None,
         optimizer_shards: bool | None = False,
+        parameter_shards: bool = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
@@ -138,6 +141,7 @@ class PlanRequest:
             least_gain=least_gain,
             moves=tuple(moves),
             optimizer_shards=optimizer_shards,
+            parameter_shards=parameter_shards,
         )
 
     def __post_init__(self) -> None:
@@ -157,6 +161,13 @@ class PlanRequest:
             raise PlanError(
                 f"optimizer_shards is {short(self.optimizer_shards)}; give True, False, or None for where memory "
                 f"requires it"
+            )
+        if not isinstance(self.parameter_shards, bool):
+            raise PlanError(f"parameter_shards is {short(self.parameter_shards)}; it must be True or False")
+        if self.parameter_shards and not self.optimizer_shards:
+            raise PlanError(
+                f"parameter_shards is True, but optimizer_shards is {self.optimizer_shards}; set it to True, or leave "
+                f"parameter_shards out"
             )
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
@@ -235,6 +246,7 @@ class PlanRequest:
             recompute=recompute,
             jit_compile=self.jit_compile,
             optimizer_shards=bool(self.optimizer_shards),
+            parameter_shards=self.parameter_shards,
         )
         return self.shared(plan)
 

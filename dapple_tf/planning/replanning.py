@@ -102,6 +102,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             operator_devices=placed,
             shares=tuple(shares) or None,
             optimizer_shards=plan.optimizer_shards,
+            parameter_shards=plan.parameter_shards,
         )
 
     try:
@@ -190,6 +191,7 @@ class Replanner:
                     jit_compile=plan.jit_compile,
                     only=only,
                     optimizer_shards=plan.optimizer_shards,
+                    parameter_shards=plan.parameter_shards,
                 )
                 return Deployment(cluster, new)
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))

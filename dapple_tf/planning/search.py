@@ -86,6 +86,7 @@ class Search:
         overlap: whether all-reduce overlaps with the stage's last backward.
         recompute: the mode: what B computes again.
         shards: whether replicas keep a shard of the optimizer's slots each.
+        parameter_shards: whether they keep one of the parameters, too, which are whole while tasks run.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Search:
         overlap: bool = False,
         recompute: str = "none",
         shards: bool = False,
+        parameter_shards: bool = False,
     ) -> None:
-        self.shards = shards
+        self.shards, self.parameter_shards = shards, parameter_shards
         self.profile, self.placements, self.links, self.ends = profile, placements, links, tuple(ends)
         self.overlap = overlap
         self.ranges = stage_ranges(profile, self.ends, recompute)
@@ -255,7 +257,8 @@ class _Run:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         keepers = replicas if search.shards else 1
         reduced = reduced + ranges.apply[:, None, :] / speed / keepers
-        stored = ranges.stored[:, None, :] - ranges.slots[:, None, :] * (1 - 1 / keepers)
+        cut = ranges.slots + ranges.parameters if search.parameter_shards else ranges.slots
+        stored = ranges.stored[:, None, :] - cut[:, None, :] * (1 - 1 / keepers)
         in_flight = np.full(self.groups + 1, float(self.in_flight))
         in_flight[self.groups] = 1.0
         fits = np.broadcast_to(self.allowed[steps][None, :, None], forward.shape)
@@ -263,6 +266,8 @@ class _Run:
             # If a slice in proportion to a device's speed doesn't fit, an equal one may: others then get more.
             own = np.minimum(samples, np.ceil(samples * kind.share[steps][None, :, None]))
             running = in_flight * line(ranges.residual, own) + line(ranges.working, own)
+            if search.parameter_shards:
+                running = running + size * (replicas > 1)
             needed = stored + np.maximum(running, size * (replicas > 1))
             fits = fits & (~kind.used[steps][None, :, None] | (needed <= kind.memory))
         return _Stage(forward, backward, reduced, fits)

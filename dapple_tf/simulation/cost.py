@@ -259,7 +259,8 @@ class CostModel:
         """Returns the seconds of an all-reduce of all, or ``size``, of its bytes, in buckets.
 
         With `Plan.optimizer_shards`, of a reduce-scatter and the all-gather of the parameters: as if that followed at
-        once, though the update is between them.
+        once, though the update is between them. With `Plan.parameter_shards`, of the reduce-scatter alone, which takes
+        as long as the gather before the stage's forwards.
 
         Args:
             reduction: what is reduced.
@@ -271,11 +272,18 @@ class CostModel:
         key = (reduction.devices, algorithm)
         if key not in self._reductions:
             members = Counter(self.cluster.devices[device].server for device in reduction.devices)
-            shards = self.plan.optimizer_shards
-            self._reductions[key] = (
-                exchange_time(self.cluster, members) if shards else all_reduce_time(self.cluster, members, algorithm)
-            )
+            if self.plan.optimizer_shards:
+                time = exchange_time(self.cluster, members, 1 if self.plan.parameter_shards else 2)
+            else:
+                time = all_reduce_time(self.cluster, members, algorithm)
+            self._reductions[key] = time
         return self._reductions[key].seconds(size, self.plan.bucket_bytes)
+
+    def gathers(self, stage: int) -> tuple[Reduction, ...]:
+        """Returns the reductions whose parameters a stage gathers before its first forward."""
+        if not self.plan.parameter_shards:
+            return ()
+        return tuple(reduction for reduction in self.reductions if stage in reduction.stages)
 
     def reducing(self, all_reduce: str | tuple[str, ...]) -> CostModel:
         """Returns the costs of the same plan with another all-reduce."""
@@ -469,12 +477,13 @@ class CostModel:
                 worst, limit = short
                 need = worst.peak(1)
                 fix = "use more stages"
-                if worst.stored < limit:
+                fixed = worst.stored + worst.gathered
+                if fixed < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.recompute_of(stage) == "none" else ""
                 shares = self.plan.shares is not None and len(set(self.plan.shares[stage])) > 1
                 raise PlanError(
-                    f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(worst.stored)} for "
+                    f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(fixed)} for "
                     f"weights, gradients and optimizer, {gib(worst.each + worst.working)} for one slice of "
                     f"{worst.samples if shares else self.samples(stage)} samples), {gib(need - limit)} more than "
                     f"{'that device' if shares else 'its smallest device'} has ({gib(limit)}): {fix}"

@@ -9,6 +9,7 @@ from dapple_tf.simulation.legs import handed_on
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
+    from dapple_tf.describe.profile import LayerProfile, SharedParameters
     from dapple_tf.simulation.cost import CostModel
 
 
@@ -24,6 +25,7 @@ class DeviceNeed(NamedTuple):
         alone: for reductions at the end of the step.
         beside: for a reduction while tasks run.
         samples: of its largest slice.
+        gathered: whole parameters of which it stores a shard, while tasks run.
     """
 
     stored: float
@@ -34,10 +36,12 @@ class DeviceNeed(NamedTuple):
     alone: float
     beside: float
     samples: int
+    gathered: float = 0.0
 
     def peak(self, in_flight: int) -> float:
         """Returns the peak bytes with ``in_flight`` micro-batches in flight."""
-        return self.stored + max(in_flight * self.each + self.working + self.beside, self.alone)
+        running = in_flight * self.each + self.working + self.beside + self.gathered
+        return self.stored + max(running, self.alone)
 
     def fitting(self, limit: int, most: int, *, shared: bool = False) -> int:
         """Returns how many micro-batches fit in ``limit`` bytes, at most ``most`` in each stage.
@@ -45,7 +49,7 @@ class DeviceNeed(NamedTuple):
         With ``shared`` it counts slices in any stage of the device: each may be as large as the largest, unless there
         are only one micro-batch's (`Policy.shares_room`).
         """
-        room = limit - self.stored - self.working - self.beside
+        room = limit - self.stored - self.gathered - self.working - self.beside
         if room < self.each or limit < self.peak(1):
             return 0
         if shared:
@@ -133,14 +137,16 @@ def _need(costs: CostModel, work: _Work) -> DeviceNeed:
     applying = [buffers[stage].apply for stage in owned if stage in buffers]
     sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
+    gathered = sum(reduction.bytes for stage in runs for reduction in costs.gathers(stage))
     alone = sum(reducing) + (
-        each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
+        each + working + gathered if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
     )
     alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
     stored = _stored(costs, owned, accumulated=True)
-    return DeviceNeed(stored, each, max(kept, default=0.0), len(stages), working, alone, beside, max(sizes.values()))
+    largest, samples = max(kept, default=0.0), max(sizes.values())
+    return DeviceNeed(stored, each, largest, len(stages), working, alone, beside, samples, gathered)
 
 
 def _working(costs: CostModel, stage: int, samples: int) -> float:
@@ -163,21 +169,25 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
         total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
-    return total - (_slots_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0)
+    return total - (_kept_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0)
 
 
-def _slots_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
-    """Returns the bytes of the slots of some stages that other devices keep, where each keeps a shard of them."""
+def _kept_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
+    """Returns the bytes of slots and parameters of some stages that other devices keep, where each keeps a shard."""
     stage_of = costs.profile.stage_of_layers(costs.plan.cuts)
+
+    def cut(part: LayerProfile | SharedParameters) -> int:
+        return part.slot_bytes + (part.parameter_bytes if costs.plan.parameter_shards else 0)
+
     total = 0.0
     for stage in stages:
-        slots = sum(layer.slot_bytes for layer in costs.profile.layers[slice(*costs.stages[stage].layers)])
-        total += slots * (1 - 1 / len(costs.owner_devices[stage]))
+        own = sum(map(cut, costs.profile.layers[slice(*costs.stages[stage].layers)]))
+        total += own * (1 - 1 / len(costs.owner_devices[stage]))
     for group in costs.profile.shared:
         readers = {stage_of[layer] for layer in group.layers}
         if not readers.isdisjoint(stages):
             keepers = {device for stage in readers for device in costs.owner_devices[stage]}
-            total += group.slot_bytes * (1 - 1 / len(keepers))
+            total += cut(group) * (1 - 1 / len(keepers))
     return total
 
 

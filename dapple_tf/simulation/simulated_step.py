@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.cost import CostModel, Reduction
 from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.shared_cores import Running, SharedCores
+from dapple_tf.simulation.simulated_gathers import Gathers
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
 from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
@@ -84,12 +85,17 @@ class SimulatedStep:
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
         self.next_of_stage: dict[int, list[int]] = {}
         self.next_numbers = frozenset(map(self.numbers.of, self.next))
+        self.gathers = Gathers(costs, self.orders, self.next, next_forward=next_forward)
         if next_forward:
             self._await_updates()
         for order in self.orders.values() if carried else ():
             for task in order:
                 if task.stage in carried and task.phase is Phase.FORWARD:
                     self._await_update(task)
+        for stage, firsts in self.gathers.firsts.items():
+            for task in firsts:
+                self.waiting[self.numbers.of(task)] += 1
+            self.gathers.unready[stage] += len(self.members[stage]) if next_forward or stage in carried else 0
         self.limit = limit * (1 + ROUNDING) - self.once
         self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
         # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
@@ -161,6 +167,9 @@ class SimulatedStep:
                     self.reduce(unit, None)
             for device, _ in self.members[stage]:
                 self.updatable(device, stage, None)
+        for stage, unready in self.gathers.unready.items():
+            if not unready:
+                self.gather(stage, None)
         for device in self.orders:
             self.start(device)
         return self.go_on()
@@ -244,6 +253,8 @@ class SimulatedStep:
         self.last[device] = index
         self.free[device] = True
         self.send(device, number, index)
+        for stage in self.gathers.after.get(number, ()) if self.gathers.after else ():
+            self.gatherable(stage, index)
         for stage in self.ends.get(number, ()):
             if stage in self.carried:
                 continue
@@ -427,11 +438,7 @@ class SimulatedStep:
         """Reduces a unit whose turn it is, once the links of its devices are free."""
         number, size = self.reductions.units[unit].number, self.reductions.units[unit].bytes
         reduction = self.costs.reductions[number]
-        servers = {self.server[device] for device in reduction.devices}
-        if len(servers) > 1:
-            ports = [self.port(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
-        else:
-            ports = [self.port(kind, device) for device in reduction.devices for kind in ("out", "in")]
+        ports = self.ports_of(reduction)
         start, cause = self.reserve(ports, self.now, index)
         end = start + self.costs.reduction_seconds(reduction, size)
         stage = reduction.stages[0]
@@ -439,6 +446,13 @@ class SimulatedStep:
         for port in ports:
             self.port_free[port], self.port_last[port] = end, span
         self.at(end, self.is_reduced, (unit, span))
+
+    def ports_of(self, reduction: Reduction) -> list[int]:
+        """Returns the ports that a reduction takes: of all its devices, or of their servers if there are several."""
+        servers = {self.server[device] for device in reduction.devices}
+        if len(servers) > 1:
+            return [self.port(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
+        return [self.port(kind, device) for device in reduction.devices for kind in ("out", "in")]
 
     def is_reduced(self, unit: int, index: int) -> None:
         """Ends a reduction: others have their turn, and parameters can be updated."""
@@ -493,7 +507,39 @@ class SimulatedStep:
 
     def release(self, device: int, stage: int, index: int | None) -> None:
         """Releases the next step's forwards of a stage."""
-        for number in self.next_of_stage.get(stage, ()):
+        waits = self.next_of_stage.get(stage, ())
+        if waits and stage in self.gathers.unready:
+            self.gatherable(stage, index)
+        for number in waits:
             task = self.tasks[number]
             if task is not None and (device, task.replica) in self.members[stage]:
                 self.arrive(number, index)
+
+    # ---- parameters in shards
+
+    def gatherable(self, stage: int, index: int | None) -> None:
+        """Notes that something is over for which a stage's gather waits."""
+        self.gathers.unready[stage] -= 1
+        if not self.gathers.unready[stage]:
+            self.gather(stage, index)
+
+    def gather(self, stage: int, index: int | None) -> None:
+        """Gathers a stage's parameters on all of its devices, once the links of those that keep them are free."""
+        ready, cause, begin, size = self.now, index, math.inf, 0.0
+        for group in self.costs.gathers(stage):
+            ports = self.ports_of(group)
+            start, cause = self.reserve(ports, ready, cause)
+            ready = start + self.costs.reduction_seconds(group)
+            begin, size = min(begin, start), size + group.bytes
+            for port in ports:  # Its first device's span, which follows.
+                self.port_free[port], self.port_last[port] = ready, len(self.spans)
+        spans = [
+            self.add(Span("all_reduce", begin, ready, device, stage, replica=replica, bytes=size, cause=cause))
+            for replica, device in enumerate(self.costs.plan.devices[stage])
+        ]
+        self.at(ready, self.is_gathered, (stage, spans[0]))
+
+    def is_gathered(self, stage: int, index: int) -> None:
+        """Ends a gather: the stage's first forwards may begin."""
+        for task in self.gathers.firsts[stage]:
+            self.arrive(self.numbers.of(task), index)

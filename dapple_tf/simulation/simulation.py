@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulated_gathers import gathered
 from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.text_table import table
 from dapple_tf.units import gib, ms_text
 from dapple_tf.view.notebook import Table, notebook_html
-from dapple_tf.view.timeline import Span, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, Span, Timeline
 from graph_passes.ir.tasks import Phase
 
 _PHASES = {phase.value: phase for phase in Phase}
@@ -48,7 +49,7 @@ class Simulation:
         """Device -> seconds in which it computes."""
         seconds = dict.fromkeys(self.costs.devices, 0.0)
         for span in self.spans:
-            if span.device is not None and span.kind != "send":
+            if span.device is not None and span.kind not in (SEND, ALL_REDUCE):
                 seconds[span.device] += span.end - span.start
         return seconds
 
@@ -82,7 +83,7 @@ class Simulation:
         """Device -> what it computes, in order of time."""
         by_device: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
         for span in self.spans:
-            if span.device is not None and span.kind != "send":
+            if span.device is not None and span.kind not in (SEND, ALL_REDUCE):
                 by_device[span.device].append(span)
         return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in by_device.items()}
 
@@ -119,6 +120,8 @@ class Simulation:
         lives as long as in a real step (`step_memory.py`).
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
+        for device, start, end, size in gathered(self.costs, self.spans):
+            changes[device].add(start, end, 0.0, size, 0.0)
         if self.costs.profile.has_buffers:
             for life in StepMemory(self).lives():
                 changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)

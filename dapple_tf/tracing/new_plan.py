@@ -60,6 +60,7 @@ def plan_for_speeds(simulation: Simulation, factors: Mapping[int, float]) -> New
                 plan.global_batch_size,
                 jit_compile=plan.jit_compile,
                 optimizer_shards=plan.optimizer_shards,
+                parameter_shards=plan.parameter_shards,
             )
         )
     timed = [NewPlan(plan, present, present)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -10,7 +10,7 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import Builder, GraphDef, Ref
 from graph_passes.ir.outline import FunctionDef, call_node, placeholder
-from graph_passes.ir.program import Variable
+from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.storage import (
     by_dtype,
     flatten,
@@ -56,6 +56,12 @@ class Holding:
         There is none if the variables aren't in shards.
         """
         return [builder.const(self.devices.index(device), types_pb2.DT_INT32, device=device)] if self.sharded else []
+
+
+def parameters_in_shards(holdings: Iterable[Holding]) -> frozenset[str]:
+    """Returns the parameters of which devices keep shards."""
+    kept = (variable for holding in holdings for variable in holding.variables)
+    return frozenset(v.name for v in kept if v.kind is not VariableKind.OPTIMIZER and v.shards > 1)
 
 
 def host_of(device: str) -> str:

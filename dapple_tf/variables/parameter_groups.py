@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -28,6 +30,7 @@ def group_updates(
     shards: Callable[[Sequence[int]], int] | None = None,
     *,
     compiled: bool = False,
+    stored: bool = False,
 ) -> tuple[GroupUpdate, ...]:
     """Returns the optimizer's part for each parameter group of a program with stage functions, and extends the table.
 
@@ -38,6 +41,7 @@ def group_updates(
         shards: stages of a group -> number of devices that update it together, a shard each; None for groups that each
             device updates whole.
         compiled: whether XLA compiles the optimizer.
+        stored: whether devices keep only their shards of parameters, too.
 
     Raises:
         CaptureError: the optimizer can't be split over groups.
@@ -57,7 +61,7 @@ def group_updates(
     assert loss is not None
     loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
     counts = {} if shards is None else {stages: count for stages in groups if (count := shards(stages)) > 1}
-    return capture_updates(optimizer, table, groups, sliced, loss_dtype, counts, compiled=compiled)
+    return capture_updates(optimizer, table, groups, sliced, loss_dtype, counts, compiled=compiled, stored=stored)
 
 
 def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -85,12 +89,19 @@ def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...],
     }
 
 
+def stored_in_shards(updates: Sequence[GroupUpdate]) -> frozenset[str]:
+    """Returns the parameters of which devices keep only their shards."""
+    stored = [update.shards.parameters for update in updates if update.shards is not None and update.shards.stored]
+    return frozenset(itertools.chain.from_iterable(stored))
+
+
 def holdings(
     table: VariableTable,
     owners: Mapping[str, tuple[int, ...]],
     optimizer: Mapping[tuple[int, ...], Sequence[Variable]],
     owner_devices: Sequence[Sequence[str]],
     storage_devices: StorageDevices | None = None,
+    in_shards: Container[str] = frozenset(),
 ) -> list[Holding]:
     """Returns the variables that devices keep.
 
@@ -100,10 +111,15 @@ def holdings(
         optimizer: stages -> the optimizer's variables of their parameter group.
         owner_devices: for each stage the names of the devices that keep its variables.
         storage_devices: the devices of variables that were placed one by one.
+        in_shards: the variables of the model of which each of their devices keeps a shard.
     """
     by_stages: dict[tuple[int, ...], list[Variable]] = {}
     for name, stages in owners.items():
-        by_stages.setdefault(stages, []).append(table.describe(name))
+        variable = table.describe(name)
+        if name in in_shards:
+            count = len({device for stage in stages for device in owner_devices[stage]})
+            variable = dataclasses.replace(variable, shards=count)
+        by_stages.setdefault(stages, []).append(variable)
     for stages, variables in optimizer.items():
         by_stages.setdefault(stages, []).extend(variables)
     held = []

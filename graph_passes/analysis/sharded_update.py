@@ -48,7 +48,12 @@ class CoupledElementsError(PassError):
 
 
 def sharded_update(
-    update: Captured, count: int, by_row: Container[str] = frozenset(), apart: Container[str] = frozenset()
+    update: Captured,
+    count: int,
+    by_row: Container[str] = frozenset(),
+    apart: Container[str] = frozenset(),
+    *,
+    stored: bool = False,
 ) -> Captured:
     """Returns an update of a shard of each variable in place of an update of whole variables.
 
@@ -56,7 +61,7 @@ def sharded_update(
 
     Parameters with a dense gradient of which each device gets an element are in shards, and so are slots of their
     shapes; other variables stay whole. While the update runs, a parameter's `shard_storage` has the shard that
-    changes.
+    changes, or its own storage does.
 
     Args:
         update: the optimizer's part for a group.
@@ -64,6 +69,7 @@ def sharded_update(
         by_row: parameters and slots that are in shards, too, though gradients are rows: their update is known to be one
             of each row by itself.
         apart: slots that stay whole, whatever their shape.
+        stored: whether each device keeps only its shards of parameters, under their own names.
 
     Raises:
         CoupledElementsError: the update of an element depends on more than the same element of the gradient and the
@@ -89,7 +95,7 @@ def sharded_update(
         own = storage_shape(variables[name].shape, count)
         make_constant(_node(graph, "", ref.node), np.array(own, np.int64))
     in_shards = {
-        ref: _in_shards(variable, count) if variable.name in elements or variable.name in by_row else variable
+        ref: _in_shards(variable, count, stored) if variable.name in elements or variable.name in by_row else variable
         for ref, variable in update.variables.items()
     }
     return dataclasses.replace(update, graph=graph, variables=in_shards, row_shapes={})
@@ -100,8 +106,9 @@ def _gradient_shape(graph: GraphDef, ref: Ref) -> tuple[int, ...]:
     return tuple(dim.size for dim in _node(graph, "", ref.node).attr["shape"].shape.dim)
 
 
-def _in_shards(variable: Variable, count: int) -> Variable:
-    storage = shard_storage(variable.name) if variable.kind is VariableKind.PARAMETER else variable.storage
+def _in_shards(variable: Variable, count: int, stored: bool) -> Variable:
+    begun = variable.kind is VariableKind.PARAMETER and not stored
+    storage = shard_storage(variable.name) if begun else variable.storage
     return dataclasses.replace(variable, shards=count, storage=storage)
 
 

@@ -46,10 +46,12 @@ class Shards:
     Attributes:
         parameters: their names. ``apply`` takes a shard of each one's gradient, or its rows in the shard.
         statistics: as in `GroupUpdate`, of a device's shards of their gradients.
+        stored: whether each device keeps only its shards of these parameters, too.
     """
 
     parameters: frozenset[str]
     statistics: Captured | None = None
+    stored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -506,7 +506,10 @@ class Step:
         pieces: for a task that was cut into pieces, the nodes of each in order: its call, and what adds up its results.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
-        reads: (stage, replica) -> the nodes that read its variables.
+        reads: (stage, replica) -> the nodes that read its variables, but for those in shards.
+        shard_reads: (stages of a parameter group, device) -> the nodes that read the group's shards on the device.
+        gathers: (stage, replica) -> those of these nodes that wait until the replica's device is to gather its
+            parameters; none where it does so as the step begins.
         feeds: flat batch input -> placeholder of the whole batch; empty if workers read it themselves.
         taken: the batch that workers have read themselves; None if it is fed.
         metric_feeds: metric variable -> placeholders of its value before the step and of its value after a reset.
@@ -528,6 +531,8 @@ class Step:
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    gathers: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)

@@ -68,7 +68,7 @@ class Application:
         return calls
 
     def _gathered(self, group: ParameterGroup) -> list[tuple[Variable, ...]]:
-        return gathered_buckets(group, self._options.bucket_bytes)
+        return [] if group.stores_shards else gathered_buckets(group, self._options.bucket_bytes)
 
     def carried(self) -> Calls:
         """Reduces and updates the groups that the previous step has carried over."""
@@ -220,7 +220,7 @@ class Application:
             substitute(graph, {captured.totals.node: argument})
         bindings: dict[str, Ref] = {}
         results, in_shards = list(captured.outputs), {} if joins else group.in_shards
-        if in_shards:
+        if in_shards and not group.stores_shards:
             number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
             inputs[number] = functools.partial(self._number, group)
             if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):

@@ -47,6 +47,11 @@ class ParameterGroup:
         names = self.update.shards.parameters
         return {v.name: dataclasses.replace(v, shards=len(self.devices)) for v in self.kept if v.name in names}
 
+    @property
+    def stores_shards(self) -> bool:
+        """Whether its devices keep only their shards of these parameters."""
+        return self.update is not None and self.update.shards is not None and self.update.shards.stored
+
 
 @dataclasses.dataclass(frozen=True)
 class ReductionUnit:

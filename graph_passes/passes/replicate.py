@@ -36,6 +36,7 @@ from graph_passes.ir.program import (
 from graph_passes.ir.storage import merge_gradients, merge_library, read_function
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.passes.parameter_gathers import ParameterGathers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Replicate:
         host_device: the device on which batches are fed and cut into slices.
         owners: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
             reads it from the first device of the first of them.
+        in_shards: the parameters of which these devices keep a shard each. Each replica gathers what its stage reads of
+            them, in vectors of about ``bucket_bytes``.
+        bucket_bytes: see ``in_shards``.
         prefix: start of the names of the functions made here.
         first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
 
@@ -70,6 +74,8 @@ class Replicate:
     owners: Mapping[str, Sequence[int]]
     prefix: str = ""
     first_key: int = 1
+    in_shards: frozenset[str] = frozenset()
+    bucket_bytes: int = 1
 
     def run(self, program: Program) -> Program:
         """Program with stage functions -> program whose graph is a step's top level, with ``step``."""
@@ -98,6 +104,7 @@ class _Replication:
         self.reads: dict[tuple[int, int], tuple[str, ...]] = {}
         self.functions: list[FunctionDef] = []
         self.groups: dict[tuple[str, ...], int] = {}
+        self.gathers = ParameterGathers(options, self.builder, self.functions)
 
     def result(self) -> Program:
         program, graph = self.program, self.builder.graph
@@ -120,6 +127,8 @@ class _Replication:
             values=self.values,
             pending=self.pending,
             reads=self.reads,
+            shard_reads=self.gathers.reads,
+            gathers=self.gathers.begins,
             feeds=self.feeds,
             metric_feeds=self.metric_feeds,
             metric_results=self._metric_results(),
@@ -181,9 +190,13 @@ class _Replication:
             self.inverses[normalizer.placeholder] = Ref(name, index)
 
     def _read_variables(self, stage: Stage) -> None:
-        variables = self.program.variables
+        variables, replicas = self.program.variables, range(len(self.layout.devices[stage.index]))
+        active = [r for r in replicas if any(self.layout.active(stage.index, m, r) for m in range(self._micro_batches))]
+        self.gathers.add(stage, variables, active)
         sources: dict[int, list[Variable]] = {}
         for name in stage.reads:
+            if name in self.options.in_shards:
+                continue
             owners = self.options.owners[name]
             sources.setdefault(stage.index if stage.index in owners else owners[0], []).append(variables[name])
         for source, group in sources.items():
@@ -191,7 +204,7 @@ class _Replication:
             self.functions.append(function)
             for replica, device in enumerate(self.layout.owner_devices[stage.index]):
                 remote = source != stage.index
-                if not any(self.layout.active(stage.index, m, replica) for m in range(self._micro_batches)):
+                if replica not in active:
                     continue
                 if not remote or replica == 0:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
@@ -259,7 +272,8 @@ class _Replication:
         if variable is not None:
             if variable.kind is VariableKind.METRIC:
                 return self._metric_value(variable, task.replica)
-            return self.variables[variable.name, task.stage, task.replica]
+            reader = variable.name, task.stage, task.replica
+            return self.gathers.tensors[reader] if reader in self.gathers.tensors else self.variables[reader]
         if value.ref in self.feeds:
             return self._slices_of(value.ref, task.stage)[task.micro_batch, task.replica]
         samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size

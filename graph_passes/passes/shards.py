@@ -1,4 +1,4 @@
-"""Updates in shards: a device's shard of a parameter is taken, updated like a whole one, and sent to all devices."""
+"""Updates in shards: a device's shard of a whole parameter is taken, updated like one, and sent to all devices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Variable, VariableKind
-from graph_passes.ir.storage import assign, buckets, bytes_of, flatten, handle, joined_shards, read, shard_of, unflatten
+from graph_passes.ir.storage import assign, buckets, bytes_of, handle, read, shard_of
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.passes.parameter_gathers import joined_buckets, packed_shards, vector_arguments
 from graph_passes.passes.parameter_group import ParameterGroup
 from graph_passes.passes.update_nodes import UpdateNodes, marks
 
@@ -68,7 +69,7 @@ def take_shards(builder: Builder, captured: Captured, number: Ref) -> dict[str, 
 
     Args:
         builder: of the graph of the update's function.
-        captured: the update, of shards.
+        captured: the update, of shards of parameters that are whole on each device.
         number: number of the device's shards, a scalar int32.
 
     Returns:
@@ -115,9 +116,8 @@ def updated_shards(
             own = shards[variable.name]
             place = handle(builder, own.storage_name, own.dtype, own.storage_shape)
             kind = dtype_attr(own.dtype)
-            updated = builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind)
-            parts.append(flatten(builder, updated, own.dtype))
-        vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
+            parts.append(builder.add("updated", "ReadVariableOp", [place], control=effects, dtype=kind))
+        vectors.append(packed_shards(builder, parts, bucket[0].dtype))
     return vectors
 
 
@@ -165,12 +165,9 @@ def _gather_function(name: str, bucket: Sequence[Variable]) -> FunctionDef:
     It removes the device's own shards, which only the update needed.
     """
     builder = Builder(empty_graph())
-    dtype = bucket[0].dtype
-    vectors = [builder.append(placeholder(builder.names.fresh("vector"), dtype)) for _ in range(bucket[0].shards)]
-    columns = [unflatten(builder, vector, dtype, [v.storage_shape for v in bucket]) for vector in vectors]
+    dtype, vectors = bucket[0].dtype, vector_arguments(builder, bucket)
     effects = []
-    for variable, shards in zip(bucket, zip(*columns, strict=True), strict=True):
-        value = joined_shards(builder, shards, variable)
+    for variable, value in zip(bucket, joined_buckets(builder, vectors, bucket), strict=True):
         effects.append(assign(builder, variable.name, value, dtype, variable.shape))
         own = handle(builder, shard_storage(variable.name), dtype, variable.storage_shape)
         effects.append(builder.add("remove", "DestroyResourceOp", [own], ignore_lookup_error=True).node)

@@ -33,6 +33,8 @@ class Update:
 
         pack -> all-reduce -> apply   becomes   pack -> reduce-scatter -> apply -> all-gather
 
+    Nothing is gathered then if each device keeps only its shards of them (`Shards.stored`).
+
     Attributes:
         updates: the parameter groups' parts of the optimizer.
         owners: the stages that keep each variable on their devices.

@@ -99,6 +99,8 @@ class UpdateNodes:
             elif (task.stage, task.replica) in places:
                 cut = self.step.pieces.get(task)
                 names += exits if cut is None or piece is None else (cut[piece][-1],)
+        if piece is None:
+            names += self.step.shard_reads.get((group.stages, device), ())
         return names + [name for place in places for name in self.empty.get(place, ())]
 
     def function_name(self, what: NodeKind, group: ParameterGroup, device: str, part: str = "") -> str:
@@ -129,12 +131,13 @@ class UpdateNodes:
         return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
 
     def hold_back_reads(self, applied: Calls) -> None:
-        """Makes reads of a stage's variables wait for its carried updates."""
+        """Makes reads of a stage's variables, or of a device's shards of them, wait for its carried updates."""
         nodes = {node.name: node for node in self.graph.node}
         for (stages, device), call in applied.items():
-            for replica in self.replicas_on(stages, device):
-                for name in self.step.reads.get(replica, ()):
-                    nodes[name].input.append(f"^{call}")
+            replicas = self.replicas_on(stages, device)
+            reads = [name for replica in replicas for name in self.step.reads.get(replica, ())]
+            for name in (*reads, *self.step.shard_reads.get((stages, device), ())):
+                nodes[name].input.append(f"^{call}")
 
     def end(self, after: Iterable[str]) -> str:
         """Returns the node that has run when all of ``after`` have."""
