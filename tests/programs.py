@@ -534,7 +534,7 @@ class Machine:
         self._graph = tf.Graph()
         self._session = tf.compat.v1.Session(graph=self._graph, config=config)
         self._numbers = itertools.count()
-        self._add(graph, "")
+        self.add(graph, "")
 
     def __enter__(self) -> Machine:
         return self
@@ -542,7 +542,8 @@ class Machine:
     def __exit__(self, *_: object) -> None:
         self._session.close()
 
-    def _add(self, graph: GraphDef, name: str) -> None:
+    def add(self, graph: GraphDef, name: str) -> None:
+        """Adds a graph, whose nodes' names get a prefix."""
         with self._graph.as_default():
             tf.graph_util.import_graph_def(graph, name=name)
 
@@ -561,7 +562,7 @@ class Machine:
         vector = builder.append(placeholder("values", variables[0].dtype))
         call = builder.append(call_node("call", function, [vector], device=device)).node
         merge_library(graph, [function])
-        self._add(graph, name)
+        self.add(graph, name)
         flat = np.concatenate([np.ravel(value) for value in values])
         self._session.run(f"{name}/{call}", {f"{name}/values:0": flat})
 
@@ -572,7 +573,7 @@ class Machine:
         graph = empty_graph()
         graph.node.append(call_node("call", function, [], device=device))
         merge_library(graph, [function])
-        self._add(graph, name)
+        self.add(graph, name)
         return list(self._session.run([f"{name}/call:{index}" for index in range(len(variables))]))
 
 

@@ -161,4 +161,5 @@ def _joining(name: str, bucket: Sequence[Variable]) -> FunctionDef:
     """Returns the function from the vectors of all devices' shards to whole values."""
     builder = Builder(empty_graph())
     vectors = vector_arguments(builder, bucket)
-    return outline(name, Graph(builder.graph), vectors, joined_buckets(builder, vectors, bucket))
+    values = joined_buckets(builder, vectors, bucket)
+    return outline(name, Graph(builder.graph), vectors, values)
