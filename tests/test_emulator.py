@@ -300,6 +300,12 @@ def test_more_devices_than_can_be_emulated() -> None:
         emulate(Plan.data_parallel(33, 33), profile(1), cluster(33))
 
 
+def test_parameters_in_shards() -> None:
+    plan = Plan.data_parallel(2, 2, optimizer_shards=True, parameter_shards=True)
+    with pytest.raises(EmulationError, match="parameters in shards, whose gathers before forwards can't be emulated"):
+        emulate(plan, profile(1), cluster(2))
+
+
 def test_wrong_arguments() -> None:
     case = pipeline(2, 2, "dapple_a", [1], 0.0)
     with pytest.raises(ValueError, match="0 steps were asked for; ask for at least 1"):

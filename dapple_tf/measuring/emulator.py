@@ -122,7 +122,8 @@ def emulate(
             delays add up along the step, and only a large ``scale`` makes them small.
 
     Raises:
-        EmulationError: too many devices; or the executor ran a task out of order, or before its inputs.
+        EmulationError: too many devices, carried updates or parameters in shards; or the executor ran a task out of
+            order, or before its inputs.
         PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
     """
     if steps < 1:
@@ -133,6 +134,11 @@ def emulate(
         raise EmulationError(
             f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "
             f"emulated; simulate it, or emulate it with carried_updates=0"
+        )
+    if plan.parameter_shards:
+        raise EmulationError(
+            "the plan keeps parameters in shards, whose gathers before forwards can't be emulated; simulate it, or "
+            "emulate it with parameter_shards=False"
         )
     devices = {device for group in (*plan.devices, *(plan.weight_devices or ())) for device in group}
     if len(devices) > MAX_DEVICES:
