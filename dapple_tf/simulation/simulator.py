@@ -45,6 +45,10 @@ def simulate(
     reduces and updates nothing. With ``plan.carried_updates`` a step first reduces and updates what the previous step
     has left, and the forwards of these stages wait for it.
 
+    With ``plan.parameter_shards`` a stage's first forwards wait for the gather of its parameters, a span of kind
+    ``all_reduce`` on each of its devices. It waits until these have come to the stage before it, or for its update, if
+    that comes first.
+
     On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
 
     Args:

@@ -27,7 +27,8 @@ class Span(NamedTuple):
         kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
         start: seconds from the start of the step.
         end: seconds from the start of the step.
-        device: index of the device; for a ``send``, the sender; None for an all-reduce, which has several.
+        device: index of the device; for a ``send``, the sender; None for an all-reduce, which has several, unless
+            it was measured or gathers parameters.
         stage: its stage; for an all-reduce, the first one.
         micro_batch: its micro-batch; None if it comes once in a step.
         replica: its replica.

@@ -44,8 +44,8 @@ class NodeKind(enum.Enum):
     ACCUMULATE_NOTHING = "accumulate_nothing", "accumulate", "accumulate"  # of a replica without samples
     PACK = "pack", "pack", "all_reduce"  # gradients into vectors
     ALL_REDUCE = "all_reduce", "all_reduce", "all_reduce"
-    REDUCE_SCATTER = "reduce_scatter", "all_reduce", "all_reduce"  # inside servers, before an all-reduce between them
-    ALL_GATHER = "all_gather", "all_reduce", "all_reduce"  # after it
+    REDUCE_SCATTER = "reduce_scatter", "all_reduce", "all_reduce"  # before an all-reduce between servers, or an update
+    ALL_GATHER = "all_gather", "all_reduce", "all_reduce"  # after it, or of parameters before forwards
     STATISTICS = "statistics", "apply", "other"  # what the optimizer needs to know of all gradients
     TOTALS = "totals", "", "other"  # their sum over groups
     APPLY = "apply", "apply", "apply"
