@@ -72,7 +72,7 @@ def serialized(cluster: Mapping[str, Sequence[str]], job: str, task: int, settin
         _message((_NAME, name), *((_TASKS, _message((_KEY, number), (_VALUE, at))) for number, at in enumerate(own)))
         for name, own in sorted(cluster.items())
     ]
-    config = [
+    config: list[tuple[int, int | str | bytes]] = [
         (_DEVICE_COUNT, _message((_KEY, "CPU"), (_VALUE, settings.cpus))),
         (_INTRA_OP, settings.intra_op),
         (_INTER_OP, settings.inter_op),

@@ -164,8 +164,8 @@ class Machine:
     def inventory(self) -> list[dict[str, Any]]:
         """Returns kind, memory and hardware of each device."""
         if self.devices == 0 and self.report.gpus:
-            memory = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
-            return [{"kind": "GPU", **gpu, **memory} for gpu in self.report.gpus]
+            limit = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
+            return [{"kind": "GPU", **gpu, **limit} for gpu in self.report.gpus]
         count = max(1, self.devices)
         memory = self.memory_bytes or _memory() // count
         return [{"kind": "CPU", "memory_bytes": memory, "hardware": cpu_kind(count)}] * count

@@ -255,10 +255,8 @@ class StagesAsked(NamedTuple):
         fuse = passes.uninterrupted if self.training and plan.jit_compile else frozenset()
         replicas = [len(devices) for devices in plan.devices]
         counted = bool(limited_devices(plan, passes.cluster))
-        return Partition(
-            *(plan.recompute, plan.jit_compile, self.training, self.prefix),
-            *(plan.split_stages, fuse, sizes, replicas, counted),
-        )
+        options = plan.recompute, plan.jit_compile, self.training, self.prefix, plan.split_stages
+        return Partition(*options, fuse, sizes, replicas, counted)
 
 
 class StepAsked(NamedTuple):

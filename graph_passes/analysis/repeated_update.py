@@ -69,8 +69,8 @@ def repeated_update(captured: Captured, owners: Mapping[Ref, str], copies: _Copi
             now = {name: renamed.get(name, name) for name in _reads(node, control_inputs(node))}
             copy.input[:] = [renamed_input(text, now) for text in node.input]
 
-    def moved(refs: Iterable[Ref], other: str) -> tuple[Ref, ...]:
-        return tuple(Ref(copied[other][ref.node], ref.output) for ref in refs)
+    def moved(ref: Ref, other: str) -> Ref:
+        return Ref(copied[other][ref.node], ref.output)
 
     pairs = [(own, other) for own, others in copies.items() for other in others]
     return dataclasses.replace(
@@ -78,21 +78,23 @@ def repeated_update(captured: Captured, owners: Mapping[Ref, str], copies: _Copi
         graph=graph,
         gradients={
             **captured.gradients,
-            **{other: moved([ref], other)[0] for own, other in pairs if (ref := captured.gradients.get(own))},
+            **{other: moved(ref, other) for own, other in pairs if (ref := captured.gradients.get(own))},
         },
         slices={
             **captured.slices,
-            **{other: (*moved(refs, other),) for own, other in pairs if (refs := captured.slices.get(own))},
+            **{
+                other: (moved(refs[0], other), moved(refs[1], other))
+                for own, other in pairs
+                if (refs := captured.slices.get(own))
+            },
         },
         row_shapes={
             **captured.row_shapes,
-            **{other: moved([ref], other)[0] for own, other in pairs if (ref := captured.row_shapes.get(own))},
+            **{other: moved(ref, other) for own, other in pairs if (ref := captured.row_shapes.get(own))},
         },
         variables={
             **captured.variables,
-            **{
-                moved([ref], other)[0]: variable for own, other in pairs for ref, variable in copies[own][other].items()
-            },
+            **{moved(ref, other): variable for own, other in pairs for ref, variable in copies[own][other].items()},
         },
         effects=tuple(name for effect in captured.effects for name in (effect, *copies_of(effect))),
     )
