@@ -73,3 +73,15 @@ def random_order(graph: OpGraph, rng: np.random.Generator) -> list[int]:
             if not waiting[follower]:
                 heapq.heappush(ready, (rng.random(), follower))
     return order
+
+
+def placed_in_halves(graph: OpGraph, topology: Topology, **_: object) -> OpPlacement:
+    """What can stand in place of `fd_dps`: the first operators are on the first device, the others on the last."""
+    last, half = topology.count - 1, graph.count // 2
+    first_of: dict[int, int] = {}
+    for number, group in enumerate(graph.groups.tolist()):
+        first_of.setdefault(group, number)
+    places = [last * (first_of[group] >= half) for group in range(len(graph.pinned))]
+    devices = np.where(graph.pinned >= 0, graph.pinned, places)[graph.groups]
+    by_name = dict(zip(graph.names, devices.tolist(), strict=True))
+    return OpPlacement(by_name, graph.names, {}, 1.0, (0.0,) * topology.count)

@@ -189,7 +189,7 @@ def test_placed_operators_are_told_of_as_they_are_placed(tmp_path: pathlib.Path)
     pipelined.dump(tmp_path)
     names = ["plan.json", "index.html", LIST, *expected("train0", [*TRAINING, *PLACING], [*DRAWINGS, "operators.txt"])]
     assert sorted({*files(tmp_path)} - {"train0/schedule.csv"}) == sorted(names)
-    assert (tmp_path / "train0/operators.txt").read_text() == placements_report(pipelined.placement, [[0, 2], [1]])
+    assert (tmp_path / "train0/operators.txt").read_text() == placements_report(pipelined.placement, [[[0, 2]], [[1]]])
     assert set(pipelined.placement) == {0, 1}
     placed = (tmp_path / "train0/17_place_operators.pbtxt").read_text()
     for stage, devices in enumerate([[0, 2], [1]]):

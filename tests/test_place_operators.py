@@ -1,4 +1,4 @@
-"""Pass 16: operators get devices, constants copies, and devices an order."""
+"""Pass 17: operators get devices, constants copies, and devices an order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,28 @@ from step_programs import device_names, of_model
 import dapple_tf as dapple
 from dapple_tf.measuring.example_batch import ExampleBatch
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.ir.collectives import all_reduce
+from graph_passes.ir.graph import (
+    BYTES_ATTR,
+    CALL_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    Ref,
+    control_inputs,
+    data_inputs,
+    dtype_attr,
+)
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
-from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.replica_sums import SUM_OP
+from graph_passes.ir.tensorflow_bridge import constant_value, empty_graph
 from graph_passes.ir.verify import verify
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.place_operators import PlaceOperators
+from graph_passes.passes.placed_reductions import common_order, join_reductions
 
 ZERO, ONE, TWO = device_names(3)
+THREE = device_names(4)[3]
 
 
 @functools.cache
@@ -232,3 +246,121 @@ def test_gradients_can_be_fetched_without_what_comes_before_them_in_the_order() 
     assert step.gradients and not [name for name in before_loss if "apply" in name]
     waits = list(itertools.chain.from_iterable(control_inputs(each) for each in program.graph.node))
     assert not [name for name in waits if "gradients/result" in name]
+
+
+# ---- all-reduces
+
+
+def two_replicas() -> Program:
+    """Two all-reduces of two replicas, the second of which is ready first on the second replica's device."""
+    builder = Builder(empty_graph())
+    sums = []
+    for replica, device in enumerate((ZERO, TWO)):
+        after: list[str] = []
+        for number in (5, 6):
+            one, kind = builder.const(1.0, FLOAT), dtype_attr(FLOAT)
+            part = builder.add(f"part{number}_{replica}", "Identity", [one], device=device, T=kind)
+            total = all_reduce(
+                builder,
+                f"sum{number}_{replica}",
+                part,
+                FLOAT,
+                (2, 5, number),
+                device=device,
+                control=after,
+                **{BYTES_ATTR: 4},
+            )
+            after = [total.node]
+            sums.append(builder.add(f"read{number}_{replica}", "Identity", [total], device=device, T=kind))
+    total = builder.add_n("all", sums, FLOAT, device=ZERO)
+    return of_graph(builder.graph, total)
+
+
+def test_all_reduces_belong_to_the_devices_of_their_members_and_hold_no_device_up() -> None:
+    program = two_replicas()
+    names = [f"{name}{number}" for number in (5, 6) for name in ("part", "sum", "read")]
+    order = [f"{name}_{replica}" for name in names for replica in (0, 1)]
+    places = {0: (ZERO, ONE), 1: (TWO, THREE)}
+    devices = {name: places[int(name[-1])]["6" in name] for name in order}
+    graph = placed(program, devices, order).graph
+    view = Graph(graph)
+    keys = {
+        name: [constant_value(view.nodes[ref.node]).item() for ref in view.inputs(name)[1:4]]
+        for name in order
+        if name.startswith("sum")
+    }
+    assert keys == {"sum5_0": [2, 5, 5], "sum5_1": [2, 5, 5], "sum6_0": [2, 6, 6], "sum6_1": [2, 6, 6]}
+    assert control_inputs(view.nodes["sum6_1"]) == []  # The one before is on another device now.
+    assert control_inputs(view.nodes["read6_1"]) == ["part6_1"]
+
+    alone = Graph(placed(program, {name: places[int(name[-1])][0] for name in order}, order).graph)
+    assert control_inputs(alone.nodes["sum6_1"]) == ["sum5_1"]
+    assert control_inputs(alone.nodes["part6_1"]) == ["read5_1"]
+
+
+@pytest.mark.parametrize(
+    ("apart", "bucket_bytes", "units", "left"),
+    [
+        pytest.param("", 8, "p", ["sum5_0", "sum5_1"], id="joined"),
+        pytest.param("6", 8, "p", ["sum5_0", "sum5_1", "sum6_0", "sum6_1"], id="other devices"),
+        pytest.param("", 7, "p", ["sum5_0", "sum5_1", "sum6_0", "sum6_1"], id="too large"),
+        pytest.param("", 8, "pq", ["sum5_0", "sum5_1", "sum6_0", "sum6_1"], id="complete at other times"),
+    ],
+)
+def test_all_reduces_of_the_same_devices_are_joined_in_buckets(
+    apart: str, bucket_bytes: int, units: str, left: list[str]
+) -> None:
+    graph = two_replicas().graph
+    sums = [node.name for node in graph.node if node.op == SUM_OP]
+    devices = {name: (ONE, THREE)[int(name[-1])] for name in sums if apart and name[3] == apart}
+    packs = {name: units[-1] if "6" in name else units[0] for name in sums}
+    view = Graph(join_reductions(graph, devices, packs, bucket_bytes))
+    assert [node.name for node in view if node.op == SUM_OP] == left
+    if len(left) == 2:
+        assert [view.nodes[name].device for name in left] == [ZERO, TWO]
+        assert view.nodes["sum5_1"].attr[BYTES_ATTR].i == 8
+        (bucket,) = {ref.node for ref in view.inputs("sum5_1")[:1]}
+        assert view.inputs(bucket)[:2] == [Ref("part5_1"), Ref("part6_1")]
+        assert view.inputs("read6_1") == [Ref("sum5_1/parts", 1)]
+        assert common_order(view, {})
+
+
+def test_members_of_an_all_reduce_come_together_in_the_common_order() -> None:
+    view = Graph(two_replicas().graph)
+    # By these ranks alone the second replica would run its second part, and read its sum, before the first.
+    order = common_order(view, {name: -int(name[-1]) if "5" in name else -2 for name in view.nodes})
+    assert [names for names in order if len(names) > 1] == [["sum5_0", "sum5_1"], ["sum6_0", "sum6_1"]]
+    graph = two_replicas().graph
+    next(node for node in graph.node if node.name == "part5_1").input.append("^sum6_0")
+    with pytest.raises(PassError, match="all-reduce 'sum5_0' and its members wait for each other"):
+        common_order(Graph(graph), {})
+
+
+# ---- XLA
+
+
+def test_what_a_device_runs_between_two_transfers_is_compiled() -> None:
+    builder = Builder(empty_graph())
+    order, devices = [], {}
+    for call in ("x", "y"):  # two micro-batches, say
+        tensor = builder.const(1.0, FLOAT)
+        for name, device in zip("abcdefghijk", (*[ZERO] * 4, ONE, *[ZERO] * 4, TWO, ZERO), strict=True):
+            other = builder.const(2.0, FLOAT)
+            attrs = {"T": dtype_attr(FLOAT), CALL_ATTR: call}
+            tensor = builder.add(f"{call}/{name}", "AddV2", [tensor, other], device=ZERO, **attrs)
+            order.append(tensor.node)
+            devices[tensor.node] = device
+    program = of_graph(builder.graph, tensor)
+    both = builder.add_n("both", [Ref("x/k"), Ref("y/k")], FLOAT, device=ZERO)
+    program = program.replace(step=dataclasses.replace(program.own_step, loss=both))
+    compiled = apply(program, PlaceOperators(devices, tuple(order), jit_compile=True))
+    view = Graph(compiled.graph)
+    calls = [node.name for node in view if node.op == "PartitionedCall"]
+    assert calls == ["x/a/run", "x/f/run", "y/a/run", "y/f/run"]
+    assert {node.name for node in view} - {*calls} >= {"x/e", "x/j", "x/k", "y/e", "y/j", "y/k"}
+    assert "x/b" not in view and all(view.nodes[name].attr["_XlaMustCompile"].b for name in calls)
+    assert [view.inputs("x/e")[0], view.inputs("x/f/run")[0]] == [Ref("x/a/run"), Ref("x/e")]
+    assert control_inputs(view.nodes["y/a/run"]) == ["x/k"]
+    # The first micro-batch's functions serve the second.
+    assert view.nodes["x/a/run"].attr["f"] == view.nodes["y/a/run"].attr["f"]
+    assert [len(function.signature.input_arg) for function in compiled.graph.library.function] == [0, 1]

@@ -60,10 +60,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"operator_costs is \{\}; give dapple_tf\.OperatorCosts",
     ),
-    "XLA": (
-        {"plan": Plan.data_parallel(2, 8, jit_compile=True), "placement": "fd_dps"},
+    "shards of the optimizer": (
+        {"plan": Plan.data_parallel(2, 8, optimizer_shards=True), "placement": "fd_dps"},
         PlanError,
-        "operators can't be placed one by one with jit_compile=True; set jit_compile=False",
+        "operators can't be placed one by one with optimizer_shards=True; set optimizer_shards=False",
     ),
 }
 

@@ -70,9 +70,10 @@ def test_devices_are_called_by_their_names() -> None:
 
 
 def test_each_stage_has_its_devices_and_queue() -> None:
-    text = placements_report({1: PLACEMENT, 0: dataclasses.replace(PLACEMENT, seconds=1.0)}, [[3, 0], [1, 2]])
+    placements = {1: PLACEMENT, 0: dataclasses.replace(PLACEMENT, seconds=1.0)}
+    text = placements_report(placements, [[[3, 0]], [[1, 2], [4, 5]]])
     lines = text.splitlines()
     assert lines[0] == "stage 0 on devices 3 0: 4 operators on 2 devices, 1000 ms simulated for a step"
-    assert "stage 1 on devices 1 2: 4 operators on 2 devices, 12.35 ms simulated for a step" in lines
+    assert "stage 1 on devices 1 2 and 4 5: 4 operators on 2 devices, 12.35 ms simulated for a step" in lines
     assert lines.count("2  0  a/part0") == 2
     assert text.endswith("3  1  b\n")

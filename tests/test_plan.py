@@ -1,12 +1,13 @@
 """Plans: constructors, every refusal, the JSON form and the printed table."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, in_flight
 
@@ -174,13 +175,58 @@ def test_a_contradictory_plan_is_refused_with_a_fix_and_from_json_also_with_its_
 
 def test_plans_that_place_operators() -> None:
     whole = Plan.by_operators(3, 8)
-    assert (whole.devices, whole.operator_devices, whole.micro_batches) == (((0,),), ((0, 1, 2),), 1)
-    assert Plan.by_operators([2, 0], 8, recompute="boundary").operator_devices == ((2, 0),)
+    assert (whole.devices, whole.operator_devices, whole.micro_batches) == (((0,),), (((0, 1, 2),),), 1)
+    assert Plan.by_operators([2, 0], 8, recompute="boundary").operator_devices == (((2, 0),),)
     staged = Plan(**VALID).with_placed_operators()
-    assert (staged.devices, staged.operator_devices) == (((0,), (3,)), ((0, 1, 2), (3,)))
+    assert (staged.devices, staged.operator_devices) == (((0,), (3,)), (((0, 1, 2),), ((3,),)))
+    assert dataclasses.replace(staged, operator_devices=[[0, 1, 2], [3]]) == staged  # as before there were replicas
     assert staged.working_devices == ((0, 1, 2), (3,)) and Plan(**VALID).working_devices == ((0, 1, 2), (3,))
     assert Plan.from_json(staged.to_json()) == staged
     assert "operators placed one by one" in str(staged)
+
+
+def test_replicas_place_operators_on_groups_of_devices() -> None:
+    plan = Plan.manual(["block_3"], [[0, 1, 2, 3], [4, 5]], 4, 64).with_placed_operators([2, 2])
+    assert (plan.devices, plan.operator_devices) == (((0, 2), (4, 5)), (((0, 1), (2, 3)), ((4,), (5,))))
+    assert plan.working_devices == ((0, 1, 2, 3), (4, 5)) and plan.spread_stages == {0}
+    assert '"operator_devices": [[[0, 1], [2, 3]], [[4], [5]]]' in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "0 1 | 2 3" in str(plan) and plan.device_labels()[3] == "device 3: stage 0.r1 (operators)"
+    assert Plan.data_parallel(4, 8).with_placed_operators(2).operator_devices == (((0, 1), (2, 3)),)
+
+
+def test_like_places_of_replicas_have_devices_of_one_kind() -> None:
+    plan = Plan.data_parallel(4, 8).with_placed_operators(2)
+
+    def cluster(*names: str) -> Cluster:
+        return Cluster(tuple(Device(f"/job:localhost/replica:0/task:0/device:{name}", 0) for name in names))
+
+    plan.validate_on(cluster("GPU:0", "CPU:0", "GPU:1", "CPU:1"))
+    with pytest.raises(PlanError) as caught:
+        plan.validate_on(cluster("GPU:0", "GPU:1", "GPU:2", "CPU:0"))
+    assert str(caught.value) == (
+        "place 1 in the groups of stage 0 has unlike devices: device 1 (GPU), device 3 (CPU). All replicas have the "
+        "same operators in one place; give it devices of one kind"
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ([1], "replicas has 1 numbers for 2 stages; give one for each"),
+        (
+            2,
+            "stage 0 has 3 devices, which can't be divided into 2 groups of the same size; choose a number of replicas "
+            "that divides them",
+        ),
+        (0, "stage 0 has 3 devices, which can't be divided into 0 groups"),
+        (1.5, "replicas: 1.5 isn't a whole number"),
+    ],
+)
+def test_devices_that_make_no_equal_groups_are_refused(replicas: Any, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**VALID).with_placed_operators(replicas)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -204,21 +250,44 @@ def test_operators_are_placed_on_a_list_of_devices(devices: Any, message: str) -
         ({"operator_devices": [[0, 1]]}, "operator_devices has 1 lists for 2 stages; give one for each"),
         (
             {"operator_devices": [[0, 1], [3]]},
-            "stage 0 has devices [0, 1, 2] and operator_devices [0, 1]; a stage whose operators are placed has one "
-            "replica, on the first of operator_devices",
+            "stage 0 has 3 replicas and operator_devices has 1 groups for it; give one group of devices for each "
+            "replica",
+        ),
+        (
+            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], [2]], [[3]]]},
+            "the replicas of stage 0 place their operators on groups of [2, 1] devices; give them groups of the same "
+            "size",
+        ),
+        (
+            {"devices": [[0, 1], [3]], "operator_devices": [[[0, 1], [2, 4]], [[3]]]},
+            "stage 0 has devices [0, 1], but its operator_devices are [[0, 1], [2, 4]]; each replica's device must be "
+            "the first of its group",
+        ),
+        (
+            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], [2, 1]], [[3]]]},
+            "device 1 stands twice, in operator_devices of stage 0; a device runs one replica of a stage",
+        ),
+        (
+            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], 2], [[3]]]},
+            "operator_devices of stage 0, group 1 is 2; give a list, such as [0, 1]",
+        ),
+        (
+            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], [2, 4]], [[3]]], "all_reduce": "hierarchical"},
+            "operators can't be placed one by one with all_reduce='hierarchical'; set all_reduce='flat', or leave "
+            "operator_devices out",
+        ),
+        (
+            {"devices": [[0], [3]], "operator_devices": [[0, 1], [3]], "optimizer_shards": True},
+            "operators can't be placed one by one with optimizer_shards=True; set optimizer_shards=False, or leave "
+            "operator_devices out",
         ),
         (
             {"devices": [[0], [3]], "operator_devices": [[0, 3], [3]]},
             "stages 0 and 1 both place operators on device 3; give each stage devices of its own",
         ),
-        (
-            {"devices": [[0], [3]], "operator_devices": [[0, 1], [3]], "jit_compile": True},
-            "operators can't be placed one by one with jit_compile=True; set jit_compile=False, or leave "
-            "operator_devices out",
-        ),
     ],
 )
-def test_placed_operators_go_with_stages_of_one_replica(change: dict[str, Any], message: str) -> None:
+def test_groups_of_devices_and_what_does_not_go_with_them(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**(VALID | change))
     assert str(caught.value) == message

@@ -77,6 +77,22 @@ def test_all_devices_of_a_server_go_at_once() -> None:
     assert [list(replicas) for replicas in shrunk.devices] == [[0], [1]]
 
 
+@pytest.mark.parametrize(
+    ("lost", "groups", "shares"),
+    [
+        pytest.param([2], (((0, 1),), ((2,), (3,))), None, id="a replica"),
+        pytest.param([0, 3], (((0, 1),), ((2,), (3,))), None, id="both replicas lose one"),
+        pytest.param([5], (((0, 1), (2, 3)), ((4,),)), ((1, 2), (1,)), id="the other stage's"),
+    ],
+)
+def test_groups_of_devices_are_kept_whole_where_one_is(
+    lost: list[int], groups: tuple[Any, ...], shares: tuple[Any, ...] | None
+) -> None:
+    before = plan([[0, 1, 2, 3], [4, 5]]).with_placed_operators([2, 2])
+    shrunk = shrink(dataclasses.replace(before, shares=((1, 2), (1, 1))), cluster(6), lost)
+    assert (shrunk.operator_devices, shrunk.shares) == (groups, shares)
+
+
 def test_devices_that_the_plan_does_not_use() -> None:
     with pytest.raises(DappleError, match="none of the plan's devices is left"):
         shrink(plan([[0], [1]]), cluster(3), [0, 1])

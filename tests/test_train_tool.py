@@ -176,7 +176,7 @@ def test_single_operators_are_placed(own: str, tmp_path: pathlib.Path, capsys: p
     assert run(*flags, f"--plan={out / 'plan.json'}", "--nomeasure") == 0
     assert dapple.OperatorCosts.load(tmp_path / "run-2" / "operator_costs.json").count == 0
     assert run(*flags, "--placement=fd_dps", "--plan=1:1", "--nomeasure", "--micro_batches=2") == 0
-    assert dapple.Plan.load(tmp_path / "run-3" / "plan.json").operator_devices == ((0,), (1,))
+    assert dapple.Plan.load(tmp_path / "run-3" / "plan.json").operator_devices == (((0,),), ((1,),))
     assert "stage 1 on devices 1: " in (tmp_path / "run-3" / "operators.txt").read_text()
 
 

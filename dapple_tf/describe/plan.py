@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
+from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
@@ -22,6 +24,7 @@ from dapple_tf.describe.plan_values import (
     PlanError,
     PlanValueError,
     algorithms,
+    device_groups,
     device_lists,
     integer,
     integers,
@@ -66,7 +69,7 @@ class PlanOptions(TypedDict, total=False):
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
     weight_regions: tuple[int, ...] | None
-    operator_devices: tuple[tuple[int, ...], ...] | None
+    operator_devices: tuple[tuple[tuple[int, ...], ...], ...] | None
     backward_cuts: tuple[str, ...]
     all_reduce: str | tuple[str, ...]
     reduction_order: str
@@ -90,7 +93,8 @@ class Plan(JsonFile):
             (`schedules.policy.Policy`) or its ``module:name`` if that module is imported, or the path of a CSV file
             with a schedule (`schedules.schedule_csv`).
         recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each.
-        jit_compile: whether stages are compiled with XLA.
+        jit_compile: whether stages are compiled with XLA; of those that place their operators on several devices, what
+            each device runs between two transfers.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
             must not rise from a stage to the next.
         bucket_bytes: approximate size of the buckets in which gradients are all-reduced, in bytes.
@@ -107,8 +111,10 @@ class Plan(JsonFile):
             variables and updates them; None for the stage's own devices.
         weight_regions: for each stage the stage with whose Bx its Bw may start at the earliest; None for as soon as it
             is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
-        operator_devices: for each stage the devices on which its single operators are placed by FD-DPS (Mathematics
-            2022, 10, 4788), the stage's own first; None runs each replica of a stage as a whole on its device.
+        operator_devices: for each stage and each of its replicas the group of devices on which the replica's single
+            operators are placed by FD-DPS (Mathematics 2022, 10, 4788), the replica's own device first. The groups of
+            a stage are equally large: device i of each has the same operators and variables. A list of devices stands
+            for the group of an only replica. None runs each replica of a stage as a whole on its device.
         backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
             micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
             while the others are computed.
@@ -152,7 +158,7 @@ class Plan(JsonFile):
     task_seconds: tuple[tuple[float, float, float], ...] | None = None
     weight_devices: tuple[tuple[int, ...], ...] | None = None
     weight_regions: tuple[int, ...] | None = None
-    operator_devices: tuple[tuple[int, ...], ...] | None = None
+    operator_devices: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     backward_cuts: tuple[str, ...] = ()
     all_reduce: str | tuple[str, ...] = "flat"
     reduction_order: str = "completion"
@@ -238,16 +244,36 @@ class Plan(JsonFile):
             PlanError: as `Plan`.
         """
         (chosen,) = device_lists([range(devices) if isinstance(devices, int) else devices])
-        return cls.manual((), [chosen[:1]], 1, global_batch_size, **options | {"operator_devices": (chosen,)})
+        return cls.manual((), [chosen[:1]], 1, global_batch_size, **options | {"operator_devices": ((chosen,),)})
 
-    def with_placed_operators(self) -> Plan:
-        """Returns a plan whose stages place their operators on the devices of their replicas instead of replicating.
+    def with_placed_operators(self, replicas: int | Sequence[int] = 1) -> Plan:
+        """Returns a plan whose stages place their operators on the devices that they replicate on here.
+
+            Plan.manual([], [[0, 1, 2, 3]], 1, 8).with_placed_operators(2)   has replicas on devices 0, 1 and on 2, 3
+
+        Args:
+            replicas: number of replicas of each stage, or of all stages: groups of consecutive devices of the stage.
 
         Raises:
-            PlanError: the plan has an option that needs replicas.
+            PlanError: a stage's devices can't be divided equally, or the plan has an option that doesn't go with
+                placing.
         """
-        own = tuple(devices[:1] for devices in self.devices)
-        return replace(self, devices=own, operator_devices=self.devices, shares=None, report=None)
+        single = not isinstance(replicas, Sequence)
+        counts = [replicas] * self.num_stages if single else list(replicas)
+        counts = list(integers("replicas", counts))
+        if len(counts) != self.num_stages:
+            raise PlanError(f"replicas has {len(counts)} numbers for {self.num_stages} stages; give one for each")
+        groups = []
+        for stage, (devices, count) in enumerate(zip(self.devices, counts, strict=True)):
+            if count < 1 or len(devices) % count:
+                raise PlanError(
+                    f"stage {stage} has {len(devices)} devices, which can't be divided into {count} groups of the same "
+                    f"size; choose a number of replicas that divides them"
+                )
+            size = len(devices) // count
+            groups.append(tuple(devices[first : first + size] for first in range(0, len(devices), size)))
+        own = tuple(tuple(group[0] for group in stage) for stage in groups)
+        return replace(self, devices=own, operator_devices=tuple(groups), shares=None, report=None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], schedules: Iterable[Policy] = ()) -> Plan:
@@ -389,7 +415,21 @@ class Plan(JsonFile):
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the devices that compute its tasks, or their single operators."""
-        return self.operator_devices or self.devices
+        if self.operator_devices is None:
+            return self.devices
+        return tuple(tuple(itertools.chain(*groups)) for groups in self.operator_devices)
+
+    @property
+    def spread_stages(self) -> frozenset[int]:
+        """The stages whose replicas place their operators on several devices."""
+        return frozenset(stage for stage, groups in enumerate(self.operator_devices or ()) if len(groups[0]) > 1)
+
+    @property
+    def flat_stages(self) -> frozenset[int]:
+        """The stages whose operators are placed one by one: all if any are, but for those that XLA compiles."""
+        if self.operator_devices is None:
+            return frozenset()
+        return self.spread_stages if self.jit_compile else frozenset(range(self.num_stages))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -453,30 +493,41 @@ class Plan(JsonFile):
                 if device != self.devices[stage][replica]:
                     text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
                     works_of.setdefault(device, []).append(text)
-        for stage, devices in enumerate(self.operator_devices or ()):
-            for device in devices[1:]:
-                works_of.setdefault(device, []).append(f"{stage} (operators)")
+        for stage, groups in enumerate(self.operator_devices or ()):
+            for replica, group in enumerate(groups):
+                for device in group[1:]:
+                    text = f"{stage}" + (f".r{replica}" if len(groups) > 1 else "") + " (operators)"
+                    works_of.setdefault(device, []).append(text)
         return {
             device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}"
             for device, works in works_of.items()
         }
 
     def validate_on(self, cluster: Cluster) -> None:
-        """Checks that the cluster has every device of the plan.
+        """Checks that the cluster has every device of the plan, and like devices for the same operators of replicas.
 
         Raises:
-            PlanError: a device doesn't exist; the text names it and its stage.
+            PlanError: a device doesn't exist, or isn't of the kind (CPU, GPU) of its like; the text names it and its
+                stage.
         """
         count = cluster.num_devices
         for stage, devices in enumerate(self.devices):
             weights = () if self.weight_devices is None else self.weight_devices[stage]
-            operators = () if self.operator_devices is None else self.operator_devices[stage]
-            for device in (*devices, *weights, *operators):
+            for device in (*devices, *weights, *self.working_devices[stage]):
                 if device >= count:
                     numbers = "(0)" if count == 1 else f"(0 to {count - 1})"
                     raise PlanError(
                         f"plan puts stage {stage} on device {device}, but the cluster has {count} "
                         f"device{'s' if count > 1 else ''} {numbers}; choose one of these or use a larger cluster"
+                    )
+        for stage, groups in enumerate(self.operator_devices or ()):
+            for place, like in enumerate(zip(*groups, strict=True)):
+                kinds = {device: kind_and_number(cluster.device_names[device])[0] for device in like}
+                if len(set(kinds.values())) > 1:
+                    shown = ", ".join(f"device {device} ({kind})" for device, kind in kinds.items())
+                    raise PlanError(
+                        f"place {place} in the groups of stage {stage} has unlike devices: {shown}. All replicas have "
+                        f"the same operators in one place; give it devices of one kind"
                     )
 
     def __str__(self) -> str:
@@ -514,6 +565,6 @@ class Plan(JsonFile):
         if self.weight_regions is not None:
             object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
         if self.operator_devices is not None:
-            object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
+            object.__setattr__(self, "operator_devices", device_groups(self.operator_devices))
         if self.shares is not None:
             object.__setattr__(self, "shares", share_lists(self.shares))

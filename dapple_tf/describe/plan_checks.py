@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -69,19 +70,31 @@ def check_stages(plan: Plan) -> None:
         _check_operator_devices(plan, plan.operator_devices)
 
 
-def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]]) -> None:
-    """Checks that stages with placed operators have one replica, and no options that don't go with placing."""
+def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Checks the groups of devices on which replicas place operators, and that no option doesn't go with placing."""
     if len(operator_devices) != len(plan.devices):
         raise PlanError(
             f"operator_devices has {len(operator_devices)} lists for {len(plan.devices)} stages; give one for each"
         )
     users: dict[int, int] = {}
-    for stage, (own, devices) in enumerate(zip(plan.devices, operator_devices, strict=True)):
-        if len(own) != 1 or tuple(devices[:1]) != own:
+    for stage, (own, groups) in enumerate(zip(plan.devices, operator_devices, strict=True)):
+        if len(groups) != len(own):
             raise PlanError(
-                f"stage {stage} has devices {list(own)} and operator_devices {list(devices)}; a stage whose "
-                f"operators are placed has one replica, on the first of operator_devices"
+                f"stage {stage} has {len(own)} replicas and operator_devices has {len(groups)} groups for it; give one "
+                f"group of devices for each replica"
             )
+        sizes = [len(group) for group in groups]
+        if len(set(sizes)) > 1:
+            raise PlanError(
+                f"the replicas of stage {stage} place their operators on groups of {sizes} devices; give them groups "
+                f"of the same size"
+            )
+        if not all(group[:1] == (device,) for group, device in zip(groups, own, strict=True)):
+            raise PlanError(
+                f"stage {stage} has devices {list(own)}, but its operator_devices are {list(map(list, groups))}; each "
+                f"replica's device must be the first of its group"
+            )
+        devices = list(itertools.chain(*groups))
         _check_devices(f"operator_devices of stage {stage}", devices)
         for device in devices:
             if users.setdefault(device, stage) != stage:
@@ -89,12 +102,13 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0, "backward_cuts": (), "relays": ()}
-    without |= {"optimizer_shards": False}
+    without = {"weight_devices": None, "backward_cuts": (), "relays": (), "optimizer_shards": False}
+    if max(plan.replicas) > 1:
+        without |= {"all_reduce": "flat"}
     for name, value in without.items():
         if getattr(plan, name) != value:
             raise PlanError(
-                f"operators can't be placed one by one with {name}={getattr(plan, name)}; set {name}={value}, or "
+                f"operators can't be placed one by one with {name}={getattr(plan, name)!r}; set {name}={value!r}, or "
                 f"leave operator_devices out"
             )
 

@@ -42,7 +42,8 @@ def rows(plan: Plan) -> list[list[str]]:
     for stage, (devices, warm_up) in enumerate(zip(plan.devices, plan.warm_up_counts(), strict=True)):
         layer = plan.cuts[stage] if stage < len(plan.cuts) else "(last)"
         slices = " | ".join(_runs(tuple(part.size for part in plan.slices(stage, Interval(0, size)))) for size in sizes)
-        row = [str(stage), layer, ranges(plan.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
+        groups = [devices] if plan.operator_devices is None else plan.operator_devices[stage]
+        row = [str(stage), layer, " | ".join(map(ranges, groups)), str(len(devices)), slices, str(warm_up)]
         if report is not None:
             reported = report.stages[stage]
             memory = gib(reported.memory_bytes)

@@ -59,6 +59,24 @@ def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...
     return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
 
 
+def device_groups(groups: object, what: str = "operator_devices") -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns for each stage its replicas' groups of device numbers as tuples; ``what`` names them in errors.
+
+    A stage may be a list of numbers, too: the group of its only replica.
+
+    Raises:
+        PlanValueError: ``groups`` isn't such a list.
+    """
+    stages = []
+    for stage, values in enumerate(_entries(what, groups, "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage")):
+        where = f"{what} of stage {stage}"
+        entries = _entries(where, values, "[[0, 1], [2, 3]] with a group for each replica")
+        if not any(isinstance(entry, Iterable) and not isinstance(entry, str | Mapping) for entry in entries):
+            entries = (entries,)
+        stages.append(tuple(integers(f"{where}, group {number}", own) for number, own in enumerate(entries)))
+    return tuple(stages)
+
+
 def algorithms(all_reduce: object) -> str | tuple[str, ...]:
     """Returns the algorithm of all stages' all-reduces, or one for each stage, as names.
 

@@ -13,7 +13,7 @@ import keras
 
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import CaptureError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
@@ -119,6 +119,12 @@ class StepBuilder:
                 build(model, table, spec)
         with self._timing.part("capture"):
             captured = capture(model, table, mode, spec, training=training, predict_step=mode is Mode.PREDICT)
+            if self.placer is not None and captured.roles.peers is not None and max(self._plan.replicas) > 1:
+                raise PlanError(
+                    f"model {model.name!r} has layers with synchronized=True, which add up over replicas within a "
+                    f"stage's computation: not possible where operators are placed one by one. Set "
+                    f"synchronized=False, or give each stage one replica"
+                )
             check_py_functions(captured.graph, self._cluster.addresses)
         prefix = f"{mode.value}{next(self._numbers)}_"
         slices = self.passes.slices
@@ -150,7 +156,9 @@ class StepBuilder:
 
     def _placed(self, placer: StepPlacer, built: Build, owners: Mapping[str, tuple[int, ...]]) -> StorageDevices:
         """Places the operators of a full batch's step; returns the variables' devices, on which training decides."""
-        kind = StepKind(self._plan.global_batch_size)
+        carries = self.carries(built, want_gradients=False)
+        # A step between others touches all variables, those of carried updates included.
+        kind = StepKind(self._plan.global_batch_size, carries, head=carries)
         decides = built.mode is Mode.TRAIN and not self._trained_devices
         built.placed[kind] = self._place(placer, built, kind, owners, {} if decides else self._storage_devices)
         self._trained_devices |= decides
@@ -210,7 +218,8 @@ class StepBuilder:
         kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
             accumulators = (variable for _, variable, _ in stage.gradients)
-            kept += [v for v in accumulators if self._storage_devices.get((stage.index, v.storage_name)) == device]
+            own = self.passes.owner_devices[stage.index]
+            kept += [v for v in accumulators if device in self._storage_devices.get((stage.index, v.storage_name), own)]
         return bytes_of(kept)
 
     # ---- steps
@@ -266,27 +275,35 @@ class StepBuilder:
 
     @without_collection
     def _make_step(self, built: Build, kind: StepKind) -> tuple[str, Step]:
+        complete = None
         if self.placer is not None:
             placed = built.placed.pop(kind, None) or self._place(
                 self.placer, built, kind, self._owners, self._storage_devices
             )
-            program, passes = placed.program, list[Pass]()
+            program = placed.program
             built.placements[kind] = placed.placements
         else:
-            program, passes = self._complete(built, kind, self._owners)
+            complete = self._complete(built, kind, self._owners)
+            program, _ = complete
         name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
         self._add(program.graph, name)
         built.graphs[name] = program.graph
         if kind.carries and built.flush is None:
-            update = next(item for item in passes if isinstance(item, Update))
-            graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
-            if (by_server := self.passes.reduce_by_server()) is not None:
-                by_server.rewrite(graph)
-            self._add(graph, built.flush_graph)
-            built.graphs[built.flush_graph] = graph
-            built.flush = f"{built.flush_graph}/{node}"
+            self._make_flush(built, *(complete or self._complete(built, kind, self._owners)))
         built.nodes[name] = step_nodes(program)
         return name, program.own_step
+
+    def _make_flush(self, built: Build, program: Program, passes: Sequence[Pass]) -> None:
+        """Adds the graph of the updates that a complete step carries over, which these passes have made."""
+        update = next(item for item in passes if isinstance(item, Update))
+        graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
+        if (by_server := self.passes.reduce_by_server()) is not None:
+            by_server.rewrite(graph)
+        if self.placer is not None:
+            graph = self.placer.place_flush(graph, node, program, self._storage_devices, [self._timing])
+        self._add(graph, built.flush_graph)
+        built.graphs[built.flush_graph] = graph
+        built.flush = f"{built.flush_graph}/{node}"
 
     @property
     def num_steps(self) -> int:

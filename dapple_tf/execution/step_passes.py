@@ -99,7 +99,7 @@ class StepPasses:
         Training has functions for one size. Evaluation and prediction see batches of many sizes, for which functions of
         any size are made once. If operators are placed one by one, shapes are folded after that.
         """
-        if mode is not Mode.TRAIN or self.plan.operator_devices is not None:
+        if mode is not Mode.TRAIN or len(self.plan.flat_stages) == self.plan.num_stages:
             return ()
         layout = self.layout(samples)
         sizes = [
@@ -111,7 +111,10 @@ class StepPasses:
             }
             for stage in range(len(self.devices))
         ]
-        return tuple(of_stage.pop() if len(of_stage) == 1 else None for of_stage in sizes)
+        return tuple(
+            of_stage.pop() if len(of_stage) == 1 and stage not in self.plan.flat_stages else None
+            for stage, of_stage in enumerate(sizes)
+        )
 
     @functools.cached_property
     def uninterrupted(self) -> frozenset[int]:
@@ -256,7 +259,7 @@ class StagesAsked(NamedTuple):
         replicas = [len(devices) for devices in plan.devices]
         counted = bool(limited_devices(plan, passes.cluster))
         options = plan.recompute, plan.jit_compile, self.training, self.prefix, plan.split_stages
-        return Partition(*options, fuse, sizes, replicas, counted)
+        return Partition(*options, fuse, sizes, replicas, counted, spread=plan.spread_stages)
 
 
 class StepAsked(NamedTuple):
@@ -341,6 +344,7 @@ class StepAsked(NamedTuple):
             head=kind.head,
             jit_compile=plan.jit_compile,
             accumulated=self._accumulates,
+            spread=plan.spread_stages,
         )
 
     def reduce_by_server(self) -> ReduceByServer | None:

@@ -116,10 +116,10 @@ def profile_operators(
     samples = -(-plan.global_batch_size // plan.micro_batches)
     chosen = {
         (device_kind(cluster.device_names[device]), cluster.devices[device].speed): device
-        for devices in reversed(plan.operator_devices)
+        for devices in reversed(plan.working_devices)
         for device in reversed(devices)
     }
-    every = [device for devices in plan.operator_devices for device in devices]
+    every = [device for groups in plan.operator_devices for device in groups[0]]
     with kept_metrics(model), Progress("measuring operators", len(chosen) * (steps + _WARM_UP)) as bar:
         for device in chosen.values():
             try:

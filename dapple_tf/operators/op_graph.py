@@ -40,6 +40,20 @@ class Topology:
         memory = np.array([np.inf if limit is None else limit for limit in limits], float)
         return cls(tuple(cluster.device_names[device] for device in chosen), bandwidth, latency, memory)
 
+    @classmethod
+    def of_groups(cls, cluster: Cluster, groups: Sequence[Sequence[int]]) -> Topology:
+        """Returns the topology of equally large groups of devices that run the same operators, device i of each alike.
+
+        It has the first group's names, and of each device and link the slowest and smallest of its likes.
+        """
+        alike = [cls.of(cluster, group) for group in groups]
+        return cls(
+            alike[0].names,
+            np.min([own.bandwidth for own in alike], axis=0),
+            np.max([own.latency for own in alike], axis=0),
+            np.min([own.memory_bytes for own in alike], axis=0),
+        )
+
     @property
     def count(self) -> int:
         """V, the number of devices."""

@@ -43,16 +43,16 @@ def queue_report(placement: OpPlacement) -> str:
     )
 
 
-def placements_report(placements: Mapping[int, OpPlacement], devices: Sequence[Sequence[int]]) -> str:
+def placements_report(placements: Mapping[int, OpPlacement], groups: Sequence[Sequence[Sequence[int]]]) -> str:
     """Reports the placements of all stages, each with its queue.
 
     Args:
         placements: stage -> where its operators are.
-        devices: for each stage the numbers of its devices in the cluster.
+        groups: for each stage the numbers, in the cluster, of the devices of each replica; replicas are alike.
     """
     parts = []
     for stage, placement in sorted(placements.items()):
-        numbers = " ".join(map(str, devices[stage]))
+        numbers = " and ".join(" ".join(map(str, group)) for group in groups[stage])
         parts.append(f"stage {stage} on devices {numbers}: {placement}\n\nqueue: position, device, operator")
         parts.append(queue_report(placement))
     return "\n\n".join(parts) + "\n"

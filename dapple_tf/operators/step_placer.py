@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,31 +18,39 @@ from dapple_tf.operators.op_graph import OpPlacement, Topology
 from dapple_tf.progress import Progress
 from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.analysis.split_rules import Split, split_rules
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     CALL_ATTR,
+    GROUP_ATTR,
     MICRO_BATCH_ATTR,
     PHASE_ATTR,
+    REPLICA_ATTR,
     STAGE_ATTR,
     Graph,
     GraphDef,
     NodeDef,
     Ref,
     control_inputs,
+    copied,
     data_inputs,
 )
 from graph_passes.ir.outline import placeholder
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Layout, Program, Step
+from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import Shape, output_dtypes
 from graph_passes.pass_manager import Instrument, Pass, Pipeline, run_passes
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.place_operators import PlaceOperators
+from graph_passes.passes.placed_reductions import common_order, join_reductions
 from graph_passes.passes.share_values import ShareValues
 from graph_passes.passes.split_operators import SplitOperators
 
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "VarHandleOp"
+_MARKS = (PHASE_ATTR, STAGE_ATTR, MICRO_BATCH_ATTR, GROUP_ATTR)
+"""Attributes that nodes of different replicas have alike if they have the same purpose."""
 _LATER_EFFORT = 0.2
 """Share of the usual search for steps after the first: evaluation, a last smaller batch."""
 
@@ -79,6 +88,7 @@ def flat_step(
     *,
     pipeline: Pipeline = _ALONE,
     keep_tasks: bool = False,
+    stages: frozenset[int] | None = None,
 ) -> FlatStep:
     """Returns the operators of a complete step, and all shapes.
 
@@ -88,11 +98,12 @@ def flat_step(
         instruments: observers of the passes.
         pipeline: the order of passes, the user's included.
         keep_tasks: whether tasks stay in the order of a schedule.
+        stages: the stages whose calls are inlined; None for all calls.
 
     Raises:
         PassError: a call can't be inlined.
     """
-    flat = _run(program, Flatten(keep_tasks=keep_tasks), pipeline, instruments)
+    flat = _run(program, Flatten(stages, keep_tasks), pipeline, instruments)
     fed = {ref.node: tuple(shape) for ref, shape in zip(flat.own_step.feeds.values(), shapes, strict=True)}
     variables = program.variables
     for name, placeholders in flat.own_step.metric_feeds.items():
@@ -111,14 +122,14 @@ class PlacedStep:
 
     Attributes:
         program: the step.
-        placements: stage -> the placement of its operators, those of its first micro-batch.
-        storage_devices: (stage, name of a variable's storage) -> the name of its device.
+        placements: stage -> the placement of its operators, those of a replica's first micro-batch.
+        storage_devices: (stage, name of a variable's storage) -> the names of its devices, one in each replica's group.
         flat: the step's operators before any was split or placed.
     """
 
     program: Program
     placements: Mapping[int, OpPlacement]
-    storage_devices: Mapping[tuple[int, str], str]
+    storage_devices: Mapping[tuple[int, str], tuple[str, ...]]
     flat: FlatStep
 
 
@@ -139,8 +150,8 @@ class StepPlacer:
     pipeline: Pipeline = _ALONE
 
     @property
-    def devices(self) -> tuple[tuple[int, ...], ...]:
-        """The devices among which each stage's operators are placed.
+    def devices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The groups of devices among which the operators of each stage's replicas are placed.
 
         Raises:
             PlanError: the plan runs stages as a whole.
@@ -153,7 +164,7 @@ class StepPlacer:
         self,
         program: Program,
         shapes: Sequence[Sequence[int | None]],
-        storage_devices: Mapping[tuple[int, str], str],
+        storage_devices: Mapping[tuple[int, str], tuple[str, ...]],
         instruments: Sequence[Instrument] = (),
         known: Mapping[int, OpPlacement] | None = None,
     ) -> PlacedStep:
@@ -162,7 +173,7 @@ class StepPlacer:
         Args:
             program: a complete step.
             shapes: of its batch inputs, with the number of samples.
-            storage_devices: (stage, name of a variable's storage) -> its device; they stay there.
+            storage_devices: (stage, name of a variable's storage) -> its devices; they stay there.
             instruments: observers of the passes.
             known: placements found before for the same step, to be reused; None searches.
 
@@ -170,34 +181,84 @@ class StepPlacer:
             PassError: an operator can't be inlined or placed.
             PlanError: no placement fits the devices' memory.
         """
-        calls = _Calls(program)
-        alone = len(self.devices) == 1 and len(program.own_step.layout.micro_batch_intervals) == 1
-        flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone)
+        step = program.own_step
+        program = program.replace(graph=_with_replicas(program.graph, step.layout))
+        likes = self._likes(step.layout)
+        calls = _Calls(program, likes)
+        alone = not step.entry or (len(self.devices) == 1 and len(step.layout.micro_batch_intervals) == 1)
+        stages = self.plan.flat_stages if len(self.plan.flat_stages) < self.plan.num_stages else None
+        flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone, stages=stages)
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
-        for stage, devices in enumerate(self.devices):
-            placements[stage] = self._search(flat, stage, devices, storage_devices) if known is None else known[stage]
+        for stage in sorted(self.plan.flat_stages):
+            name = likes[self.cluster.device_names[self.devices[stage][0][0]]]
+            placements[stage] = self._search(flat, stage, name, storage_devices) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
         split = _run(flat.program, splitting, self.pipeline, instruments)
-        placing = PlaceOperators(*self._spread(split.graph, placements, calls, alone))
-        placed = _run(split, placing, self.pipeline, instruments, complete=True)
+        places, _ = self._spread(split.graph, placements, calls, alone)
+        graph = join_reductions(split.graph, places, calls.packs, self.plan.bucket_bytes)
+        placed_on = split.own_step.placed_on.union(places.values())
+        joined = split.replace(graph=graph, step=dataclasses.replace(split.own_step, placed_on=placed_on))
+        spread = self._spread(graph, placements, calls, alone)
+        placing = PlaceOperators(*spread, jit_compile=self.plan.jit_compile)
+        placed = _run(joined, placing, self.pipeline, instruments, complete=True)
         return PlacedStep(placed, placements, {**storage_devices, **self._storage_devices(placed.graph)}, flat)
+
+    def place_flush(
+        self,
+        graph: GraphDef,
+        node: str,
+        program: Program,
+        storage_devices: Mapping[tuple[int, str], tuple[str, ...]],
+        instruments: Sequence[Instrument] = (),
+    ) -> GraphDef:
+        """Places the operators of updates that are made without a step.
+
+        Args:
+            graph: the updates, see `graph_passes.passes.update.flush`.
+            node: its node that has run when they are made.
+            program: the step that has left them.
+            storage_devices: as in `place`.
+            instruments: observers of the passes.
+
+        Raises:
+            PassError: an operator can't be inlined or placed.
+            PlanError: no placement fits the devices' memory.
+        """
+        # There are no tasks, and no batch is fed on the host.
+        stages, host = frozenset(range(len(self.devices))), frozenset({self.cluster.host_device})
+        step = Step(program.own_step.layout, train=node, dissolved=stages, placed_on=host)
+        return self.place(program.replace(graph=graph, step=step), (), storage_devices, instruments).program.graph
+
+    def _likes(self, layout: Layout) -> dict[str, str]:
+        """Maps each replica's own device to that of the replica of its stage whose operators are placed for all.
+
+        It is one with the most samples.
+        """
+        likes = {}
+        for stage, devices in enumerate(layout.devices):
+            sizes = [interval.size for interval in layout.slices(stage, 0)]
+            likes |= dict.fromkeys(devices, devices[sizes.index(max(sizes))])
+        return likes
 
     def _search(
         self,
         flat: FlatStep,
         stage: int,
-        devices: Sequence[int],
-        storage_devices: Mapping[tuple[int, str], str],
+        own_device: str,
+        storage_devices: Mapping[tuple[int, str], tuple[str, ...]],
     ) -> OpPlacement:
-        """Searches the placement of one stage's operators, those of its first micro-batch."""
-        topology = Topology.of(self.cluster, devices)
-        own, outside = _stage_graph(flat.program.graph, topology.names[0])
+        """Searches the placement of a stage's operators: those on ``own_device``, of its first micro-batch."""
+        groups = self.devices[stage]
+        topology = Topology.of_groups(self.cluster, groups)
+        own, outside = _stage_graph(flat.program.graph, own_device)
+        if not own.node:
+            return OpPlacement({}, (), {}, 0.0, (0.0,) * topology.count, topology.names)
         shapes = {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
-        pinned = {name: topology.names.index(device) for (of, name), device in storage_devices.items() if of == stage}
-        speeds = [self.cluster.devices[device].speed for device in devices]
+        pinned = {name: topology.names.index(kept[0]) for (of, name), kept in storage_devices.items() if of == stage}
+        speeds = [min(self.cluster.devices[device].speed for device in alike) for alike in zip(*groups, strict=True)]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             placement = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
@@ -215,41 +276,70 @@ class StepPlacer:
     def _spread(
         self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool
     ) -> tuple[dict[str, str], list[str]]:
-        """Returns every operator's device, and the order of all, by the first micro-batch's placements."""
+        """Returns every operator's device, and the order of all, by the placements of stages' first micro-batches."""
         names = self.cluster.device_names
+        groups = {names[group[0]]: (stage, group) for stage in placements for group in self.devices[stage]}
+        positions = {
+            stage: {name: rank for rank, name in enumerate(placement.order)} for stage, placement in placements.items()
+        }
         device_of: dict[str, str] = {}
         ranks: dict[str, tuple[int, int]] = {}
-        for stage, devices in enumerate(self.devices):
-            placement = placements[stage]
-            position = {name: rank for rank, name in enumerate(placement.order)}
-            for node in graph.node:
-                first = calls.in_first(node)
-                if node.device == names[devices[0]] and first in position:
-                    device_of[node.name] = names[devices[placement.devices[first]]]
-                    ranks[node.name] = (0 if alone else calls.rank(node), position[first])
-        return device_of, sorted(device_of, key=ranks.__getitem__)
+        for node in graph.node:
+            if node.device not in groups:
+                continue
+            (stage, group), first = groups[node.device], calls.in_first(node)
+            if first in positions[stage]:
+                device_of[node.name] = names[group[placements[stage].devices[first]]]
+                ranks[node.name] = (0 if alone else calls.rank(node), positions[stage][first])
+        order = itertools.chain(*common_order(Graph(graph), ranks))
+        return device_of, [name for name in order if name in device_of]
 
-    def _storage_devices(self, graph: GraphDef) -> dict[tuple[int, str], str]:
-        """Returns the device of each variable that the placed operators touch."""
+    def _storage_devices(self, graph: GraphDef) -> dict[tuple[int, str], tuple[str, ...]]:
+        """Returns the devices of each variable that the placed operators touch, one in each replica's group.
+
+        Raises:
+            PassError: replicas have it in different places.
+        """
         names = self.cluster.device_names
-        stages = {names[device]: stage for stage, devices in enumerate(self.devices) for device in devices}
+        place_of = {
+            names[device]: (stage, place)
+            for stage in self.plan.flat_stages
+            for group in self.devices[stage]
+            for place, device in enumerate(group)
+        }
+        places: dict[tuple[int, str], int] = {}
+        for node in graph.node:
+            if node.op == _VARIABLE and node.device in place_of:
+                stage, place = place_of[node.device]
+                name = node.attr["shared_name"].s.decode()
+                if places.setdefault((stage, name), place) != place:
+                    raise PassError(
+                        f"variable {name!r} of stage {stage} is in place {place} of one replica's devices and in place "
+                        f"{places[stage, name]} of another's; replicas must have the same operators"
+                    )
         return {
-            (stages[node.device], node.attr["shared_name"].s.decode()): node.device
-            for node in graph.node
-            if node.op == _VARIABLE and node.device in stages
+            (stage, name): tuple(names[group[place]] for group in self.devices[stage])
+            for (stage, name), place in places.items()
         }
 
 
 class _Calls:
-    """A step's calls before it is flattened, which identify equal operators of several micro-batches.
+    """A step's calls before it is flattened, which identify equal operators of several micro-batches and replicas.
+
+    Attributes:
+        packs: member of an all-reduce -> the call that packs its vector.
 
     Args:
         program: the step.
+        likes: a replica's device -> that of the replica whose operators are placed for all of the stage.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, likes: Mapping[str, str]) -> None:
         view = Graph(program.graph)
-        self._ranks = {name: rank for rank, name in enumerate(view.topological())}
+        positions = {name: rank for rank, name in enumerate(view.topological())}
+        self._ranks = {name: rank for rank, names in enumerate(common_order(view, positions)) for name in names}
+        self._like = _like_nodes(program.graph, likes)
+        self.packs = {node.name: view.inputs(node.name)[0].node for node in view if node.op == SUM_OP}
         self._first: dict[str, str] = {}
         groups: dict[tuple[object, ...], dict[int, list[str]]] = {}
         for node in program.graph.node:
@@ -262,9 +352,10 @@ class _Calls:
                 self._first |= zip(names, numbered[least], strict=False)
 
     def in_first(self, node: NodeDef) -> str:
-        """Returns the name of the same operator of the stage's first micro-batch."""
+        """Returns the name of the same operator in the first micro-batch of the replica that is placed."""
         call = _call_of(node)
-        return self._first.get(call, call) + node.name[len(call) :]
+        like = self._like.get(call, call)
+        return self._first.get(like, like) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
         """Returns the position of a node's call in an order that the step allows; cuts and joins use their tensor's."""
@@ -276,6 +367,43 @@ class _Calls:
     def repeated(self, splits: Mapping[str, Split], graph: GraphDef) -> dict[str, Split]:
         """Repeats the splits of the first micro-batch for all of them."""
         return {node.name: splits[first] for node in graph.node if (first := self.in_first(node)) in splits}
+
+
+def _with_replicas(graph: GraphDef, layout: Layout) -> GraphDef:
+    """Returns a step's graph whose nodes tell their replica, as their devices won't once they are placed."""
+    if max(map(len, layout.owner_devices)) == 1:
+        return graph
+    graph = copied(graph)
+    replica_of = {
+        (stage, device): replica
+        for stage, devices in enumerate(layout.owner_devices)
+        for replica, device in enumerate(devices)
+    }
+    for node in graph.node:
+        if STAGE_ATTR in node.attr and REPLICA_ATTR not in node.attr:
+            replica = replica_of.get((int(node.attr[STAGE_ATTR].i), node.device))
+            if replica is not None:
+                node.attr[REPLICA_ATTR].i = replica
+    return graph
+
+
+def _like_nodes(graph: GraphDef, likes: Mapping[str, str]) -> dict[str, str]:
+    """Maps calls and other marked nodes of a step to those of the replicas whose operators are placed.
+
+    Nodes with the same marks are alike in the order of the graph, if there are as many on both devices.
+    """
+    marked: dict[str, dict[tuple[object, ...], list[str]]] = {}
+    for node in graph.node:
+        if node.device in likes and PHASE_ATTR in node.attr:
+            marks = (node.attr[name].SerializeToString() for name in _MARKS if name in node.attr)
+            marked.setdefault(node.device, {}).setdefault((node.op, *marks), []).append(node.name)
+    alike: dict[str, str] = {}
+    for device, nodes in marked.items():
+        others = marked.get(likes[device], {}) if likes[device] != device else {}
+        for key, names in nodes.items():
+            if len(others.get(key, ())) == len(names):
+                alike |= zip(names, others[key], strict=True)
+    return alike
 
 
 def _call_of(node: NodeDef) -> str:

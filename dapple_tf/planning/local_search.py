@@ -89,7 +89,7 @@ def _by_own_move(plan: Plan, request: PlanRequest, move: Move) -> Iterator[Plan]
 def _fits(plan: Plan, request: PlanRequest) -> bool:
     """Returns whether a plan is one of this model on this cluster: its cuts are in order, and its devices exist."""
     places = [request.profile.index[cut] for cut in plan.cuts]
-    used = (plan.devices, plan.weight_devices or (), plan.operator_devices or ())
+    used = (plan.devices, plan.weight_devices or (), plan.working_devices)
     highest = max(device for groups in used for group in groups for device in group)
     return (
         highest < request.cluster.num_devices

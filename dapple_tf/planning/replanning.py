@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
@@ -51,6 +51,8 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
                                         without 3   0, 1+2 with the last two stages
 
     A stage keeps its other replicas; one without any joins the stage before it, or, if it is the first, the one after.
+    A replica that places its operators on several devices is kept if it loses none of them; if all lose some, the stage
+    has one replica on what is left.
     Settings that need exactly the planned stages are dropped: weight gradients on devices of their own, carried
     updates, task times, warm-up, and a schedule that doesn't fit the new stages.
 
@@ -64,32 +66,31 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     """
     left = [server for server in range(cluster.num_servers) if server not in lost]
     numbers = {device: new for new, device in enumerate(d for server in left for d in cluster.devices_of(server))}
-    devices = [tuple(numbers[d] for d in replicas if d in numbers) for replicas in plan.working_devices]
-    if not any(devices):
+    groups = plan.operator_devices or [[(device,) for device in own] for own in plan.devices]
+    left_of = [_groups_left(own, numbers) for own in groups]
+    if not any(left_of):
         raise DappleError("none of the plan's devices is left")
     cuts: list[str] = []
-    kept: list[tuple[int, ...]] = []
+    kept: list[tuple[tuple[int, ...], ...]] = []
     shares: list[tuple[int, ...]] = []
     modes: list[list[str]] = [[]]
-    for stage, replicas in enumerate(devices):
+    for stage, replicas in enumerate(left_of):
         if kept and replicas:
             cuts.append(plan.cuts[stage - 1])
             modes.append([])
         modes[-1].append(plan.recompute_of(stage))
         if not replicas:
             continue  # Without a cut before the next stage that is kept, it joins the one before, if there is one.
-        kept.append(replicas)
+        kept.append(tuple(replicas.values()))
         if plan.shares is not None:
-            own = zip(plan.devices[stage], plan.shares[stage], strict=True)
-            shares.append(tuple(share for device, share in own if device in numbers))
+            shares.append(tuple(plan.shares[stage][replica] for replica in replicas))
 
     all_reduce = plan.all_reduce if isinstance(plan.all_reduce, str) else "flat"
-    placed = None if plan.operator_devices is None else tuple(kept)
 
     def made(schedule: str | Policy, reverse_first_k: int) -> Plan:
         return Plan.manual(
             cuts,
-            kept if placed is None else [own[:1] for own in kept],
+            [[group[0] for group in own] for own in kept],
             plan.micro_batches,
             plan.global_batch_size,
             schedule,
@@ -99,7 +100,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             reverse_first_k=reverse_first_k,
             bucket_bytes=plan.bucket_bytes,
             all_reduce=all_reduce,
-            operator_devices=placed,
+            operator_devices=None if plan.operator_devices is None else tuple(kept),
             shares=tuple(shares) or None,
             optimizer_shards=plan.optimizer_shards,
             parameter_shards=plan.parameter_shards,
@@ -109,6 +110,20 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
         return made(plan.schedule, min(plan.reverse_first_k, len(kept)))
     except PlanError:
         return made("dapple_a", 0)  # Some policies need stages that fit each other.
+
+
+def _groups_left(groups: Sequence[Sequence[int]], numbers: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Returns replica -> its devices' new numbers, for replicas that lose none.
+
+    If all lose some, the remaining devices are those of one replica.
+    """
+    whole = {
+        replica: tuple(numbers[device] for device in group)
+        for replica, group in enumerate(groups)
+        if all(device in numbers for device in group)
+    }
+    left = tuple(numbers[device] for group in groups for device in group if device in numbers)
+    return whole or ({0: left} if left else {})
 
 
 # ---- deployments

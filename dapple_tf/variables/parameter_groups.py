@@ -19,8 +19,8 @@ from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Variable, VariableKind
 from graph_passes.passes.row_gradients import index_dtype
 
-StorageDevices: TypeAlias = Mapping[tuple[int, str], str]
-"""(Stage, name of a variable's storage) -> name of the device that keeps it for that stage."""
+StorageDevices: TypeAlias = Mapping[tuple[int, str], tuple[str, ...]]
+"""(Stage, name of a variable's storage) -> names of the devices that keep it for that stage, one of each replica."""
 
 
 def group_updates(
@@ -130,7 +130,7 @@ def holdings(
             devices = [
                 device
                 for stage, own in zip(stages, placed, strict=True)
-                for device in (owner_devices[stage] if own is None else (own,))
+                for device in (owner_devices[stage] if own is None else own)
             ]
             together.setdefault((tuple(dict.fromkeys(devices)), variable.shards), []).append(variable)
         for part, ((kept_on, _), group) in enumerate(together.items()):

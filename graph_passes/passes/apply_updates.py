@@ -232,7 +232,8 @@ class Application:
             for index, placed in enumerate(places):
                 inputs[placed] = functools.partial(rows, variable, index)
         captured = dataclasses.replace(captured, graph=graph)
-        function = self._bound(name, captured, bindings, list(inputs), results, effects)
+        jit_compile = self._options.jit_compile and bool(effects) and self._options.spread.isdisjoint(group.stages)
+        function = self._bound(name, captured, bindings, list(inputs), results, effects, jit_compile=jit_compile)
         return Computation(function, tuple(inputs.values()))
 
     def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
@@ -292,6 +293,8 @@ class Application:
         inputs: Sequence[Ref],
         outputs: Sequence[Ref],
         effects: Sequence[str] = (),
+        *,
+        jit_compile: bool = False,
     ) -> FunctionDef:
         """Makes a library function of a captured computation; its resources become variables of the running device."""
         graph = copied(captured.graph)
@@ -303,7 +306,7 @@ class Application:
         substitute(graph, bound)
         function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         merge_library(self.nodes.graph, captured.graph.library.function)
-        if self._options.jit_compile and effects:
+        if jit_compile:
             function, inner = compiled(function)
             self.nodes.functions.append(inner)
         self.nodes.functions.append(function)

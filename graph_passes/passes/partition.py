@@ -70,6 +70,7 @@ class Partition:
             constant, and F needn't pass them to B; such functions serve no other slices.
         replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
         counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
+        spread: the stages whose operators are placed one by one on several devices, which aren't compiled.
     """
 
     name: ClassVar[str] = "partition"
@@ -84,6 +85,7 @@ class Partition:
     samples: Sequence[int | None] = ()
     replicas: Sequence[int] = ()
     counted: bool = True
+    spread: Container[int] = ()
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
@@ -125,8 +127,9 @@ class Partition:
         name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
         control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
         sums = [node.name for node in sums_of(graph)]
-        jit_compile = self.jit_compile and not control_flow and not sums
-        if self.jit_compile and not jit_compile:
+        wanted = self.jit_compile and stage.index not in self.spread
+        jit_compile = wanted and not control_flow and not sums
+        if wanted and not jit_compile:
             why, names = ("has a loop or branch", control_flow) if control_flow else ("adds up over its replicas", sums)
             logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
         changes: dict[str, Any] = {

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, Ref, control_inputs
 from graph_passes.ir.program import Fact, Program, Step
+from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
+from graph_passes.passes.compile_runs import CompiledRuns, compile_runs
+from graph_passes.passes.placed_reductions import common_order, regroup
 from graph_passes.passes.unfused import unfused
 
 
@@ -24,6 +28,9 @@ class PlaceOperators:
     A constant has a copy ``<constant>/on<k>`` on each further device that reads it. Placeholders stay where they are
     fed. An unnamed operator goes to the device of the variable that it touches, or else of its first input.
 
+    Devices don't wait for an all-reduce, only for the one before it and for what reads it. Its group are the devices of
+    its members.
+
     Operators that only serve fetching gradients are placed but not ordered. If gradients can be fetched instead of
     training (``step.gradients``), nodes that such a fetch needs don't wait for earlier updates in the order: waiting
     would run these.
@@ -33,6 +40,8 @@ class PlaceOperators:
         order: Q: the same operators in a topological order.
         chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon
             as their inputs are there.
+        jit_compile: whether XLA compiles what a device runs between two transfers, see `compile_runs`; only if
+            ``chained``.
 
     Source: FD-DPS (Mathematics 2022), section 5, algorithm 3: "the placement strategy S and the execution queue Q".
     """
@@ -43,13 +52,15 @@ class PlaceOperators:
     devices: Mapping[str, str]
     order: Sequence[str]
     chained: bool = True
+    jit_compile: bool = False
 
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with devices and control edges.
 
         Raises:
             PassError: an operator doesn't exist or is named only once or twice, the order isn't topological, or
-                operators that touch the same variable are on different devices.
+                operators that touch the same variable are on different devices, or members of an all-reduce wait
+                for each other.
         """
         return _Placement(self, program).result()
 
@@ -73,9 +84,16 @@ class _Placement:
         self._check_order(topological)
         self._place(topological)
         waits = self._chain() if self.options.chained else {}
-        graph = unfused(self._written(waits)) if self.options.chained else self._written(waits)
+        graph = self._written(waits)
+        if any(node.op == SUM_OP for node in self.view):
+            regroup(graph, self.view, common_order(self.view, self.position))
         placed_on = self.step.placed_on | frozenset(self.options.devices.values())
-        return self.program.replace(graph=graph, step=dataclasses.replace(self.step, placed_on=placed_on))
+        step = dataclasses.replace(self.step, placed_on=placed_on)
+        if self.options.chained and self.options.jit_compile:
+            compiled = compile_runs(graph, self._queues(waits), self._fetched)
+            graph, step = compiled.graph, _redirected(step, compiled)
+        graph = unfused(graph) if self.options.chained else graph
+        return self.program.replace(graph=graph, step=step)
 
     # ---- checks
 
@@ -170,17 +188,44 @@ class _Placement:
 
     # ---- order
 
-    def _chain(self) -> dict[str, list[str]]:
-        """Returns for each operator those that it has to wait for because they come before it on its device."""
+    @functools.cached_property
+    def _told(self) -> list[Ref]:
+        """The tensors that every run of the step may fetch."""
         step = self.step
         told = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
-        told += itertools.chain(*step.metric_results.values())
-        needed = self.view.ancestors([*told, *([Ref(step.train)] if step.train else [])])
-        apart = self.view.ancestors([*told, *step.gradients.values()]) if step.gradients else set()
+        return [*told, *itertools.chain(*step.metric_results.values())]
+
+    @property
+    def _fetched(self) -> set[Ref]:
+        """The tensors that any run of the step may fetch."""
+        return {*self._told, *self.step.gradients.values()}
+
+    @functools.cached_property
+    def _apart(self) -> set[str]:
+        """The nodes that don't wait for earlier updates, as gradients may be fetched without them."""
+        return self.view.ancestors(self._fetched) if self.step.gradients else set()
+
+    def _queues(self, chained: Collection[str]) -> dict[str, list[list[str]]]:
+        """Returns device -> its operators in order, in parts that wait for earlier updates or don't."""
+        by_device: dict[str, list[str]] = {}
+        for name in self.options.order:
+            if name in chained:
+                by_device.setdefault(self.device[name], []).append(name)
+        return {
+            device: [list(part) for _, part in itertools.groupby(names, key=self._apart.__contains__)]
+            for device, names in by_device.items()
+        }
+
+    def _chain(self) -> dict[str, list[str]]:
+        """Returns for each operator those that it has to wait for because they come before it on its device."""
+        step, apart = self.step, self._apart
+        needed = self.view.ancestors([*self._told, *([Ref(step.train)] if step.train else [])])
         last: dict[tuple[str, bool], str] = {}
         waits: dict[str, list[str]] = {}
         for name in self.options.order:
             if name not in needed:
+                continue
+            if self.view.nodes[name].op == SUM_OP:
                 continue
             device, own = self.device[name], name in apart
             before = [last.get((device, True)), None if own else last.get((device, False))]
@@ -209,3 +254,24 @@ class _Placement:
                 copy.name, copy.device = self.copies[name, device], device
                 del copy.input[:]  # its control edges, which a constant doesn't need
         return graph
+
+
+def _redirected(step: Step, compiled: CompiledRuns) -> Step:
+    """Returns the step with what it tells of operators that calls run now."""
+
+    def now(ref: Ref) -> Ref:
+        return compiled.results.get(ref, ref)
+
+    values = {key: now(ref) for key, ref in step.values.items()}
+    return dataclasses.replace(
+        step,
+        values={key: ref for key, ref in values.items() if ref.node not in compiled.calls},
+        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
+        loss=None if step.loss is None else now(step.loss),
+        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
+        gradients={name: now(ref) for name, ref in step.gradients.items()},
+        exit={
+            task: tuple(dict.fromkeys(compiled.calls.get(name, name) for name in names))
+            for task, names in step.exit.items()
+        },
+    )

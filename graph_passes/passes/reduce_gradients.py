@@ -42,6 +42,10 @@ _Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
 """The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
 
 
+_EACH = 1
+"""Bytes of buckets with one variable each."""
+
+
 class Reduction:
     """Adds the nodes that reduce gradients, and finds the reduced ones.
 
@@ -136,7 +140,8 @@ class Reduction:
         in_shards = unit.group.in_shards
         whole = [variable for variable in unit.variables if variable.name not in in_shards]
         shards = [in_shards[variable.name] for variable in unit.variables if variable.name in in_shards]
-        return buckets(whole, self._options.bucket_bytes) + buckets(shards, self._options.bucket_bytes)
+        limit = self._options.bucket_bytes if self._options.spread.isdisjoint(unit.group.stages) else _EACH
+        return buckets(whole, limit) + buckets(shards, limit)
 
     def _reduce_scatter(
         self, vectors: Mapping[str, Sequence[Ref]], bucket: tuple[Variable, ...], group: ParameterGroup

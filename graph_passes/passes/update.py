@@ -52,6 +52,8 @@ class Update:
         jit_compile: compile the optimizer with XLA.
         accumulated: whether gradients are in accumulators. If not, each replica has made them in one task, from which
             they are taken; the optimizer then works in their memory, which is warm. Nothing can be carried over.
+        spread: the stages whose operators are placed one by one on several devices. Variables that one of them reads
+            are reduced one by one, as each gets a device of its own, and updated without XLA.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
@@ -73,6 +75,7 @@ class Update:
     head: bool = False
     jit_compile: bool = False
     accumulated: bool = True
+    spread: frozenset[int] = frozenset()
 
     def run(self, program: Program) -> Program:
         """Completes a program with ordered tasks: nothing pending, ``step.train`` and ``step.gradients`` set."""
