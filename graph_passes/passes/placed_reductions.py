@@ -59,7 +59,7 @@ def common_order(view: Graph, ranks: Mapping[str, Any]) -> list[list[str]]:
         for producer in {*(ref.node for ref in view.inputs(name)), *control_inputs(node)}:
             followers[entry_of[producer]].append(own)
             pending[own] += 1
-    keys = [max([(1, ranks[name]) for name in names if name in ranks], default=(0,)) for names in entries]
+    keys = [max([(1, ranks[name]) for name in names if name in ranks], default=(0, 0)) for names in entries]
     ready = [(keys[number], number) for number, count in enumerate(pending) if not count]
     heapq.heapify(ready)
     order: list[list[str]] = []
