@@ -273,7 +273,9 @@ def two_replicas() -> Program:
             after = [total.node]
             sums.append(builder.add(f"read{number}_{replica}", "Identity", [total], device=device, T=kind))
     total = builder.add_n("all", sums, FLOAT, device=ZERO)
-    return of_graph(builder.graph, total)
+    program = of_graph(builder.graph, total)
+    step = dataclasses.replace(program.own_step, placed_on=frozenset({ZERO, ONE, TWO, THREE}))
+    return program.replace(step=step)
 
 
 def test_all_reduces_belong_to_the_devices_of_their_members_and_hold_no_device_up() -> None:
@@ -302,9 +304,9 @@ def test_all_reduces_belong_to_the_devices_of_their_members_and_hold_no_device_u
     ("apart", "bucket_bytes", "units", "left"),
     [
         pytest.param("", 8, "p", ["sum5_0", "sum5_1"], id="joined"),
-        pytest.param("6", 8, "p", ["sum5_0", "sum5_1", "sum6_0", "sum6_1"], id="other devices"),
-        pytest.param("", 7, "p", ["sum5_0", "sum5_1", "sum6_0", "sum6_1"], id="too large"),
-        pytest.param("", 8, "pq", ["sum5_0", "sum5_1", "sum6_0", "sum6_1"], id="complete at other times"),
+        pytest.param("6", 8, "p", ["sum5_0", "sum6_0", "sum5_1", "sum6_1"], id="other devices"),
+        pytest.param("", 7, "p", ["sum5_0", "sum6_0", "sum5_1", "sum6_1"], id="too large"),
+        pytest.param("", 8, "pq", ["sum5_0", "sum6_0", "sum5_1", "sum6_1"], id="complete at other times"),
     ],
 )
 def test_all_reduces_of_the_same_devices_are_joined_in_buckets(

@@ -80,7 +80,7 @@ def test_all_devices_of_a_server_go_at_once() -> None:
 @pytest.mark.parametrize(
     ("lost", "groups", "shares"),
     [
-        pytest.param([2], (((0, 1),), ((2,), (3,))), None, id="a replica"),
+        pytest.param([2], (((0, 1),), ((3,), (4,))), None, id="a replica"),
         pytest.param([0, 3], (((0, 1),), ((2,), (3,))), None, id="both replicas lose one"),
         pytest.param([5], (((0, 1), (2, 3)), ((4,),)), ((1, 2), (1,)), id="the other stage's"),
     ],

@@ -25,6 +25,7 @@ from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.progress import Progress
+from graph_passes.ir.batching import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def profile_operators(
     Args:
         model: a built and compiled Keras model.
         cluster: real devices.
-        plan: a plan that places operators; slices have the size of its micro-batches.
+        plan: a plan that places operators; its largest slices are measured.
         x: example inputs, any number of samples. Needed for a model that doesn't declare its inputs.
         y: example labels; drawn for the loss by default.
         sample_weight: example weights; none by default.
@@ -113,7 +114,8 @@ def profile_operators(
     check_optimizer(model.optimizer, model.trainable_variables)
     measured = OperatorCosts() if costs is None else costs
     example = ExampleBatch.of(model, x, y, sample_weight, length=length)
-    samples = -(-plan.global_batch_size // plan.micro_batches)
+    micro_batch = Interval(0, -(-plan.global_batch_size // plan.micro_batches))
+    samples = max(part.size for stage in range(plan.num_stages) for part in plan.slices(stage, micro_batch))
     chosen = {
         (device_kind(cluster.device_names[device]), cluster.devices[device].speed): device
         for devices in reversed(plan.working_devices)
