@@ -137,9 +137,9 @@ def test_any_placement_in_replicas_trains_as_keras(
     use_float64()
     place = placed_in_halves if options.get("jit_compile") else random_placement(seed)
     monkeypatch.setattr(step_placer, "fd_dps", place)
-    cuts, shares = ZOO[model].cuts_for(len(devices)), options.get("shares")
+    cuts = ZOO[model].cuts_for(len(devices))
     placed = Plan.manual(cuts, devices, micro_batches, SAMPLES, schedule).with_placed_operators(replicas)
-    plan = dataclasses.replace(placed, **options, **({} if shares is None else {"shares": shares}))
+    plan = dataclasses.replace(placed, **options)
     assert_equal_training(
         ZOO[model], cluster_of(6), plan, reference(model), monkeypatch, operator_costs=OperatorCosts()
     )

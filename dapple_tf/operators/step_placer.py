@@ -183,15 +183,15 @@ class StepPlacer:
         """
         step = program.own_step
         program = program.replace(graph=_with_replicas(program.graph, step.layout))
-        likes = self._likes(step.layout)
-        calls = _Calls(program, likes)
+        placed_of = self._placed_replicas(step.layout)
+        calls = _Calls(program, placed_of)
         alone = not step.entry or (len(self.devices) == 1 and len(step.layout.micro_batch_intervals) == 1)
         stages = self.plan.flat_stages if len(self.plan.flat_stages) < self.plan.num_stages else None
         flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone, stages=stages)
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage in sorted(self.plan.flat_stages):
-            name = likes[self.cluster.device_names[self.devices[stage][0][0]]]
+            name = placed_of[self.cluster.device_names[self.devices[stage][0][0]]]
             placements[stage] = self._search(flat, stage, name, storage_devices) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
@@ -232,16 +232,16 @@ class StepPlacer:
         step = Step(program.own_step.layout, train=node, dissolved=stages, placed_on=host)
         return self.place(program.replace(graph=graph, step=step), (), storage_devices, instruments).program.graph
 
-    def _likes(self, layout: Layout) -> dict[str, str]:
+    def _placed_replicas(self, layout: Layout) -> dict[str, str]:
         """Maps each replica's own device to that of the replica of its stage whose operators are placed for all.
 
         It is one with the most samples.
         """
-        likes = {}
+        placed_of = {}
         for stage, devices in enumerate(layout.devices):
             sizes = [interval.size for interval in layout.slices(stage, 0)]
-            likes |= dict.fromkeys(devices, devices[sizes.index(max(sizes))])
-        return likes
+            placed_of |= dict.fromkeys(devices, devices[sizes.index(max(sizes))])
+        return placed_of
 
     def _search(
         self,
@@ -331,14 +331,14 @@ class _Calls:
 
     Args:
         program: the step.
-        likes: a replica's device -> that of the replica whose operators are placed for all of the stage.
+        placed_of: a replica's device -> that of the replica whose operators are placed for all of the stage.
     """
 
-    def __init__(self, program: Program, likes: Mapping[str, str]) -> None:
+    def __init__(self, program: Program, placed_of: Mapping[str, str]) -> None:
         view = Graph(program.graph)
         positions = {name: rank for rank, name in enumerate(view.topological())}
         self._ranks = {name: rank for rank, names in enumerate(common_order(view, positions)) for name in names}
-        self._like = _like_nodes(program.graph, likes)
+        self._counterpart = _counterparts(program.graph, placed_of)
         self.packs = {node.name: view.inputs(node.name)[0].node for node in view if node.op == SUM_OP}
         self._first: dict[str, str] = {}
         groups: dict[tuple[object, ...], dict[int, list[str]]] = {}
@@ -354,8 +354,8 @@ class _Calls:
     def in_first(self, node: NodeDef) -> str:
         """Returns the name of the same operator in the first micro-batch of the replica that is placed."""
         call = _call_of(node)
-        like = self._like.get(call, call)
-        return self._first.get(like, like) + node.name[len(call) :]
+        counterpart = self._counterpart.get(call, call)
+        return self._first.get(counterpart, counterpart) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
         """Returns the position of a node's call in an order that the step allows; cuts and joins use their tensor's."""
@@ -387,19 +387,19 @@ def _with_replicas(graph: GraphDef, layout: Layout) -> GraphDef:
     return graph
 
 
-def _like_nodes(graph: GraphDef, likes: Mapping[str, str]) -> dict[str, str]:
+def _counterparts(graph: GraphDef, placed_of: Mapping[str, str]) -> dict[str, str]:
     """Maps calls and other marked nodes of a step to those of the replicas whose operators are placed.
 
     Nodes with the same marks are alike in the order of the graph, if there are as many on both devices.
     """
     marked: dict[str, dict[tuple[object, ...], list[str]]] = {}
     for node in graph.node:
-        if node.device in likes and PHASE_ATTR in node.attr:
+        if node.device in placed_of and PHASE_ATTR in node.attr:
             marks = (node.attr[name].SerializeToString() for name in _MARKS if name in node.attr)
             marked.setdefault(node.device, {}).setdefault((node.op, *marks), []).append(node.name)
     alike: dict[str, str] = {}
     for device, nodes in marked.items():
-        others = marked.get(likes[device], {}) if likes[device] != device else {}
+        others = marked.get(placed_of[device], {}) if placed_of[device] != device else {}
         for key, names in nodes.items():
             if len(others.get(key, ())) == len(names):
                 alike |= zip(names, others[key], strict=True)
