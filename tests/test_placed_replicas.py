@@ -155,6 +155,7 @@ def test_replicas_on_workers(workers: LocalWorkers, monkeypatch: pytest.MonkeyPa
     pipelined.close()
 
 
+@pytest.mark.slow
 def test_stages_on_one_device_are_compiled_whole_and_others_by_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
