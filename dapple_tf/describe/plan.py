@@ -258,9 +258,8 @@ class Plan(JsonFile):
             PlanError: a stage's devices can't be divided equally, or the plan has an option that doesn't go with
                 placing.
         """
-        single = not isinstance(replicas, Sequence)
-        counts = [replicas] * self.num_stages if single else list(replicas)
-        counts = list(integers("replicas", counts))
+        by_stage = replicas if isinstance(replicas, Sequence) else [replicas] * self.num_stages
+        counts = integers("replicas", by_stage)
         if len(counts) != self.num_stages:
             raise PlanError(f"replicas has {len(counts)} numbers for {self.num_stages} stages; give one for each")
         groups = []

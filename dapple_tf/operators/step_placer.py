@@ -237,7 +237,7 @@ class StepPlacer:
 
         It is one with the most samples.
         """
-        placed_of = {}
+        placed_of: dict[str, str] = {}
         for stage, devices in enumerate(layout.devices):
             sizes = [interval.size for interval in layout.slices(stage, 0)]
             placed_of |= dict.fromkeys(devices, devices[sizes.index(max(sizes))])
