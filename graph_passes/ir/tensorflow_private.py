@@ -132,9 +132,7 @@ def shapes_of_outputs(graph: bytes) -> dict[str, tuple[tuple[int | None, ...] | 
     for c_operation in scope.new_operations():
         operation = ops.Operation._from_c_op(c_operation, scope)
         shapes = [output._shape for output in operation.outputs]  # A TensorShape takes as long as all else here.
-        shapes_of[operation.name] = tuple(
-            None if unknown else tuple(None if size < 0 else size for size in sizes) for sizes, unknown in shapes
-        )
+        shapes_of[operation.name] = tuple(None if unknown else tuple(sizes) for sizes, unknown in shapes)
     return shapes_of
 
 
