@@ -73,30 +73,26 @@ def repeated_update(captured: Captured, owners: Mapping[Ref, str], copies: _Copi
         return Ref(copied[other][ref.node], ref.output)
 
     pairs = [(own, other) for own, others in copies.items() for other in others]
+    gradients, slices, shapes = dict(captured.gradients), dict(captured.slices), dict(captured.row_shapes)
+    variables = dict(captured.variables)
+    for own, other in pairs:
+        if own in captured.gradients:
+            gradients[other] = moved(captured.gradients[own], other)
+        if own in captured.slices:
+            rows, indices = captured.slices[own]
+            slices[other] = moved(rows, other), moved(indices, other)
+        if own in captured.row_shapes:
+            shapes[other] = moved(captured.row_shapes[own], other)
+        variables |= {moved(ref, other): variable for ref, variable in copies[own][other].items()}
+    effects = tuple(name for effect in captured.effects for name in (effect, *copies_of(effect)))
     return dataclasses.replace(
         captured,
         graph=graph,
-        gradients={
-            **captured.gradients,
-            **{other: moved(ref, other) for own, other in pairs if (ref := captured.gradients.get(own))},
-        },
-        slices={
-            **captured.slices,
-            **{
-                other: (moved(refs[0], other), moved(refs[1], other))
-                for own, other in pairs
-                if (refs := captured.slices.get(own))
-            },
-        },
-        row_shapes={
-            **captured.row_shapes,
-            **{other: moved(ref, other) for own, other in pairs if (ref := captured.row_shapes.get(own))},
-        },
-        variables={
-            **captured.variables,
-            **{moved(ref, other): variable for own, other in pairs for ref, variable in copies[own][other].items()},
-        },
-        effects=tuple(name for effect in captured.effects for name in (effect, *copies_of(effect))),
+        gradients=gradients,
+        slices=slices,
+        row_shapes=shapes,
+        variables=variables,
+        effects=effects,
     )
 
 
