@@ -22,7 +22,7 @@ from test_equivalence_shards import OPTIMIZERS, TABLE, constrained, held_bytes, 
 from zoo import ZOO, Specimen
 
 import dapple_tf as dapple
-from dapple_tf.errors import PlanError
+from dapple_tf.describe.plan import PlanError
 from dapple_tf.tools.hosts import LocalWorkers
 
 SHARDS = {"optimizer_shards": True, "parameter_shards": True}
