@@ -222,8 +222,8 @@ def test_plans_are_sought_with_what_flags_say(
         (["--faults=hope"], "flag --faults=hope"),
         (["--placement=hope"], "flag --placement=hope"),
         (
-            ["--placement=fd_dps", "--model=vgg:tiny", "--cluster=cpu:1", "--jit_compile"],
-            "--placement=fd_dps: operators can't be placed one by one with jit_compile=True",
+            ["--placement=fd_dps", "--model=vgg:tiny", "--cluster=cpu:1", "--global_batch_size=8", "--micro_batches=9"],
+            "--placement=fd_dps: a global batch of 8 samples can't be cut into 9 micro-batches",
         ),
     ],
 )
