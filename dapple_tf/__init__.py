@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dapple_tf.measuring.measured_steps import tune_reverse_first_k
     from dapple_tf.measuring.operator_profiler import profile_operators
     from dapple_tf.measuring.profiler import profile
-    from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups, plan_streams
     from dapple_tf.operators.op_costs import OperatorCosts
     from dapple_tf.planning.chunks import chunked
     from dapple_tf.planning.early_reductions import reduced_early
@@ -78,7 +77,6 @@ _MODULES = {
         "dapple_tf.measuring.measured_steps": "tune_reverse_first_k",
         "dapple_tf.measuring.operator_profiler": "profile_operators",
         "dapple_tf.measuring.profiler": "profile",
-        "dapple_tf.measuring.stream_speedups": "StreamProfile measure_speedups plan_streams",
         "dapple_tf.operators.op_costs": "OperatorCosts",
         "dapple_tf.planning.chunks": "chunked",
         "dapple_tf.planning.early_reductions": "reduced_early",
@@ -132,7 +130,6 @@ __all__ = [
     "Simulation",
     "StepError",
     "StepProfile",
-    "StreamProfile",
     "Verification",
     "VerificationError",
     "WorkerLostError",
@@ -144,10 +141,8 @@ __all__ = [
     "load_checkpoint",
     "measure_links",
     "measure_speeds",
-    "measure_speedups",
     "on_workers",
     "plan",
-    "plan_streams",
     "profile",
     "profile_operators",
     "reduced_early",

@@ -16,6 +16,7 @@ import importlib
 import os
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -82,12 +83,23 @@ def _like(name: str, known: Mapping[str, Any]) -> str:
     return f" (is it {' or '.join(close)}?)" if close else ""
 
 
-def _function(module: str, function: str, name: str) -> Callable[..., Any]:
-    """Returns a user's function."""
+def user_module(name: str) -> types.ModuleType:
+    """Imports a user's module, which may be in the current folder.
+
+    Raises:
+        ImportError: there is no such module, or it lacks another.
+        TypeError: the name is a relative one.
+        ValueError: the name is empty.
+    """
     if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)  # ``python -m`` adds the folder, a console command doesn't.
+    return importlib.import_module(name)
+
+
+def _function(module: str, function: str, name: str) -> Callable[..., Any]:
+    """Returns a user's function."""
     try:
-        imported = importlib.import_module(module)
+        imported = user_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # The module is there, but lacks another.

@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import assert_equal_training, use_float64
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from references import SAMPLES, reference
-from selection import sampled
+from selection import thorough
 from zoo import ZOO
 
 import dapple_tf as dapple
 from dapple_tf.clusters.session import configure_gpus, session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError, Device
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
-from dapple_tf.schedules.joint_scheduling import (
+from dapple_tf.joint import JOINT
+from dapple_tf.joint.joint_scheduling import (
     Ready,
     StreamTimes,
     check_regions,
@@ -33,7 +35,9 @@ from dapple_tf.schedules.joint_scheduling import (
     stage_regions,
     weight_regions,
 )
+from dapple_tf.joint.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
 from dapple_tf.schedules.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
+from graph_passes.ir.tasks import Schedule
 
 # ---- algorithm 1
 
@@ -220,7 +224,7 @@ def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
             [[0]] * stages,
             2,
             4,
-            "joint",
+            JOINT,
             weight_devices=[[1]] * stages,
             weight_regions=weight_regions(regions, fit.schedule, stages),
         ).order_tasks()
@@ -232,9 +236,9 @@ def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
 
 def joint(stages: int, micro_batches: int, **options: Any) -> str:
     devices, weights = [[0]] * stages, [[1]] * stages
-    schedule = make_schedule("joint", devices, micro_batches, weight_devices=weights, **options)
+    schedule = make_schedule(JOINT, devices, micro_batches, weight_devices=weights, **options)
     holds = resolve_warm_up(
-        "joint", stages, micro_batches, devices=devices, weight_devices=weights, holds=options.get("holds")
+        JOINT, stages, micro_batches, devices=devices, weight_devices=weights, holds=options.get("holds")
     )
     validate(schedule, devices, micro_batches, weight_devices=weights, holds=holds)
     return str(schedule)
@@ -264,6 +268,31 @@ def test_the_sub_stream_runs_on_beside_the_next_forward_within_limits() -> None:
     assert joint(2, 2, holds=[1, 1]).startswith("0: 0F0 1F0 1Bx0 0Bx0 0F1>0Bw0 1F1>1Bw0 1Bx1 0Bx1\n")
 
 
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_schedules_of_streams_parse_back(data: st.DataObject) -> None:
+    stages, replicas, count = (data.draw(st.integers(1, most)) for most in (4, 3, 7))
+    options: dict[str, Any] = {
+        "weight_devices": [range(replicas, 2 * replicas)] * stages,
+        "weight_regions": data.draw(st.none() | st.just([0] * stages)),
+        "reverse_first_k": data.draw(st.integers(0, stages)),
+    }
+    left_out = data.draw(st.none() | st.tuples(st.integers(0, stages - 1), st.integers(0, replicas - 1)))
+    active = None if left_out is None else lambda *slice_: slice_ != (left_out[0], count - 1, left_out[1])
+    schedule = make_schedule(JOINT, [range(replicas)] * stages, count, active=active, **options)
+    again = Schedule.parse(str(schedule), JOINT.name)
+    assert again == schedule and str(again) == str(schedule) and hash(again) == hash(schedule)
+    if count > 2 and left_out is None:
+        assert again.after
+
+
+def test_regions_and_reverse_first_k_are_kept_together() -> None:
+    assert joint(4, 2, weight_regions=[0, 0, 0, 1], reverse_first_k=2) == (
+        "0: 0F0 1F0 2F0 3F0 3Bx0 2Bx0 1Bx0 0Bx0 0F1 1F1 2F1 3F1 3Bx1 2Bx1 1Bx1 0Bx1\n"
+        "1: 3Bw0>2Bx0 2Bw0>1Bx0 1Bw0 0Bw0 3Bw1>2Bx1 2Bw1>1Bx1 0Bw1 1Bw1"
+    )
+
+
 def test_replicas_and_empty_slices() -> None:
     devices, weights = [[0, 1]] * 2, [[2, 3]] * 2
 
@@ -271,7 +300,7 @@ def test_replicas_and_empty_slices() -> None:
         return micro_batch == 0 or replica == 0
 
     schedule = make_schedule(
-        "joint", devices, 2, weight_devices=weights, weight_regions=[0, 0], active=active, holds=[1, 1]
+        JOINT, devices, 2, weight_devices=weights, weight_regions=[0, 0], active=active, holds=[1, 1]
     )
     assert str(schedule) == (
         "0: 0F0 1F0 1Bx0 0Bx0 0F1>0Bw0 1F1>1Bw0 1Bx1 0Bx1\n1: 0F0.r1 1F0.r1 1Bx0.r1 0Bx0.r1\n"
@@ -285,7 +314,7 @@ VALID: dict[str, Any] = {
     "devices": [[0], [0], [0]],
     "micro_batches": 2,
     "global_batch_size": 8,
-    "schedule": "joint",
+    "schedule": "dapple_tf.joint:JOINT",
     "weight_devices": [[1], [1], [1]],
 }
 
@@ -323,7 +352,7 @@ VALID: dict[str, Any] = {
         ({"weight_regions": [0, 0.5, 0]}, "weight_regions: 0.5 isn't a whole number"),
         (
             {"schedule": "fast_forward", "weight_regions": [0, 0, 0]},
-            "weight_regions are given for fast_forward, which has no regions; leave them out, or use joint",
+            "weight_regions are given for fast_forward, which has no regions; leave them out",
         ),
     ],
 )
@@ -344,7 +373,7 @@ def test_a_plan_of_streams_loads_back_equal() -> None:
     assert plan.weight_regions == (0, 0, 0)
     assert plan.warm_up_counts() == (2, 2, 2)
     with pytest.raises(ScheduleError, match="weight_regions has 1 entries"):
-        make_schedule("joint", [[0], [0]], 1, weight_devices=[[1], [1]], weight_regions=[0])
+        make_schedule(JOINT, [[0], [0]], 1, weight_devices=[[1], [1]], weight_regions=[0])
 
 
 # ---- devices
@@ -444,12 +473,18 @@ CASES = [
     Case(3, 1, 4, {"warm_up": [1, 1, 1], "wait_free": False}),
     Case(4, 2, 2, {"weight_regions": [0, 0, 1, 0], "carried_updates": 1}),
 ]
+REVERSED = Case(4, 1, 2, {"weight_regions": [0, 0, 0, 1], "reverse_first_k": 2, "carried_updates": 1})
+"""Regions, the first stages' Bw last, and an update that the next step begins with."""
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "case"), sampled([*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])], 3), ids=str
+    ("model", "case"),
+    [
+        ("branches", REVERSED),
+        *map(thorough, [*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])]),
+    ],
+    ids=str,
 )
 def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
@@ -459,7 +494,7 @@ def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatc
         [mains] * case.stages,
         case.micro_batches,
         SAMPLES,
-        "joint",
+        JOINT,
         weight_devices=[subs] * case.stages,
         **case.options,
     )
@@ -487,7 +522,7 @@ def test_a_model_is_measured_and_planned_on_two_streams() -> None:
     assert plan.cuts == ("dense_0", "dense_1", "dense_2")
     assert plan.devices == ((0,),) * 4
     assert plan.weight_devices == ((1,),) * 4
-    assert plan.schedule == "joint"
+    assert plan.schedule is JOINT
     assert plan.weight_regions is not None
     profile = measure_speedups(model, cluster, plan, repeats=2, progress=False)
     times = profile.times

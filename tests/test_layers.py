@@ -35,6 +35,7 @@ automatic
 transformation worker
 __init__
 models
+joint
 tools
 """
 """From the bottom up; those of one line don't import each other."""
@@ -69,6 +70,13 @@ def imported(path: pathlib.Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "dapple_tf.__init__"
             elif name.startswith(("dapple_tf.", "graph_passes.", ".")):
                 yield node.lineno, name
+
+
+def test_joint_is_known_to_its_own_program_alone() -> None:
+    """It gains nothing where it could be measured (docs/joint.md): nothing else is to depend on it."""
+    names = {path: {unit(name) for _, name in imported(path)} for path in FILES}
+    knowing = {path.relative_to(ROOT).as_posix() for path in FILES if "joint" in names[path]}
+    assert {path for path in knowing if "dapple_tf/joint/" not in path} == {"tools/evaluation/check_streams.py"}
 
 
 def test_imports_go_down() -> None:

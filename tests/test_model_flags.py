@@ -7,6 +7,8 @@ import importlib.util
 import json
 import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import keras
@@ -274,10 +276,40 @@ def test_plans_of_shapes_and_files(tmp_path: pathlib.Path) -> None:
     assert plan_flags("--plan=3:1").path is plan_flags("--plan=auto").path is None
 
 
+def test_a_files_plan_may_name_schedules_of_modules(tmp_path: pathlib.Path) -> None:
+    from dapple_tf.joint import JOINT
+
+    path = tmp_path / "plan.json"
+    plan = dapple.Plan.manual(["a"], [[0], [0]], 1, 4, JOINT, weight_devices=[[1], [1]])
+    plan.save(path)
+    code = f"""
+from absl import flags
+from dapple_tf.tools.model_flags import PlanFlags
+values = flags.FlagValues()
+plan = PlanFlags(values)
+values(["", "--plan={path}", *MODULES])
+print(plan.plan(list).schedule)
+"""
+
+    def printed(*modules: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("MODULES", str(modules))],
+            cwd=pathlib.Path(__file__).parents[1],
+            text=True,
+            capture_output=True,
+        )
+        return done.stdout or done.stderr
+
+    assert printed("--schedule_modules=dapple_tf.joint") == "joint\n"
+    assert "'dapple_tf.joint:JOINT' is of a module that isn't imported" in printed()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--plan isn't given"),
+        (["--plan=1:1", "--schedule_modules=os", "--global_batch_size=4"], "--schedule_modules is for a file's plan"),
+        (["--plan=none.json", "--schedule_modules=none.such"], "--schedule_modules=none.such: No module named 'none'"),
         (["--plan=3:0"], "--plan=3:0"),
         (["--plan=auto"], "--plan=auto needs --global_batch_size"),
         (["--plan=1:1"], "--plan=1:1 needs --global_batch_size"),

@@ -9,7 +9,7 @@ import pytest
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, in_flight
+from dapple_tf.schedules.schedules import POLICIES, in_flight
 
 VALID: dict[str, Any] = {
     "cuts": ["block_3"],
@@ -130,7 +130,7 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
         ),
         (
             {"schedule": "1f1b"},
-            f"unknown schedule '1f1b'; use one of {', '.join((*POLICIES, *STREAM_POLICIES))}",
+            f"unknown schedule '1f1b'; use one of {', '.join(POLICIES)}",
         ),
         ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
         ({"recompute": ["none", "all"]}, "unknown recompute 'all'; use one of none, boundary, min_cut"),

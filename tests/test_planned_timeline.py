@@ -14,6 +14,7 @@ from schedule_runs import execute, there_and_back, vee
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.joint import JOINT
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
@@ -132,7 +133,7 @@ def test_given_times_are_of_tasks_with_what_they_recompute(recompute: str) -> No
 
 
 def test_two_streams_are_two_lanes_and_waits_between_them_are_kept() -> None:
-    plan = plan_of([[0], [0], [0]], 1, "joint", weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0))
+    plan = plan_of([[0], [0], [0]], 1, JOINT, weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0))
     timeline = planned(plan)
     assert list(timeline.devices.values()) == [
         "device 0: stages 0, 1, 2",

@@ -14,7 +14,6 @@ from dapple_tf.schedules import schedule_check, schedules
 from dapple_tf.schedules.one_forward_one_backward import one_forward_one_backward
 from dapple_tf.schedules.schedules import (
     POLICIES,
-    STREAM_POLICIES,
     ScheduleError,
     in_flight,
     make_schedule,
@@ -184,7 +183,7 @@ def test_an_explicit_warm_up_replaces_the_policys_and_counts_as_m_above_m() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join((*POLICIES, *STREAM_POLICIES))}"),
+        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join(POLICIES)}"),
         ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"devices": []}, "number of stages is 0; it must be at least 1"),
         ({"devices": [[0], []]}, "stage 1 has no devices; give it at least one"),

@@ -11,6 +11,7 @@ import pytest
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.joint import JOINT
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Lane, Span, Timeline, covered
 
@@ -113,7 +114,7 @@ def test_numbers_that_nobody_can_draw_are_refused(changes: dict[str, Any], messa
             ["device 0: stages 0, 1", "device 1: stage 0 (Bw)"],
         ),
         (
-            Plan.manual([], [[0, 1]], 2, 4, "joint", weight_devices=((2, 3),)),
+            Plan.manual([], [[0, 1]], 2, 4, JOINT, weight_devices=((2, 3),)),
             ["device 0: stage 0.r0", "device 1: stage 0.r1", "device 2: stage 0.r0 (Bw)", "device 3: stage 0.r1 (Bw)"],
         ),
     ],

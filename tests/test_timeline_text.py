@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_runs import there_and_back
 
+from dapple_tf.joint import JOINT
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
@@ -34,7 +35,7 @@ PLANS = {
     "interleaved": plan_of([[0], [1], [0], [1]], 4, "interleaved"),
     "zb_h1": plan_of([[0], [1], [2], [3]], 8, "zb_h1"),
     "chunks": plan_of([[0, 1], [0, 1], [2]], 4, "dapple_a"),
-    "joint": plan_of([[0], [0], [0]], 2, "joint", weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0)),
+    "joint": plan_of([[0], [0], [0]], 2, JOINT, weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0)),
 }
 
 

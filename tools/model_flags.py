@@ -321,6 +321,12 @@ class PlanFlags:
         self._schedule = flags.DEFINE_enum(
             "schedule", None, [*POLICIES, "auto"] if auto else POLICIES, "The plan's schedule.", flag_values=values
         )
+        self._schedule_modules = flags.DEFINE_list(
+            "schedule_modules",
+            None,
+            "Modules whose schedules the plan's file may name, such as my_schedules for my_schedules:RUN_AHEAD.",
+            flag_values=values,
+        )
         self._recompute = flags.DEFINE_list(
             "recompute",
             None,
@@ -393,6 +399,8 @@ class PlanFlags:
         check(bool(text), "--plan isn't given; see --help")
         assert text
         self.batch_size()
+        modules = self._schedule_modules.value
+        check(not modules or self.path is not None, f"--plan={text}: --schedule_modules is for a file's plan")
         for mode in self._recompute.value or ():
             check(mode in RECOMPUTE_MODES, f"--recompute={mode}: unknown; use one of {', '.join(RECOMPUTE_MODES)}")
         if is_shape(text):
@@ -445,7 +453,13 @@ class PlanFlags:
 
     def _loaded(self) -> dapple.Plan:
         """Returns a file's plan with the changes of the other flags."""
+        from dapple_tf.models.registry import user_module
         from dapple_tf.tools.variants import changed
 
+        for module in self._schedule_modules.value or ():
+            try:
+                user_module(module)
+            except (ImportError, TypeError, ValueError) as error:
+                raise app.UsageError(f"--schedule_modules={module}: {error}") from error
         with blamed(f"--plan={self.text}"):
             return changed(dapple.Plan.load(str(self.text)), **self.changes)

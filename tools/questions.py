@@ -14,7 +14,7 @@ import dapple_tf as dapple
 from dapple_tf.data_files import short
 from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.schedules.policy import Policy
-from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, policy_of
+from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.tools import command
 from dapple_tf.tools.variants import Hardware, changed
 from dapple_tf.view.page import timeline_data
@@ -73,7 +73,7 @@ class Question:
             raise QuestionError(f"the question is {short(data)}; it must be an object of {', '.join(sorted(names))}")
         cuts, devices = parse_stages(data["stages"])
         numbers = {name: _whole(name, data[name]) for name in ("micro_batches", "global_batch_size")}
-        schedules = {name: name for name in (*POLICIES, *STREAM_POLICIES)} | ({} if own is None else {own.name: own})
+        schedules = {name: name for name in POLICIES} | ({} if own is None else {own.name: own})
         if data["schedule"] not in tuple(schedules):
             raise QuestionError(f"schedule is {short(data['schedule'])}; use one of {', '.join(schedules)}")
         modes = tuple(data["recompute"].split(",")) if isinstance(data["recompute"], str) else (data["recompute"],)

@@ -89,9 +89,9 @@ class Plan(JsonFile):
             once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
-        schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), your own policy
-            (`schedules.policy.Policy`) or its ``module:name`` if that module is imported, or the path of a CSV file
-            with a schedule (`schedules.schedule_csv`).
+        schedule: the name of a built-in policy (`schedules.POLICIES`), your own policy (`schedules.policy.Policy`) or
+            its ``module:name`` if that module is imported, or the path of a CSV file with a schedule
+            (`schedules.schedule_csv`).
         recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each.
         jit_compile: whether stages are compiled with XLA; of those that place their operators on several devices, what
             each device runs between two transfers.
@@ -110,7 +110,7 @@ class Plan(JsonFile):
         weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
             variables and updates them; None for the stage's own devices.
         weight_regions: for each stage the stage with whose Bx its Bw may start at the earliest; None for as soon as it
-            is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
+            is ready. For policies that have regions (`schedules.policy.Policy`).
         operator_devices: for each stage and each of its replicas the group of devices on which the replica's single
             operators are placed by FD-DPS (Mathematics 2022, 10, 4788), the replica's own device first. The groups of
             a stage are equally large: device i of each has the same operators and variables. A list of devices stands

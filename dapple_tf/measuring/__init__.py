@@ -1,1 +1,1 @@
-"""Measurements of layers, operators, streams, links and whole steps; emulated steps."""
+"""Measurements of layers, operators, links and whole steps; emulated steps."""

@@ -17,7 +17,6 @@ from dapple_tf.schedules.out_of_order import (
 )
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_request import ScheduleError
-from dapple_tf.schedules.stream_schedule import JOINT
 from dapple_tf.schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V, ZERO_BUBBLE
 
 BUILT_IN: tuple[Policy, ...] = (
@@ -28,7 +27,6 @@ BUILT_IN: tuple[Policy, ...] = (
     *(ZB_H1, ZB_H2, ZB_V, ZERO_BUBBLE),
     *(V_MIN, V_HALF),
     DUALPIPE_V,
-    JOINT,
 )
 """Policies are listed only here; each is defined in its own file."""
 

@@ -54,7 +54,7 @@ class Planning:
     """When the planner tries a policy, and what that costs.
 
     Attributes:
-        placements: the placements that it is tried with.
+        placements: the placements that it is tried with; none for a policy that the planner leaves alone.
         rank: how likely it is to gain: policies of a higher rank are tried first.
         where_short: whether it is tried only where the devices' memory limits the micro-batches in flight.
         by_seconds: whether it orders tasks by their times, which go into the plan (`Plan.task_seconds`).
@@ -109,8 +109,7 @@ class Policy:
             it from the order.
         reverses: whether it takes ``reverse_first_k``.
         offloads: whether it takes ``weight_devices``, on which Bw run apart from F and Bx.
-        two_streams: whether it is for the two streams of one device: it needs ``weight_devices`` and takes
-            ``weight_regions``. The planner doesn't try it.
+        regions: whether it takes ``weight_regions``.
         needs_all: whether it keeps all micro-batches in flight, however little memory there is.
         shares_room: whether it limits the micro-batches in flight of all stages of a device together. A memory limit D
             then is the number of micro-batches' slices that a device holds, of any of its stages.
@@ -132,7 +131,7 @@ class Policy:
     splits: bool | None = None
     reverses: bool = True
     offloads: bool = False
-    two_streams: bool = False
+    regions: bool = False
     needs_all: bool = False
     shares_room: bool = False
     planning: Planning = Planning()

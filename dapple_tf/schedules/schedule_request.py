@@ -33,8 +33,8 @@ class RequestOptions(TypedDict, total=False):
         task_seconds: for each stage the times of F, Bx and Bw, which determine the gaps; all equal by default.
         weight_devices: for each stage the device that runs each replica's Bw, in the order in which they become ready;
             the stage's own by default.
-        weight_regions: for policies of two streams, for each stage the stage with whose Bx its Bw may start; as soon as
-            it is ready by default (`joint_scheduling`).
+        weight_regions: for policies that have regions, for each stage the stage with whose Bx its Bw may start; as soon
+            as it is ready by default.
     """
 
     holds: Sequence[int] | None

@@ -34,7 +34,6 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 
 __all__ = [
     "POLICIES",
-    "STREAM_POLICIES",
     "Active",
     "ScheduleError",
     "check",
@@ -47,11 +46,8 @@ __all__ = [
     "validate",
 ]
 
-POLICIES = tuple(policy.name for policy in BUILT_IN if not policy.two_streams)
-"""The names of the built-in policies for devices of any number."""
-
-STREAM_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.two_streams)
-"""The policies for two streams of one device, which also need `weight_devices`."""
+POLICIES = tuple(policy.name for policy in BUILT_IN)
+"""The names of the built-in policies."""
 
 
 def check(policy: Policy, request: ScheduleRequest) -> None:
@@ -60,10 +56,8 @@ def check(policy: Policy, request: ScheduleRequest) -> None:
     Raises:
         ScheduleError: names what it can't do, and what would do.
     """
-    if request.weight_regions is not None and not policy.two_streams:
-        raise ScheduleError(
-            f"weight_regions are given for {policy}, which has no regions; leave them out, or use joint"
-        )
+    if request.weight_regions is not None and not policy.regions:
+        raise ScheduleError(f"weight_regions are given for {policy}, which has no regions; leave them out")
     answer = cast(Callable[[ScheduleRequest], object], policy.check)(request)
     if answer is not None:
         raise ScheduleError(

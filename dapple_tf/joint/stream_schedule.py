@@ -119,6 +119,7 @@ JOINT = Policy(
     waits=_waits,
     splits=True,
     offloads=True,
-    two_streams=True,
+    regions=True,
     planning=Planning(placements=()),
+    source="dapple_tf.joint:JOINT",
 )

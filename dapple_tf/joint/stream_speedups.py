@@ -3,7 +3,8 @@
 Out-Of-Order BackProp, EuroSys'22, section 4.1: "For all the region pairs we profile their concurrent kernel runs and
 record the speedups over their sequential runs." Here a pair is a stage's Bw and an earlier stage's Bx: the real stage
 functions of a plan on its real devices. One graph runs the model forward and backward once and then, for each pair,
-both tasks one after the other and both at once, with nodes between them that read the clock (as in `timed_step.py`).
+both tasks one after the other and both at once, with nodes between them that read the clock (as in
+`measuring/timed_step.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from dapple_tf.frontend.host_part import on_host
 from dapple_tf.frontend.layer_cuts import layer_stages
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.joint import joint_scheduling
+from dapple_tf.joint.joint_scheduling import StreamTimes
+from dapple_tf.joint.stream_schedule import JOINT
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.measuring.timed_session import TimedSession
 from dapple_tf.measuring.timed_step import Item, ItemKey, chained, time_stamp
 from dapple_tf.progress import Progress
-from dapple_tf.schedules import joint_scheduling
-from dapple_tf.schedules.joint_scheduling import StreamTimes
-from dapple_tf.schedules.stream_schedule import JOINT
 from dapple_tf.variables.parameter_groups import readers_of
 from graph_passes.ir.batching import Interval, split_evenly
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, substitute
@@ -226,7 +227,7 @@ def two_stream_plan(
     given = PlanOptions(**options)  # type: ignore[typeddict-item]
     subs = ((*range(count, 2 * count),),) * size
     return Plan.manual(
-        cuts, [range(count)] * size, micro_batches, global_batch_size, JOINT.name, **given, weight_devices=subs
+        cuts, [range(count)] * size, micro_batches, global_batch_size, JOINT, **given, weight_devices=subs
     )
 
 
