@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
-from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -55,8 +55,10 @@ def unit(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "graph_passes" else parts[0]
 
 
-def imported(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported(path: pathlib.Path) -> list[tuple[int, str]]:
     """Line and name of all that a file imports from this project, within functions and for types only, too."""
+    imports = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -67,9 +69,10 @@ def imported(path: pathlib.Path) -> Iterator[tuple[int, str]]:
             names = [node.module or "."]
         for name in names:
             if name == "dapple_tf":
-                yield node.lineno, "dapple_tf.__init__"
+                imports.append((node.lineno, "dapple_tf.__init__"))
             elif name.startswith(("dapple_tf.", "graph_passes.", ".")):
-                yield node.lineno, name
+                imports.append((node.lineno, name))
+    return imports
 
 
 def test_joint_is_known_to_its_own_program_alone() -> None:
