@@ -34,13 +34,13 @@ sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_installed_programs_tell_their_flags_without_tensorflow() -> None:
-    code = """
+@pytest.mark.parametrize("modules", ["[f'dapple_tf.tools.{name}' for name in CONSOLE]", "['dapple_tf.worker']"])
+def test_installed_programs_tell_their_flags_without_tensorflow(modules: str) -> None:
+    code = f"""
 import importlib, sys
 from dapple_tf.tools.command import CONSOLE
-for module in CONSOLE:
-    importlib.import_module(f"dapple_tf.tools.{module}")
-import dapple_tf.worker
+for module in {modules}:
+    importlib.import_module(module)
 sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

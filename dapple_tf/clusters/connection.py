@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _EXIT_SECONDS = 3.0
 _START_SECONDS = 1.0
+_LOADING_SECONDS = 30.0
+"""The least seconds for a worker's process to load TensorFlow's library and start a server, on a busy machine, too."""
 _GREETING_SECONDS = 60.0
 """Seconds for a first run on all workers, with which a slow machine isn't taken for one that hangs."""
 _ANSWER = 0.88
@@ -158,7 +160,9 @@ class Connection:
             if self._keys is not None:
                 order["fingerprints"] = fingerprints
             try:
-                answer = accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
+                answer = accepted(
+                    index, lease.address, lease.channel.ask(order, max(self.notice_seconds, _LOADING_SECONDS))
+                )
             except ControlError as error:
                 raise ClusterError(f"worker {index} ({lease.address}) {error}") from error
             except ClusterError:
