@@ -30,7 +30,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.tools import command
@@ -98,6 +98,25 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     ):
         raise ValueError(f"{path} holds something other than benchmarks' results; give another file for them")
     return results
+
+
+def write_document(path: str, document: Callable[[dict[str, Any]], str]) -> None:
+    """Writes the Markdown document of a file of results beside it.
+
+    Args:
+        path: the JSON file, of the flag ``--json``.
+        document: the file's results -> the document's text.
+
+    Raises:
+        app.UsageError: the file can't be read, or has other contents.
+    """
+    file = pathlib.Path(path)
+    try:
+        results = read_results(file)
+    except (OSError, ValueError) as problem:
+        command.check(False, f"--json: {problem}")
+        raise
+    file.with_suffix(".md").write_text(document(results), encoding="utf-8")
 
 
 def check_output(path: str | None) -> None:

@@ -28,7 +28,7 @@ from dapple_tf.clusters.connection import connected
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.bench_report import check_output, numbers, write_results
 from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.evaluation.paper_experiments import encoder_layers, largest_bert
 from dapple_tf.tools.evaluation.shards_report import measured_table, simulated_table
@@ -155,12 +155,11 @@ def main(argv: list[str]) -> None:
     if _INSIDE.value is not None:
         inside(_INSIDE.value, _measure)
     check_output(_JSON.value)
-    for name, values in (("rates", _RATES.value), ("hosts", _HOSTS.value)):
-        for value in values:
-            good = value.replace(".", "", 1).isdigit() and float(value) > 0
-            command.check(good, f"--{name} has {value!r}; give numbers above 0")
-    for value in _HOSTS.value:
-        command.check(value.isdigit() and 2 <= int(value) <= 8, f"--hosts has {value}; give numbers from 2 to 8")
+    for value in _RATES.value:
+        good = value.replace(".", "", 1).isdigit() and float(value) > 0
+        command.check(good, f"--rates has {value!r}; give numbers above 0")
+    counts = numbers("hosts", _HOSTS.value)
+    command.check(all(2 <= count <= 8 for count in counts), f"--hosts has {counts}; give numbers from 2 to 8")
     rates = [float(value) for value in _RATES.value]
     if rates and (reason := unavailable()):
         raise app.UsageError(f"{reason}; run this with sudo, on a machine that allows network namespaces, or --rates=")
@@ -169,7 +168,7 @@ def main(argv: list[str]) -> None:
     print(simulated_table(records))
     if _JSON.value:
         write_results(_JSON.value, "simulated", records, kind="simulated")
-    for count in map(int, _HOSTS.value) if rates else ():
+    for count in counts if rates else ():
         results: list[dict[str, Any]] = []
         try:
             for result in measured(count, rates):

@@ -5,7 +5,6 @@ python -m tools.evaluation.operator_workers_report    # docs/results/operator_wo
 
 from __future__ import annotations
 
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import markdown, read_results
+from dapple_tf.tools.evaluation.bench_report import markdown, write_document
 
 FLAGS = flags.FlagValues()
 
@@ -114,13 +113,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Writes the document beside the measurements."""
-    path = pathlib.Path(_JSON.value)
-    try:
-        results = read_results(path)
-    except (OSError, ValueError) as problem:
-        command.check(False, f"--json: {problem}")
-        raise
-    path.with_suffix(".md").write_text(document(results), encoding="utf-8")
+    write_document(_JSON.value, document)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m tools.evaluation.shards_report        # docs/results/shards.json -> sh
 
 from __future__ import annotations
 
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import markdown, read_results
+from dapple_tf.tools.evaluation.bench_report import markdown, write_document
 from dapple_tf.tools.evaluation.ratios import ratios
 
 FLAGS = flags.FlagValues()
@@ -133,13 +132,7 @@ def _origin(entry: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Writes the document beside the numbers."""
-    path = pathlib.Path(_JSON.value)
-    try:
-        results = read_results(path)
-    except (OSError, ValueError) as problem:
-        command.check(False, f"--json: {problem}")
-        raise
-    path.with_suffix(".md").write_text(document(results), encoding="utf-8")
+    write_document(_JSON.value, document)
 
 
 if __name__ == "__main__":
