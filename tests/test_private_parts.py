@@ -67,6 +67,19 @@ def test_names_are_counted_from_the_start() -> None:
         assert [keras.layers.ReLU().name for _ in range(2)] == ["re_lu", "re_lu_1"]
 
 
+def test_shapes_of_a_graph_with_unknown_lengths_and_ranks() -> None:
+    """An unknown length is None here already, which had been compared with 0."""
+    graph = tf.Graph()
+    with graph.as_default():
+        rows = tf.compat.v1.placeholder(tf.float32, [None, 3], name="rows")
+        tf.compat.v1.placeholder(tf.float32, name="anything")
+        tf.matmul(rows, rows, transpose_b=True, name="product")
+        tf.constant(1.0, name="scalar")
+    shapes = tensorflow_private.shapes_of_outputs(graph.as_graph_def().SerializeToString())
+    expected = {"rows": ((None, 3),), "anything": (None,), "product": ((None, None),), "scalar": ((),)}
+    assert {name: shapes[name] for name in expected} == expected
+
+
 def test_functions_as_they_were_written() -> None:
     @tf.function(jit_compile=True)
     def doubled(x: tf.Tensor) -> tf.Tensor:
