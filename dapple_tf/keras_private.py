@@ -199,8 +199,11 @@ def slots_by_parameter(optimizer: Any) -> Iterator[tuple[str, keras.Variable, ke
 
 
 def decays(optimizer: Any, variable: keras.Variable) -> bool:
-    """Returns whether an optimizer with weight decay applies it to a variable."""
-    return bool(optimizer._use_weight_decay(variable))
+    """Returns whether an optimizer with weight decay applies it to a variable.
+
+    Keras asks by TensorFlow's variable, whose name has the layer's in it, and remembers the answer in the optimizer.
+    """
+    return bool(optimizer._use_weight_decay(variable.value))
 
 
 def learning_rate_of(optimizer: Any) -> Any:

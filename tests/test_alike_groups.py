@@ -106,6 +106,18 @@ def test_what_decays_otherwise_has_its_own_trace(monkeypatch: pytest.MonkeyPatch
     assert len(updates[2].apply.graph.node) < len(updates[1].apply.graph.node)
 
 
+def test_what_does_not_decay_is_told_by_its_layers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras' variables are called ``kernel``: asked by these, all decayed, then and in the user's optimizer later."""
+    model = _equal_layers()
+    optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+    layer = model.layers[2]
+    optimizer.exclude_from_weight_decay(var_names=[f"{layer.name}/"])
+    _, updates, traced = _groups(optimizer, monkeypatch, model)
+    assert traced == 2
+    assert len(updates[2].apply.graph.node) < len(updates[1].apply.graph.node)
+    assert [optimizer._use_weight_decay(one.kernel.value) for one in model.layers[1:4]] == [True, False, True]
+
+
 def test_constraints_and_own_optimizers_are_traced_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(keras.optimizers.SGD):
         """An optimizer that may do anything."""

@@ -74,6 +74,9 @@ def test_variables_and_all_reduces_are_in_like_places_of_the_replicas(
     # The second replica has no sample of the third batch.
     assert_same_training(pipelined, plain, [(X[:size], Y[:size], None) for size in (8, 5, 1, 8)])
     assert largest_difference(pipelined.predict(X[:7], verbose=0), plain.predict(X[:7], verbose=0)) <= 1e-10
+    # What cuts a reduced gradient had been taken for an all-reduce without a number, an error without a text.
+    reduced = [span for span in pipelined.profile_step(X, Y).step.timeline.spans if span.kind == "all_reduce"]
+    assert {span.device for span in reduced} == {0, 1, 2, 3}
 
     names = pipelined.cluster.device_names
     places = [(names[0], names[2]), (names[1], names[3])]

@@ -24,7 +24,9 @@ from graph_passes.analysis.split_rules import (
 )
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    BYTES_ATTR,
     OWN_ATTRS,
+    PHASE_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -34,7 +36,9 @@ from graph_passes.ir.graph import (
     dtype_attr,
     make_node,
 )
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Fact, Program, Step
+from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import constant_value, make_constant, output_dtypes
 
 _SMALL = 64
@@ -347,6 +351,9 @@ class _Splitting:
         original = self.view.nodes[operator]
         node = make_node(self._name(name), op, inputs, device=original.device, attrs=kind)
         self._mark(node, original)
+        if original.op == SUM_OP and PHASE_ATTR in original.attr:  # It isn't a part of the all-reduce that it cuts.
+            node.attr[PHASE_ATTR].s = NodeKind.SPLIT.text.encode()
+            node.attr.pop(BYTES_ATTR, None)
         self.behind.setdefault(operator, []).append(node)
         return Ref(node.name)
 
