@@ -88,10 +88,10 @@ def _tell(writing: int) -> None:
     if tf.config.list_physical_devices("GPU"):
         from graph_passes.ir.tensorflow_private import local_devices  # imports TensorFlow
 
-        made = [device for device in local_devices() if device.device_type == "GPU"]
+        gpu_devices = [device for device in local_devices() if device.device_type == "GPU"]
         gpus = [
             {"memory_bytes": int(device.memory_limit), "hardware": hardware}
-            for device, hardware in zip(made, gpu_kinds(), strict=True)
+            for device, hardware in zip(gpu_devices, gpu_kinds(), strict=True)
         ]
     with open(writing, "w", encoding="utf-8") as pipe:
         json.dump({"versions": dict(own_versions()), "gpus": gpus}, pipe)

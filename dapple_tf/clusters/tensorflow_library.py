@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib  # noqa: F401 - as `import tensorflow` does: before the library, whose own OpenSSL would take its place
+import importlib
 import importlib.util
 import os
-import ssl  # noqa: F401 - the same
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from pathlib import Path
 from dapple_tf.errors import ClusterError
 
 _NAME = "libtensorflow_cc.so.2"
+_BEFORE = ("hashlib", "ssl")
+"""Imported before the library, as `import tensorflow` does: its own OpenSSL would take the place of theirs."""
 _TRUE = ("1", "true")
 _FUNCTIONS = (
     ("TF_NewStatus", ctypes.c_void_p),
@@ -91,7 +92,9 @@ def load() -> ctypes.CDLL:
         raise ClusterError("TensorFlow isn't installed: pip install tensorflow")
     path = Path(package.origin).with_name(_NAME)
     if not path.exists() or _has_extensions(path.parent):
-        import tensorflow  # noqa: F401 - it loads them, and the library from wherever it is
+        importlib.import_module("tensorflow")  # It loads them, and the library from wherever it is.
+    for module in _BEFORE:
+        importlib.import_module(module)
     os.environ["TF2_BEHAVIOR"] = "1"  # `import tensorflow` sets it; the library reads it.
     try:
         library = ctypes.CDLL(str(path) if path.exists() else _NAME)

@@ -251,9 +251,9 @@ class _Writer:
         updates = self.passes.updates(self.model, table, program)
         owners = readers_of(program)
         variables, in_shards = optimizer_variables(updates), stored_in_shards(updates)
-        kept = holdings(table, owners, variables, self.passes.owner_devices, in_shards=in_shards)
+        held = holdings(table, owners, variables, self.passes.owner_devices, in_shards=in_shards)
         built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=self.passes.carried(updates))
-        return StepSource(built, True, None, owners, kept)
+        return StepSource(built, True, None, owners, held)
 
     # ---- drawings
 

@@ -60,8 +60,8 @@ class Holding:
 
 def parameters_in_shards(holdings: Iterable[Holding]) -> frozenset[str]:
     """Returns the parameters of which devices keep shards."""
-    kept = (variable for holding in holdings for variable in holding.variables)
-    return frozenset(v.name for v in kept if v.kind is not VariableKind.OPTIMIZER and v.shards > 1)
+    variables = (variable for holding in holdings for variable in holding.variables)
+    return frozenset(v.name for v in variables if v.kind is not VariableKind.OPTIMIZER and v.shards > 1)
 
 
 def host_of(device: str) -> str:

@@ -54,11 +54,11 @@ def repeated_update(captured: Captured, owners: Mapping[Ref, str], copies: _Copi
         return [copied[other][node] for other in copies.get(part_of.get(node, ""), ())]
 
     for node in captured.graph.node:
-        kept = graph.node.add()
-        kept.CopyFrom(node)
+        first = graph.node.add()
+        first.CopyFrom(node)
         part = part_of.get(node.name)
         if part is None:
-            kept.input.extend(f"^{copy}" for waited in control_inputs(node) for copy in copies_of(waited))
+            first.input.extend(f"^{copy}" for waited in control_inputs(node) for copy in copies_of(waited))
             continue
         for other in copies.get(part, ()):
             renamed = copied[other]
@@ -108,9 +108,9 @@ def _without_tuples(captured: Captured) -> GraphDef:
         if node.op == "IdentityN" and not waits and node.name not in needed:
             origins |= {Ref(node.name, output): ref for output, ref in enumerate(refs)}
             continue
-        kept = graph.node.add()
-        kept.CopyFrom(node)
-        kept.input[:] = [*map(str, refs), *(f"^{name}" for name in waits)]
+        reader = graph.node.add()
+        reader.CopyFrom(node)
+        reader.input[:] = [*map(str, refs), *(f"^{name}" for name in waits)]
     return graph
 
 

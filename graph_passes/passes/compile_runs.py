@@ -69,7 +69,8 @@ def compile_runs(
             readers[producer].append(name)
     functions = frozenset(function.signature.name for function in graph.library.function)
     wanted = {*fetched}
-    names, made = Names(view.nodes), dict[str, FunctionDef]()
+    names = Names(view.nodes)
+    function_of: dict[str, FunctionDef] = {}
     calls: dict[str, str] = {}
     results: dict[Ref, Ref] = {}
     nodes: dict[str, NodeDef] = {}  # first operator of a run -> its call
@@ -88,7 +89,7 @@ def compile_runs(
             if not outputs:
                 continue
             function, inputs = _function(view, run, outputs)
-            made[function.signature.name] = function
+            function_of[function.signature.name] = function
             waits = [name for one in run for name in control_inputs(view.nodes[one]) if name not in inside]
             first = view.nodes[run[0]]
             own = {key: first.attr[key] for key in first.attr if key.startswith(OWN_ATTRS)}
@@ -107,7 +108,7 @@ def compile_runs(
             waits = [f"^{calls.get(name, name)}" for name in control_inputs(new)]
             del new.input[:]
             new.input.extend([*data, *dict.fromkeys(waits)])
-    merge_library(written, made.values())
+    merge_library(written, function_of.values())
     return CompiledRuns(written, calls, results)
 
 

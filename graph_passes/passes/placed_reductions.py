@@ -127,9 +127,9 @@ def join_reductions(
                 parts_of.add(parts[0].node)
                 instead |= zip(names, parts, strict=True)
                 waited |= dict.fromkeys(names, names[0])
-    kept = [node for node in joined.node if waited.get(node.name, node.name) == node.name]
-    result = GraphDef(node=kept, versions=joined.versions, library=joined.library)
-    for node in result.node:
+    rest = [node for node in joined.node if waited.get(node.name, node.name) == node.name]
+    reduced = GraphDef(node=rest, versions=joined.versions, library=joined.library)
+    for node in reduced.node:
         if node.name in parts_of or not any(text.removeprefix("^") in waited for text in node.input):
             continue
         data = [str(instead.get(ref.node, ref)) for ref in data_inputs(node)]
@@ -137,7 +137,7 @@ def join_reductions(
         waits.pop(f"^{node.name}", None)
         del node.input[:]
         node.input.extend([*data, *waits])
-    return result
+    return reduced
 
 
 def regroup(graph: GraphDef, view: Graph, order: Sequence[Sequence[str]]) -> None:

@@ -174,8 +174,8 @@ def to_json(records: Records, judged: Sequence[Claim], outcomes: Outcomes) -> st
     changes = ",\n".join(f"  {json.dumps(change)}: {json.dumps(one)}" for change, one in outcomes.items())
     parts.append(f' "sensitivity": {{\n{changes}\n }}')
     head = [f' "command": {json.dumps(COMMAND)}', ' "kind": "simulated"', f' "bands": {json.dumps(bands())}']
-    given = ",\n".join(f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in inputs().items())
-    head.append(f' "inputs": {{\n{given}\n }}')
+    numbers_of = ",\n".join(f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in inputs().items())
+    head.append(f' "inputs": {{\n{numbers_of}\n }}')
     return "{\n" + ",\n".join([*head, *parts]) + "\n}\n"
 
 
