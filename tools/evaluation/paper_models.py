@@ -327,7 +327,9 @@ class PaperRow:
 
 _GNMT = ("RecurrentAttention", "Dropout(p=0.2)#9", "Concat(2)")
 """9 of 16 LSTM layers: the attention layer is the ninth; small layers behind it may go either way."""
-_AMOEBA_24 = ("cell_23", "reduction_cell_1")
+_AMOEBA_24 = ("cell_23", "reduction_cell_1", "cell_24")
+_AMOEBA_27 = ("cell_26", "cell_27")
+"""24:12 and 27:9: so many cells are before the cut, or the last one before it has this number, from 0."""
 
 TABLE_4 = (
     *(PaperRow(4, "resnet-50", config, 2048, "DP") for config in "ABC"),
@@ -345,8 +347,8 @@ TABLE_4 = (
     PaperRow(4, "xlnet-36", "B", 128, "8:8", ("Layer_17",), 0.03),
     PaperRow(4, "xlnet-36", "C", 128, "straight", (), 0.67),
     PaperRow(4, "amoeba-36", "A", 128, "8:8", _AMOEBA_24, 0.18),
-    PaperRow(4, "amoeba-36", "B", 128, "11:5", ("cell_26",), 0.14),
-    PaperRow(4, "amoeba-36", "C", 128, "11:5", ("cell_26",), 0.35),
+    PaperRow(4, "amoeba-36", "B", 128, "11:5", _AMOEBA_27, 0.14),
+    PaperRow(4, "amoeba-36", "C", 128, "11:5", _AMOEBA_27, 0.35),
 )
 
 TABLE_6 = (
@@ -354,7 +356,7 @@ TABLE_6 = (
         6, "vgg-19", "A", 1024, "14:2", ("MaxPool2d_4",), 0.16, pipedream=((10, 8), (16, 6), (18, 1), (25, 1)),
     ),
     # Layers 0 to 30 by its text; Table 4's split of the same model, batch and machines is two layers earlier.
-    PaperRow(6, "amoeba-36", "A", 128, "8:8", ("cell_24", *_AMOEBA_24), pipedream=()),
+    PaperRow(6, "amoeba-36", "A", 128, "8:8", _AMOEBA_24[::-1], pipedream=()),
     # The paper counts 27 layers, 0 to 26; our file has 29: two more before layer_0.
     PaperRow(
         6, "bert-large", "A", 128, "8:8", ("layer_11",),
