@@ -16,6 +16,7 @@ import dapple_tf as dapple
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import (
     operator_claims,
+    operator_experiments,
     operator_models,
     operator_sensitivity,
     operator_sweep,
@@ -50,6 +51,7 @@ from dapple_tf.tools.evaluation.operator_report import tables
 from dapple_tf.tools.evaluation.operator_results import (
     Stored,
     changed_document,
+    changed_inputs,
     changed_sweep,
     differences,
     stored,
@@ -119,7 +121,7 @@ STORED = pathlib.Path(__file__).parents[1] / "docs" / "results" / "fd_dps.json"
 
 def test_stored_claims_are_those_of_the_stored_rows(tmp_path: pathlib.Path) -> None:
     """`make results-operators` has left them, and the document beside them."""
-    rows, claims, limits, outcomes, sweep = stored(STORED)
+    rows, claims, limits, outcomes, sweep, _ = stored(STORED)
     assert rows and limits == bands()
     assert [row.setting for row in rows] == [one for one in settings(list(MODELS)) if one in {r.setting for r in rows}]
     assert claims_of(rows) == claims
@@ -458,7 +460,7 @@ def test_other_decisions_are_differences() -> None:
 
 def holding(*rows: Row) -> Stored:
     """What is stored of rows."""
-    return Stored([*rows], claims_of(rows), bands(), {}, [])
+    return Stored([*rows], claims_of(rows), bands(), {}, [], {})
 
 
 def test_limits_of_verdicts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,6 +499,13 @@ def test_another_number_of_the_paper_or_band_fails(change: Change | None, monkey
     assert code == (0 if change is None else 1)
 
 
+def test_what_is_put_in_is_compared_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another link was seen only if a row changed by 2 %."""
+    assert changed_inputs(stored(STORED)) == []
+    monkeypatch.setattr(operator_experiments, "DOCKER_BANDWIDTH", 3.03e9)
+    assert changed_inputs(stored(STORED)) == ["links, bytes/s: between dockers is 3030000000.0, stored 3000000000.0"]
+
+
 def test_another_document_is_a_difference(tmp_path: pathlib.Path) -> None:
     before = holding(row(Setting("VGG-16", 4)))
     write(before.rows, before.claims, {}, [], tmp_path)
@@ -505,8 +514,8 @@ def test_another_document_is_a_difference(tmp_path: pathlib.Path) -> None:
     assert changed_document(before, tmp_path) == [f"{tmp_path / 'fd_dps.md'}: isn't what the stored rows give"]
 
 
-@pytest.mark.thorough
 def test_steps_of_towers_are_as_stored() -> None:
+    """Updates that are traced once for each kind of parameter changed all graphs, and only thorough tests saw it."""
     before = stored(STORED)
     small = before._replace(sweep=[one for one in before.sweep if one.samples == 256])
     assert changed_sweep(small, operator_sweep.towers(256)) == []

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapple_tf.tools.evaluation.ooo_claims import OTHERWISE, Record, Records, claims
+from dapple_tf.tools.evaluation.ooo_inputs import inputs
 from dapple_tf.tools.evaluation.ooo_measured import measurements
-from dapple_tf.tools.evaluation.ooo_models import inputs
 from dapple_tf.tools.evaluation.ooo_report import MEASURED, bands, claim_records, document
 
 DRIFT = 0.02

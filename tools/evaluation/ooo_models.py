@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.devices import Link, ReductionLinks
@@ -269,18 +268,6 @@ BERTS = {
     48: Transformer("BERT-48", 48),
 }
 GPT_3_MEDIUM = Transformer("GPT-3 medium", 24, tokens=512, words=50257, predicted=512)
-
-
-def inputs() -> dict[str, dict[str, Any]]:
-    """Returns the paper's hardware and models: name -> its numbers, as they are stored beside the results."""
-    described: dict[str, Hardware | Transformer] = {
-        **{hardware.name: hardware for hardware in (PRIV_A, PRIV_B, PUB_A, PUB_B)},
-        **{f"section 8.4.1, {network}": hardware for network, hardware in FOUR.items()},
-        "fine-tuning": FINE_TUNED,
-        **{model.name: model for model in (*BERTS.values(), GPT_3_MEDIUM)},
-    }
-    return {name: dataclasses.asdict(one) for name, one in described.items()}
-
 
 FFNN_WIDTH = 2048
 """Units of each layer of FFNN-16, as in `dapple_tf.models.ffnn`; the paper doesn't say."""

@@ -29,8 +29,8 @@ from dapple_tf.tools.evaluation.ooo_claims import (
     ratio,
     with_settings,
 )
+from dapple_tf.tools.evaluation.ooo_inputs import inputs
 from dapple_tf.tools.evaluation.ooo_measured import measurements, section
-from dapple_tf.tools.evaluation.ooo_models import inputs
 from dapple_tf.tools.evaluation.ooo_parallel import APART, FITTED_4, RING, RUNS
 from dapple_tf.tools.evaluation.paper_report import Cell, Table, appendix, of_commit
 

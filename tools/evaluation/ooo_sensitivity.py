@@ -13,10 +13,11 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.planner import plan as best_plan
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.tools.evaluation import ooo_claims, ooo_models, ooo_parallel, ooo_pipelines
+from dapple_tf.tools.evaluation import ooo_claims, ooo_inputs, ooo_parallel, ooo_pipelines
 from dapple_tf.tools.evaluation.ooo_claims import Claim, Record, Records
 from dapple_tf.tools.evaluation.ooo_differences import differences
-from dapple_tf.tools.evaluation.ooo_models import ETHERNET, FOUR, inputs
+from dapple_tf.tools.evaluation.ooo_inputs import inputs
+from dapple_tf.tools.evaluation.ooo_models import ETHERNET, FOUR
 from dapple_tf.tools.evaluation.ooo_report import bands, claim_records, rounded
 from dapple_tf.tools.evaluation.sensitivity import FACTOR, Change, longer_transfers, outcome, scaled
 
@@ -49,9 +50,9 @@ def other_band(status: str) -> AbstractContextManager[object]:
 
 
 def _other_input(name: str, field: str, factor: float) -> AbstractContextManager[object]:
-    before = getattr(ooo_models, name)
+    before = getattr(ooo_inputs, name)
     after = dataclasses.replace(before, **{field: getattr(before, field) * factor})
-    return mock.patch.object(ooo_models, name, after)
+    return mock.patch.object(ooo_inputs, name, after)
 
 
 def _slower_ethernet() -> AbstractContextManager[object]:

@@ -22,6 +22,7 @@ from dapple_tf.operators.mp_dps import mp_dps_candidate
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import Candidate, Variant, placed_by, variant_of
+from dapple_tf.operators.rooflines import P100
 from dapple_tf.operators.split_search import by_batch
 from dapple_tf.tools.evaluation import operator_models
 from dapple_tf.tools.evaluation.operator_models import MODELS, FlatStep, flat_step
@@ -226,6 +227,16 @@ def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
         "inter_latency": DOCKER_LATENCY,
     }
     return dapple.Cluster.from_json(json.dumps(described))
+
+
+def inputs() -> dict[str, dict[str, Any]]:
+    """Returns what is put into the experiments, as it is stored beside the results: name -> its numbers."""
+    return {
+        "device": {"memory": MEMORY_BYTES, **dataclasses.asdict(P100)},
+        "links, bytes/s": {"inside a docker": LINK_BANDWIDTH, "between dockers": DOCKER_BANDWIDTH},
+        "links, s": {"inside a docker": LINK_LATENCY, "between dockers": DOCKER_LATENCY},
+        "images of a step": {name: model.batch for name, model in MODELS.items()},
+    }
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dapple_tf.tools.evaluation.operator_claims import Claim, bands, claims_of
-from dapple_tf.tools.evaluation.operator_experiments import Operator, Row, from_record, to_record
+from dapple_tf.tools.evaluation.operator_experiments import Operator, Row, from_record, inputs, to_record
 from dapple_tf.tools.evaluation.operator_report import Outcomes, document
 from dapple_tf.tools.evaluation.operator_sweep import Towers
 from graph_passes.analysis.split_rules import Split
@@ -26,6 +26,7 @@ class Stored(NamedTuple):
         bands: limits of verdicts, `operator_claims.bands`.
         outcomes: what comes of changes that must be noticed.
         sweep: the steps of `operator_sweep`.
+        inputs: what is put in, `operator_experiments.inputs`.
     """
 
     rows: list[Row]
@@ -33,6 +34,7 @@ class Stored(NamedTuple):
     bands: Mapping[str, float]
     outcomes: Outcomes
     sweep: list[Towers]
+    inputs: Mapping[str, Mapping[str, Any]]
 
 
 def write(
@@ -46,6 +48,7 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         "bands": bands(),
+        "inputs": inputs(),
         "rows": [to_record(row) for row in rows],
         "claims": [vars(claim) for claim in claims],
         "sensitivity": outcomes,
@@ -61,7 +64,8 @@ def stored(path: pathlib.Path) -> Stored:
     rows = [from_record(record) for record in content["rows"]]
     claims = [Claim(**claim) for claim in content["claims"]]
     sweep = [Towers(**one) for one in content.get("sweep", [])]
-    return Stored(rows, claims, content.get("bands", {}), content.get("sensitivity", {}), sweep)
+    bands_of, outcomes, inputs_of = (content.get(name, {}) for name in ("bands", "sensitivity", "inputs"))
+    return Stored(rows, claims, bands_of, outcomes, sweep, inputs_of)
 
 
 def differences(before: Stored, after: Sequence[Row], search_seconds: float) -> list[str]:
@@ -115,6 +119,21 @@ def changed_sweep(before: Stored, after: Sequence[Towers]) -> list[str]:
                 lines.append(f"{where}: {name}: {was:.6g} is stored, {now:.6g} computed")
     lines += [f"towers, {samples} samples, {devices} devices: is stored only" for samples, devices in known]
     return lines
+
+
+def changed_inputs(before: Stored) -> list[str]:
+    """Returns which numbers that are put in aren't the stored ones: they don't drift.
+
+    Args:
+        before: all that is stored.
+    """
+    now = inputs()
+    return [
+        f"{name}: {key} is {now.get(name, {}).get(key)}, stored {before.inputs.get(name, {}).get(key)}"
+        for name in dict.fromkeys((*now, *before.inputs))
+        for key in dict.fromkeys((*now.get(name, {}), *before.inputs.get(name, {})))
+        if now.get(name, {}).get(key) != before.inputs.get(name, {}).get(key)
+    ]
 
 
 def changed_document(before: Stored, directory: pathlib.Path) -> list[str]:

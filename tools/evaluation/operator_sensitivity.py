@@ -77,7 +77,7 @@ def tried(rows: Sequence[Row], changes: Sequence[Change] = CHANGES) -> dict[str,
         rows: all rows, without any change.
         changes: the changes.
     """
-    stored = Stored([*rows], claims_of(rows), bands(), {}, [])
+    stored = Stored([*rows], claims_of(rows), bands(), {}, [], {})
     outcomes = {}
     for change in changes:
         with change.make():

@@ -250,9 +250,10 @@ def _margins(rows: Sequence[Row]) -> str:
         f"since both go back to DP's graph and are improved from there, and are compared with two numbers of the "
         f"paper; at best they are reproduced otherwise. Table 7's, over D-DPS(-F), is that number as well for "
         f"{', '.join(of_table_7) or 'no row'}. Rounds make FastT's step {_span(gained, '.1%')} shorter; over "
-        f"that FD-DPS gains {_span(margins, '.1%')}, by its splits, and loses in {lost} rows. Even shares of one "
-        f"device's time would be {_span(most, '.1%')} faster than FastT with rounds, the most that any placement could "
-        f"gain; where that is much, it is mostly what a smaller slice doesn't shorten, such as starts of operators."
+        f"that FD-DPS gains {_span(margins, '.1%')}, by its splits, and loses, however little, in {lost} rows. Even "
+        f"shares of one device's time would be {_span(most, '.1%')} faster than FastT with rounds, the most that any "
+        f"placement could gain; where that is much, it is mostly what a smaller slice doesn't shorten, such as starts "
+        f"of operators."
     )
 
 
@@ -304,7 +305,8 @@ def _against_d_dps(rows: Sequence[Row]) -> str:
         return ""
     which = "; ".join(f"{row.setting} by {-row.faster('d_dps'):.2%}" for row in slower)
     return _bullet(
-        f"**FD-DPS loses to D-DPS(-F)**, itself without other splits, in {len(slower)} of {len(rows)} rows ({which}). "
+        f"**FD-DPS loses to D-DPS(-F)**, itself without other splits, however little, in {len(slower)} of {len(rows)} "
+        f"rows ({which}). "
         f"D-DPS(-F)'s result isn't one of its candidates: it begins with the same graph, but the work of a search is "
         f"bounded, and what FD-DPS spends on splits is missing for moving the operators of that graph."
     )

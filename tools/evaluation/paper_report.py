@@ -339,7 +339,7 @@ def _figure_12(results: Results) -> Table:
     header += _OVERLAPPED.values()
     return Table(
         "figure12",
-        "Figure 12: against PipeDream's plans; at 2 x 8 all are Table 6's, at 4 x 8 of our planner and PipeDream's",
+        "Figure 12: against PipeDream's plans; at 2 x 8 the paper's, at 4 x 8 of our planner and PipeDream's",
         header,
         lines,
         "Slices smaller than the profiled batch take as long as their share of it. Speedups are over one device with "

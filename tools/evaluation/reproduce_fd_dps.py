@@ -43,6 +43,7 @@ from dapple_tf.tools.evaluation.operator_report import Outcomes
 from dapple_tf.tools.evaluation.operator_results import (
     Stored,
     changed_document,
+    changed_inputs,
     changed_sweep,
     differences,
     stored,
@@ -141,7 +142,7 @@ def main() -> None:
     )
     _quiet()
     chosen = settings(_MODELS.value, counts, dockers=_DOCKERS.value)
-    before = stored(directory / "fd_dps.json") if adds or not _WRITE.value else Stored([], [], {}, {}, [])
+    before = stored(directory / "fd_dps.json") if adds or not _WRITE.value else Stored([], [], {}, {}, [], {})
     known = before.rows if adds else []
     if _MISSING.value:
         chosen = [setting for setting in chosen if setting not in {row.setting for row in known}]
@@ -174,7 +175,7 @@ def _compare(
     directory: pathlib.Path,
     missing: Sequence[Row],
 ) -> None:
-    lines = [*differences(before, rows, _SEARCH_SECONDS.value), *changed_sweep(before, steps)]
+    lines = [*changed_inputs(before), *differences(before, rows, _SEARCH_SECONDS.value), *changed_sweep(before, steps)]
     lines += [f"{row.setting}: is stored, but wasn't computed" for row in missing]
     lines += [*changed_document(before, directory), *unnoticed(outcomes, before.outcomes)]
     print(f"{len(rows)} rows, {len(lines)} differences from {directory / 'fd_dps.json'}")
