@@ -17,7 +17,7 @@ changes in its appendix, made on purpose, goes unnoticed. ``--write`` writes ins
     fd_dps.md       the verdicts, the tables, with the paper's numbers, and what was assumed
     fd_dps.json     the rows that it is made of, the claims and the bands
 
-and exits with 1 if demands on our own results fail: FD-DPS needs too much memory; its search takes more than 120 s of
+and exits with 1 if demands on our own results fail: FD-DPS needs too much memory; its search takes more than 300 s of
 one core.
 """
 
