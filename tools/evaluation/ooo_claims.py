@@ -338,9 +338,10 @@ def _pre_training(records: Records) -> Iterator[Claim]:
         name = f"BERT-24, 36 and 48 on 16, 24 and 32 GPUs, OOO-Pipe2 over GPipe, {word}"
         yield claim(name, "figure 13 (a)", number, of_all(choose, larger), _FEW)
     for model, layers in (("BERT-24", 24), ("BERT-48", 48)):
+        most, least = -(-layers // 32), -(-layers // 8)
         why = (
-            f"{layers} transformers keep {min(layers, 32)} of 32 GPUs busy; with as much work on each the bubble is "
-            "all that scales badly"
+            f"{layers} transformers keep {min(layers, 32)} of 32 GPUs busy, at most {most} on each, {least} on each of 8, "
+            f"which is no more than {least / most:g} times as fast; the bubble takes the rest"
         )
         yield claim(f"{model}, OOO-Pipe2 on 32 GPUs over 8", "figure 13 (b)", 2.5, scaling(model), why)
     why = "the more micro-batches, the smaller DAPPLE's bubble of (n - 1) / (M + n - 1)"

@@ -22,7 +22,7 @@ from typing import Literal
 
 from dapple_tf.tools.evaluation.operator_experiments import MEMORY_BYTES, OPPONENTS, Operator, Row, with_rounds_of
 from dapple_tf.tools.evaluation.operator_models import MODELS
-from dapple_tf.tools.evaluation.operator_paper import FIGURE_4, TABLE_5, TABLE_6, TABLE_7, PaperRow
+from dapple_tf.tools.evaluation.operator_paper import TABLE_5, TABLE_6, TABLE_7, PaperRow
 
 REPRODUCED_WITHIN, NEAR_WITHIN = 0.10, 0.25
 """Bands around a paper's figure, on both sides, as shares of it."""
@@ -35,8 +35,6 @@ The longest takes 47 s on one machine, 159 s on another.
 """
 SAME_STEP = 0.01
 """Relative difference from the step of data parallelism's graph below which a strategy counts as that."""
-TIE = 1e-9
-"""Relative difference below which two steps are equally long."""
 AS_FAST = 0.01
 """Relative difference below which FD-DPS counts as equally fast as data parallelism."""
 
@@ -98,7 +96,7 @@ class _Figure:
 
 def claims_of(rows: Sequence[Row], search_seconds: float = SEARCH_SECONDS) -> list[Claim]:
     """Returns all claims about these rows."""
-    figures = [figure for table in (_table_5, _table_7, _figure_4) for row in rows for figure in table(row)]
+    figures = [figure for table in (_table_5, _table_7) for row in rows for figure in table(row)]
     claims = [*_table_3(rows), *_single(rows)]
     for row in rows:
         claims += _out_of_memory(row)
@@ -203,8 +201,9 @@ def _table_5(row: Row) -> Iterator[_Figure]:
     paper = _row_of_table_5(row)
     if paper is None:
         return
-    for what in ("fast_t", "mp_dps", "fd_dps"):
-        theirs = paper.over(what)
+    papers = [(NAMES[what], what, paper.over(what)) for what in ("fast_t", "mp_dps", "fd_dps")]
+    papers += [("FD-DPS, table 7,", "fd_dps", ratio) for ratio in _other_ratio(row, paper)]
+    for whose, what, theirs in papers:
         if theirs is not None:
             ours = row.over(what)
             verdict = _of_the_strategy(within_in_steps(ours, theirs), row, what)
@@ -214,9 +213,28 @@ def _table_5(row: Row) -> Iterator[_Figure]:
             name = f"{row.setting}: {{}}'s step over DP's"
             claim = Claim("table 5, steps over DP", name, f"{theirs:.2f}", f"{ours:.2f}", verdict, reason)
             steps = row.outcomes[row.unit].seconds, row.outcomes[what].seconds
-            yield _Figure(claim, NAMES[what], steps)
+            yield _Figure(claim, whose, steps)
     for than in ("fast_t", "mp_dps"):
         yield _margin("table 5, margins", row, "fd_dps", than, paper.faster(than))
+
+
+def _other_ratio(row: Row, paper: PaperRow) -> list[float]:
+    """Returns FD-DPS's step of table 7 over data parallelism's, where that isn't table 5's."""
+    seconds = TABLE_7[row.setting.model][1]
+    if row.setting.devices != 4 or paper.data_parallel is None or seconds == paper.fd_dps:
+        return []
+    return [seconds / paper.data_parallel]
+
+
+def better_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of table 5 in which FD-DPS's step, in units of data parallelism's, is below the paper's."""
+    better = []
+    for row in rows:
+        paper = _row_of_table_5(row)
+        theirs = None if paper is None else paper.over("fd_dps")
+        if theirs is not None and sign(row.over("fd_dps"), theirs) > 0:
+            better.append(row)
+    return better
 
 
 def _row_of_table_5(row: Row) -> PaperRow | None:
@@ -375,12 +393,6 @@ def _table_7(row: Row) -> Iterator[_Figure]:
     """
     if row.setting.devices == 4 and row.setting.dockers == 1:
         yield _margin("table 7", row, "fd_dps", "d_dps", TABLE_7[row.setting.model][2])
-
-
-def _figure_4(row: Row) -> Iterator[_Figure]:
-    if row.setting.dockers > 1:
-        for (what, than), theirs in FIGURE_4.get(row.setting.model, {}).items():
-            yield _margin("figure 4", row, what, than, theirs)
 
 
 def sign(ours: float, theirs: float) -> int:

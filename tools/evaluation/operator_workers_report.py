@@ -36,6 +36,7 @@ long; *planned* is what `dapple.plan` finds with everything; *fd_dps* places ope
 from layers, operators and links measured before. *inception* is Inception-V3 on 96 x 96 images, *towers* four towers of
 convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read. A worker's core
 also sends and receives, which predictions take to be free, as on a GPU: what sends much is slower than predicted.
+Measured before updates lost a node that waited for all gradients.
 On workers, with which other operators, links and devices FD-DPS would begin to pay wasn't searched for; of GPUs
 [fd_dps.md](fd_dps.md) has a small simulated sweep.
 

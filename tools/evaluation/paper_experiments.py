@@ -154,7 +154,13 @@ def run_opponents(row: PaperRow) -> Record:
     counts = micro_batch_counts(profile, row.batch, theirs)
     case = Case(row.key, profile, cluster, row.batch, counts, ())
     ours = make_plan(profile, cluster, row.batch, counts, everything=True)
-    others = {who: record(outcome) for who, outcome in strongest(case, theirs, ours.seconds).items()}
+    dreams = [
+        partition
+        for other in TABLE_6
+        if (other.model, other.config) == (row.model, row.config)
+        for partition in pipedream_partitions(other, profile)
+    ]
+    others = {who: record(outcome) for who, outcome in strongest(case, theirs, dreams, ours.seconds).items()}
     return {"ours": record(ours), **others}
 
 

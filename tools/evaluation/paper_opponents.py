@@ -140,19 +140,24 @@ def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:
             continue  # fewer samples than replicas
 
 
-def strongest(case: Case, published: Sequence[Partition], ours: float) -> dict[str, Outcome | None]:
+def strongest(
+    case: Case, published: Sequence[Partition], dreams: Sequence[Partition], ours: float
+) -> dict[str, Outcome | None]:
     """Returns whose -> the fastest of their plans; None where none fits, or Megatron's is hopeless.
 
     Args:
         case: the model, cluster, batch and numbers of micro-batches.
         published: stages of DAPPLE's paper.
+        dreams: stages of PipeDream that the paper has, beside those that its planner finds here.
         ours: seconds of our plan's step.
     """
     some_idle = [Partition((), (used,)) for used in range(case.cluster.num_devices, 0, -1)]
     streams = {
         "data parallelism": _plans(some_idle, case),
         "HPGO": _plans(published, case),
-        "PipeDream": _plans([pipedream(case.profile, case.cluster, flat=flat) for flat in (True, False)], case),
+        "PipeDream": _plans(
+            [*dreams, *(pipedream(case.profile, case.cluster, flat=flat) for flat in (True, False))], case
+        ),
         "Megatron": (plan for _, plan in experts(case) if str(plan.schedule) in _FIRST),
     }
     outcomes: dict[str, Outcome | None] = {}
