@@ -50,7 +50,7 @@ def complete(program: Program, devices: Sequence[Sequence[str]], *, in_shards: b
         if in_shards and len(names) > 1:
             cut = {ref: dataclasses.replace(v, shards=len(names)) for ref, v in captured.variables.items()}
             captured = dataclasses.replace(captured, variables=cut)
-            shards = Shards(frozenset({f"w{stage}"}), stored=True)
+            shards = Shards(frozenset({f"w{stage}"}), stored=frozenset({f"w{stage}"}))
         updates.append(GroupUpdate((stage,), captured, shards=shards))
     names = frozenset(name for update in updates if update.shards for name in update.shards.parameters)
     groups = tuple((stage,) for stage in range(carried))

@@ -77,6 +77,7 @@ class PlanOptions(TypedDict, total=False):
     relays: tuple[int, ...]
     optimizer_shards: bool
     parameter_shards: bool
+    row_shards: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,10 @@ class Plan(JsonFile):
         parameter_shards: whether each of these replicas keeps only its n-th of the parameters, too: a stage's are
             all-gathered before its first forward of a step, rather than after the update, and freed after their last
             use. Needs ``optimizer_shards``.
+        row_shards: whether each of these replicas keeps and updates only its n-th of the rows of embeddings: the rows
+            that a replica looks up come from those that keep them, and the rows of gradients go there. For
+            embeddings, or other parameters, of which stages need nothing but rows, by indices that depend on the batch
+            alone; with optimizers that update each element by itself.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -166,6 +171,7 @@ class Plan(JsonFile):
     relays: tuple[int, ...] = ()
     optimizer_shards: bool = False
     parameter_shards: bool = False
+    row_shards: bool = False
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -339,7 +345,7 @@ class Plan(JsonFile):
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
         later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
-        later |= {"optimizer_shards", "parameter_shards"}
+        later |= {"optimizer_shards", "parameter_shards", "row_shards"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -554,7 +560,7 @@ class Plan(JsonFile):
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        for name in ("jit_compile", "wait_free", "optimizer_shards", "parameter_shards"):
+        for name in ("jit_compile", "wait_free", "optimizer_shards", "parameter_shards", "row_shards"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:

@@ -102,7 +102,8 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without: dict[str, object] = {"weight_devices": None, "backward_cuts": (), "relays": (), "optimizer_shards": False}
+    without: dict[str, object] = {"weight_devices": None, "backward_cuts": (), "relays": ()}
+    without |= {"optimizer_shards": False, "row_shards": False}
     if max(plan.replicas) > 1:
         without |= {"all_reduce": "flat"}
     for name, value in without.items():

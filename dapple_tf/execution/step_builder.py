@@ -35,6 +35,7 @@ from dapple_tf.variables.parameter_groups import (
     optimizer_variables,
     readers_of,
     stored_in_shards,
+    whole_tables,
 )
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef
@@ -142,6 +143,8 @@ class StepBuilder:
         with self._timing.part("capture optimizer"):
             updates = self.passes.updates(model, table, program) if mode is Mode.TRAIN else ()
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
+        if self._plan.row_shards and updates:
+            self._tell_whole_tables(program, updates)
         if mode is Mode.TRAIN and training:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))
         reads = readers_of(program)
@@ -153,6 +156,14 @@ class StepBuilder:
         self._settle(owners, updates, placed)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return built
+
+    def _tell_whole_tables(self, program: Program, updates: Sequence[GroupUpdate]) -> None:
+        """Logs which tables each device keeps whole though the plan has their rows in shards."""
+        reasons = whole_tables(self._table, program, updates)
+        for name, why in reasons.items():
+            logger.warning("row_shards: each replica keeps all rows of %r: %s", name, why)
+        if not reasons and not any(stage.lookups for stage in program.stages):
+            logger.warning("row_shards: no stage with several replicas looks up rows of a parameter")
 
     def _placed(self, placer: StepPlacer, built: Build, owners: Mapping[str, tuple[int, ...]]) -> StorageDevices:
         """Places the operators of a full batch's step; returns the variables' devices, on which training decides."""

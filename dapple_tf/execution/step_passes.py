@@ -73,7 +73,7 @@ class StepPasses:
 
     def shards(self, stages: Sequence[int]) -> int:
         """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
-        if not self.plan.optimizer_shards:
+        if not (self.plan.optimizer_shards or self.plan.row_shards):
             return 1
         return len({device for stage in stages for device in self.owner_devices[stage]})
 
@@ -81,7 +81,13 @@ class StepPasses:
         """Returns the optimizer's part for each parameter group; see `group_updates`."""
         plan = self.plan
         return group_updates(
-            model, table, program, self.shards, compiled=plan.jit_compile, stored=plan.parameter_shards
+            model,
+            table,
+            program,
+            self.shards,
+            dense=plan.optimizer_shards,
+            stored=plan.parameter_shards,
+            compiled=plan.jit_compile,
         )
 
     def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
@@ -179,7 +185,8 @@ class StepPasses:
             kept += [v for stage in stages for _, v, _ in stage.gradients]
         if gradients and (in_shards := parameters_in_shards(holdings)):
             running = [stage for stage in program.stages if device in self.devices[stage.index]]
-            kept += [program.variables[name] for stage in running for name in stage.reads if name in in_shards]
+            gathered = [name for stage in running for name in stage.reads if name not in stage.looked_up]
+            kept += [program.variables[name] for name in gathered if name in in_shards]
         return bytes_of(kept)
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
@@ -259,7 +266,8 @@ class StagesAsked(NamedTuple):
         replicas = [len(devices) for devices in plan.devices]
         counted = bool(limited_devices(plan, passes.cluster))
         options = plan.recompute, plan.jit_compile, self.training, self.prefix, plan.split_stages
-        return Partition(*options, fuse, sizes, replicas, counted, spread=plan.spread_stages)
+        keepers = passes.owner_devices if plan.row_shards else None
+        return Partition(*options, fuse, sizes, replicas, counted, spread=plan.spread_stages, keepers=keepers)
 
 
 class StepAsked(NamedTuple):

@@ -104,7 +104,7 @@ def check_clipping(optimizer: keras.optimizers.Optimizer) -> None:
             f"{inner.global_clipnorm:g}) that it has accumulated (gradient_accumulation_steps="
             f"{inner.gradient_accumulation_steps}), but no stage or shard has all of them; use larger batches in more "
             f"micro-batches in place of gradient_accumulation_steps, clip by clipvalue, or use one stage without "
-            f"optimizer_shards"
+            f"optimizer_shards and row_shards"
         )
 
 
@@ -114,10 +114,7 @@ def capture_updates(
     groups: Mapping[tuple[int, ...], Sequence[str]],
     sliced: Mapping[str, tf.DType],
     loss_dtype: tf.DType,
-    shards: Mapping[tuple[int, ...], int] | None = None,
-    *,
-    compiled: bool = False,
-    stored: bool = False,
+    shards: ShardsAsked | None = None,
 ) -> tuple[GroupUpdate, ...]:
     """Traces the optimizer for each parameter group.
 
@@ -132,18 +129,16 @@ def capture_updates(
         groups: the stages that read some parameters -> the names of the parameters with a gradient.
         sliced: parameters whose gradient is given as rows -> dtype of the rows' indices.
         loss_dtype: dtype of the loss.
-        shards: stages of a group -> number of devices that update it together, a shard each; groups that aren't in it
-            are updated whole by each of their devices.
-        compiled: whether XLA compiles the optimizer.
-        stored: whether devices keep only their shards of parameters, too.
+        shards: what devices update together; None for groups that each of their devices updates whole.
 
     Raises:
         CaptureError: the optimizer couples variables or gradients of several groups, or elements that are in different
             shards.
     """
-    counts = shards or {}
+    asked = ShardsAsked({}) if shards is None else shards
+    counts = asked.counts
     if counts:
-        check_shards(optimizer)
+        check_shards(optimizer, asked.option)
     split = len(groups) > 1 or bool(counts)
     if split:
         check_clipping(optimizer)
@@ -157,7 +152,7 @@ def capture_updates(
 
     def of_group(stages: tuple[int, ...], names: Sequence[str]) -> GroupUpdate:
         count = counts.get(stages, 1)
-        chosen = _chosen(optimizer, table, names, sliced, count, compiled=compiled)
+        chosen = _chosen(optimizer, table, names, sliced, count, asked)
         own_rows = chosen & sliced.keys()
         apply = alike.captured(
             names,
@@ -166,10 +161,11 @@ def capture_updates(
         )
         shards = None
         if chosen:
-            apply = _in_shards(optimizer, table, apply, count, own_rows, stored=stored)
+            stored = chosen if asked.stored else chosen & asked.tables
+            apply = _in_shards(optimizer, table, apply, count, own_rows, asked, stored)
             own = [name for name in names if name in chosen]
             statistics = _capture(table, own, sliced, _statistics, of_shards=True) if needs else None
-            shards = Shards(chosen, statistics, stored)
+            shards = Shards(chosen, statistics, frozenset(stored))
         whole = [name for name in names if name not in chosen]
         return GroupUpdate(
             stages,
@@ -184,8 +180,37 @@ def capture_updates(
     return tuple(_with_own_counters(update, {name for name, count in uses.items() if count > 1}) for update in updates)
 
 
-def check_shards(optimizer: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class ShardsAsked:
+    """Which parameters devices are to update together, a shard each.
+
+    Attributes:
+        counts: stages of a group -> number of its devices; groups that aren't in it are updated whole by each of their
+            devices.
+        dense: whether all parameters are, rather than ``tables`` alone.
+        stored: whether devices keep only their shards of parameters, too.
+        tables: the parameters of which devices keep only rows, if the optimizer allows it.
+        compiled: whether XLA compiles the optimizer.
+    """
+
+    counts: Mapping[tuple[int, ...], int]
+    dense: bool = True
+    stored: bool = False
+    tables: frozenset[str] = frozenset()
+    compiled: bool = False
+
+    @property
+    def option(self) -> str:
+        """The plan's option that asks for it, for messages."""
+        return "optimizer_shards" if self.dense else "row_shards"
+
+
+def check_shards(optimizer: Any, option: str = "optimizer_shards") -> None:
     """Refuses, for updates in shards, optimizers and settings that are known to need all elements of a gradient.
+
+    Args:
+        optimizer: the optimizer.
+        option: the plan's option that asks for shards.
 
     Raises:
         CaptureError: there is one; the text names it.
@@ -194,14 +219,14 @@ def check_shards(optimizer: Any) -> None:
     if type(inner) in COUPLING:
         raise CaptureError(
             f"optimizer {type(inner).__name__} updates an element of a parameter by all others, but with "
-            f"optimizer_shards=True a device has only a part of them; use an optimizer that updates each element by "
-            f"itself, such as SGD, Adam or AdamW, or leave optimizer_shards out"
+            f"{option}=True a device has only a part of them; use an optimizer that updates each element by "
+            f"itself, such as SGD, Adam or AdamW, or leave {option} out"
         )
     if inner.clipnorm:
         raise CaptureError(
             f"optimizer {type(inner).__name__} clips the norm of each gradient (clipnorm={inner.clipnorm:g}), but with "
-            f"optimizer_shards=True a device has only a part of it; clip by clipvalue or global_clipnorm, or leave "
-            f"optimizer_shards out"
+            f"{option}=True a device has only a part of it; clip by clipvalue or global_clipnorm, or leave "
+            f"{option} out"
         )
 
 
@@ -211,31 +236,40 @@ def _chosen(
     names: Sequence[str],
     sliced: Container[str],
     count: int,
-    *,
-    compiled: bool,
+    asked: ShardsAsked,
 ) -> frozenset[str]:
     """Returns the parameters of a group that ``count`` devices update together.
 
     Those of fewer elements are updated whole by each device, and so are those whose gradient is rows unless they have
     many rows and no constraint, the optimizer is known to update each by itself, and XLA isn't to compile it: it would
-    for each number of rows in a shard.
+    for each number of rows in a shard. It doesn't compile groups with tables of which devices keep only rows.
     """
     if count == 1:
         return frozenset()
     inner = inner_optimizer(optimizer)
     by_keras = inner is optimizer or checks_by_keras(optimizer)
-    by_row = type(inner) in BY_ELEMENT and by_keras and not has_own_methods(inner) and not compiled
+    by_row = type(inner) in BY_ELEMENT and by_keras and not has_own_methods(inner)
     chosen = set()
     for name in names:
         variable = table.keras_variables[name]
-        own_rows = by_row and in_rows(variable.shape, count) and variable.constraint is None
-        if math.prod(variable.shape) >= count and (name not in sliced or own_rows):
+        if name in sliced:
+            wanted = name in asked.tables or (asked.dense and not asked.compiled)
+            wanted = wanted and by_row and in_rows(variable.shape, count) and variable.constraint is None
+        else:
+            wanted = asked.dense and math.prod(variable.shape) >= count
+        if wanted:
             chosen.add(name)
     return frozenset(chosen)
 
 
 def _in_shards(
-    optimizer: Any, table: VariableTable, apply: Captured, count: int, own_rows: Collection[str], *, stored: bool
+    optimizer: Any,
+    table: VariableTable,
+    apply: Captured,
+    count: int,
+    own_rows: Collection[str],
+    asked: ShardsAsked,
+    stored: Container[str],
 ) -> Captured:
     """Returns the optimizer's part for a group of which each of ``count`` devices updates a shard."""
     inner = inner_optimizer(optimizer)
@@ -244,7 +278,7 @@ def _in_shards(
         if table.knows(slot) and table.knows(parameter) and table.name_of(parameter) in apply.slices:
             (by_row if table.name_of(parameter) in own_rows else apart).add(table.name_of(slot))
     try:
-        return sharded_update(apply, count, by_row, apart, stored=stored)
+        return sharded_update(apply, count, by_row, apart, dense=asked.dense, stored=stored)
     except CoupledElementsError as error:
         constraints = [(table.keras_variables[name].constraint, name) for name in apply.gradients]
         own = [f"{type(constraint).__name__} of {name!r}" for constraint, name in constraints if constraint is not None]
@@ -252,8 +286,8 @@ def _in_shards(
         without = ", and constraints that do" if own else ""
         raise CaptureError(
             f"optimizer {type(inner).__name__}{constrained} computes {error.computation}, but with "
-            f"optimizer_shards=True a device has only a part of them; use an optimizer that updates each element by "
-            f"itself, such as SGD, Adam or AdamW{without}, or leave optimizer_shards out"
+            f"{asked.option}=True a device has only a part of them; use an optimizer that updates each element by "
+            f"itself, such as SGD, Adam or AdamW{without}, or leave {asked.option} out"
         ) from error
 
 

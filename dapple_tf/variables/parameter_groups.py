@@ -10,7 +10,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.optimizer import capture_updates, check_averages, check_optimizer
+from dapple_tf.frontend.optimizer import ShardsAsked, capture_updates, check_averages, check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import Graph
@@ -29,8 +29,9 @@ def group_updates(
     program: Program,
     shards: Callable[[Sequence[int]], int] | None = None,
     *,
-    compiled: bool = False,
+    dense: bool = True,
     stored: bool = False,
+    compiled: bool = False,
 ) -> tuple[GroupUpdate, ...]:
     """Returns the optimizer's part for each parameter group of a program with stage functions, and extends the table.
 
@@ -40,8 +41,10 @@ def group_updates(
         program: the program.
         shards: stages of a group -> number of devices that update it together, a shard each; None for groups that each
             device updates whole.
+        dense: whether all parameters are updated so, rather than the tables alone whose rows are looked up before
+            stages.
+        stored: whether devices keep only their shards of parameters, too; of these tables they always do.
         compiled: whether XLA compiles the optimizer.
-        stored: whether devices keep only their shards of parameters, too.
 
     Raises:
         CaptureError: the optimizer can't be split over groups.
@@ -61,7 +64,9 @@ def group_updates(
     assert loss is not None
     loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
     counts = {} if shards is None else {stages: count for stages in groups if (count := shards(stages)) > 1}
-    return capture_updates(optimizer, table, groups, sliced, loss_dtype, counts, compiled=compiled, stored=stored)
+    tables = frozenset(itertools.chain.from_iterable(stage.looked_up for stage in program.stages))
+    asked = ShardsAsked(counts, dense, stored, tables, compiled)
+    return capture_updates(optimizer, table, groups, sliced, loss_dtype, asked)
 
 
 def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -91,8 +96,29 @@ def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...],
 
 def stored_in_shards(updates: Sequence[GroupUpdate]) -> frozenset[str]:
     """Returns the parameters of which devices keep only their shards."""
-    stored = [update.shards.parameters for update in updates if update.shards is not None and update.shards.stored]
-    return frozenset(itertools.chain.from_iterable(stored))
+    return frozenset(
+        itertools.chain.from_iterable(update.shards.stored for update in updates if update.shards is not None)
+    )
+
+
+def whole_tables(table: VariableTable, program: Program, updates: Sequence[GroupUpdate]) -> dict[str, str]:
+    """Returns the parameters of which rows are looked up, but which each device keeps whole, and why.
+
+    Args:
+        table: names of the variables.
+        program: stages with functions that take rows looked up before them, where they need nothing else.
+        updates: the optimizer's parts.
+    """
+    reasons: dict[str, str] = {}
+    for stage in program.stages:
+        reasons |= stage.whole_tables
+    for name in sorted(frozenset().union(*(stage.looked_up for stage in program.stages)) - stored_in_shards(updates)):
+        constraint = table.keras_variables[name].constraint
+        if constraint is not None:
+            reasons[name] = f"its constraint, {type(constraint).__name__}, may compare rows"
+        else:
+            reasons[name] = "the optimizer isn't known to update each of its rows by itself"
+    return reasons
 
 
 def holdings(

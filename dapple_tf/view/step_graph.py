@@ -41,8 +41,8 @@ class _Anchor(NamedTuple):
 _ON_HOST = frozenset({NodeKind.BATCH, NodeKind.SLICES, NodeKind.NORMALIZERS, NodeKind.TRAIN})
 _OF_LAYERS = frozenset({"accumulate", "all_reduce", "apply", "read"})
 _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "read": "read"}
-_ENDS = {NodeKind.REDUCE_SCATTER: "ReduceScatter", NodeKind.ALL_GATHER: "AllGather"}
-"""Labels of the ends of a hierarchical all-reduce, inside servers, and of exchanges of shards."""
+_ENDS = {NodeKind.REDUCE_SCATTER: "ReduceScatter", NodeKind.ALL_GATHER: "AllGather", NodeKind.LOOKUP: "Lookup"}
+"""Labels of the ends of a hierarchical all-reduce, inside servers, and of exchanges of shards and rows."""
 
 
 def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:

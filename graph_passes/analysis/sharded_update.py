@@ -53,14 +53,15 @@ def sharded_update(
     by_row: Container[str] = frozenset(),
     apart: Container[str] = frozenset(),
     *,
-    stored: bool = False,
+    dense: bool = True,
+    stored: Container[str] = frozenset(),
 ) -> Captured:
     """Returns an update of a shard of each variable in place of an update of whole variables.
 
         m += g, w -= m   of [5, 3] elements   becomes, for 4 devices,   the same of [4] elements
 
-    Parameters with a dense gradient of which each device gets an element are in shards, and so are slots of their
-    shapes; other variables stay whole. While the update runs, a parameter's `shard_storage` has the shard that
+    Parameters with a dense gradient of which each device gets an element are in shards (if ``dense``), and so are slots
+    of their shapes; other variables stay whole. While the update runs, a parameter's `shard_storage` has the shard that
     changes, or its own storage does.
 
     Args:
@@ -69,7 +70,8 @@ def sharded_update(
         by_row: parameters and slots that are in shards, too, though gradients are rows: their update is known to be one
             of each row by itself.
         apart: slots that stay whole, whatever their shape.
-        stored: whether each device keeps only its shards of parameters, under their own names.
+        dense: whether parameters with a dense gradient are.
+        stored: the parameters of which each device keeps only its shard, under their own names.
 
     Raises:
         CoupledElementsError: the update of an element depends on more than the same element of the gradient and the
@@ -77,10 +79,10 @@ def sharded_update(
     """
     variables = {variable.name: variable for variable in update.variables.values()}
     shapes = {name: _gradient_shape(update.graph, ref) for name, ref in update.gradients.items()}
-    gradients = {name: shape for name, shape in shapes.items() if math.prod(shape) >= count}
-    dense = set(gradients.values())
+    gradients = {name: shape for name, shape in shapes.items() if dense and math.prod(shape) >= count}
+    cut = set(gradients.values())
     whole = {name for name, variable in variables.items() if name in by_row or name in apart or name in update.slices}
-    elements = {name for name, variable in variables.items() if variable.shape in dense and name not in whole}
+    elements = {name for name, variable in variables.items() if variable.shape in cut and name not in whole}
     walk = _Walk(update, elements, by_row)
     walk.whole_graph(shapes, gradients)
     graph = copied(update.graph)
@@ -106,8 +108,8 @@ def _gradient_shape(graph: GraphDef, ref: Ref) -> tuple[int, ...]:
     return tuple(dim.size for dim in _node(graph, "", ref.node).attr["shape"].shape.dim)
 
 
-def _in_shards(variable: Variable, count: int, stored: bool) -> Variable:
-    begun = variable.kind is VariableKind.PARAMETER and not stored
+def _in_shards(variable: Variable, count: int, stored: Container[str]) -> Variable:
+    begun = variable.kind is VariableKind.PARAMETER and variable.name not in stored
     storage = shard_storage(variable.name) if begun else variable.storage
     return dataclasses.replace(variable, shards=count, storage=storage)
 

@@ -46,12 +46,12 @@ class Shards:
     Attributes:
         parameters: their names. ``apply`` takes a shard of each one's gradient, or its rows in the shard.
         statistics: as in `GroupUpdate`, of a device's shards of their gradients.
-        stored: whether each device keeps only its shards of these parameters, too.
+        stored: those of which each device keeps only its shard of the parameter itself, too.
     """
 
     parameters: frozenset[str]
     statistics: Captured | None = None
-    stored: bool = False
+    stored: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ class NodeKind(enum.Enum):
     SLICES = "slices", "host", "split"  # the batch, cut for the replicas of a stage
     NORMALIZERS = "normalizers", "host", "other"  # what slices need to know of the whole batch
     READ = "read", "", "read"  # variables
+    INDICES = "indices", "", ""  # of the rows that a task needs, before it
+    LOOKUP = "lookup", "", "read"  # these rows, read where they are kept
     LOSS = "loss", "", "other"  # the sum over slices
     LOSS_SCALE = "loss_scale", "", "other"
     SPLIT = "split", "", "split"

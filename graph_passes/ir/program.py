@@ -30,13 +30,13 @@ class VariableKind(enum.Enum):
     OPTIMIZER = "optimizer"  # slots, step counter, learning rate, loss scale
 
 
-_ROWS_PER_SHARD = 20
+ROWS_PER_SHARD = 20
 """Fewest rows of a shard that is rows: padding is at most a twentieth."""
 
 
 def in_rows(shape: Sequence[int], shards: int) -> bool:
     """Whether the shards of variables of this shape are rows."""
-    return len(shape) > 1 and shape[0] >= _ROWS_PER_SHARD * shards
+    return len(shape) > 1 and shape[0] >= ROWS_PER_SHARD * shards
 
 
 def storage_shape(shape: Sequence[int], shards: int) -> tuple[int, ...]:
@@ -257,6 +257,8 @@ class ValueKind(enum.Enum):
     SHARED_INDICES = "shared_indices"  # the rows of the parameter that they belong to, the same in every slice
     RESIDUAL = "residual"  # a tensor that the stage's forward function keeps for its backward functions
     PARTIAL = "partial"  # a tensor that Bx computes and Bw reads
+    INDICES = "indices"  # a tensor of the stage's graph: the rows of a parameter that are looked up before F
+    LOOKED_UP = "looked_up"  # these rows: an argument in place of the parameter
 
 
 OWN_ROWS = (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES)
@@ -313,6 +315,20 @@ class Contribution(NamedTuple):
     accumulator: Variable
 
 
+class Lookup(NamedTuple):
+    """Rows of a parameter that are looked up before a stage's F, by whichever devices keep them.
+
+    Attributes:
+        table: name of the parameter.
+        indices: what tells the rows, of kind `INDICES`.
+        rows: the rows, of kind `LOOKED_UP`: their shape is that of the indices and of a row.
+    """
+
+    table: str
+    indices: Value
+    rows: Value
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One stage: the variables that it reads and, as they come to be, its graph and its functions.
@@ -339,6 +355,9 @@ class Stage:
         pieces: the function that gives the gradients of parameters, as functions that follow each other; empty where it
             isn't cut, see `CutBackward`.
         metrics: (tensors of F, labels, metric values) -> metric values.
+        lookups: what is looked up before F: F and its backward functions get these rows, and not the parameters.
+        indices: (batch inputs, boundary inputs) -> the indices of ``lookups``. None where there are none.
+        whole_tables: parameter of which rows are looked up, but not before F -> why.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
         undecided_rows: parameter -> why it is unknown which rows of its gradient slices have in common.
@@ -363,6 +382,9 @@ class Stage:
     fused: StageFunction | None = None
     pieces: tuple[StageFunction, ...] = ()
     metrics: StageFunction | None = None
+    lookups: tuple[Lookup, ...] = ()
+    indices: StageFunction | None = None
+    whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     residual_bytes: int = 0
     fixed_residual_bytes: int = 0
@@ -414,8 +436,13 @@ class Stage:
     @property
     def functions(self) -> tuple[StageFunction, ...]:
         """All its functions, makers of residuals and partial results before their readers."""
-        made = self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
+        made = self.indices, self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
         return tuple(function for function in made if function is not None)
+
+    @property
+    def looked_up(self) -> frozenset[str]:
+        """The parameters that its functions don't read themselves: their rows are looked up before."""
+        return frozenset(lookup.table for lookup in self.lookups)
 
     @property
     def gives_gradients(self) -> Phase:
@@ -508,6 +535,7 @@ class Step:
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables, but for those in shards.
         shard_reads: (stages of a parameter group, device) -> the nodes that read the group's shards on the device.
+        lookups: forward task -> the node that computes which rows of parameters it needs, and waits for its turn.
         gathers: (stage, replica) -> those of these nodes that wait until the replica's device is to gather its
             parameters; none where it does so as the step begins.
         feeds: flat batch input -> placeholder of the whole batch; empty if workers read it themselves.
@@ -533,6 +561,7 @@ class Step:
     reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     shard_reads: Mapping[tuple[tuple[int, ...], str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     gathers: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    lookups: Mapping[Task, str] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     taken: TakenBatch | None = None
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)

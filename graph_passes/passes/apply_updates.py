@@ -29,7 +29,7 @@ from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, whole
 from graph_passes.passes.reduce_gradients import Reduction
 from graph_passes.passes.row_gradients import row_dtype
-from graph_passes.passes.shards import all_gather, gathered_buckets, own_rows_function, take_shards, updated_shards
+from graph_passes.passes.shards import all_gather, gathered_buckets, take_shards, updated_shards
 from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
@@ -47,7 +47,6 @@ class Application:
         self._options = nodes.options
         self._program = nodes.program
         self._step = nodes.step
-        self._rows_in_shards: dict[tuple[str, str], Ref] = {}  # (parameter, device) -> the call that finds them
 
     def call_each(self, what: NodeKind, groups: Sequence[ParameterGroup], totals: Ref | None = None) -> Calls:
         """Calls a computation on the gradients of groups, on each of their devices; see `_on_gradients`."""
@@ -68,7 +67,7 @@ class Application:
         return calls
 
     def _gathered(self, group: ParameterGroup) -> list[tuple[Variable, ...]]:
-        return [] if group.stores_shards else gathered_buckets(group, self._options.bucket_bytes)
+        return gathered_buckets(group, self._options.bucket_bytes)
 
     def carried(self) -> Calls:
         """Reduces and updates the groups that the previous step has carried over."""
@@ -220,11 +219,11 @@ class Application:
             substitute(graph, {captured.totals.node: argument})
         bindings: dict[str, Ref] = {}
         results, in_shards = list(captured.outputs), {} if joins else group.in_shards
-        if in_shards and not group.stores_shards:
+        if in_shards.keys() - group.stored:
             number = builder.append(placeholder(builder.names.fresh("number"), types_pb2.DT_INT32))
             inputs[number] = functools.partial(self._number, group)
             if what in (NodeKind.APPLY, NodeKind.CARRIED_APPLY):
-                bindings |= take_shards(builder, captured, number)
+                bindings |= take_shards(builder, captured, number, group.stored)
                 results += updated_shards(builder, captured, self._gathered(group), captured.effects)
         bindings |= {placed.node: reduced[name] for name, placed in captured.gradients.items()}
         for variable, places in captured.slices.items():
@@ -233,20 +232,14 @@ class Application:
                 inputs[placed] = functools.partial(rows, variable, index)
         captured = dataclasses.replace(captured, graph=graph)
         jit_compile = self._options.jit_compile and bool(effects) and self._options.spread.isdisjoint(group.stages)
+        # XLA would compile it anew for each number of rows in a shard.
+        jit_compile = jit_compile and in_shards.keys().isdisjoint(captured.slices)
         function = self._bound(name, captured, bindings, list(inputs), results, effects, jit_compile=jit_compile)
         return Computation(function, tuple(inputs.values()))
 
     def _own_rows(self, group: ParameterGroup, name: str, index: int, device: str) -> Ref:
         """Returns the values (index 0) or indices of a gradient's rows in a device's shard."""
-        if (name, device) not in self._rows_in_shards:
-            values, indices = self.reduction.rows.gather(name, device)
-            variable = group.in_shards[name]
-            label = f"{self._options.prefix}{group.label}_own_rows{list(group.in_shards).index(name)}"
-            function = own_rows_function(label, variable, row_dtype(self._program, variable))
-            self.nodes.functions.append(function)
-            inputs = [values, indices, self._number(group, device)]
-            self._rows_in_shards[name, device] = self.nodes.call(NodeKind.CONCAT, function, inputs, group, device)
-        return Ref(self._rows_in_shards[name, device].node, index)
+        return self.reduction.rows.of_shard(group.in_shards[name], group.devices.index(device), device)[index]
 
     def _number(self, group: ParameterGroup, device: str) -> Ref:
         """Returns the number of a device's shards."""

@@ -56,7 +56,7 @@ class ParameterGathers:
         self._gathers = 0
 
     def add(self, stage: Stage, variables: Mapping[str, Variable], replicas: Iterable[int]) -> None:
-        """Gathers the parameters in shards that a stage reads.
+        """Gathers the parameters in shards that a stage reads, but for those of which rows are looked up before F.
 
         Args:
             stage: the stage.
@@ -65,7 +65,7 @@ class ParameterGathers:
         """
         groups: dict[tuple[int, ...], list[Variable]] = {}
         for name in stage.reads:
-            if name in self._options.in_shards:
+            if name in self._options.in_shards and name not in stage.looked_up:
                 groups.setdefault(tuple(self._options.owners[name]), []).append(variables[name])
         for stages, whole in groups.items():
             devices = tuple(dict.fromkeys(device for own in stages for device in self._layout.owner_devices[own]))

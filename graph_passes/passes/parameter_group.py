@@ -48,9 +48,9 @@ class ParameterGroup:
         return {v.name: dataclasses.replace(v, shards=len(self.devices)) for v in self.kept if v.name in names}
 
     @property
-    def stores_shards(self) -> bool:
-        """Whether its devices keep only their shards of these parameters."""
-        return self.update is not None and self.update.shards is not None and self.update.shards.stored
+    def stored(self) -> frozenset[str]:
+        """Those of these parameters of which its devices keep only their shards."""
+        return frozenset() if self.update is None or self.update.shards is None else self.update.shards.stored
 
 
 @dataclasses.dataclass(frozen=True)

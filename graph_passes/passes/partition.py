@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
+from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
@@ -43,6 +44,7 @@ class Partition:
     """Splits each stage's graph into its functions F and B by data flow, never by an op's type or name.
 
         whole: (params, state, x, dy) -> (y, state', dx, dparams)
+        x -> indices:  of rows that F takes in place of a whole table, see ``keepers``
         F:     (params, state, x)     -> (y, state', residuals)
         B:     (residuals, params, x, dy) -> (dx, dparams)
         Bx:    (residuals, params, x, dy) -> (dx, partial results)
@@ -71,6 +73,9 @@ class Partition:
         replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
         counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
         spread: the stages whose operators are placed one by one on several devices, which aren't compiled.
+        keepers: for each stage the devices that keep its variables, if tables may be kept by rows: of parameters of
+            which stages need nothing but rows, on several devices, F gets the rows that are looked up before it. None
+            for functions that look them up themselves.
     """
 
     name: ClassVar[str] = "partition"
@@ -86,18 +91,21 @@ class Partition:
     replicas: Sequence[int] = ()
     counted: bool = True
     spread: Container[int] = ()
+    keepers: Sequence[Sequence[str]] | None = None
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
         for policy in (self.recompute,) if isinstance(self.recompute, str) else self.recompute:
             if policy not in POLICIES:
                 raise PassError(f"recompute={policy!r} is unknown; use one of {', '.join(POLICIES)}")
-        return program.replace(stages=tuple(self._stage(program, stage) for stage in program.stages))
+        reasons = {} if self.keepers is None else row_tables(program, self.keepers)
+        return program.replace(stages=tuple(self._stage(program, stage, reasons) for stage in program.stages))
 
-    def _stage(self, program: Program, stage: Stage) -> Stage:
+    def _stage(self, program: Program, stage: Stage, reasons: Mapping[str, str]) -> Stage:
         whole, samples = stage, self.samples[stage.index] if self.samples else None
         if not self.replicas or self.replicas[stage.index] == 1:
             stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
+        stage = with_lookups(stage, [v for v in program.roles.variables if reasons.get(v.name) == ""])
         shapes_of = ShapesOf(stage.own_graph)
         recompute = self.recompute if isinstance(self.recompute, str) else self.recompute[stage.index]
         counts = self.training and (self.counted or recompute == "min_cut")
@@ -108,8 +116,10 @@ class Partition:
             stage, shapes = _of_samples(program, stage, shapes_of, samples)
         graph = Graph(stage.own_graph)
         given = set(stage.arguments.values())
-        forward = {value: ref for value, ref in stage.results.items() if value.kind is ValueKind.FORWARD}
-        gradients = {value: ref for value, ref in stage.results.items() if value.kind is not ValueKind.FORWARD}
+        forward, indices, gradients = dict[Value, Ref](), dict[Value, Ref](), dict[Value, Ref]()
+        of_kind = {ValueKind.FORWARD: forward, ValueKind.INDICES: indices}
+        for value, ref in stage.results.items():
+            of_kind.get(value.kind, gradients)[value] = ref
 
         first = _with_metadata(graph, graph.ancestors(forward.values(), given, control=False), given)
         # Stages that add up over replicas get their keys as arguments.
@@ -133,8 +143,13 @@ class Partition:
             why, names = ("has a loop or branch", control_flow) if control_flow else ("adds up over its replicas", sums)
             logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
         changes: dict[str, Any] = {
-            "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile)
+            "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile),
+            "lookups": stage.lookups,
+            "indices": None,
+            "whole_tables": {table: why for table, why in reasons.items() if why and table in stage.reads},
         }
+        if indices:
+            changes["indices"] = _function(f"{name}_indices", graph, stage.arguments, indices, jit_compile=False)
         if self.training:
             arguments = {**stage.arguments, **{Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}}
             received = {boundary.ref for boundary in program.boundaries}
@@ -216,6 +231,8 @@ def _inferred(
     examples = dict(zip(inputs, shapes, strict=True)) if example and shapes else {}
     assumed: dict[str, Sequence[int | None]] = {}
     for value, ref in stage.arguments.items():
+        if value.kind is ValueKind.LOOKED_UP:  # It has the node that made it, and so its shape.
+            continue
         node = shapes_of.node(ref.node)
         known = node.attr["shape"].shape
         boundary = boundaries.get(value.ref)
@@ -230,7 +247,9 @@ def _inferred(
 
 def _is_kept(value: Value, received: Container[Ref]) -> bool:
     """Returns whether an argument of a backward function is kept from the forward one, unlike a variable, say."""
-    return value.kind is ValueKind.RESIDUAL or (value.kind is ValueKind.FORWARD and value.ref in received)
+    if value.kind is ValueKind.FORWARD:
+        return value.ref in received
+    return value.kind in (ValueKind.RESIDUAL, ValueKind.LOOKED_UP)
 
 
 def _split_backward(

@@ -64,7 +64,7 @@ class Reduction:
         self._program = nodes.program
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
-        self.rows = RowGradients(nodes.program, nodes.builder)
+        self.rows = RowGradients(nodes.program, nodes.builder, nodes.functions, nodes.options.prefix)
         self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
         self._next_key = nodes.options.first_key

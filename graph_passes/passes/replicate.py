@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from tensorflow.core.framework import types_pb2
 
@@ -37,6 +37,9 @@ from graph_passes.ir.storage import merge_gradients, merge_library, read_functio
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_gathers import ParameterGathers
+from graph_passes.passes.row_exchange import RowLookups
+
+_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Replicate:
         owners: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
             reads it from the first device of the first of them.
         in_shards: the parameters of which these devices keep a shard each. Each replica gathers what its stage reads of
-            them, in vectors of about ``bucket_bytes``.
+            them, in vectors of about ``bucket_bytes``; where a stage needs only rows (`Stage.lookups`), these alone.
         bucket_bytes: see ``in_shards``.
         prefix: start of the names of the functions made here.
         first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
@@ -105,6 +108,7 @@ class _Replication:
         self.functions: list[FunctionDef] = []
         self.groups: dict[tuple[str, ...], int] = {}
         self.gathers = ParameterGathers(options, self.builder, self.functions)
+        self.lookups = RowLookups(options, self.builder, self.functions)
 
     def result(self) -> Program:
         program, graph = self.program, self.builder.graph
@@ -126,9 +130,10 @@ class _Replication:
             exit=self.exit,
             values=self.values,
             pending=self.pending,
-            reads=self.reads,
-            shard_reads=self.gathers.reads,
+            reads=_joined(self.reads, self.lookups.reads_of_whole),
+            shard_reads=_joined(self.gathers.reads, self.lookups.reads),
             gathers=self.gathers.begins,
+            lookups=self.lookups.waiting,
             feeds=self.feeds,
             metric_feeds=self.metric_feeds,
             metric_results=self._metric_results(),
@@ -195,7 +200,7 @@ class _Replication:
         self.gathers.add(stage, variables, active)
         sources: dict[int, list[Variable]] = {}
         for name in stage.reads:
-            if name in self.options.in_shards:
+            if name in self.options.in_shards or name in stage.looked_up:
                 continue
             owners = self.options.owners[name]
             sources.setdefault(stage.index if stage.index in owners else owners[0], []).append(variables[name])
@@ -225,6 +230,10 @@ class _Replication:
         return len(self.layout.micro_batch_intervals)
 
     def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
+        if stage.indices is not None:
+            task = Task(stage.index, Phase.FORWARD, micro_batch, replica)
+            indices = self._call(stage, task, stage.indices, NodeKind.INDICES, keep=False)
+            self.lookups.add(stage, task, self.program.variables, indices)
         for phase, part in stage.phases:
             task, kind = Task(stage.index, phase, micro_batch, replica), NodeKind.of_phase(phase)
             if part is not None:
@@ -266,6 +275,8 @@ class _Replication:
             )
         if value.kind is ValueKind.PARTIAL:
             return self.values[dataclasses.replace(task, phase=Phase.INPUT_GRAD), value]
+        if value.kind is ValueKind.LOOKED_UP:
+            return self.lookups.rows[forward, value]
         if (forward, value) in self.values:
             return self.values[forward, value]
         variable = self.variable_of_value.get(value.ref)
@@ -350,6 +361,13 @@ class _Replication:
     def _output(self, ref: Ref) -> tuple[Ref, ...]:
         tasks = sorted((t for t, value in self.values if value == Value(ref)), key=lambda t: (t.micro_batch, t.replica))
         return tuple(self.values[task, Value(ref)] for task in tasks)
+
+
+def _joined(
+    first: Mapping[_Key, tuple[str, ...]], second: Mapping[_Key, tuple[str, ...]]
+) -> dict[_Key, tuple[str, ...]]:
+    """Returns the nodes of both for each key."""
+    return {key: (*first.get(key, ()), *second.get(key, ())) for key in {**first, **second}}
 
 
 def sum_keys(program: Program, layout: Layout) -> int:

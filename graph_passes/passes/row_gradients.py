@@ -9,8 +9,10 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, Variable
+from graph_passes.ir.outline import FunctionDef, call_node
+from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, Variable
 from graph_passes.ir.tasks import Task
+from graph_passes.passes.row_exchange import rows_by_shard
 from graph_passes.passes.row_sets import refusal
 
 
@@ -51,18 +53,25 @@ class RowGradients:
         B0 -> rows -> sum -> sum over replicas -> rows
         B1 -> rows ---^
 
+    Of a parameter in shards each device gets the rows of its own: they are separated where they are made.
+
     Args:
         program: a program with ordered tasks.
         builder: of the step's top level, which gets the nodes.
+        functions: receives the functions that these call.
+        prefix: start of the functions' names.
 
     Raises:
         PassError: it is unknown which rows of a gradient slices have in common, and there are several slices.
     """
 
-    def __init__(self, program: Program, builder: Builder) -> None:
+    def __init__(self, program: Program, builder: Builder, functions: list[FunctionDef], prefix: str = "") -> None:
         self._program, self._builder, self._step = program, builder, program.own_step
+        self._functions, self._prefix = functions, prefix
+        self._separated: dict[tuple[str, int, int, ValueKind], str] = {}  # the call that separates rows by shard
         self._owner_devices: Sequence[Sequence[str]] = program.own_step.layout.owner_devices
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
+        self._of_shards: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self._own: dict[tuple[Value, int, int], Ref | None] = {}
         self._tasks: dict[Value, list[Task]] = {}
         for stage in program.stages:
@@ -93,6 +102,63 @@ class RowGradients:
                     self._builder.concat("rows", indices, dtype, 0, device=device),
                 )
         return self._gathered[name, device]
+
+    def of_shard(self, variable: Variable, number: int, device: str) -> tuple[Ref, Ref]:
+        """Returns those of `gather`'s rows that belong to a device's shard, in the same order, and their indices in it.
+
+        Args:
+            variable: a parameter in shards that are rows.
+            number: number of the shard.
+            device: the device that keeps it.
+        """
+        key = (variable.name, device)
+        if key not in self._of_shards:
+            values: list[Ref] = []
+            indices: list[Ref] = []
+            for stage, devices in enumerate(self._owner_devices):
+                own = [self._separate(variable, OWN_ROWS, stage, replica) for replica in range(len(devices))]
+                values += [Ref(node, number) for node in own if node]
+                indices += [Ref(node, variable.shards + number) for node in own if node]
+                common = [self._separate(variable, SHARED_ROWS, stage, replica) for replica in range(len(devices))]
+                if present := [node for node in common if node]:
+                    parts = [Ref(node, number) for node in present]
+                    with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, STAGE_ATTR: stage}):
+                        values.append(self._builder.add_n("rows", parts, variable.dtype, device=device))
+                    indices.append(Ref(present[0], variable.shards + number))
+            dtype = row_dtype(self._program, variable)
+            with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text}):
+                self._of_shards[key] = (
+                    self._builder.concat("rows", values, variable.dtype, 0, device=device),
+                    self._builder.concat("rows", indices, dtype, 0, device=device),
+                )
+        return self._of_shards[key]
+
+    def _separate(self, variable: Variable, kinds: tuple[ValueKind, ValueKind], stage: int, replica: int) -> str:
+        """Returns the call that separates a replica's rows by shard, on its device; empty if it has none."""
+        key = (variable.name, stage, replica, kinds[0])
+        if key not in self._separated:
+            values, indices = (Value(variable.value or Ref(""), kind) for kind in kinds)
+            if kinds == OWN_ROWS:
+                own, where = self._rows_of(values, stage, replica), self._rows_of(indices, stage, replica)
+            else:
+                own, where = self._sum_of(values, variable, stage, replica), None
+                if own is not None:
+                    where = self._made((indices, stage, replica))[0][0]
+            named = "" if own is None or where is None else self._call(variable, stage, replica, [own, where])
+            self._separated[key] = named
+        return self._separated[key]
+
+    def _call(self, variable: Variable, stage: int, replica: int, rows: Sequence[Ref]) -> str:
+        own_dtype, dtype = _stage_dtype(self._program.stages[stage], variable), row_dtype(self._program, variable)
+        assert own_dtype is not None
+        number = [own.name for own in self._program.roles.variables].index(variable.name)
+        name = f"{self._prefix}rows_of{number}_stage{stage}_by_shard"
+        function = rows_by_shard(name, variable, own_dtype, dtype)
+        self._functions.append(function)
+        attrs = {PHASE_ATTR: NodeKind.SPLIT.text, STAGE_ATTR: stage, REPLICA_ATTR: replica}
+        node = self._builder.names.fresh(f"stage{stage}/replica{replica}/rows_by_shard")
+        device = self._owner_devices[stage][replica]
+        return self._builder.append(call_node(node, function, rows, device=device, attrs=attrs)).node
 
     def _own_rows(self, variable: Variable, stage: int, device: str) -> tuple[list[Ref], list[Ref]]:
         """Returns the values and indices of a stage's rows: sets of each replica, and one that all have in common."""

@@ -23,6 +23,10 @@ class OrderTasks:
 
         0: 0F0 1F0 2F0   becomes   0F0 -> gather of 2
 
+    Rows that a forward needs of tables are looked up one task ahead, so that few wait in memory:
+
+        0: 0F0 0F1 0F2   becomes   0F0 -> indices of 0F2
+
     Attributes:
         schedule: the order of tasks on each device; devices are numbered as in ``device_names``.
         device_names: names of the devices.
@@ -61,6 +65,9 @@ class OrderTasks:
                     )
             for before, after in itertools.pairwise(tasks):
                 nodes[step.entry[after]].input.extend(f"^{name}" for name in step.exit[before])
+            for before, after in zip(tasks, tasks[2:], strict=False):
+                if after in step.lookups:
+                    nodes[step.lookups[after]].input.extend(f"^{name}" for name in step.exit[before])
         for task, waited in self.schedule.after.items():
             nodes[step.entry[task]].input.extend(f"^{name}" for name in step.exit[waited])
         for reader, waited in self._before_gathers().items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import BYTES_ATTR, REDUCTION_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.storage import assign, buckets, bytes_of, handle, read, shard_of
 from graph_passes.ir.tensorflow_bridge import empty_graph
@@ -17,67 +17,22 @@ from graph_passes.passes.parameter_gathers import joined_buckets, packed_shards,
 from graph_passes.passes.parameter_group import ParameterGroup
 from graph_passes.passes.update_nodes import UpdateNodes, marks
 
-_INT64 = types_pb2.DT_INT64
 
-
-def own_rows_function(name: str, variable: Variable, dtype: int) -> FunctionDef:
-    """Returns the function from all rows of a parameter's gradient to those in a shard.
-
-        (values [rows, ...], indices [rows], number []) -> (values of some rows, their indices in the shard)
-
-    Args:
-        name: the function's name.
-        variable: the parameter, whose shards are rows.
-        dtype: dtype of the indices.
-    """
-    builder = Builder(empty_graph())
-    kind = dtype_attr(dtype)
-    values, indices, number = (
-        builder.append(placeholder(builder.names.fresh(label), own))
-        for label, own in (("values", variable.dtype), ("indices", dtype), ("number", types_pb2.DT_INT32))
-    )
-    rows = builder.const(variable.storage_shape[0], dtype)
-    own = number
-    if dtype != types_pb2.DT_INT32:
-        own = builder.add("number", "Cast", [number], SrcT=dtype_attr(types_pb2.DT_INT32), DstT=kind)
-    near = builder.add("near", "Sub", [indices, builder.add("first", "Mul", [own, rows], T=kind)], T=kind)
-    bounds = [
-        builder.add("from", "GreaterEqual", [near, builder.const(0, dtype)], T=kind),
-        builder.add("to", "Less", [near, rows], T=kind),
-    ]
-    inside = builder.add("inside", "LogicalAnd", bounds)
-    places = builder.add("places", "Where", [inside], T=dtype_attr(types_pb2.DT_BOOL))
-    flat = builder.add("flat", "Reshape", [places, builder.const([-1], types_pb2.DT_INT32)], T=dtype_attr(_INT64))
-    axis, axis_dtype = builder.const(0, types_pb2.DT_INT32), dtype_attr(types_pb2.DT_INT32)
-    results = [
-        builder.add(
-            "rows",
-            "GatherV2",
-            [tensor, flat, axis],
-            Tparams=dtype_attr(own_dtype),
-            Tindices=dtype_attr(_INT64),
-            Taxis=axis_dtype,
-            batch_dims=0,
-        )
-        for tensor, own_dtype in ((values, variable.dtype), (near, dtype))
-    ]
-    return outline(name, Graph(builder.graph), [values, indices, number], results)
-
-
-def take_shards(builder: Builder, captured: Captured, number: Ref) -> dict[str, Ref]:
+def take_shards(builder: Builder, captured: Captured, number: Ref, stored: Container[str]) -> dict[str, Ref]:
     """Adds the nodes that give an update a device's shards of the parameters.
 
     Args:
         builder: of the graph of the update's function.
-        captured: the update, of shards of parameters that are whole on each device.
+        captured: the update, of shards of parameters.
         number: number of the device's shards, a scalar int32.
+        stored: the parameters of which the device keeps only its shard; others are whole on each device.
 
     Returns:
         Placeholder of a parameter's handle -> the handle of its shard, which exists when that can be read.
     """
     handles: dict[str, Ref] = {}
     for ref, variable in captured.variables.items():
-        if variable.kind is VariableKind.PARAMETER and variable.shards > 1:
+        if variable.kind is VariableKind.PARAMETER and variable.shards > 1 and variable.name not in stored:
             whole = read(builder, variable.name, variable.dtype, variable.shape)
             value = shard_of(builder, whole, variable, number)
             begun = assign(builder, variable.storage_name, value, variable.dtype, variable.storage_shape)
@@ -90,10 +45,10 @@ def take_shards(builder: Builder, captured: Captured, number: Ref) -> dict[str, 
 def gathered_buckets(group: ParameterGroup, limit: int) -> list[tuple[Variable, ...]]:
     """Returns the parameters of a group whose shards are sent together, in vectors of about ``limit`` bytes in all.
 
-    A user's own optimizer may leave some of them as they are.
+    A user's own optimizer may leave some of them as they are; of others devices keep only their shards.
     """
     changed = set() if group.update is None else {variable.name for variable in group.update.apply.variables.values()}
-    shards = [variable for name, variable in group.in_shards.items() if name in changed]
+    shards = [variable for name, variable in group.in_shards.items() if name in changed - group.stored]
     return buckets(sorted(shards, key=lambda variable: variable.dtype), limit)
 
 

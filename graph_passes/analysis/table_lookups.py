@@ -1,0 +1,170 @@
+"""Tables: parameters of which stages only look up rows, by indices that are known before a stage's forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from graph_passes.ir.graph import Graph, NodeDef, Ref, copied, dtype_name
+from graph_passes.ir.outline import layer_of
+from graph_passes.ir.program import (
+    ROWS_PER_SHARD,
+    Lookup,
+    Program,
+    Stage,
+    Value,
+    ValueKind,
+    Variable,
+    VariableKind,
+    in_rows,
+)
+from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, make_constant, output_dtypes
+
+_SHAPES = frozenset({"Rank", "Shape", "Size"})
+
+
+class _Reads(NamedTuple):
+    """The nodes of a stage that read a parameter.
+
+    Attributes:
+        lookups: those that gather rows of it.
+        shapes: those that read its shape.
+        others: those that read all of it.
+    """
+
+    lookups: list[str]
+    shapes: list[str]
+    others: list[str]
+
+
+def row_tables(program: Program, keepers: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Returns each parameter that is looked up and lies on several devices, and why each of them keeps it whole.
+
+    Args:
+        program: stages with graphs, and with gradients if they are trained.
+        keepers: for each stage the devices that keep its variables.
+
+    Returns:
+        Parameter -> the reason; empty if stages need nothing but rows of it, so that each device can keep a part.
+    """
+    views = [Graph(stage.own_graph) for stage in program.stages]
+    reasons = {}
+    for variable in program.roles.variables:
+        if variable.kind is not VariableKind.PARAMETER or variable.value is None:
+            continue
+        value = Value(variable.value)
+        stages = [stage for stage in program.stages if value in stage.arguments]
+        reads = {stage.index: _reads(views[stage.index], stage, value) for stage in stages}
+        devices = {device for stage in stages for device in keepers[stage.index]}
+        if len(devices) > 1 and any(own.lookups for own in reads.values()):
+            why = (_why_whole(program, stage, views[stage.index], reads[stage.index], variable) for stage in stages)
+            reasons[variable.name] = next(filter(None, why), "") or _why_not_in_rows(variable, len(devices))
+    return reasons
+
+
+def with_lookups(stage: Stage, tables: Sequence[Variable]) -> Stage:
+    """Returns a stage whose graph takes the rows that it looks up as arguments, and gives their indices as results.
+
+        W, ids -> gather -> y   becomes   rows of W -> y,  ids
+
+    Args:
+        stage: a stage with a graph.
+        tables: parameters of which it needs nothing but rows.
+    """
+    graph = copied(stage.own_graph)
+    view = Graph(graph)
+    lookups = []
+    for variable in tables:
+        value = Value(variable.value or Ref(""))
+        if value not in stage.arguments:
+            continue
+        reads = _reads(view, stage, value)
+        for name in reads.lookups:
+            indices = Value(view.inputs(name)[1], ValueKind.INDICES)
+            lookups.append(Lookup(variable.name, indices, Value(Ref(name), ValueKind.LOOKED_UP)))
+        for name in reads.shapes:
+            _fix_shape(view.nodes[name], variable.shape)
+    if not lookups:
+        return stage
+    arguments = {**stage.arguments, **{lookup.rows: lookup.rows.ref for lookup in lookups}}
+    results = {**stage.results, **{lookup.indices: lookup.indices.ref for lookup in lookups}}
+    return dataclasses.replace(stage, graph=graph, arguments=arguments, results=results, lookups=tuple(lookups))
+
+
+def _reads(view: Graph, stage: Stage, value: Value) -> _Reads:
+    reads = _Reads([], [], [])
+    pending = [stage.arguments[value]]
+    results = {*stage.results.values(), *stage.metric_results.values()}
+    while pending:
+        ref = pending.pop()
+        if ref in results:
+            reads.others.append(ref.node)
+        for name in view.consumers(ref.node):
+            inputs = view.inputs(name)
+            if ref not in inputs:
+                continue
+            node = view.nodes[name]
+            if node.op == "Identity":
+                pending.append(Ref(name))
+            elif node.op in _SHAPES:
+                reads.shapes.append(name)
+            elif _looks_up(view, node) and ref not in inputs[1:]:
+                reads.lookups.append(name)
+            else:
+                reads.others.append(name)
+    return reads
+
+
+def _looks_up(view: Graph, node: NodeDef) -> bool:
+    """Whether a node gathers rows of its first input."""
+    if node.op != "GatherV2" or node.attr["batch_dims"].i:
+        return False
+    axis = view.nodes[view.inputs(node.name)[2].node]
+    return axis.op == "Const" and int(constant_value(axis)) == 0
+
+
+def _fix_shape(node: NodeDef, shape: Sequence[int]) -> None:
+    """Makes a constant of what a node tells about a parameter's shape."""
+    dtype = np.dtype(dtype_name(output_dtypes(node)[0]))
+    known = {"Rank": len(shape), "Shape": shape, "Size": math.prod(shape)}
+    make_constant(node, np.array(known[node.op], dtype))
+
+
+def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, variable: Variable) -> str:
+    """Returns why a stage needs a whole parameter; empty if it doesn't."""
+    flat = Graph(program.flat_graph)
+
+    def where(name: str) -> str:
+        layer = layer_of(flat, Ref(name)) if name in flat else ""
+        return f"layer {layer!r}" if layer and not layer.startswith("(") else f"stage {stage.index}"
+
+    if reads.others:
+        name = reads.others[0]
+        return f"{where(name)} reads all of it ({view.nodes[name].op} {name!r})"
+    if Value(variable.value or Ref(""), ValueKind.GRADIENT) in stage.results:
+        return f"its gradient in stage {stage.index} is dense"
+    variables = {v.value for v in program.roles.variables}
+    peers = () if program.roles.peers is None else program.roles.peers.refs
+    given = {ref: value for value, ref in stage.arguments.items()}
+    for name in reads.lookups:
+        indices = view.inputs(name)[1]
+        body = view.ancestors([indices], given, control=False)
+        read = {ref for each in body if view.nodes[each].op not in _SHAPES for ref in view.inputs(each)} | {indices}
+        stateful = next((each for each in view.ordered(body) if is_stateful(view.nodes[each].op)), None)
+        if stateful is not None:
+            return f"{where(name)} looks up rows by the result of {view.nodes[stateful].op} {stateful!r}"
+        for value in (given[ref] for ref in read if ref in given):
+            if value.kind is not ValueKind.FORWARD or value.ref in variables or value.ref in peers:
+                return f"{where(name)} looks up rows that depend on {value}, which isn't of the batch"
+    return ""
+
+
+def _why_not_in_rows(variable: Variable, count: int) -> str:
+    if in_rows(variable.shape, count):
+        return ""
+    rows = variable.shape[0] if variable.shape else 1
+    return f"it has {rows} rows, fewer than {ROWS_PER_SHARD} for each of {count} devices"
