@@ -1,8 +1,9 @@
-"""Replicas that keep a part of the rows of embeddings each: training, evaluation and prediction are as in plain Keras."""
+"""Replicas that keep a part of the rows of embeddings: training, evaluation and prediction are as in plain Keras."""
 
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import keras
@@ -135,3 +136,214 @@ def test_any_optimizer_that_updates_each_element_by_itself(name: str) -> None:
         return model
 
     _train(Specimen(build, TABLE.cuts, TABLE.batch), [[0, 1]], 2)
+
+
+def test_each_replica_holds_its_part_of_the_rows_and_their_slots() -> None:
+    pipelined = _train(TABLE, [[0, 1, 2]], 2)
+    first, *others = (np.asarray(variable.value).nbytes for variable in pipelined.model.trainable_variables)
+    wanted = first / 3 + sum(others)
+    for slots, own in held_bytes(pipelined):
+        assert own - sum(others) == pytest.approx(first / 3, rel=0.05)
+        assert slots == pytest.approx(2 * wanted, rel=0.05)
+
+
+class Head(layers.Layer):
+    """The product with an embedding's table."""
+
+    def __init__(self, embedding: layers.Embedding, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding = embedding
+
+    def call(self, x: Any) -> Any:
+        return ops.matmul(x, ops.transpose(self.embedding.embeddings))[:, :3]
+
+
+def tied() -> keras.Model:
+    words = keras.Input((6,), dtype="int32")
+    embedding = layers.Embedding(WORDS, 3, name="embedding")
+    x = layers.GlobalAveragePooling1D(name="mean")(embedding(words))
+    model = keras.Model(words, Head(embedding, name="head")(x))
+    model.compile("adam", "mse")
+    return model
+
+
+class Chosen(layers.Layer):
+    """Rows of a table by what is computed from parameters."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(WORDS, 3), name="table")
+
+    def call(self, x: Any) -> Any:
+        return ops.take(self.table, ops.argmax(x, axis=-1), axis=0)
+
+
+def chosen() -> keras.Model:
+    words = keras.Input((6,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(30, 3, name="embedding")(words))
+    model = keras.Model(words, Chosen(name="chosen")(layers.Dense(7, name="hidden")(x)) + layers.Dense(3)(x))
+    model.compile("sgd", "mse")
+    return model
+
+
+class OwnAdam(keras.optimizers.Adam):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+
+
+def by_own_optimizer() -> keras.Model:
+    model = table()
+    model.compile(OwnAdam(), "mse")
+    return model
+
+
+WHOLE = {
+    "a head": (tied, r"'embedding/embeddings': layer 'head' reads all of it \(Transpose 'head/"),
+    "indices of activations": (
+        chosen,
+        r"'chosen/table': layer 'chosen' looks up rows that depend on .*isn't of the batch",
+    ),
+    "few rows": (chosen, r"'embedding/embeddings': it has 30 rows, fewer than 20 for each of 2 devices"),
+    "a constraint": (constrained, r"'embedding/embeddings': its constraint, MaxNorm, may compare rows"),
+    "an own optimizer": (
+        by_own_optimizer,
+        r"'embedding/embeddings': the optimizer isn't known to update each of its row",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "a head" else pytest.param(name, marks=pytest.mark.slow) for name in WHOLE]
+)
+def test_tables_that_stay_whole_are_told_and_train_as_before(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    build, message = WHOLE[name]
+    use_float64()
+    model, plain = pair(build)
+    pipelined = pipeline(model, (), [2], 2, 12, row_shards=True)
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 30, (12, 6)).astype("int32"), rng.normal(size=(12, 3))
+    assert_same_variables_after(2, pipelined, plain, x, y)
+    assert re.search(f"row_shards: each replica keeps all rows of {message}", caplog.text), caplog.text
+    assert not _in_shards(pipelined)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            keras.optimizers.Lamb,
+            "optimizer Lamb updates an element of a parameter by all others, but with row_shards=T",
+        ),
+        (
+            lambda: keras.optimizers.SGD(clipnorm=1.0),
+            r"clips the norm of each gradient \(clipnorm=1\), but with row_sh",
+        ),
+    ],
+    ids=["lamb", "clipnorm"],
+)
+def test_optimizers_that_need_all_elements_are_refused(optimizer: Any, message: str) -> None:
+    model = table()
+    model.compile(optimizer(), "mse")
+    with pytest.raises(CaptureError, match=message):
+        pipeline(model, (), [2], 1, 12, row_shards=True)
+
+
+def test_placed_operators_are_refused() -> None:
+    with pytest.raises(PlanError, match="operators can't be placed one by one with row_shards=True; set rowFalse"):
+        dapple.Plan.manual((), [[0]], 1, 8, operator_devices=[[0, 1]], row_shards=True)
+
+
+@pytest.mark.slow
+def test_words_that_a_table_lacks_are_errors_as_in_keras() -> None:
+    """Padding follows the last row, which nobody may look up."""
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
+    x[3, 2] = WORDS
+    pipelined = pipeline(table(), (), [3], 1, 12, row_shards=True)
+    with pytest.raises(Exception, match="is not in"):
+        pipelined.train_on_batch(x, y)
+
+
+@pytest.mark.slow
+def test_what_was_evaluated_before_training_is_moved_into_shards() -> None:
+    """Only training tells which tables are cut."""
+    use_float64()
+    model, plain = pair(table)
+    pipelined = pipeline(model, (), [2], 1, 12, row_shards=True)
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
+    assert pipelined.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
+    assert_same_variables_after(2, pipelined, plain, x, y)
+    assert pipelined.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_values_go_from_rows_in_shards_to_other_shards_by_files_and_by_hand(tmp_path: pathlib.Path) -> None:
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
+    rows = {"row_shards": True}
+    first = pipeline(table(), (), [3], 1, 12, **rows)
+    for _ in range(2):
+        first.train_on_batch(x, y)
+    first.save_checkpoint(tmp_path)
+    first.sync()
+    expected = [np.asarray(variable.value) for variable in first.model.variables]
+    for replicas, options in ((2, rows), (2, {"optimizer_shards": True}), (4, {**rows, "optimizer_shards": True})):
+        other = pipeline(table(), (), [replicas], 1, 12, **options)
+        other.train_on_batch(x, y)
+        other.restore_checkpoint(tmp_path)
+        parameter = other.model.variables[0]
+        np.testing.assert_array_equal(np.asarray(parameter.value), expected[0])
+        other.sync()
+        for variable, value in zip(other.model.variables, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(variable.value), value)
+        parameter.assign(keras.ops.zeros(parameter.shape))
+        other.sync()
+        assert not np.any(np.asarray(parameter.value))
+
+
+@pytest.mark.slow
+def test_tables_of_deferred_models_are_made_in_shards() -> None:
+    keras.utils.set_random_seed(1)
+    with dapple.deferred_init():
+        model = table()
+    keras.utils.set_random_seed(1)
+    plain = table()
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
+    pipelined = pipeline(model, (), [3], 1, 12, row_shards=True)
+    for _ in range(2):
+        own, other = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
+        assert own == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_traces_and_drawings_show_the_lookups(tmp_path: pathlib.Path) -> None:
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
+    pipelined = pipeline(table(), (), [2], 2, 12, row_shards=True)
+    profile = pipelined.profile_step(x, y, warm_up=0)
+    assert {span.kind for span in profile.step.timeline.spans} >= {"F", "B", "apply"}
+    pipelined.dump(tmp_path / "dump")
+    drawings = "".join(path.read_text() for path in (tmp_path / "dump").rglob("*.dot"))
+    assert "Lookup 0" in drawings
+
+
+@pytest.mark.thorough
+def test_training_in_half_precision_is_the_same() -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model, plain = pair(tables)
+    pipelined = pipeline(model, (), [2], 2, 24, row_shards=True)
+    rng = np.random.default_rng(0)
+    assert_same_training(pipelined, plain, [_ids(rng, size) for size in (24, 11)], tolerance=TOLERANCE["bfloat16"])
+    assert "embedding/embeddings" in _in_shards(pipelined)
+
+
+@pytest.mark.thorough
+def test_workers_exchange_rows_and_write_whole_tables(tmp_path: pathlib.Path, workers: LocalWorkers) -> None:
+    use_float64()
+    model, plain = pair(tables)
+    plan = dapple.Plan.manual(["hidden"], [[0, 1], [2, 3]], 2, 24, row_shards=True)
+    pipelined = dapple.transform(model, dapple.Cluster.of_servers(workers.addresses), plan)
+    rng = np.random.default_rng(0)
+    assert_same_training(pipelined, plain, [_ids(rng, size) for size in (24, 11, 24)])
+    assert "embedding/embeddings" in _in_shards(pipelined)
+    path = pipelined.save_checkpoint(tmp_path)
+    pipelined.close()
+    restored = tables()
+    dapple.load_checkpoint(path, restored)
+    assert_same_variables(restored, plain, TOLERANCE["float64"])

@@ -28,7 +28,7 @@ class Layers:
 
     def profile(self, measured: MeasuredOperators | None) -> Profile:
         names = ("first", "second", "logits")
-        return layers_by_operator(self.program, names, self.table, self.operators, measured, ANYTHING)
+        return layers_by_operator(self.program, names, self.table, [(4,), ()], self.operators, measured, ANYTHING)
 
 
 def test_what_a_trace_does_not_tell_takes_nothing_and_all_add_up_to_the_whole() -> None:

@@ -85,6 +85,12 @@ _PARAMETER_SHARDS = flags.DEFINE_boolean(
     "With --optimizer_shards=yes: replicas keep a shard of the parameters each, too, and gather them for each step.",
     flag_values=FLAGS,
 )
+_ROW_SHARDS = flags.DEFINE_boolean(
+    "row_shards",
+    False,
+    "Replicas keep a shard of the rows of embeddings each, and exchange the rows that they look up.",
+    flag_values=FLAGS,
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)
 _SAVE_PROFILE = flags.DEFINE_string(
     "save_profile", None, "With --model: JSON file to write the measured profile to.", flag_values=FLAGS
@@ -138,6 +144,7 @@ def options() -> dict[str, Any]:
         "jit_compile": _JIT_COMPILE.value,
         "optimizer_shards": _SHARDS[_OPTIMIZER_SHARDS.value],
         "parameter_shards": _PARAMETER_SHARDS.value,
+        "row_shards": _ROW_SHARDS.value,
     }
 
 

@@ -133,6 +133,9 @@ class LayerProfile:
         needed_later: the parts of F that the layer's own backward doesn't need. With ``recompute="boundary"`` they are
             computed again only in stages with the layers that need them; see `Profile.recomputed`. By default the
             layer's backward needs all of F.
+        table_bytes: the part of ``parameter_bytes`` of which the layer only looks up rows: `Plan.row_shards` keeps it
+            in shards. Of `Profile.shared` none is known.
+        row_bytes: the rows that it looks up there, with their indices.
     """
 
     name: str
@@ -152,16 +155,28 @@ class LayerProfile:
     buffers: LayerBuffers | None = None
     recomputation: Cost | None = None
     needed_later: tuple[NeededLater, ...] = ()
+    table_bytes: int = 0
+    row_bytes: Cost = ZERO
 
     def __post_init__(self) -> None:
-        for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
+        for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread", "table_bytes"):
             _check_amount(f"{name} of layer {self.name!r}", getattr(self, name))
+        if self.table_bytes > self.parameter_bytes:
+            raise ProfileError(
+                f"table_bytes of layer {self.name!r} is {self.table_bytes}, more than its parameter_bytes, "
+                f"{self.parameter_bytes}"
+            )
         object.__setattr__(self, "needed_later", tuple(self.needed_later))
         shares = sum(later.share for later in self.needed_later)
         if shares > 1 + _ROUNDING:
             raise ProfileError(
                 f"the shares of layer {self.name!r} that are needed later add up to {shares:.3g}; it must be at most 1"
             )
+
+    @property
+    def table_slot_bytes(self) -> float:
+        """The part of ``slot_bytes`` that belongs to ``table_bytes``."""
+        return self.slot_bytes * self.table_bytes / self.parameter_bytes if self.table_bytes else 0.0
 
     @property
     def all_again(self) -> Cost:

@@ -16,6 +16,7 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, stage_shapes, variable_bytes
+from dapple_tf.measuring.layer_tables import layer_tables
 from dapple_tf.measuring.recomputation import needed_later
 from dapple_tf.measuring.timed_step import input_gradients_of
 from dapple_tf.operators.build_op_graph import operator_signatures
@@ -121,6 +122,7 @@ def layers_by_operator(
     program: Program,
     names: Sequence[str],
     table: VariableTable,
+    sample_shapes: Sequence[Sequence[int]],
     operators: Mapping[int, Sequence[StageOperators]],
     measured: MeasuredOperators | None,
     profile: Profile,
@@ -131,6 +133,7 @@ def layers_by_operator(
         program: a stage for each layer, with functions.
         names: names of the layers.
         table: the variables of the model and the optimizer.
+        sample_shapes: the shape of one sample of each batch input.
         operators: samples of a slice -> operators of each stage, for two sizes.
         measured: times of single operators, and of all together; None estimates them by rooflines.
         profile: any profile of the model; its layers and tensors are replaced.
@@ -157,6 +160,7 @@ def layers_by_operator(
         between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
         output[boundary.producer] = output[boundary.producer] + size
     variables = variable_bytes(program, None, table)
+    tables = layer_tables(program, sample_shapes)
     later = needed_later(program, seconds[ends[-1]])
     layers = []
     for index, name in enumerate(names):
@@ -177,6 +181,8 @@ def layers_by_operator(
                 state_bytes=variables.state[index],
                 apply_seconds=moved * seconds_of_byte,
                 needed_later=later[index],
+                table_bytes=tables[index].bytes,
+                row_bytes=tables[index].rows,
             )
         )
     return dataclasses.replace(

@@ -12,6 +12,7 @@ from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.measuring.cost_fit import nearest_cost, shares
 from dapple_tf.measuring.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
+from dapple_tf.measuring.layer_tables import layer_tables
 from dapple_tf.measuring.layers_by_operator import stage_operators
 from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.recomputation import needed_later, with_recomputation
@@ -179,6 +180,7 @@ class _Measuring:
         applied = self._apply_times(start_up)
         later = self._needed_later()
         variables = variable_bytes(self.program, self.profiled.updates, self.profiled.table)
+        tables = layer_tables(self.program, self.profiled.sample_shapes)
         layers = [
             LayerProfile(
                 name=name,
@@ -197,6 +199,8 @@ class _Measuring:
                 spread=self._spread(index),
                 buffers=memory.buffers[index],
                 needed_later=later[index],
+                table_bytes=tables[index].bytes,
+                row_bytes=tables[index].rows,
             )
             for index, name in enumerate(self.profiled.stages.names)
         ]

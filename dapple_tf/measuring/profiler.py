@@ -189,7 +189,7 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
 
     def by_operator() -> Profile:
         names, table = profiled.stages.names, profiled.table
-        return layers_by_operator(program, names, table, operators, measurements, anything)
+        return layers_by_operator(program, names, table, profiled.sample_shapes, operators, measurements, anything)
 
     estimates = by_operator()
     once = (estimates.total("forward") + estimates.total("backward")).at(least)

@@ -62,6 +62,7 @@ class PlanRequest:
         moves: the user's own moves of the local search, besides the built-in ones.
         optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
         parameter_shards: whether plans have `Plan.parameter_shards`.
+        row_shards: whether plans have `Plan.row_shards`.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -82,6 +83,7 @@ class PlanRequest:
     moves: tuple[Move, ...] = ()
     optimizer_shards: bool | None = False
     parameter_shards: bool = False
+    row_shards: bool = False
 
     @classmethod
     def of(
@@ -101,6 +103,7 @@ class PlanRequest:
         only: str | Iterable[str] | None = None,
         optimizer_shards: bool | None = False,
         parameter_shards: bool = False,
+        row_shards: bool = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
@@ -142,6 +145,7 @@ class PlanRequest:
             moves=tuple(moves),
             optimizer_shards=optimizer_shards,
             parameter_shards=parameter_shards,
+            row_shards=row_shards,
         )
 
     def __post_init__(self) -> None:
@@ -162,8 +166,9 @@ class PlanRequest:
                 f"optimizer_shards is {short(self.optimizer_shards)}; give True, False, or None for where memory "
                 f"requires it"
             )
-        if not isinstance(self.parameter_shards, bool):
-            raise PlanError(f"parameter_shards is {short(self.parameter_shards)}; it must be True or False")
+        for name in ("parameter_shards", "row_shards"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.parameter_shards and not self.optimizer_shards:
             raise PlanError(
                 f"parameter_shards is True, but optimizer_shards is {self.optimizer_shards}; set it to True, or leave "
@@ -247,6 +252,7 @@ class PlanRequest:
             jit_compile=self.jit_compile,
             optimizer_shards=bool(self.optimizer_shards),
             parameter_shards=self.parameter_shards,
+            row_shards=self.row_shards,
         )
         return self.shared(plan)
 

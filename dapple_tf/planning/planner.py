@@ -89,6 +89,7 @@ def plan(
     only: str | Iterable[str] | None = None,
     optimizer_shards: bool | None = False,
     parameter_shards: bool = False,
+    row_shards: bool = False,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
@@ -122,6 +123,7 @@ def plan(
             nothing fits otherwise.
         parameter_shards: whether they keep a shard of the parameters each, too (`Plan.parameter_shards`); for
             ``optimizer_shards=True``.
+        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.row_shards`).
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
@@ -145,6 +147,7 @@ def plan(
         only=only,
         optimizer_shards=optimizer_shards,
         parameter_shards=parameter_shards,
+        row_shards=row_shards,
     )
     return find(request)
 
@@ -264,6 +267,7 @@ class _Planner:
                 recompute=mode,
                 shards=bool(request.optimizer_shards),
                 parameter_shards=request.parameter_shards,
+                row_shards=request.row_shards,
             )
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):

@@ -104,6 +104,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             shares=tuple(shares) or None,
             optimizer_shards=plan.optimizer_shards,
             parameter_shards=plan.parameter_shards,
+            row_shards=plan.row_shards,
         )
 
     try:
@@ -207,6 +208,7 @@ class Replanner:
                     only=only,
                     optimizer_shards=plan.optimizer_shards,
                     parameter_shards=plan.parameter_shards,
+                    row_shards=plan.row_shards,
                 )
                 return Deployment(cluster, new)
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))

@@ -87,6 +87,7 @@ class Search:
         recompute: the mode: what B computes again.
         shards: whether replicas keep a shard of the optimizer's slots each.
         parameter_shards: whether they keep one of the parameters, too, which are whole while tasks run.
+        row_shards: whether they keep one of the rows of tables.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class Search:
         recompute: str = "none",
         shards: bool = False,
         parameter_shards: bool = False,
+        row_shards: bool = False,
     ) -> None:
-        self.shards, self.parameter_shards = shards, parameter_shards
+        self.shards, self.parameter_shards, self.row_shards = shards, parameter_shards, row_shards
         self.profile, self.placements, self.links, self.ends = profile, placements, links, tuple(ends)
         self.overlap = overlap
         self.ranges = stage_ranges(profile, self.ends, recompute)
@@ -252,6 +254,10 @@ class _Run:
         forward = (start + line(ranges.forward, timed)) / speed
         backward = (start + line(ranges.backward, timed)) / speed
         size = ranges.parameters[:, None, :]
+        rows = (self.rounds + 1) * line(ranges.rows, samples)  # of tables, in all micro-batches
+        if search.row_shards:  # Rows of gradients go one way, in place of whole tables there and back.
+            one_way = 1 if search.parameter_shards else 2
+            size = size + (rows / one_way - ranges.tables[:, None, :]) * (replicas > 1)
         reduced = links.all_reduce(steps[None, :, None], size, Plan.bucket_bytes)
         if search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
@@ -259,6 +265,10 @@ class _Run:
         reduced = reduced + ranges.apply[:, None, :] / speed / keepers
         cut = ranges.slots + ranges.parameters if search.parameter_shards else ranges.slots
         stored = ranges.stored[:, None, :] - cut[:, None, :] * (1 - 1 / keepers)
+        if search.row_shards:
+            own = ranges.table_slots * (not search.shards) + ranges.tables * (not search.parameter_shards)
+            stored = stored - own[:, None, :] * (1 - 1 / replicas)
+            stored = stored + (rows - ranges.tables[:, None, :]) * (replicas > 1)
         in_flight = np.full(self.groups + 1, float(self.in_flight))
         in_flight[self.groups] = 1.0
         fits = np.broadcast_to(self.allowed[steps][None, :, None], forward.shape)

@@ -33,6 +33,9 @@ class StageRanges:
         apply: seconds of the update.
         entering: bytes of the boundary before each first group.
         returning: bytes of its gradients.
+        tables: the part of the parameters of which only rows are looked up.
+        table_slots: the slots of these.
+        rows: bytes of the rows that are looked up.
     """
 
     forward: tuple[Floats, Floats]
@@ -45,6 +48,9 @@ class StageRanges:
     apply: Floats
     entering: tuple[Floats, Floats]
     returning: tuple[Floats, Floats]
+    tables: Floats
+    table_slots: Floats
+    rows: tuple[Floats, Floats]
 
 
 def stage_ranges(profile: Profile, ends: Sequence[int], recompute: str) -> StageRanges:
@@ -94,9 +100,11 @@ def stage_ranges(profile: Profile, ends: Sequence[int], recompute: str) -> Stage
         parameters = parameters + used * group.parameter_bytes
         slots = slots + used * group.slot_bytes
     apply = sums([layer.apply_seconds for layer in profile.layers])
+    tables = sums([layer.table_bytes for layer in profile.layers])
+    table_slots = sums([layer.table_slot_bytes for layer in profile.layers])
     return StageRanges(
         forward, backward, residual, (working[0], working[1]), parameters, 2 * parameters + slots + state, slots, apply,
-        entering, returning,
+        entering, returning, tables, table_slots, costs("row_bytes"),
     )  # fmt: skip
 
 

@@ -239,6 +239,7 @@ class CostModel:
         stage_of = self.profile.stage_of_layers(self.plan.cuts)
         for stage, cost in enumerate(self.stages):
             own = sum(layer.parameter_bytes for layer in self.profile.layers[slice(*cost.layers)])
+            own += round(self.row_gradient_bytes(stage)) - self.table_bytes(stage)
             own += sum(
                 group.parameter_bytes
                 for group in self.profile.shared
@@ -284,6 +285,47 @@ class CostModel:
         if not self.plan.parameter_shards:
             return ()
         return tuple(reduction for reduction in self.reductions if stage in reduction.stages)
+
+    # ---- rows in shards
+
+    def table_bytes(self, stage: int) -> int:
+        """Returns the bytes of a stage's tables of which each of its devices keeps a shard; 0 without `row_shards`."""
+        if not self.plan.row_shards or len(self.owner_devices[stage]) < 2:
+            return 0
+        return sum(layer.table_bytes for layer in self.profile.layers[slice(*self.stages[stage].layers)])
+
+    def row_bytes(self, stage: int, samples: int) -> float:
+        """Returns the bytes of the rows in shards that a slice looks up, and of their gradients."""
+        layers = self.profile.layers[slice(*self.stages[stage].layers)] if self.table_bytes(stage) else ()
+        return sum(layer.row_bytes.at(samples) for layer in layers)
+
+    def step_row_bytes(self, stage: int) -> float:
+        """Returns the bytes of the gradients' rows that the replica with the most samples has at the end of a step."""
+        if not self.table_bytes(stage):
+            return 0.0
+        slices = [self.slices(stage, number) for number in range(len(self.micro_batches))]
+        return max(sum(self.row_bytes(stage, part.size) for part in own) for own in zip(*slices, strict=True))
+
+    def row_gradient_bytes(self, stage: int) -> float:
+        """Returns the bytes of a reduction that takes as long as rows' way to their owners: they go one way only."""
+        return self.step_row_bytes(stage) / (1 if self.plan.parameter_shards else 2)
+
+    def lookup(self, task: Task) -> tuple[float, float, bool, int, float]:
+        """Returns what it takes to look up the rows of a forward.
+
+        Returns:
+            Seconds during which the replica's link is busy, and more until rows are there; whether some come from
+            another server; the device from which the first come; and the bytes that are sent.
+        """
+        device, keepers = self.plan.devices[task.stage][task.replica], self.owner_devices[task.stage]
+        rows = self.row_bytes(task.stage, self.slices(task.stage, task.micro_batch)[task.replica].size) / len(keepers)
+        others = [keeper for keeper in dict.fromkeys(keepers) if keeper != device]
+        servers = {keeper: self.cluster.devices[keeper].server for keeper in (device, *others)}
+        far = [keeper for keeper in others if servers[keeper] != servers[device]]
+        links = [self.cluster.link(keeper, device) for keeper in (far or others)]
+        latency = 2 * max((link.latency for link in links), default=0.0)  # Indices go the other way before.
+        busy = sum(rows / link.bandwidth for link in links)
+        return busy, latency, bool(far), (far or others or [device])[0], rows * len(others)
 
     def reducing(self, all_reduce: str | tuple[str, ...]) -> CostModel:
         """Returns the costs of the same plan with another all-reduce."""
@@ -340,6 +382,10 @@ class CostModel:
         """Returns the bytes of the gradients that are complete after the backward of each of a stage's layers."""
         first, stop = self.stages[stage].layers
         sizes = [float(layer.parameter_bytes) for layer in self.profile.layers[first:stop]]
+        if self.table_bytes(stage):
+            rows = self.row_gradient_bytes(stage) / self.table_bytes(stage)
+            for index, layer in enumerate(self.profile.layers[first:stop]):
+                sizes[index] += layer.table_bytes * (rows - 1)
         for group in self.profile.shared:
             if first <= group.layers[0] and group.layers[-1] < stop:
                 sizes[group.layers[0] - first] += group.parameter_bytes
@@ -364,8 +410,12 @@ class CostModel:
 
     def apply_seconds(self, stage: int, device: int) -> float:
         """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices."""
-        shards = len(self.owner_devices[stage]) if self.plan.optimizer_shards else 1
-        return self.stages[stage].apply_seconds / shards / self.cluster.devices[device].speed
+        cost, keepers = self.stages[stage], len(self.owner_devices[stage])
+        shards = float(keepers) if self.plan.optimizer_shards else 1.0
+        if not self.plan.optimizer_shards and (tables := self.table_bytes(stage)):
+            share = tables / cost.parameter_bytes
+            shards = 1 / (1 - share + share / keepers)
+        return cost.apply_seconds / shards / self.cluster.devices[device].speed
 
     # ---- memory
 

@@ -169,7 +169,8 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
         total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
-    return total - (_kept_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0)
+    total -= _kept_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0
+    return total - sum(_rows_elsewhere(costs, stage, accumulated=accumulated) for stage in stages)
 
 
 def _kept_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
@@ -189,6 +190,19 @@ def _kept_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
             keepers = {device for stage in readers for device in costs.owner_devices[stage]}
             total += cut(group) * (1 - 1 / len(keepers))
     return total
+
+
+def _rows_elsewhere(costs: CostModel, stage: int, *, accumulated: bool) -> float:
+    """Returns the bytes that a device has less of a stage's tables in shards: of rows, slots, and whole gradients."""
+    if not costs.table_bytes(stage):
+        return 0.0
+    part = 1 - 1 / len(costs.owner_devices[stage])
+    layers = costs.profile.layers[slice(*costs.stages[stage].layers)]
+    bytes_elsewhere = 0.0 if costs.plan.parameter_shards else part * costs.table_bytes(stage)
+    if not costs.plan.optimizer_shards:
+        bytes_elsewhere += part * sum(layer.table_slot_bytes for layer in layers)
+    # There are only the rows that were looked up.
+    return bytes_elsewhere + (costs.table_bytes(stage) - costs.step_row_bytes(stage) if accumulated else 0.0)
 
 
 def _stages_on(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:

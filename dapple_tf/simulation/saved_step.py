@@ -39,6 +39,7 @@ def copied(step: SimulatedStep) -> SimulatedStep:
     for name in (*names, "waiting", "arrived", "complete"):
         setattr(other, name, copy.copy(getattr(step, name)))
     other.relays, other.gathers = step.relays.copied(), step.gathers.copied()
+    other.lookups = step.lookups.copied()
     other.updates = {device: deque(waiting) for device, waiting in step.updates.items()}
     other.cores = step.cores.copied()
     number = next(step.sequence)

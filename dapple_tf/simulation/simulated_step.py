@@ -15,12 +15,13 @@ from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.shared_cores import Running, SharedCores
 from dapple_tf.simulation.simulated_gathers import Gathers
+from dapple_tf.simulation.simulated_lookups import Lookups
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
 from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError, device_orders
 from dapple_tf.simulation.task_messages import Message, TaskMessages
-from dapple_tf.view.timeline import Span
+from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 _END = operator.attrgetter("end")
@@ -86,6 +87,7 @@ class SimulatedStep:
         self.next_of_stage: dict[int, list[int]] = {}
         self.next_numbers = frozenset(map(self.numbers.of, self.next))
         self.gathers = Gathers(costs, self.orders, self.next, next_forward=next_forward)
+        self.lookups = Lookups(costs, self.orders, self.next, next_forward=next_forward)
         if next_forward:
             self._await_updates()
         for order in self.orders.values() if carried else ():
@@ -96,6 +98,10 @@ class SimulatedStep:
             for task in firsts:
                 self.waiting[self.numbers.of(task)] += 1
             self.gathers.unready[stage] += len(self.members[stage]) if next_forward or stage in carried else 0
+        for stage, forwards in self.lookups.of_stage.items():
+            for number in forwards:
+                self.waiting[number] += 1
+                self.lookups.unready[number] += len(self.members[stage]) if next_forward or stage in carried else 0
         self.limit = limit * (1 + ROUNDING) - self.once
         self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
         # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
@@ -170,6 +176,9 @@ class SimulatedStep:
         for stage, unready in self.gathers.unready.items():
             if not unready:
                 self.gather(stage, None)
+        for number, unready in self.lookups.unready.items():
+            if not unready:
+                self.look_up(number, None)
         for device in self.orders:
             self.start(device)
         return self.go_on()
@@ -255,6 +264,8 @@ class SimulatedStep:
         self.send(device, number, index)
         for stage in self.gathers.after.get(number, ()) if self.gathers.after else ():
             self.gatherable(stage, index)
+        for forward in self.lookups.after.get(number, ()) if self.lookups.after else ():
+            self.lookable(forward, index)
         for stage in self.ends.get(number, ()):
             if stage in self.carried:
                 continue
@@ -510,10 +521,36 @@ class SimulatedStep:
         waits = self.next_of_stage.get(stage, ())
         if waits and stage in self.gathers.unready:
             self.gatherable(stage, index)
+        for number in self.lookups.of_stage.get(stage, ()) if waits else ():
+            self.lookable(number, index)
         for number in waits:
             task = self.tasks[number]
             if task is not None and (device, task.replica) in self.members[stage]:
                 self.arrive(number, index)
+
+    # ---- rows in shards
+
+    def lookable(self, number: int, index: int | None) -> None:
+        """Notes that something is over for which the lookup for a forward waits."""
+        self.lookups.unready[number] -= 1
+        if not self.lookups.unready[number]:
+            self.look_up(number, index)
+
+    def look_up(self, number: int, index: int | None) -> None:
+        """Sends the rows that a forward needs from those that keep them, once its device's link is free.
+
+        All replicas look up about as much, so that links are as busy with what devices send.
+        """
+        task, target = self.tasks[number], self.device_of[number]
+        assert task is not None and target is not None
+        busy, latency, across, source, size = self.costs.lookup(task)
+        port = self.port("card in", self.server[target]) if across else self.port("in", target)
+        start, cause = self.reserve([port], self.now, index)
+        where = (source, task.stage, task.micro_batch, task.replica, target)
+        span = self.add(Span(SEND, start, start + busy + latency, *where, size, cause))
+        if busy:
+            self.port_free[port], self.port_last[port] = start + busy, span
+        self.at(start + busy + latency, self.arrive, (number, span))
 
     # ---- parameters in shards
 

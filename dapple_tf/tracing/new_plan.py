@@ -61,6 +61,7 @@ def plan_for_speeds(simulation: Simulation, factors: Mapping[int, float]) -> New
                 jit_compile=plan.jit_compile,
                 optimizer_shards=plan.optimizer_shards,
                 parameter_shards=plan.parameter_shards,
+                row_shards=plan.row_shards,
             )
         )
     timed = [NewPlan(plan, present, present)]
