@@ -101,6 +101,21 @@ def test_parameters_in_shards_are_whole_while_tasks_run() -> None:
     assert both.needed_bytes(0, 1) - slots.needed_bytes(0, 1) == pytest.approx(240 - saved[0]), "its shard, and all"
 
 
+def test_rows_in_shards_divide_tables_and_take_the_place_of_their_gradients() -> None:
+    """Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 2 replicas of 3 samples, 2 layers."""
+    model = profile(letters(2, parameter_bytes=100, slot_bytes=200, table_bytes=60, row_bytes=Cost(0.0, 4.0)))
+    plan = Plan.data_parallel(2, 6)
+    whole, rows = (CostModel(dataclasses.replace(plan, row_shards=value), model, cluster(2)) for value in (False, True))
+    assert whole.stored_bytes[0] - rows.stored_bytes[0] == 2 * (60 + 120) / 2 + (2 * 60 - 24)
+    # Rows go one way, where an all-reduce brings sums back.
+    assert [costs.reductions[0].bytes for costs in (whole, rows)] == [200, 200 - 120 + 24 / 2]
+    assert sum(rows.layer_gradients(0)) == rows.reductions[0].bytes
+    both = CostModel(dataclasses.replace(plan, row_shards=True, optimizer_shards=True), model, cluster(2))
+    assert rows.stored_bytes[0] - both.stored_bytes[0] == 2 * (200 - 120) / 2, "slots of the rest"
+    alone = CostModel(Plan.data_parallel(1, 6, row_shards=True), model, cluster(1))
+    assert alone.stored_bytes[0] == whole.stored_bytes[0]
+
+
 def test_hierarchical_adds_the_ring_inside_to_the_ring_between_servers() -> None:
     two = cluster(4, 4, intra_bandwidth=100.0, intra_latency=0.25, inter_bandwidth=10.0, inter_latency=1.0)
     # Each device gets three quarters of the bytes at once, and sends as many back.

@@ -306,6 +306,11 @@ def test_parameters_in_shards() -> None:
         emulate(plan, profile(1), cluster(2))
 
 
+def test_rows_in_shards() -> None:
+    with pytest.raises(EmulationError, match="rows of embeddings in shards, whose lookups before forwards can't be"):
+        emulate(Plan.data_parallel(2, 2, row_shards=True), profile(1), cluster(2))
+
+
 def test_wrong_arguments() -> None:
     case = pipeline(2, 2, "dapple_a", [1], 0.0)
     with pytest.raises(ValueError, match="0 steps were asked for; ask for at least 1"):

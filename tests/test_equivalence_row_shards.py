@@ -180,7 +180,8 @@ class Chosen(layers.Layer):
 def chosen() -> keras.Model:
     words = keras.Input((6,), dtype="int32")
     x = layers.Flatten()(layers.Embedding(30, 3, name="embedding")(words))
-    model = keras.Model(words, Chosen(name="chosen")(layers.Dense(7, name="hidden")(x)) + layers.Dense(3)(x))
+    x = layers.Dense(7, name="hidden")(x)
+    model = keras.Model(words, Chosen(name="chosen")(x) + layers.Dense(3, name="logits")(x))
     model.compile("sgd", "mse")
     return model
 
@@ -197,7 +198,7 @@ def by_own_optimizer() -> keras.Model:
 
 
 WHOLE = {
-    "a head": (tied, r"'embedding/embeddings': layer 'head' reads all of it \(Transpose 'head/"),
+    "a head": (tied, r"'embedding/embeddings': layer 'head' reads all of it \(Transpose\)"),
     "indices of activations": (
         chosen,
         r"'chosen/table': layer 'chosen' looks up rows that depend on .*isn't of the batch",
@@ -248,7 +249,7 @@ def test_optimizers_that_need_all_elements_are_refused(optimizer: Any, message: 
 
 
 def test_placed_operators_are_refused() -> None:
-    with pytest.raises(PlanError, match="operators can't be placed one by one with row_shards=True; set rowFalse"):
+    with pytest.raises(PlanError, match="operators can't be placed one by one with row_shards=True; set row_shards="):
         dapple.Plan.manual((), [[0]], 1, 8, operator_devices=[[0, 1]], row_shards=True)
 
 
@@ -310,17 +311,6 @@ def test_tables_of_deferred_models_are_made_in_shards() -> None:
     for _ in range(2):
         own, other = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
         assert own == pytest.approx(other, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_traces_and_drawings_show_the_lookups(tmp_path: pathlib.Path) -> None:
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
-    pipelined = pipeline(table(), (), [2], 2, 12, row_shards=True)
-    profile = pipelined.profile_step(x, y, warm_up=0)
-    assert {span.kind for span in profile.step.timeline.spans} >= {"F", "B", "apply"}
-    pipelined.dump(tmp_path / "dump")
-    drawings = "".join(path.read_text() for path in (tmp_path / "dump").rglob("*.dot"))
-    assert "Lookup 0" in drawings
 
 
 @pytest.mark.thorough

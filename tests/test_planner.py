@@ -204,6 +204,13 @@ def test_shards_are_used_where_memory_demands_it_if_they_are_allowed() -> None:
     assert chosen.parameter_shards and chosen.replicas == (2,)
     with pytest.raises(PlanError, match="parameter_shards is True, but optimizer_shards is None; set it to True"):
         plan(one_stage, least, 8, optimizer_shards=None, parameter_shards=True, **given)
+    tables = dataclasses.replace(heavy, table_bytes=8 * 10**6, row_bytes=Cost(0.0, 1000.0))
+    chosen = plan(
+        dataclasses.replace(one_stage, layers=(tables,)), cluster_of(2, memory=16_000_000), 8, row_shards=True, **given
+    )
+    assert chosen.row_shards and chosen.replicas == (2,)
+    with pytest.raises(PlanError, match="row_shards is 1; it must be True or False"):
+        plan(one_stage, least, 8, row_shards=1, **given)
 
 
 def test_it_says_that_smaller_micro_batches_would_do() -> None:

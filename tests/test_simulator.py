@@ -82,6 +82,26 @@ def test_forwards_wait_for_gathers_which_go_one_stage_ahead() -> None:
     assert times(slow, "F", device=1) == [(3.5, 6.5)]
 
 
+# --- rows in shards ---
+
+
+def test_forwards_wait_for_lookups_which_go_one_task_ahead() -> None:
+    """A lookup takes 1 s for half of 120 bytes, and the links' latency for indices and for rows."""
+    model = profile([(1.0, 2.0)], parameter_bytes=120)
+    layers = [dataclasses.replace(layer, table_bytes=120, row_bytes=Cost(0.0, 120.0)) for layer in model.layers]
+    model = dataclasses.replace(model, layers=layers)
+    plan = Plan.data_parallel(2, 6, 3, row_shards=True)
+    link = {"intra_bandwidth": 60.0, "intra_latency": 0.5}
+    step = simulate(plan, model, cluster(2, **link))
+    assert times(step, "send", target=0) == [(0.0, 2.0), (3.0, 5.0), (6.0, 8.0)]
+    assert times(step, "F", device=0) == [(2.0, 3.0), (5.0, 6.0), (8.0, 9.0)]
+    # A replica has three slices of 120 bytes, half of which it sends to the other.
+    assert times(step, "all_reduce") == [(11.0, 15.0)]
+    ready = simulate(plan, model, cluster(2, **link), next_forward=True)
+    first, *_ = times(ready, "send", target=0)
+    assert first[0] == times(ready, "all_reduce")[0][1], "once the rows are updated"
+
+
 # --- pipelines with a closed form ---
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 3), (3, 2), (4, 8), (8, 16), (16, 32)]

@@ -144,7 +144,7 @@ def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, varia
 
     if reads.others:
         name = reads.others[0]
-        return f"{where(name)} reads all of it ({view.nodes[name].op} {name!r})"
+        return f"{where(name)} reads all of it ({view.nodes[name].op})"
     if Value(variable.value or Ref(""), ValueKind.GRADIENT) in stage.results:
         return f"its gradient in stage {stage.index} is dense"
     variables = {v.value for v in program.roles.variables}
