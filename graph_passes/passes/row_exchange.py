@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -112,18 +113,18 @@ class RowLookups:
         places: Mapping[Value, Ref],
     ) -> None:
         """Sends indices to the devices that keep the rows, and joins what comes back."""
-        device, count = self._layout.device_of(task), len(lookups)
+        device, count, shards = self._layout.device_of(task), len(lookups), len(exchange.devices)
         label = f"stage{task.stage}/replica{task.replica}/lookup{task.micro_batch}"
         indices = [places[lookup.indices] for lookup in lookups]
         asking = self._call(f"{label}/indices", exchange.asking, indices, device, task, NodeKind.SPLIT)
+        results = len(exchange.asking.signature.output_arg)
         rows: list[Ref] = []
         for number, keeper in enumerate(exchange.devices):
-            asked = [Ref(asking, number * count + index) for index in range(count)]
+            asked = [Ref(asking, index) for index in range(number, results - shards * count, shards)]
             node = self._call(f"{label}/shard{number}", exchange.reading, asked, keeper, task, NodeKind.LOOKUP)
             self.reads[owners, keeper] = (*self.reads.get((owners, keeper), ()), node)
-            rows += [Ref(node, index) for index in range(count)]
-        first = len(exchange.devices) * count
-        positions = [Ref(asking, first + index) for index in range(first)]
+            rows += [Ref(node, index) for index in range(len(exchange.reading.signature.output_arg))]
+        positions = [Ref(asking, index) for index in range(results - shards * count, results)]
         inputs = [*indices, *rows, *positions]
         joined = self._call(f"{label}/rows", exchange.joining, inputs, device, task, NodeKind.CONCAT)
         for index, lookup in enumerate(lookups):
@@ -141,7 +142,7 @@ class RowLookups:
         """Reads rows of tables that are whole on the device that keeps the variables of a task's stage, or another."""
         tables = [variables[lookup.table] for lookup in lookups]
         dtypes = [_index_dtype(stage, lookup) for lookup in lookups]
-        function = _reading(f"{self._options.prefix}stage{stage.index}_lookup_from{source}", tables, dtypes)
+        function = _reading_whole(f"{self._options.prefix}stage{stage.index}_lookup_from{source}", tables, dtypes)
         self._functions.append(function)
         device = self._layout.owner_devices[source][task.replica if source == stage.index else 0]
         name = f"stage{task.stage}/replica{task.replica}/lookup{task.micro_batch}"
@@ -212,9 +213,12 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
 
 
 def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
-    """Returns the function from indices of each lookup to those of each shard, and their positions.
+    """Returns the function that separates indices by the shard that they belong to.
 
-        ids [...] of each table -> (ids in shard 0) of each table, (ids in shard 1) ..., positions in the same order
+        ids [...] of each table -> ids in each shard, (numbers of these for each table,) positions in ids
+
+    For each shard there is one vector of ids, those of one table after those of the other, and positions for each
+    table. Numbers are left out if there is one table.
 
     Args:
         name: the function's name.
@@ -222,72 +226,118 @@ def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> Fun
         dtypes: of the indices.
     """
     builder = Builder(empty_graph())
-    arguments, asked, positions = [], [], []
+    arguments, asked, positions, sent = [], [], [], _common(dtypes)
     for table, dtype in zip(tables, dtypes, strict=True):
         argument = builder.append(placeholder(builder.names.fresh("indices"), dtype))
         arguments.append(argument)
-        wide = _wide(dtype)
-        indices = flatten(builder, _cast(builder, argument, dtype, wide), wide)
-        kind, rows = dtype_attr(wide), builder.const(table.storage_shape[0], wide)
+        indices = flatten(builder, _cast(builder, argument, dtype, sent), sent)
+        kind, rows = dtype_attr(sent), builder.const(table.storage_shape[0], sent)
         number = builder.add("number", "FloorDiv", [indices, rows], T=kind)
-        number = builder.add("number", "Maximum", [number, builder.const(0, wide)], T=kind)
-        number = builder.add("number", "Minimum", [number, builder.const(table.shards - 1, wide)], T=kind)
+        number = builder.add("number", "Maximum", [number, builder.const(0, sent)], T=kind)
+        number = builder.add("number", "Minimum", [number, builder.const(table.shards - 1, sent)], T=kind)
         local = builder.add("local", "Sub", [indices, builder.add("first", "Mul", [number, rows], T=kind)], T=kind)
         # The table ends before its last shard does: what is behind its end is behind the shard's, and so an error.
-        inside = builder.add("inside", "Less", [indices, builder.const(table.shape[0], wide)], T=kind)
+        inside = builder.add("inside", "Less", [indices, builder.const(table.shape[0], sent)], T=kind)
         local = builder.add("local", "SelectV2", [inside, local, rows], T=kind)
-        shard = _cast(builder, number, wide, _INT32)
-        size = builder.add("size", "Size", [indices], T=kind, out_type=dtype_attr(_INT32))
-        bounds = [builder.const(0, _INT32), size, builder.const(1, _INT32)]
+        shard = _cast(builder, number, sent, _INT32)
+        bounds = [builder.const(0, _INT32), _size(builder, indices, sent), builder.const(1, _INT32)]
         places = builder.add("places", "Range", bounds, Tidx=dtype_attr(_INT32))
-        asked.append(_partition(builder, local, wide, shard, table.shards))
+        asked.append(_partition(builder, local, sent, shard, table.shards))
         positions.append(_partition(builder, places, _INT32, shard, table.shards))
-    results = [part for parts in (asked, positions) for shard in zip(*parts, strict=True) for part in shard]
+    by_shard = list(zip(*asked, strict=True))
+    results = [builder.concat("asked", parts, sent, 0) for parts in by_shard]
+    if len(tables) > 1:
+        results += [_packed(builder, [_size(builder, part, sent) for part in parts]) for parts in by_shard]
+    results += [part for parts in zip(*positions, strict=True) for part in parts]
     return outline(name, Graph(builder.graph), arguments, results)
 
 
 def _reading(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
-    """Returns the function from indices to rows of the tables on the device that runs it: whole ones, or its shards."""
-    builder = Builder(empty_graph())
-    arguments, rows = [], []
-    for table, dtype in zip(tables, dtypes, strict=True):
-        wide = _wide(dtype)
-        own_dtype = wide if table.shards > 1 else dtype
-        indices = builder.append(placeholder(builder.names.fresh("indices"), own_dtype))
-        arguments.append(indices)
-        source = handle(builder, table.storage_name, table.dtype, table.storage_shape)
-        inputs = [source, _cast(builder, indices, own_dtype, wide)]
-        kinds = {"dtype": dtype_attr(table.dtype), "Tindices": dtype_attr(wide)}
-        rows.append(builder.add("rows", "ResourceGather", inputs, **kinds))
-    return outline(name, Graph(builder.graph), arguments, rows)
+    """Returns the function from what `_asking` asks of a shard to its rows, in one vector for each of `_dtypes`."""
+    builder, sent, count = Builder(empty_graph()), _common(dtypes), len(tables)
+    arguments = [builder.append(placeholder("indices", sent))]
+    sizes = None
+    if count > 1:
+        sizes = builder.append(placeholder("sizes", _INT32))
+        arguments.append(sizes)
+    parts = _split(builder, arguments[0], sent, sizes, count)
+    rows: dict[int, list[Ref]] = {}
+    for table, indices in zip(tables, parts, strict=True):
+        rows.setdefault(table.dtype, []).append(flatten(builder, _rows(builder, table, indices, sent), table.dtype))
+    vectors = [builder.concat("rows", rows[dtype], dtype, 0) for dtype in _dtypes(tables)]
+    return outline(name, Graph(builder.graph), arguments, vectors)
 
 
 def _joining(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
     """Returns the function that joins rows.
 
-        ids of each table, (rows of shard 0) of each table, ..., positions as of `_asking` -> rows [..., columns]
+        ids of each table, vectors of all shards as of `_reading`, positions as of `_asking` -> rows [..., columns]
 
     Args:
         name: the function's name.
         tables: the tables, in shards by rows, one for each lookup.
         dtypes: of the indices.
     """
-    builder, shards, count = Builder(empty_graph()), tables[0].shards, len(tables)
+    builder, shards = Builder(empty_graph()), tables[0].shards
     indices = [builder.append(placeholder(builder.names.fresh("indices"), dtype)) for dtype in dtypes]
-    rows = [
-        builder.append(placeholder(builder.names.fresh("rows"), table.dtype)) for _ in range(shards) for table in tables
+    vectors = [
+        {dtype: builder.append(placeholder(builder.names.fresh("rows"), dtype)) for dtype in _dtypes(tables)}
+        for _ in range(shards)
     ]
-    positions = [builder.append(placeholder(builder.names.fresh("positions"), _INT32)) for _ in range(shards * count)]
+    positions = [
+        [builder.append(placeholder(builder.names.fresh("positions"), _INT32)) for _ in tables] for _ in range(shards)
+    ]
+    rows = [_unpacked(builder, tables, *own) for own in zip(vectors, positions, strict=True)]
     results = []
     for index, (table, dtype) in enumerate(zip(tables, dtypes, strict=True)):
         kind = dtype_attr(table.dtype)
-        parts = [*positions[index::count], *rows[index::count]]
+        parts = [*(own[index] for own in positions), *(own[index] for own in rows)]
         stitched = builder.add("joined", "DynamicStitch", parts, N=shards, T=kind)
         lengths = {"T": dtype_attr(dtype), "out_type": dtype_attr(_INT32)}
         shape = builder.add("shape", "Shape", [indices[index]], **lengths)
         shape = builder.concat("shape", [shape, builder.const(list(table.shape[1:]), _INT32)], _INT32, 0)
         results.append(builder.add("shaped", "Reshape", [stitched, shape], T=kind))
-    return outline(name, Graph(builder.graph), [*indices, *rows, *positions], results)
+    of_shards = [ref for own in vectors for ref in own.values()]
+    inputs = [*indices, *of_shards, *(ref for own in positions for ref in own)]
+    return outline(name, Graph(builder.graph), inputs, results)
+
+
+def _unpacked(
+    builder: Builder, tables: Sequence[Variable], vectors: Mapping[int, Ref], positions: Sequence[Ref]
+) -> list[Ref]:
+    """Returns a shard's rows for each table, [rows, columns], from its vectors."""
+    rows: dict[int, Ref] = {}
+    for dtype, vector in vectors.items():
+        own = [index for index, table in enumerate(tables) if table.dtype == dtype]
+        sizes = None
+        if len(own) > 1:
+            each = [_elements(builder, tables[index], positions[index]) for index in own]
+            sizes = _packed(builder, each)
+        for index, part in zip(own, _split(builder, vector, dtype, sizes, len(own)), strict=True):
+            shape = builder.const([-1, *tables[index].shape[1:]], _INT32)
+            rows[index] = builder.add("shaped", "Reshape", [part, shape], T=dtype_attr(dtype))
+    return [rows[index] for index in range(len(tables))]
+
+
+def _elements(builder: Builder, table: Variable, positions: Ref) -> Ref:
+    """Returns the number of elements of as many rows as there are positions."""
+    width = builder.const(math.prod(table.shape[1:]), _INT32)
+    return builder.add("elements", "Mul", [_size(builder, positions, _INT32), width], T=dtype_attr(_INT32))
+
+
+def _reading_whole(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
+    """Returns the function from indices of each lookup to rows of tables that the device has whole."""
+    builder = Builder(empty_graph())
+    indices = [builder.append(placeholder(builder.names.fresh("indices"), dtype)) for dtype in dtypes]
+    rows = [_rows(builder, *each) for each in zip(tables, indices, dtypes, strict=True)]
+    return outline(name, Graph(builder.graph), indices, rows)
+
+
+def _rows(builder: Builder, table: Variable, indices: Ref, dtype: int) -> Ref:
+    """Returns rows of what the device that runs it keeps of a table."""
+    source, wide = handle(builder, table.storage_name, table.dtype, table.storage_shape), _common([dtype])
+    kinds = {"dtype": dtype_attr(table.dtype), "Tindices": dtype_attr(wide)}
+    return builder.add("rows", "ResourceGather", [source, _cast(builder, indices, dtype, wide)], **kinds)
 
 
 def _index_dtype(stage: Stage, lookup: Lookup) -> int:
@@ -295,9 +345,31 @@ def _index_dtype(stage: Stage, lookup: Lookup) -> int:
     return stage.indices.result_dtype(lookup.indices)
 
 
-def _wide(dtype: int) -> int:
-    """Returns the dtype in which indices are computed with: that of int16 hasn't all operators."""
-    return dtype if dtype == _INT64 else _INT32
+def _common(dtypes: Sequence[int]) -> int:
+    """Returns the dtype in which indices of these dtypes are computed and sent: int16 lacks operators."""
+    return _INT64 if _INT64 in dtypes else _INT32
+
+
+def _dtypes(tables: Sequence[Variable]) -> list[int]:
+    """Returns the dtypes of tables, each once."""
+    return sorted({table.dtype for table in tables})
+
+
+def _size(builder: Builder, tensor: Ref, dtype: int) -> Ref:
+    return builder.add("size", "Size", [tensor], T=dtype_attr(dtype), out_type=dtype_attr(_INT32))
+
+
+def _packed(builder: Builder, numbers: Sequence[Ref]) -> Ref:
+    return builder.add("sizes", "Pack", numbers, T=dtype_attr(_INT32), N=len(numbers), axis=0)
+
+
+def _split(builder: Builder, vector: Ref, dtype: int, sizes: Ref | None, count: int) -> list[Ref]:
+    """Splits a vector into parts of these sizes; None for a single part."""
+    if sizes is None:
+        return [vector]
+    kinds = {"T": dtype_attr(dtype), "Tlen": dtype_attr(_INT32), "num_split": count}
+    node = builder.add("parts", "SplitV", [vector, sizes, builder.const(0, _INT32)], **kinds).node
+    return [Ref(node, number) for number in range(count)]
 
 
 def _cast(builder: Builder, tensor: Ref, dtype: int, wanted: int) -> Ref:
