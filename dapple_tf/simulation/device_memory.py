@@ -169,8 +169,8 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
         total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
-    total -= _kept_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0
-    return total - sum(_rows_elsewhere(costs, stage, accumulated=accumulated) for stage in stages)
+    elsewhere = _kept_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0
+    return total - elsewhere - sum(_rows_elsewhere(costs, stage, accumulated=accumulated) for stage in stages)
 
 
 def _kept_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
