@@ -110,6 +110,8 @@ def test_rows_in_shards_divide_tables_and_take_the_place_of_their_gradients() ->
     # Rows go one way, where an all-reduce brings sums back.
     assert [costs.reductions[0].bytes for costs in (whole, rows)] == [200, 200 - 120 + 24 / 2]
     assert sum(rows.layer_gradients(0)) == rows.reductions[0].bytes
+    busy = dataclasses.replace(model, layers=[dataclasses.replace(each, apply_seconds=1.0) for each in model.layers])
+    assert CostModel(rows.plan, busy, cluster(2)).apply_seconds(0, 0) == pytest.approx(2 * (0.4 + 0.6 / 2))
     both = CostModel(dataclasses.replace(plan, row_shards=True, optimizer_shards=True), model, cluster(2))
     assert rows.stored_bytes[0] - both.stored_bytes[0] == 2 * (200 - 120) / 2, "slots of the rest"
     alone = CostModel(Plan.data_parallel(1, 6, row_shards=True), model, cluster(1))

@@ -24,7 +24,7 @@ from graph_passes.ir.program import Program
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 """Version of the measuring method: older files don't count when a model is measured in another way."""
 
 

@@ -410,12 +410,15 @@ class CostModel:
 
     def apply_seconds(self, stage: int, device: int) -> float:
         """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices."""
-        cost, keepers = self.stages[stage], len(self.owner_devices[stage])
-        shards = float(keepers) if self.plan.optimizer_shards else 1.0
-        if not self.plan.optimizer_shards and (tables := self.table_bytes(stage)):
-            share = tables / cost.parameter_bytes
-            shards = 1 / (1 - share + share / keepers)
-        return cost.apply_seconds / shards / self.cluster.devices[device].speed
+        seconds, speed = self.stages[stage].apply_seconds, self.cluster.devices[device].speed
+        if self.plan.optimizer_shards:
+            return seconds / len(self.owner_devices[stage]) / speed
+        return seconds * self._updated_share(stage) / speed
+
+    def _updated_share(self, stage: int) -> float:
+        """Returns the share of a stage's parameters that each device updates if its tables are in shards."""
+        tables = self.table_bytes(stage) / max(1, self.stages[stage].parameter_bytes)
+        return 1 - tables * (1 - 1 / len(self.owner_devices[stage]))
 
     # ---- memory
 
@@ -445,6 +448,11 @@ class CostModel:
             return cost.buffers.most(samples, Phase.BACKWARD if alone else phase)
         recomputes = phase is not Phase.WEIGHT_GRAD or not self.computes(stage, Phase.INPUT_GRAD)
         return cost.temporary_bytes.at(samples) + (cost.recomputed_bytes.at(samples) if recomputes else 0.0)
+
+    def apply_bytes(self, stage: int) -> float:
+        """Returns the bytes that a stage's update needs besides what is stored; 0 if the profile has no buffers."""
+        buffers = self.stages[stage].buffers
+        return 0.0 if buffers is None else buffers.apply * self._updated_share(stage)
 
     @functools.cached_property
     def stored_bytes(self) -> Mapping[int, float]:

@@ -134,7 +134,7 @@ def _need(costs: CostModel, work: _Work) -> DeviceNeed:
     working = max(_working(costs, stage, samples) for stage, samples in sizes.items())
     working += sum(handed_on(costs.legs, stage, sizes[stage]) for stage in runs) if costs.plan.relays else 0.0
     buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
-    applying = [buffers[stage].apply for stage in owned if stage in buffers]
+    applying = [costs.apply_bytes(stage) for stage in owned if stage in buffers]
     sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     gathered = sum(reduction.bytes for stage in runs for reduction in costs.gathers(stage))

@@ -62,7 +62,7 @@ class StepMemory:
             # A buffer that is handed on at once is part of its maker's working memory.
             yield from (life for life in CrossingTensor(self, position).lives() if life.end > life.start)
         if self.trains:
-            yield from self._updates(buffers)
+            yield from self._updates()
 
     # ---- a stage's own
 
@@ -189,7 +189,7 @@ class StepMemory:
             ]
         return max(ends, default=0.0)
 
-    def _updates(self, buffers: Sequence[StageBuffers | None]) -> Iterator[Life]:
+    def _updates(self) -> Iterator[Life]:
         """Yields the lives of packed gradients, from the last task to the update, and of updates' working memory.
 
         An update runs as soon as its gradients are reduced, on a thread of its own beside the device's tasks.
@@ -212,13 +212,12 @@ class StepMemory:
                 )
         pending: dict[int, list[Life]] = defaultdict(list)
         for (stage, device), span in self.applies.items():
-            own = buffers[stage]
-            assert own is not None
+            size = self.costs.apply_bytes(stage)
             if (stage,) in self.carried:
-                pending[device].append(Life(device, 0.0, self._head([stage], device), own.apply))
+                pending[device].append(Life(device, 0.0, self._head([stage], device), size))
             else:
                 start = min(span.start, ready.get((stage, device), self._complete([stage], device)))
-                pending[device].append(Life(device, start, start + self._apply_seconds(stage, device), own.apply))
+                pending[device].append(Life(device, start, start + self._apply_seconds(stage, device), size))
         for lives in pending.values():
             yield from _one_at_a_time(lives)
 
