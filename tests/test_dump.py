@@ -47,7 +47,7 @@ TRAINING = [
     *passes("capture", "assign_stages", "build_forward", "build_backward", "partition", stages=2),
     *passes("replicate", "split_concat", "accumulate", "schedule", "update", stages=2, first=5),
 ]
-PLACING = passes("flatten", "fold_shapes", "share_values", "split_operators", "place_operators", stages=2, first=13)
+PLACING = passes("flatten", "fold_shapes", "share_values", "split_operators", "place_operators", stages=2, first=14)
 PREDICTION = [
     *passes("capture", "assign_stages", "build_forward", "partition", stages=2),
     *passes("replicate", "split_concat", "schedule", stages=2, first=5),
@@ -191,7 +191,7 @@ def test_placed_operators_are_told_of_as_they_are_placed(tmp_path: pathlib.Path)
     assert sorted({*files(tmp_path)} - {"train0/schedule.csv"}) == sorted(names)
     assert (tmp_path / "train0/operators.txt").read_text() == placements_report(pipelined.placement, [[[0, 2]], [[1]]])
     assert set(pipelined.placement) == {0, 1}
-    placed = (tmp_path / "train0/17_place_operators.pbtxt").read_text()
+    placed = (tmp_path / "train0/18_place_operators.pbtxt").read_text()
     for stage, devices in enumerate([[0, 2], [1]]):
         used = {pipelined.cluster.device_names[devices[one]] for one in pipelined.placement[stage].devices.values()}
         assert all(f'device: "{name}"' in placed for name in used)

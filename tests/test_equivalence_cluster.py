@@ -87,6 +87,7 @@ CASES = [
     Case("transformer", [[0, 1, 2], [3]], schedule="fast_forward", options={"jit_compile": True}),
     Case("branches", STRAIGHT, 4, "zb_h1", {"relays": (1, 2)}),
     Case("branches", [[0], [1, 2], [3]], 4, options={"relays": (1,)}),
+    Case("transformer", [[0, 1], [2, 3]], 6, "gpipe", {"recompute": "offload"}),
 ]
 # Two hosts: devices 0 and 1 are on the first, 2 and 3 on the second. The client is on a third one, or on the first.
 ACROSS = [

@@ -20,6 +20,7 @@ from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
+    OFFLOAD,
     RECOMPUTE_MODES,
     PlanError,
     PlanValueError,
@@ -93,7 +94,9 @@ class Plan(JsonFile):
         schedule: the name of a built-in policy (`schedules.POLICIES`), your own policy (`schedules.policy.Policy`) or
             its ``module:name`` if that module is imported, or the path of a CSV file with a schedule
             (`schedules.schedule_csv`).
-        recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each.
+        recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each. With ``offload``
+            what a stage would keep for them is copied to its host's memory after the forward, and back before it is
+            read.
         jit_compile: whether stages are compiled with XLA; of those that place their operators on several devices, what
             each device runs between two transfers.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
@@ -416,6 +419,11 @@ class Plan(JsonFile):
     def recompute_of(self, stage: int) -> str:
         """Returns what a stage's backward recomputes, one of `RECOMPUTE_MODES`."""
         return self.recompute if isinstance(self.recompute, str) else self.recompute[stage]
+
+    @property
+    def offloading_stages(self) -> frozenset[int]:
+        """The stages whose residuals wait in the host's memory."""
+        return frozenset(stage for stage in range(self.num_stages) if self.recompute_of(stage) == OFFLOAD)
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:

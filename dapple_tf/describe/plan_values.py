@@ -14,8 +14,11 @@ from dapple_tf.describe.plan_report import LARGEST
 
 ALL_REDUCE = ("flat", "hierarchical")
 """All-reduces over several servers: one ring through all devices, or inside each server first."""
-RECOMPUTE_MODES = ("none", "boundary", "min_cut")
-"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest."""
+OFFLOAD = "offload"
+"""The mode of stages whose residuals wait in the host's memory."""
+RECOMPUTE_MODES = ("none", "boundary", "min_cut", OFFLOAD)
+"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest. With
+``offload`` nothing, too, and what they read waits in the host's memory meanwhile."""
 REDUCTION_ORDERS = ("completion", "first_layers")
 """Orders of the all-reduces of carried updates: that of their gradients, or that of the layers."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError
+from dapple_tf.simulation.device_memory import slices_fitting
 from graph_passes.ir.program import Layout, Program, Stage
 
 
@@ -50,8 +51,9 @@ def residuals_held(
         stages = [index for index, (own, owning) in pairs if device in (*own, *owning)]
         fixed = stored_bytes(cluster.device_names[device])
         sizes = [_slice_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages]
-        residual = max(1, sum(sizes))
-        count = (limit - fixed) // residual
+        passing = max(_passing_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages)
+        residual = max(1, sum(sizes)) + len(stages) * passing
+        count = slices_fitting(limit - fixed, max(1, sum(sizes)), passing, len(stages), most)
         if count < 1:
             shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
             raise DappleError(
@@ -60,7 +62,7 @@ def residuals_held(
                 f"micro-batches or recompute='boundary'"
             )
         if plan.policy.shares_room:
-            count = max(len(stages), (limit - fixed) // max(1, *sizes))
+            count = max(len(stages), slices_fitting(limit - fixed, max(1, *sizes), passing, 1, most))
         for stage in stages:
             held[stage] = min(held[stage], count)
     return tuple(held)
@@ -77,6 +79,12 @@ def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
 
 
 def _slice_bytes(stage: Stage, samples: int) -> int:
-    """Returns the bytes that a stage keeps of a slice until its last backward task."""
-    kept = stage.residual_bytes * samples + stage.fixed_residual_bytes
-    return max(kept, stage.delayed_bytes * samples + stage.fixed_delayed_bytes)
+    """Returns the bytes that a stage's device keeps of a slice until its last backward task."""
+    kept = (stage.residual_bytes - stage.offloaded_bytes) * samples + stage.fixed_residual_bytes
+    late = (stage.delayed_bytes - stage.offloaded_late_bytes) * samples + stage.fixed_delayed_bytes
+    return max(kept, late)
+
+
+def _passing_bytes(stage: Stage, samples: int) -> int:
+    """Returns the bytes that it has besides of a slice that isn't in the host's memory."""
+    return stage.offloaded_bytes * samples

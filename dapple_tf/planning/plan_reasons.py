@@ -60,7 +60,7 @@ def report(
     total = sum(best.busy.values()) or 1.0
     busy = [0.0] * plan.num_stages
     for span in best.spans:
-        if span.device is not None and span.kind != "send":
+        if span.device is not None and span.kind not in ("send", "offload", "fetch"):
             busy[span.stage] += span.end - span.start
     stages = []
     for stage, devices in enumerate(plan.devices):
@@ -258,6 +258,7 @@ def _limit(simulation: Simulation) -> str:
     """Returns the parts of the step's time, longest first."""
     parts: dict[str, float] = {}
     names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "the optimizer"}
+    names |= dict.fromkeys(("offload", "fetch"), "copies to the host and back")
     for span in simulation.critical_path:
         name = names.get(span.kind, f"computation of stage {span.stage}")
         parts[name] = parts.get(name, 0.0) + span.end - span.start

@@ -12,7 +12,7 @@ from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.schedules.schedules import validate
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import run
-from dapple_tf.view.timeline import ALL_REDUCE, SEND, Span, Timeline
+from dapple_tf.view.timeline import LINK_KINDS, Span, Timeline
 from graph_passes.ir.tasks import Phase, Schedule
 
 
@@ -79,7 +79,7 @@ def _check(plan: Plan, schedule: Schedule) -> int:
 
 def _without_links(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Returns the spans of computation; waits for a transfer or a reduction become waits for its own cause."""
-    kept = [span.kind not in (SEND, ALL_REDUCE) for span in spans]
+    kept = [span.kind not in LINK_KINDS for span in spans]
     places = {old: new for new, old in enumerate(index for index, keep in enumerate(kept) if keep)}
 
     def cause(index: int | None) -> int | None:

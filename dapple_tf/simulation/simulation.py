@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulated_gathers import gathered
+from dapple_tf.simulation.simulated_offloads import Stay
 from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.text_table import table
 from dapple_tf.units import gib, ms_text
 from dapple_tf.view.notebook import Table, notebook_html
-from dapple_tf.view.timeline import ALL_REDUCE, SEND, Span, Timeline
+from dapple_tf.view.timeline import LINK_KINDS, Span, Timeline
 from graph_passes.ir.tasks import Phase
 
 _PHASES = {phase.value: phase for phase in Phase}
@@ -31,11 +32,13 @@ class Simulation:
         latency: seconds of the step.
         spans: everything that took time, in the order of its creation.
         costs: the costs it was computed from.
+        stays: when residuals were in the host's memory.
     """
 
     latency: float
     spans: tuple[Span, ...] = field(repr=False)
     costs: CostModel = field(repr=False)
+    stays: tuple[Stay, ...] = field(default=(), repr=False, kw_only=True)
 
     @property
     def throughput(self) -> float:
@@ -49,7 +52,7 @@ class Simulation:
         """Device -> seconds in which it computes."""
         seconds = dict.fromkeys(self.costs.devices, 0.0)
         for span in self.spans:
-            if span.device is not None and span.kind not in (SEND, ALL_REDUCE):
+            if span.device is not None and span.kind not in LINK_KINDS:
                 seconds[span.device] += span.end - span.start
         return seconds
 
@@ -83,7 +86,7 @@ class Simulation:
         """Device -> what it computes, in order of time."""
         by_device: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
         for span in self.spans:
-            if span.device is not None and span.kind not in (SEND, ALL_REDUCE):
+            if span.device is not None and span.kind not in LINK_KINDS:
                 by_device[span.device].append(span)
         return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in by_device.items()}
 
@@ -117,11 +120,16 @@ class Simulation:
 
         F adds a slice's residuals, which B frees at its end. If B is split, Bx leaves the inputs of Bw on the device of
         Bw. A running backward also needs its temporaries, a reduction its buffers. If the profile has buffers, each
-        lives as long as in a real step (`step_memory.py`).
+        lives as long as in a real step (`step_memory.py`). What is in the host's memory meanwhile isn't on its device.
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
         for device, start, end, size in gathered(self.costs, self.spans):
             changes[device].add(start, end, 0.0, size, 0.0)
+        for stay in self.stays:
+            for start, end in _until(stay.start, stay.end, self.latency):
+                # Without buffers, what a next step's forwards keep stays beyond the end.
+                back = stay.bytes if end < self.latency or self.costs.profile.has_buffers else 0.0
+                changes[stay.device].add(start, end, -stay.bytes, 0.0, back)
         if self.costs.profile.has_buffers:
             for life in StepMemory(self).lives():
                 changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
@@ -172,6 +180,16 @@ class Simulation:
     def peak_bytes(self) -> Mapping[int, float]:
         """Device -> the most memory that it uses."""
         return {device: max(level for _, level in curve) for device, curve in self.memory.items()}
+
+    @functools.cached_property
+    def host_bytes(self) -> Mapping[int, float]:
+        """Server -> the most bytes of residuals that wait in its memory; empty if no stage offloads."""
+        changes: dict[int, _Changes] = {}
+        for stay in self.stays:
+            own = changes.setdefault(self.costs.cluster.devices[stay.device].server, _Changes(0.0))
+            for start, end in _until(*stay.held, self.latency):
+                own.add(start, end, 0.0, stay.bytes, 0.0)
+        return {server: max(level for _, level in own.curve()) for server, own in sorted(changes.items())}
 
     @property
     def fits(self) -> bool:
@@ -230,7 +248,16 @@ class Simulation:
         if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: after the last span
             shares["what a step takes once"] = once
         parts = ", ".join(f"{kind} {ms_text(seconds)} ms" for kind, seconds in shares.items())
-        return f"critical path: {parts}"
+        waiting = "".join(
+            f"\nresiduals in the memory of server {server}'s host: at most {gib(most)}"
+            for server, most in self.host_bytes.items()
+        )
+        return f"critical path: {parts}{waiting}"
+
+
+def _until(start: float, end: float, latency: float) -> list[tuple[float, float]]:
+    """Returns the time between two events of a step; a second one before the first is that of an earlier step."""
+    return [(start, end)] if start <= end else [(0.0, end), (start, latency)]
 
 
 class _Changes:

@@ -49,6 +49,10 @@ def simulate(
     ``all_reduce`` on each of its devices. It waits until these have come to the stage before it, or for its update, if
     that comes first.
 
+    Residuals of stages whose mode is ``offload`` take their device's link to the host, in each direction one after the
+    other, as spans of kind ``offload`` and ``fetch``; the second task after a forward waits until they have left, and
+    the task that reads them until they are back (`graph_passes.ir.offloading`).
+
     On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
 
     Args:

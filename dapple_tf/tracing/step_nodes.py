@@ -28,6 +28,8 @@ HOST = NodeKind.SLICES.traced
 """Work of the host: cuts the batch, and computes what slices need of the whole."""
 RELAY = NodeKind.RELAY.traced
 """What a stage hands on to others."""
+OFFLOAD, FETCH = NodeKind.OFFLOAD.traced, NodeKind.FETCH.traced
+"""Residuals on their way to the host and back."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
 
@@ -46,7 +48,7 @@ class StepNode(NamedTuple):
         reduction: for a part of an all-reduce, a number shared by all of them on all devices.
         meeting: for a collective operation, a number shared by its members, none of which ends before all have begun.
         operator: whether it is a single operator of a task or update that was taken apart.
-        relays: for a relay, the micro-batch of what it hands on.
+        relays: for a relay or a copy of residuals, the micro-batch of what it hands on.
     """
 
     kind: str
@@ -102,7 +104,8 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
         if REDUCTION_ATTR in node.attr:
             reduction = int(node.attr[REDUCTION_ATTR].i)
         after = tuple(control_inputs(node))
-        relays = int(node.attr[MICRO_BATCH_ATTR].i) if purpose is NodeKind.RELAY else None
+        handing_on = purpose in (NodeKind.RELAY, NodeKind.OFFLOAD, NodeKind.FETCH)
+        relays = int(node.attr[MICRO_BATCH_ATTR].i) if handing_on else None
         nodes[node.name] = StepNode(
             kind, node.device, stage, replica, task, inputs, after, reduction, meeting, operator, relays
         )

@@ -18,7 +18,7 @@ from dapple_tf.view.time_axis import (
     step_text,
     ticks,
 )
-from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Span, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, LINK_KINDS, SEND, TASKS, Lane, Span, Timeline, row_of
 
 _NARROWEST = 60
 _FEWEST_COLUMNS = 20
@@ -234,9 +234,10 @@ def _legend(timelines: Sequence[Timeline], width: int, colour: bool) -> list[str
     """Returns the legend of the marks that occur."""
     examples = {span.kind: span for timeline in timelines for span in timeline.spans}
     marks = [(glyph, kind, examples.get(kind)) for kind, glyph in _GLYPHS.items() if kind in examples]
-    if others := sorted(examples.keys() - _GLYPHS.keys() - _LINES.keys()):
+    if others := sorted(examples.keys() - _GLYPHS.keys() - LINK_KINDS):
         marks.append((_OTHER, ", ".join(others), None))
-    marks += [(_LINES[kind][1], name, None) for kind, name in _LINE_NAMES.items() if kind in examples]
+    rows = set(map(row_of, examples.values()))
+    marks += [(_LINES[row][1], name, None) for row, name in _LINE_NAMES.items() if row in rows]
     marks += [(_BUBBLE, "bubble", None), ("", "(numbers: micro-batches)", None)]
     lines, length = [""], 0
     for glyph, name, span in marks:

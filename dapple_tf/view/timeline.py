@@ -15,6 +15,9 @@ TASKS = tuple(phase.value for phase in Phase)
 COMPUTE = (*TASKS, "accumulate", "apply")
 """Kinds of spans in which a device computes."""
 SEND, ALL_REDUCE = "send", "all_reduce"
+OFFLOAD, FETCH = "offload", "fetch"
+LINK_KINDS = frozenset({SEND, ALL_REDUCE, OFFLOAD, FETCH})
+"""Kinds of spans in which a link is busy, not a device."""
 
 MemoryCurve = tuple[tuple[float, float], ...]
 """(seconds from the start of the step, bytes in use from then on), by time."""
@@ -24,7 +27,8 @@ class Span(NamedTuple):
     """A span of time in a step.
 
     Attributes:
-        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce``, ``apply``, or ``offload`` and ``fetch``: residuals
+            on their way to the host and back.
         start: seconds from the start of the step.
         end: seconds from the start of the step.
         device: index of the device; for a ``send``, the sender; None for an all-reduce, which has several, unless
@@ -33,7 +37,7 @@ class Span(NamedTuple):
         micro_batch: its micro-batch; None if it comes once in a step.
         replica: its replica.
         target: receiving device of a ``send``.
-        bytes: bytes of a ``send`` or an ``all_reduce``.
+        bytes: bytes of a ``send``, an ``all_reduce``, an ``offload`` or a ``fetch``.
         cause: position of the span for whose end this one waited last; None for the first.
         reduction: for an ``all_reduce``, its position in `CostModel.reductions`.
         leg: for a ``send`` between stages, its position in `CostModel.legs`.
@@ -64,11 +68,18 @@ class Lane(NamedTuple):
 
     Attributes:
         device: index of the device.
-        row: ``compute``, ``send`` (what the device sends) or ``all_reduce``.
+        row: ``compute``, ``send`` (what the device sends, and what goes to the host and back) or ``all_reduce``.
     """
 
     device: int
     row: str
+
+
+def row_of(span: Span) -> str:
+    """Returns the row of a device's lanes in which a span is shown."""
+    if span.kind not in LINK_KINDS:
+        return "compute"
+    return ALL_REDUCE if span.kind == ALL_REDUCE else SEND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +151,7 @@ class Timeline:
         for device in self.devices:
             lanes |= {Lane(device, "compute"): [], Lane(device, SEND): [], Lane(device, ALL_REDUCE): []}
         for span in self.spans:
-            row = span.kind if span.kind in (SEND, ALL_REDUCE) else "compute"
+            row = row_of(span)
             for device in self.devices_of(span):
                 lanes[Lane(device, row)].append(span)
         return {

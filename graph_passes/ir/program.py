@@ -364,6 +364,9 @@ class Stage:
         delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
             boundary outputs that Bw reads.
         fixed_delayed_bytes: bytes that it keeps from Bx to Bw whatever its size.
+        offloaded: the residuals that wait in the host's memory for the tasks that read them (`Offload`).
+        offloaded_bytes: their bytes, per sample.
+        offloaded_late_bytes: the bytes of those that Bw reads, per sample.
     """
 
     index: int
@@ -390,6 +393,9 @@ class Stage:
     fixed_residual_bytes: int = 0
     delayed_bytes: int = 0
     fixed_delayed_bytes: int = 0
+    offloaded: tuple[Value, ...] = ()
+    offloaded_bytes: int = 0
+    offloaded_late_bytes: int = 0
 
     @property
     def own_graph(self) -> GraphDef:
@@ -549,6 +555,7 @@ class Step:
         dissolved: stages without tasks: their operators are ordered one by one, or the step is one function (`Join`).
             ``entry`` and ``exit`` have none of theirs; ``schedule`` still has their order.
         placed_on: devices of operators that were placed one by one.
+        residual_hosts: the devices whose memory has residuals while they wait for their backward tasks.
     """
 
     layout: Layout
@@ -572,6 +579,7 @@ class Step:
     train: str | None = None
     dissolved: frozenset[int] = frozenset()
     placed_on: frozenset[str] = frozenset()
+    residual_hosts: frozenset[str] = frozenset()
 
     @property
     def named_nodes(self) -> set[str]:

@@ -49,6 +49,12 @@ ResNet of ten blocks. `none` keeps all residuals, `boundary` a stage's inputs on
 elementwise work. Ways take turns; time is a ratio to `none`, with quartiles. Peaks are of the fuller device, with all
 that stays between steps; what functions compiled with XLA allocate isn't in allocation records. All measured.
 """
+_OFFLOAD = """### Beside what waits in the host's memory
+
+The GPT under gpipe with eight micro-batches, all of which are in flight: with `offload` a device has three of them at
+the most, the others wait in the memory of a third logical device. Copies take the machine's own two cores here; GPUs
+copy beside their computation.
+"""
 _PREPARATION = """## Preparing a step against devices and micro-batches
 
 BERT of 48 layers at reduced width, a stage on each logical device, each line in a process of its own; all measured.
@@ -140,6 +146,9 @@ def report(results: Mapping[str, Any]) -> str:
     if "recompute" in results:
         entry = results["recompute"]
         sections += [_RECOMPUTE, bench_recompute.table(entry["records"]), "", _origin([entry])]
+    if (name := f"{bench_recompute.NAME} gpipe") in results:
+        entry = results[name]
+        sections += [_OFFLOAD, bench_recompute.table(entry["records"]), "", _origin([entry])]
     if "preparation" in results:
         entry = results["preparation"]
         sections += [_PREPARATION, bench_preparation.table(entry["records"]), "", _origin([entry])]

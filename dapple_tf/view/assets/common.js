@@ -197,6 +197,8 @@ window.dappleLib = (() => {
     "apply",
     "all_reduce",
     "send",
+    "offload",
+    "fetch",
     "read",
     "split",
     "concat",

@@ -58,7 +58,8 @@ Object.assign(
 
       rowOf(index) {
         const kind = this.columns.kind[index];
-        return kind === "send" || kind === "all_reduce" ? kind : "compute";
+        if (["send", "offload", "fetch"].includes(kind)) return "send";
+        return kind === "all_reduce" ? kind : "compute";
       }
 
       makeLanes() {

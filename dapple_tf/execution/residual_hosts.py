@@ -1,0 +1,39 @@
+"""In which device's memory residuals wait for their backward tasks."""
+
+from __future__ import annotations
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.devices import kind_and_number
+from dapple_tf.describe.plan import Plan
+
+
+def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
+    """Maps each device of the stages that offload to the CPU of its server in whose memory residuals wait.
+
+    That is the server's CPU 0; for logical CPU devices, which all have the host's memory, one that no stage uses,
+    if there is one, so that allocations on it are apart.
+    """
+    used = {device for devices in (*plan.devices, *(plan.weight_devices or ())) for device in devices}
+    hosts = {}
+    for stage in plan.offloading_stages:
+        for device in plan.devices[stage]:
+            name = cluster.device_names[device]
+            idle = [
+                cluster.device_names[other]
+                for other in cluster.devices_of(cluster.devices[device].server)
+                if other not in used and kind_and_number(cluster.device_names[other])[0] == "CPU"
+            ]
+            hosts[name] = idle[0] if idle else f"{name.rpartition('/')[0]}/device:CPU:0"
+    return hosts
+
+
+def note_on_hosts(plan: Plan, cluster: Cluster) -> str:
+    """Returns a note on devices of stages in whose memory residuals wait; empty if there are none."""
+    names = [cluster.device_names[device] for devices in plan.devices for device in devices]
+    shared = sorted({host for host in residual_hosts(plan, cluster).values() if host in names})
+    if not shared:
+        return ""
+    return (
+        f"residuals wait in the memory of {', '.join(shared)}, which runs tasks, too: all CPU devices of a server have "
+        f"the host's memory. With a device that the plan leaves out they would wait there, apart from all tasks"
+    )
