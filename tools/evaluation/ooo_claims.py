@@ -340,8 +340,8 @@ def _pre_training(records: Records) -> Iterator[Claim]:
     for model, layers in (("BERT-24", 24), ("BERT-48", 48)):
         most, least = -(-layers // 32), -(-layers // 8)
         why = (
-            f"{layers} transformers keep {min(layers, 32)} of 32 GPUs busy, at most {most} on each, {least} on each of 8, "
-            f"which is no more than {least / most:g} times as fast; the bubble takes the rest"
+            f"{layers} transformers keep {min(layers, 32)} of 32 GPUs busy, at most {most} on each, {least} on each of "
+            f"8, which is no more than {least / most:g} times as fast; the bubble takes the rest"
         )
         yield claim(f"{model}, OOO-Pipe2 on 32 GPUs over 8", "figure 13 (b)", 2.5, scaling(model), why)
     why = "the more micro-batches, the smaller DAPPLE's bubble of (n - 1) / (M + n - 1)"
