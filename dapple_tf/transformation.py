@@ -12,7 +12,7 @@ from dapple_tf.argument_checks import check_names, check_passes, check_profile, 
 from dapple_tf.automatic import EXAMPLES, plan_model
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
+from dapple_tf.describe.plan import COMBINED, FD_DPS, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.builds import PREPARED_STEPS
@@ -53,8 +53,12 @@ def transform(
         placement: ``fd_dps`` places single operators by dynamic critical paths, and splits heavy ones (Zeng et al.,
             Mathematics 2022, 10, 4788): those of the whole model over all devices of the cluster; with a plan, those of
             each stage over the devices that the plan has for its replicas. For models with parallel branches rather
-            than a chain of layers. None runs stages as a whole, unless the plan has ``operator_devices``.
-        operator_costs: the cost of single operators, if they are placed; None measures it.
+            than a chain of layers. ``combined``, if there is no plan, searches stages, replicas and groups of devices
+            on which stages place their operators together, however long that takes. None runs stages as a whole, unless
+            the plan has ``operator_devices``, or none is given and groups promise enough more and are searched quickly
+            (docs/operators.md).
+        operator_costs: the cost of single operators, if they are placed; None measures it. Without a plan, groups of
+            devices are then searched in any case.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
         faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
@@ -82,8 +86,8 @@ def transform(
     check_names(planning, [*inspect.signature(transform).parameters], (*EXAMPLES, "profile_seconds"))
     check_profile(profile, model)
     check_passes(passes)
-    if placement not in (None, FD_DPS):
-        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
+    if placement not in (None, FD_DPS, COMBINED):
+        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r} or {COMBINED!r}, or leave it out")
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     examples: dict[str, Any] = {}
@@ -98,7 +102,12 @@ def transform(
             plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
         elif plan.operator_devices is None:
             plan = plan.with_placed_operators()
-    elif operator_costs is not None:
+    elif plan is not None and placement == COMBINED:
+        raise TypeError(
+            f"transform() got a plan, so that there is nothing to search that placement={COMBINED!r} would be about; "
+            f"leave one of them out"
+        )
+    elif plan is not None and operator_costs is not None:
         raise TypeError(
             f"transform() got operator_costs, which mean nothing unless operators are placed; add "
             f"placement={FD_DPS!r}, or leave them out"
@@ -111,8 +120,17 @@ def transform(
                 "on a real one"
             )
         check_model(model, training=True)
-        planned = plan_model(model, cluster, global_batch_size, profiled=profile, **planning)
+        planned = plan_model(
+            model,
+            cluster,
+            global_batch_size,
+            profiled=profile,
+            operator_groups=True if placement == COMBINED else None,
+            operator_costs=operator_costs,
+            **planning,
+        )
         plan, profile, cluster = planned.plan, planned.profile, planned.cluster
+        operator_costs = planned.operator_costs
     else:
         if planning:
             raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")

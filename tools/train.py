@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.describe.plan import FD_DPS
+from dapple_tf.describe.plan import COMBINED, FD_DPS
 from dapple_tf.models.sources import DataSource, ModelError
 from dapple_tf.tools import command
 from dapple_tf.tools.command import fresh_folder
@@ -55,9 +55,10 @@ _PROFILE = ProfileFlags(FLAGS, alternative="By default the model is measured.")
 _PLACEMENT = flags.DEFINE_enum(
     "placement",
     "stages",
-    ["stages", FD_DPS],
+    ["stages", FD_DPS, COMBINED],
     "What is placed on devices: stages, by the plan, or single operators (FD-DPS), with --plan=auto over all devices "
-    "and otherwise each stage's operators over the devices of its replicas.",
+    "and otherwise each stage's operators over the devices of its replicas; combined, with --plan=auto, searches "
+    "stages, replicas and groups of devices for their operators together.",
     flag_values=FLAGS,
 )
 _MEASURE = flags.DEFINE_boolean(
@@ -164,6 +165,10 @@ def check_flags() -> None:
         _MEASURE.value or _PROFILE.given or not _PLAN.automatic or places_operators(),
         "--nomeasure: --plan=auto needs a profile; give --profile, or a plan",
     )
+    command.check(
+        _PLACEMENT.value != COMBINED or _PLAN.automatic,
+        f"--placement={COMBINED} is for --plan=auto, which searches",
+    )
 
 
 def places_operators() -> bool:
@@ -190,8 +195,9 @@ def prepare() -> Job:
     if _PLAN.automatic:
         say("measuring and planning")
         changes = {name: value for name, value in _PLAN.changes.items() if name != "global_batch_size"}
-        planned = plan_model(model, cluster, batch, profiled=profile, **examples, **changes)
-        return Job(model, data, planned.cluster, planned.plan, planned.profile)
+        together = _PLACEMENT.value == COMBINED
+        planned = plan_model(model, cluster, batch, profiled=profile, operator_groups=together, **examples, **changes)
+        return Job(model, data, planned.cluster, planned.plan, planned.profile, planned.operator_costs)
     if _MEASURE.value:
         say("measuring")
         profile, cluster = measured(model, cluster, batch, profile, **examples)

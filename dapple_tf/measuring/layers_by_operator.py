@@ -126,6 +126,7 @@ def layers_by_operator(
     operators: Mapping[int, Sequence[StageOperators]],
     measured: MeasuredOperators | None,
     profile: Profile,
+    costs: OperatorCosts | None = None,
 ) -> Profile:
     """Returns a profile whose layers take as long as their operators.
 
@@ -137,8 +138,9 @@ def layers_by_operator(
         operators: samples of a slice -> operators of each stage, for two sizes.
         measured: times of single operators, and of all together; None estimates them by rooflines.
         profile: any profile of the model; its layers and tensors are replaced.
+        costs: the rooflines of devices; None for usual ones.
     """
-    costs, kind = OperatorCosts(), device_kind(profile.device)
+    costs, kind = costs or OperatorCosts(), device_kind(profile.device)
     ends = sorted(operators)
     seconds = {samples: [each.estimates(costs, kind) for each in operators[samples]] for samples in ends}
     seconds_of_byte = costs.copy_seconds(kind)

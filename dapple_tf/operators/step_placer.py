@@ -20,6 +20,7 @@ from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.analysis.split_rules import Split, split_rules
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    BRACKET_ATTR,
     CALL_ATTR,
     GROUP_ATTR,
     MICRO_BATCH_ATTR,
@@ -253,10 +254,10 @@ class StepPlacer:
         """Searches the placement of a stage's operators: those on ``own_device``, of its first micro-batch."""
         groups = self.devices[stage]
         topology = Topology.of_groups(self.cluster, groups)
-        own, outside = _stage_graph(flat.program.graph, own_device)
+        operators_on = own_operators(flat, own_device)
+        own, shapes = operators_on.placed, operators_on.shapes
         if not own.node:
             return OpPlacement({}, (), {}, 0.0, (0.0,) * topology.count, topology.names)
-        shapes = {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
         pinned = {name: topology.names.index(kept[0]) for (of, name), kept in storage_devices.items() if of == stage}
         speeds = [min(self.cluster.devices[device].speed for device in alike) for alike in zip(*groups, strict=True)]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
@@ -409,6 +410,42 @@ def _counterparts(graph: GraphDef, placed_of: Mapping[str, str]) -> dict[str, st
 def _call_of(node: NodeDef) -> str:
     """Returns the call that a node was in; the node itself if it was in none."""
     return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
+
+
+class OwnOperators(NamedTuple):
+    """The operators of one device in a step.
+
+    Attributes:
+        graph: the operators; what they read of others is a placeholder.
+        shapes: shapes of all their tensors.
+    """
+
+    graph: GraphDef
+    shapes: Mapping[Ref, Shape | None]
+
+    @property
+    def placed(self) -> GraphDef:
+        """The operators that are searched for: without entries and exits of tasks.
+
+        These would tie all variables and all ends of a task together, so that a search would keep them in one place.
+        """
+        brackets = {node.name for node in self.graph.node if BRACKET_ATTR in node.attr}
+        if not brackets:
+            return self.graph
+        bare = GraphDef(versions=self.graph.versions, library=self.graph.library)
+        for node in self.graph.node:
+            if node.name not in brackets:
+                own = bare.node.add()
+                own.CopyFrom(node)
+                del own.input[:]
+                own.input.extend(text for text in node.input if text.removeprefix("^") not in brackets)
+        return bare
+
+
+def own_operators(flat: FlatStep, device: str) -> OwnOperators:
+    """Returns the operators on a device, those of its first micro-batch and of no other, as the search gets them."""
+    own, outside = _stage_graph(flat.program.graph, device)
+    return OwnOperators(own, {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}})
 
 
 def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:

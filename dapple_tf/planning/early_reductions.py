@@ -71,7 +71,8 @@ def early_reductions(costs: CostModel) -> Iterator[Plan]:
     """
     cuts: list[str] = []
     count = 0
-    for stage in range(len(costs.stages)) if costs.plan.wait_free else ():
+    possible = costs.plan.wait_free and costs.plan.operator_devices is None
+    for stage in range(len(costs.stages)) if possible else ():
         own = _cuts(costs, stage)
         cuts += own
         count += bool(own)

@@ -239,7 +239,11 @@ def shape(plan: Plan) -> str:
     """Returns a plan's short form, as in the paper: ``8:8`` with 4 micro-batches, ``data parallel``, ``straight``."""
     replicas = plan.replicas
     name = ":".join(map(str, replicas))
-    if plan.num_stages == 1:
+    if plan.spread_stages and plan.operator_devices is not None:
+        sizes = [len(groups[0]) for groups in plan.operator_devices]
+        parts = (f"{own} x {size}" if size > 1 else f"{own}" for own, size in zip(replicas, sizes, strict=True))
+        name = f"{':'.join(parts)} with placed operators"
+    elif plan.num_stages == 1:
         name = "one device" if replicas == (1,) else f"data parallel on {replicas[0]}"
     elif set(replicas) == {1}:
         name = f"straight pipeline of {plan.num_stages} stages"

@@ -22,6 +22,7 @@ from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.placed_stages import PlacedStages
 from dapple_tf.simulation.stage_cost import StageCosts
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
@@ -267,7 +268,22 @@ class PlanRequest:
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""
         costs = CostModel(plan, self.profile, self.cluster, self._stage_costs)
+        if plan.operator_devices is not None:
+            return costs  # The all-reduces of groups are flat.
         return with_fastest_reductions(costs, self.all_reduce)
+
+    @property
+    def places_operators(self) -> bool:
+        """Whether stages may place their operators on groups of devices: the profile has to say what that takes.
+
+        Each replica then keeps all of the optimizer's slots.
+        """
+        return self.profile.groups is not None and self.allows("operator_groups") and not self.optimizer_shards
+
+    @property
+    def placed(self) -> PlacedStages:
+        """What stages take whose operators are placed on groups of devices."""
+        return self._stage_costs.placed
 
     @functools.cached_property
     def _stage_costs(self) -> StageCosts:

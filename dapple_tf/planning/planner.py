@@ -25,6 +25,7 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
+from dapple_tf.planning.group_search import Exact, with_groups
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -116,7 +117,8 @@ def plan(
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
         only: the features that the plan may have besides stages under a policy, some of ``recompute``,
-            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and
+            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``operator_groups`` (if the profile says
+            what these take: :func:`dapple_tf.profile_groups`), ``shares``, ``chunks``, ``first_k`` and
             ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
             ``plan.report.restraints`` says what those of the chosen plan cost besides time.
         optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
@@ -154,8 +156,44 @@ def plan(
 
 
 @without_collection
-def find(request: PlanRequest) -> Plan:
+def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
     """Finds the plan for a request, as :func:`plan`.
+
+    Args:
+        request: the request.
+        exact: searches ranges of layers on groups of devices, for plans whose stages place their operators there; None
+            takes what the profile says for granted.
+
+    Raises:
+        PlanError: as `plan`.
+    """
+    if not request.places_operators:
+        return _stages_alone(request)
+    plain: Plan | None = None
+    try:
+        plain = _stages_alone(request)
+    except PlanError:
+        best = with_groups(request, None, exact)
+        if best is None:
+            raise
+    alone = None if plain is None else plain.report
+    if plain is not None:
+        best = with_groups(request, None if alone is None else alone.latency, exact)
+        if best is None:
+            return plain
+    own = dataclasses.replace(request, profile=best.costs.profile)
+    reasons = report(
+        own,
+        run(best.costs),
+        runner_up=None if plain is None or alone is None else (plain, alone.latency),
+        data_parallel=None if alone is None else alone.data_parallel,
+        one_device=None if alone is None else alone.one_device,
+    )
+    return dataclasses.replace(best.plan, report=reasons)
+
+
+def _stages_alone(request: PlanRequest) -> Plan:
+    """Finds the best plan whose stages run as a whole.
 
     Raises:
         PlanError: as `plan`.

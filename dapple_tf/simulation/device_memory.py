@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,7 +85,14 @@ def stored_bytes(costs: CostModel) -> Mapping[int, float]:
     owned = _stages_on(costs.devices, costs.owner_devices)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
-    return {device: sizes[owned[device]] for device in costs.devices}
+    stored = {device: sizes[owned[device]] for device in costs.devices}
+    for stage, groups in enumerate(costs.groups):
+        for group in groups:
+            whole = sizes[owned[group[0]]]
+            placed = costs.placed(stage, costs.samples(stage))
+            assert placed is not None
+            stored |= {device: whole * part for device, part in zip(group, placed.stored, strict=True)}
+    return stored
 
 
 class _Work(NamedTuple):
@@ -100,24 +108,51 @@ class _Work(NamedTuple):
 
 def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
     """Returns for each stage what its devices need, and their memory; devices with the same work need the same."""
-    runs = _stages_on(costs.devices, costs.plan.devices)
-    owned = _stages_on(costs.devices, costs.owner_devices)
+    own_devices = tuple(dict.fromkeys(itertools.chain(*costs.plan.devices, *costs.owner_devices)))
+    runs = _stages_on(own_devices, costs.plan.devices)
+    owned = _stages_on(own_devices, costs.owner_devices)
     samples = [_largest_slices(costs, stage) for stage in range(len(costs.stages))]
     works = {}
-    for device in costs.devices:
+    for device in own_devices:
         stages = {*runs[device], *owned[device]}
         own = tuple((stage, samples[stage][device]) for stage in stages)
         works[device] = _Work(runs[device], owned[device], own)
     needs = {work: _need(costs, work) for work in dict.fromkeys(works.values())}
     return tuple(
-        tuple(
+        _placed_needs(costs, stage, needs[works[devices[0]]])
+        if costs.groups[stage]
+        else tuple(
             (needs[work], limit)
             for work, limit in dict.fromkeys(
                 (works[device], costs.cluster.devices[device].memory_bytes) for device in (*devices, *kept)
             )
         )
-        for devices, kept in zip(costs.plan.devices, costs.owner_devices, strict=True)
+        for stage, (devices, kept) in enumerate(zip(costs.plan.devices, costs.owner_devices, strict=True))
     )
+
+
+def _placed_needs(costs: CostModel, stage: int, whole: DeviceNeed) -> tuple[tuple[DeviceNeed, int | None], ...]:
+    """Returns what the devices of a group need on which a stage's operators are placed, and their memory.
+
+    Args:
+        costs: the plan's costs.
+        stage: the stage, which shares its devices with no other.
+        whole: what it would need on one device.
+    """
+    placed = costs.placed(stage, costs.samples(stage))
+    assert placed is not None
+    needs = []
+    for place, (stored, kept, working) in enumerate(zip(placed.stored, placed.residual, placed.working, strict=True)):
+        need = whole._replace(
+            stored=whole.stored * stored,
+            each=whole.each * kept,
+            largest=whole.largest * kept,
+            working=whole.working * working,
+            alone=whole.alone * stored,
+        )
+        limits = {costs.cluster.devices[group[place]].memory_bytes for group in costs.groups[stage]}
+        needs += [(need, limit) for limit in limits]
+    return tuple(needs)
 
 
 def device_need(costs: CostModel, device: int, samples: Mapping[int, int]) -> DeviceNeed:

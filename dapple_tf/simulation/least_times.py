@@ -149,4 +149,4 @@ class LeastTimes:
         if not costs.layer_gradients(stage)[0]:
             return seconds
         own = [costs.reduction_seconds(item, _NOTHING) for item in costs.reductions if item.stages == (stage,)]
-        return seconds + sum(own)
+        return seconds + max(own, default=0.0)  # The devices of groups reduce their variables at the same time.

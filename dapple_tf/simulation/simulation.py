@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dapple_tf.describe.group_costs import Relative
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulated_gathers import gathered
@@ -22,6 +23,9 @@ from dapple_tf.view.timeline import LINK_KINDS, Span, Timeline
 from graph_passes.ir.tasks import Phase
 
 _PHASES = {phase.value: phase for phase in Phase}
+
+_Use = tuple[int, float, float, float, float, float]
+"""Device, start, end, bytes added at the start, also used meanwhile, added at the end."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Simulation:
         seconds = dict.fromkeys(self.costs.devices, 0.0)
         for span in self.spans:
             if span.device is not None and span.kind not in LINK_KINDS:
-                seconds[span.device] += span.end - span.start
+                for device in self.costs.members(span.stage, span.device):
+                    seconds[device] += span.end - span.start
         return seconds
 
     @functools.cached_property
@@ -67,7 +72,9 @@ class Simulation:
 
         Stages that share their devices share their bubbles.
         """
-        return tuple(sum(self.idle[device] for device in devices) / len(devices) for devices in self.costs.plan.devices)
+        stages = zip(self.costs.plan.devices, self.costs.groups, strict=True)
+        working = [tuple(itertools.chain(*groups)) or devices for devices, groups in stages]
+        return tuple(sum(self.idle[device] for device in devices) / len(devices) for devices in working)
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
@@ -85,7 +92,7 @@ class Simulation:
     def timeline(self) -> Mapping[int, tuple[Span, ...]]:
         """Device -> what it computes, in order of time."""
         by_device: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
-        for span in self.spans:
+        for span in (*self.spans, *self._beside):
             if span.device is not None and span.kind not in LINK_KINDS:
                 by_device[span.device].append(span)
         return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in by_device.items()}
@@ -100,7 +107,7 @@ class Simulation:
         return Timeline(
             name,
             self.latency,
-            self.spans,
+            (*self.spans, *self._beside),
             costs.plan.device_labels(),
             self.memory,
             {
@@ -110,6 +117,18 @@ class Simulation:
             },
             {number: reduction.devices for number, reduction in enumerate(costs.reductions)},
             costs.plan.global_batch_size,
+        )
+
+    @property
+    def _beside(self) -> tuple[Span, ...]:
+        """The spans on the other devices of groups on which operators are placed: these work on a task together."""
+        if not any(self.costs.groups):
+            return ()
+        return tuple(
+            span._replace(device=device)
+            for span in self.spans
+            if span.device is not None and span.kind not in LINK_KINDS
+            for device in self.costs.members(span.stage, span.device)[1:]
         )
 
     # ---- memory
@@ -136,11 +155,48 @@ class Simulation:
             return {device: change.curve() for device, change in changes.items()}
         for held in held_by_relays(self.costs, self.spans):
             changes[held.device].add(held.start, held.end, 0.0, held.bytes, 0.0)
-        for device, start, end, before, during, after in self._uses():
-            changes[device].add(start, end, before, during, after)
+        for use in self._uses():
+            for device, start, end, before, during, after in self._spread(use):
+                changes[device].add(start, end, before, during, after)
+        for device, start, end, size in self._reducing():
+            changes[device].add(start, end, 0.0, size, 0.0)
         return {device: change.curve() for device, change in changes.items()}
 
-    def _uses(self) -> Iterator[tuple[int, float, float, float, float, float]]:
+    def _reducing(self) -> Iterator[tuple[int, float, float, float]]:
+        """Yields the buffers of reductions: (device, start, end, bytes)."""
+        reductions = self.costs.reductions
+        times: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            if span.reduction is not None:
+                start, end = times.get(span.reduction, (span.start, span.end))
+                times[span.reduction] = (min(start, span.start), max(end, span.end))
+        for number, (start, end) in times.items():
+            for device in reductions[number].devices:
+                yield device, start, end, reductions[number].bytes
+
+    def _spread(self, use: _Use) -> Iterator[_Use]:
+        """Yields a use of memory on each device of a group on which operators are placed."""
+        owner = self._placed_on.get(use[0])
+        if owner is None:
+            yield use
+            return
+        members, placed = owner
+        _, start, end, before, during, after = use
+        for device, kept, working in zip(members, placed.residual, placed.working, strict=True):
+            yield device, start, end, before * kept, during * working, after * kept
+
+    @functools.cached_property
+    def _placed_on(self) -> Mapping[int, tuple[tuple[int, ...], Relative]]:
+        """First device of a group on which operators are placed -> all of them, and what they take."""
+        costs = self.costs
+        return {
+            group[0]: (group, placed)
+            for stage, groups in enumerate(costs.groups)
+            if groups and (placed := costs.placed(stage, costs.samples(stage))) is not None
+            for group in groups
+        }
+
+    def _uses(self) -> Iterator[_Use]:
         """Yields each span's (device, start, end, bytes added at the start, also used meanwhile, added at the end)."""
         costs = self.costs
         split = {span.stage for span in self.spans if span.kind == "Bx"}
@@ -167,14 +223,6 @@ class Simulation:
             yield span.device, span.start, span.end, 0.0, working, freed
             if phase is not Phase.WEIGHT_GRAD and micro_batch not in begun:
                 yield span.device, 0.0, 0.0, kept, 0.0, 0.0
-        times: dict[int, tuple[float, float]] = {}
-        for span in self.spans:
-            if span.reduction is not None:
-                start, end = times.get(span.reduction, (span.start, span.end))
-                times[span.reduction] = (min(start, span.start), max(end, span.end))
-        for number, (start, end) in times.items():
-            for device in costs.reductions[number].devices:
-                yield device, start, end, 0.0, costs.reductions[number].bytes, 0.0
 
     @functools.cached_property
     def peak_bytes(self) -> Mapping[int, float]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS, CallOrder, Touch
 from graph_passes.ir.graph import (
+    BRACKET_ATTR,
     CALL_ATTR,
     COMPILED_ATTR,
     MICRO_BATCH_ATTR,
@@ -220,6 +221,7 @@ class _Flattening:
             node = self.graph.node.add()
             node.CopyFrom(given)
             node.name, node.op = names[call], "NoOp"
+            node.attr[BRACKET_ATTR].b = True
             node.input.extend(f"^{name}" for name in dict.fromkeys(after))
             self.nodes[node.name] = node
         self.nodes[self.exit[call]].input.append(f"^{self.entry[call]}")

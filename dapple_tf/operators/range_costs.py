@@ -1,0 +1,136 @@
+"""What a stage's operators take on one device, and placed by FD-DPS on a group of devices: rows of `GroupCosts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from dapple_tf.describe.group_costs import PlacedRange
+from dapple_tf.operators.build_op_graph import build_op_graph
+from dapple_tf.operators.fd_dps import fd_dps
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
+from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate
+from dapple_tf.operators.split_graph import apply_splits
+from dapple_tf.operators.step_placer import OwnOperators
+from graph_passes.analysis.split_rules import split_rules
+from graph_passes.ir.node_kinds import NodeKind
+
+
+def range_costs(
+    own: OwnOperators,
+    layers: tuple[int, int],
+    samples: int,
+    topology: Topology,
+    costs: OperatorCosts,
+    *,
+    effort: float = 1.0,
+    progress: Callable[[str, float], None] | None = None,
+) -> PlacedRange:
+    """Places the operators of some layers: one slice, forward, backward and update; nothing else runs meanwhile.
+
+    What comes from other layers is there from the start, on any device, and what others need stays where it is made.
+
+    Args:
+        own: the operators, those of each task between its entry and its exit.
+        layers: index of the first layer, and of the one after the last.
+        samples: samples of the slice.
+        topology: the devices of a group; one device needs no search.
+        costs: times of operators by kind of device.
+        effort: share of the usual search.
+        progress: receives the current activity, and the share of the search that is over.
+
+    Raises:
+        PassError: the graph has a cycle or an unknown op.
+        OperatorCostsError: nothing is known of a kind of device.
+    """
+    bare = build_op_graph(own.placed, topology, costs, own.shapes, rules=split_rules)
+    if topology.count == 1 or not bare.count:
+        placement = OpPlacement(dict.fromkeys(bare.names, 0), bare.names, {}, 0.0, (0.0,) * topology.count)
+    else:
+        placement = fd_dps(bare, topology, effort=effort, progress=progress)
+    # With the entries and exits of tasks, which stay on the first device, and are in no queue.
+    whole = build_op_graph(own.graph, topology, costs, own.shapes, rules=split_rules)
+    split = apply_splits(whole, placement.splits)
+    problem = compile_problem(split, topology)
+    kinds = {node.name: NodeKind.of(node) for node in own.graph.node}
+    devices = [placement.devices.get(name, 0) for name in split.names]
+    step = simulate(problem, devices, _queue(problem, placement, kinds))
+    forward = _end(split, step, kinds, NodeKind.FORWARD, 0.0)
+    backward = _end(split, step, kinds, NodeKind.BACKWARD, forward)
+    stored = _stored(problem, devices)
+    residual = _alive(problem, devices, step, forward)
+    return PlacedRange(
+        *layers,
+        samples,
+        forward=forward,
+        backward=backward - forward,
+        apply=step.seconds - backward,
+        whole=placement.seconds if topology.count > 1 else float(bare.seconds.sum()),
+        stored=tuple(stored.tolist()),
+        residual=tuple(residual.tolist()),
+        working=tuple(np.maximum(0.0, step.peak_bytes - stored - residual).tolist()),
+    )
+
+
+_RANKS = {NodeKind.FORWARD: 1, NodeKind.BACKWARD: 2, NodeKind.METRICS: 3, NodeKind.STATISTICS: 3, NodeKind.APPLY: 3}
+"""Tasks in the order in which they run; what connects them, such as the reading of variables, comes before."""
+
+
+def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str, NodeKind | None]) -> list[int]:
+    """Returns the queue of a step: one task after the other, each in the order of the placement."""
+    names = problem.graph.names
+    positions = {name: position for position, name in enumerate(placement.order)}
+    ranks = [0] * problem.count
+    keys: list[tuple[int, int]] = []
+    for op, name in enumerate(names):
+        before = [problem.producer[tensor] for tensor in problem.inputs[op]] + problem.waits[op]
+        ranks[op] = max([_RANKS.get(_kind(name, kinds), 0), *(ranks[other] for other in before)])
+        # Entries and exits, which aren't in the placement's order, come right behind what they wait for.
+        least = max((keys[other][1] for other in before if ranks[other] == ranks[op]), default=-1)
+        keys.append((ranks[op], positions.get(name, least)))
+    # Operators are numbered in a topological order, which decides between equal places.
+    return sorted(range(problem.count), key=keys.__getitem__)
+
+
+def _kind(name: str, kinds: Mapping[str, NodeKind | None]) -> NodeKind | None:
+    """Returns an operator's purpose; parts, cuts and joins are named after the operator that was split."""
+    while name and name not in kinds:
+        name = name.rpartition("/")[0]
+    return kinds.get(name)
+
+
+def _end(
+    graph: OpGraph, step: SimulatedPlacement, kinds: Mapping[str, NodeKind | None], kind: NodeKind, least: float
+) -> float:
+    """Returns when the last operator of a kind ends: the exit of a task, which waits for all of its others."""
+    finish = step.finish.tolist()
+    return max([least, *(end for name, end in zip(graph.names, finish, strict=True) if kinds.get(name) is kind)])
+
+
+def _stored(problem: PlacementProblem, devices: list[int]) -> np.ndarray:
+    """Returns the bytes of variables on each device."""
+    stored = np.zeros(problem.devices)
+    for group, members in enumerate(problem.members):
+        if members:
+            stored[devices[members[0]]] += problem.stored[group]
+    return stored
+
+
+def _alive(problem: PlacementProblem, devices: list[int], step: SimulatedPlacement, moment: float) -> np.ndarray:
+    """Returns the bytes of tensors on each device that were made by a moment and are read after it."""
+    alive = np.zeros(problem.devices)
+    finish = step.finish.tolist()
+    arrived = {(sent.tensor, sent.target): sent.arrival for sent in step.transfers}
+    for tensor, producer in enumerate(problem.producer):
+        if producer < 0 or finish[producer] > moment:
+            continue
+        home = devices[producer]
+        late = {devices[reader] for reader in problem.readers[tensor] if finish[reader] > moment}
+        # What hasn't been sent yet is still where it was made.
+        places = {device if arrived.get((tensor, device), 0.0) <= moment else home for device in late}
+        for device in places:
+            alive[device] += problem.size[tensor]
+    return alive

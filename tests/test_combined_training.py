@@ -1,0 +1,116 @@
+"""A plan across all levels, found for a model with very wide layers: faster than each level alone, and it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import keras
+import numpy as np
+import pytest
+from equivalence import assert_same_training, pair, use_float64
+
+import dapple_tf as dapple
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
+from dapple_tf.measuring.group_profiler import GroupProfiler, piece_ends
+from dapple_tf.operators.flops import MATMUL
+from dapple_tf.operators.rooflines import Roofline
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.planner import find
+from dapple_tf.simulation.simulator import simulate
+from dapple_tf.tools.evaluation.combined import estimated_profile
+
+layers = keras.layers
+BATCH = 2
+SLOW = Roofline(flops=1e9, bandwidth=1e9, launch=0.0, compute={MATMUL: 1e-3})
+"""Devices on which even small products take long, and all else next to nothing."""
+
+
+def wide() -> keras.Model:
+    """A chain with two very wide parts, each of which is much for one device and has no parallel branches."""
+    x = inputs = keras.Input((16,))
+    for part in range(2):
+        x = layers.Dense(256, activation="tanh", name=f"wide_{part}")(x)
+        x = layers.Dense(16, activation="tanh", name=f"narrow_{part}")(x)
+    model = keras.Model(inputs, layers.Dense(2, name="last")(x), name="wide")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def machines() -> dapple.Cluster:
+    """Two machines of two devices, which is what a plan for small batches has to divide."""
+    return dapple.Cluster.from_json(
+        '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 2}, {"devices": 2}], "intra_bandwidth": 1e9, '
+        '"intra_latency": 1e-6, "inter_bandwidth": 1e6, "inter_latency": 1e-3}'
+    )
+
+
+def profiled(model: keras.Model) -> tuple[Profile, GroupProfiler]:
+    costs, described = dapple.OperatorCosts({"GPU": SLOW, "CPU": SLOW}), machines()
+    profile = estimated_profile(model, (1, BATCH), described.device_names[0], costs)
+    return profile, GroupProfiler(model, profile, described, costs, (1, BATCH))
+
+
+def test_the_combined_plan_beats_each_level_alone_and_trains_as_keras_does() -> None:
+    use_float64()
+    model, plain = pair(wide)
+    profile, profiler = profiled(model)
+    described = machines()
+    combined = find(PlanRequest.of(profiler.pieces(), described, BATCH), profiler.searched)
+    alone = dapple.plan(profile, described, BATCH)
+    parallel = simulate(Plan.data_parallel(2, BATCH), profile, described)  # on as many devices as there are samples
+    assert combined.report is not None and alone.report is not None
+    assert combined.spread_stages and combined.num_stages > 1
+    operators = profiler.whole_seconds(described, BATCH)
+    for other in (alone.report.latency, parallel.latency, operators):
+        assert combined.report.latency < 0.95 * other
+    # The plan's ranges were searched as a whole, and the simulator says of it what the planner said.
+    known = profiler.searched(profiler.pieces(), combined)
+    assert known is not None and profiler.searched(known, combined) is None
+    assert simulate(combined, known, described).latency == pytest.approx(combined.report.latency)
+    assert dapple.Profile.from_json(known.to_json()) == known
+
+    devices = dataclasses.replace(dapple.Cluster.local(4, kind="cpu"), intra_bandwidth=1e9, intra_latency=1e-6)
+    pipelined = dapple.transform(model, devices, combined, operator_costs=profiler.costs)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(BATCH, 16)), rng.normal(size=(BATCH, 2))
+    assert_same_training(pipelined, plain, [(x, y, None)] * 3)
+    used = {device for placement in pipelined.placement.values() for device in placement.devices.values()}
+    assert used == {0, 1}, "an operator in each place of a group"
+    pipelined.close()
+
+
+def test_transform_searches_groups_where_it_is_told_what_operators_take(caplog: pytest.LogCaptureFixture) -> None:
+    model = wide()
+    profile, profiler = profiled(model)
+    devices = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), intra_bandwidth=1e9, intra_latency=1e-6)
+    with caplog.at_level(logging.INFO, logger="dapple_tf"):
+        whole = dapple.transform(model, devices, global_batch_size=1, profile=profile)
+        assert whole.plan.operator_devices is None
+        assert "groups of devices for single operators aren't searched: nothing was measured" in caplog.text
+        together = dapple.transform(model, devices, global_batch_size=1, profile=profile, operator_costs=profiler.costs)
+    assert together.plan.operator_devices == (((0, 1),),)
+    assert "placing operators has to gain 5%, and is taken" in caplog.text
+    assert together.prediction is not None
+    for pipelined in (whole, together):
+        pipelined.close()
+
+
+def test_parallel_branches_of_a_stage_are_spread() -> None:
+    """Entries and exits of tasks had tied all variables of a stage together, in steps of several tasks."""
+    x = inputs = keras.Input((16,))
+    x = layers.Dense(16, activation="tanh", name="enter")(x)
+    branches = [layers.Dense(256, activation="tanh", name=f"branch_{number}")(x) for number in range(2)]
+    model = keras.Model(inputs, layers.Dense(2, name="last")(layers.Add(name="join")(branches)), name="branches")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    profile, profiler = profiled(model)
+    # Branches stay together: pieces end where one tensor crosses.
+    ends = piece_ends(profile, 8)
+    names = [profile.layers[end - 1].name for end in ends]
+    assert "enter" in names and not any(name.startswith("branch") for name in names)
+    groups = profiler.pieces().groups
+    assert groups is not None
+    piece = groups.piece_of(profile.index["branch_0"])
+    relative = groups.relative(*piece, 2, BATCH)
+    assert relative.forward < 0.6 and relative.backward < 0.6 and min(relative.stored) > 0.4

@@ -1,0 +1,158 @@
+"""The document of `combined`'s numbers.
+
+python -m tools.evaluation.combined_report        # docs/results/combined.json -> combined.md beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import markdown, write_document
+
+FLAGS = flags.FlagValues()
+
+_JSON = flags.DEFINE_string("json", "docs/results/combined.json", "Numbers of combined.", flag_values=FLAGS)
+
+_HEAD = """\
+# Stages, replicas and placed operators together
+
+Written by `python -m tools.evaluation.combined_report` from combined.json, which `{command}` wrote in some five
+minutes of a core (at {commit}, {date}). Nothing was run: all is simulated, from a P100's rooflines, with momentum
+SGD.
+
+Milliseconds of a step. *Data parallel* is on all GPUs with the best number of micro-batches, *stages alone* the
+planner's best plan of all its features but placed operators, *operators* FD-DPS' placement of all operators, on all
+GPUs and on those of one server, in one slice. A stage on a group takes the profile's time for it, times what FD-DPS
+says of the group relative to one GPU ([decision 0043](../decisions/0043-one-plan-across-all-levels.md)); "operators"
+are counted in the same way. "1 x 2:1 x 2" are two stages of one replica each, on groups of two GPUs. The combined
+plan has to gain 5 % over stages alone, otherwise it is that plan.
+
+{table}
+
+## What gains, and why
+
+{wins}
+
+## What doesn't
+
+{losses}
+
+Where the batch is small and the weights are many, one group of the GPUs of a server is the best plan, which the planner
+finds: a single stage whose operators are all placed, as FD-DPS alone has it. A second server then gains nothing: with
+two stages each step has borders between tasks, at which updates wait for all of a stage's backward, and a batch that
+is too small to be cut. With a larger batch, or a model that is replicated cheaply, stages and replicas without groups
+are as good as any placement of operators within a server. A placement over several servers isn't among the combined
+plans, and was up to 6 % faster.
+
+A case that gains more than the best of each level is one made for it, `tests/test_combined_training.py`: a chain with
+two very wide layers, each much for one device and cut by no layer, a batch of 2, and two machines of two slow devices
+with slow links. Two stages on groups of two, with 2 micro-batches, take 69 ms; stages with replicas 77, FD-DPS alone
+91, data parallelism 91.
+
+## What isn't in these numbers
+
+FD-DPS had a tenth of the search that it has in a real step, so that a placement may be some percent slower than it
+could be, on whatever devices: more of them don't always come out faster. Operators that run one by one, without
+fusion across them, cost more than their kernels on a real machine; nothing here has run on GPUs, and on CPU workers
+placing operators was the fastest way in none of eight measured settings ([operator_workers.md](operator_workers.md)).
+Groups are of one server; a placement over several servers is in the column "operators" alone.
+"""
+
+
+def best_alone(record: Mapping[str, Any]) -> tuple[str, float]:
+    """Returns the best of each level alone: its name, and its milliseconds."""
+    ways = {
+        "data parallelism": record["data_parallel_ms"],
+        "operators on all GPUs": record["operators_ms"],
+        "operators on one server": record["operators_on_a_server_ms"],
+        "stages alone": record["stages_ms"],
+    }
+    name = min((name for name, value in ways.items() if value is not None), key=lambda name: ways[name])
+    return name, ways[name]
+
+
+def gain(record: Mapping[str, Any]) -> float:
+    """Returns how many times as fast the combined plan is as the best of each level alone."""
+    return float(best_alone(record)[1] / record["combined_ms"])
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the records as Markdown: a line for each model and cluster."""
+
+    def ms(value: float | None) -> str:
+        return "doesn't fit" if value is None else f"{value:.2f}"
+
+    lines: list[tuple[object, ...]] = [
+        (
+            *("model", "batch", "devices", "one GPU", "data parallel", "operators, all", "operators, one server"),
+            *("stages alone", "combined", "best alone / combined", "the combined plan"),
+        )
+    ]
+    keys = ("one_device_ms", "data_parallel_ms", "operators_ms", "operators_on_a_server_ms", "stages_ms")
+    for record in records:
+        lines.append(
+            (
+                *(record["model"], record["batch"], record["cluster"], *(ms(record[key]) for key in keys)),
+                ms(record["combined_ms"]) if record["combined"] else "as stages alone",
+                f"{gain(record):.2f}",
+                record["combined"] or record["stages"],
+            )
+        )
+    return markdown(lines)
+
+
+def _wins(records: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for record in records:
+        if record["combined"] and gain(record) >= 1.01:
+            name, seconds = best_alone(record)
+            lines.append(
+                f"* {record['model']}, batch {record['batch']}, on {record['cluster']}: {record['combined_ms']:.2f} ms "
+                f"by {record['combined']}; {name} {seconds:.2f}, stages alone {record['stages_ms']:.2f} "
+                f"({record['stages']}). Its critical path: {record['limited_by']}."
+            )
+    return "\n".join(lines) or "Nothing here: the combined plan is never faster than the best of each level alone."
+
+
+def _losses(records: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for record in records:
+        if not record["combined"] or gain(record) < 1.01:
+            name, seconds = best_alone(record)
+            what = f"is {record['combined']}" if record["combined"] else "has no groups"
+            lines.append(
+                f"* {record['model']}, batch {record['batch']}, on {record['cluster']}: the plan {what}, "
+                f"{record['combined_ms']:.2f} ms; the best alone is {name}, {seconds:.2f}."
+            )
+    return "\n".join(lines) or "Nothing."
+
+
+def document(results: Mapping[str, Any]) -> str:
+    """Returns the text of the document.
+
+    Args:
+        results: what `combined` has written.
+    """
+    entry = results["combined"]
+    records = entry["records"]
+    return _HEAD.format(
+        command=entry["command"],
+        commit=entry["commit"],
+        date=entry["machine"]["date"],
+        table=table(records),
+        wins=_wins(records),
+        losses=_losses(records),
+    )
+
+
+def main() -> None:
+    """Writes the document beside the numbers."""
+    write_document(_JSON.value, document)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
