@@ -184,4 +184,12 @@ def _between(less: Relative, more: Relative, share: float) -> Relative:
     def lines(few: tuple[float, ...], many: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(map(line, few, many))
 
-    return Relative(*map(line, less[:4], more[:4]), *map(lines, less[4:], more[4:]))
+    return Relative(
+        line(less.forward, more.forward),
+        line(less.backward, more.backward),
+        line(less.apply, more.apply),
+        line(less.whole, more.whole),
+        lines(less.stored, more.stored),
+        lines(less.residual, more.residual),
+        lines(less.working, more.working),
+    )

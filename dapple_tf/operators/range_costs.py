@@ -75,7 +75,13 @@ def range_costs(
     )
 
 
-_RANKS = {NodeKind.FORWARD: 1, NodeKind.BACKWARD: 2, NodeKind.METRICS: 3, NodeKind.STATISTICS: 3, NodeKind.APPLY: 3}
+_RANKS: Mapping[NodeKind | None, int] = {
+    NodeKind.FORWARD: 1,
+    NodeKind.BACKWARD: 2,
+    NodeKind.METRICS: 3,
+    NodeKind.STATISTICS: 3,
+    NodeKind.APPLY: 3,
+}
 """Tasks in the order in which they run; what connects them, such as the reading of variables, comes before."""
 
 

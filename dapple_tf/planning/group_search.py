@@ -12,7 +12,8 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
@@ -160,7 +161,7 @@ class _GroupSearch:
             yield from self._legal(plan, move(plan, self.request))
         yield from self._legal(plan, self._regrouped(plan))
 
-    def _legal(self, plan: Plan, changes: Iterator[dict[str, object]] | Sequence[dict[str, object]]) -> Iterator[Plan]:
+    def _legal(self, plan: Plan, changes: Iterable[Mapping[str, Any]]) -> Iterator[Plan]:
         for change in changes:
             try:
                 other = dataclasses.replace(plan, **change)
@@ -169,7 +170,7 @@ class _GroupSearch:
             if other.spread_stages:
                 yield other
 
-    def _regrouped(self, plan: Plan) -> Iterator[dict[str, object]]:
+    def _regrouped(self, plan: Plan) -> Iterator[dict[str, Any]]:
         """Divides a stage's devices otherwise, or gives some of them to a neighbour."""
         groups = self.profile.groups
         assert groups is not None and plan.operator_devices is not None

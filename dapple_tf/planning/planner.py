@@ -169,15 +169,15 @@ def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
     """
     if not request.places_operators:
         return _stages_alone(request)
-    plain: Plan | None = None
+    plain, alone = None, None
     try:
         plain = _stages_alone(request)
+        alone = plain.report
     except PlanError:
         best = with_groups(request, None, exact)
         if best is None:
             raise
-    alone = None if plain is None else plain.report
-    if plain is not None:
+    else:
         best = with_groups(request, None if alone is None else alone.latency, exact)
         if best is None:
             return plain

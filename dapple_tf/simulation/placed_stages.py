@@ -82,9 +82,11 @@ class _Layers:
 
     def composed(self, first: int, stop: int) -> Relative:
         """Returns what some layers take, of the pieces that they are in."""
-        times = (self._forward, self._backward, self._apply, self._whole)
         return Relative(
-            *(means.of(first, stop)[0] for means in times),
+            forward=self._forward.of(first, stop)[0],
+            backward=self._backward.of(first, stop)[0],
+            apply=self._apply.of(first, stop)[0],
+            whole=self._whole.of(first, stop)[0],
             stored=self._stored.of(first, stop),
             residual=self._residual.of(first, stop),
             working=tuple(self._working[first:stop].max(axis=0).tolist()),

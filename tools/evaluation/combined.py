@@ -154,7 +154,8 @@ def estimated_profile(model: keras.Model, sizes: tuple[int, int], device: str, c
     program = profiled.program
     operators = {samples: stage_operators(program, profiled.sample_shapes, samples) for samples in sizes}
     anything = dapple.Profile(model.name, device, sizes, (LayerProfile("any", ZERO, ZERO),), ())
-    return layers_by_operator(program, profiled.stages.names, table, operators, None, anything, costs)
+    names, shapes = profiled.stages.names, profiled.sample_shapes
+    return layers_by_operator(program, names, table, shapes, operators, None, anything, costs)
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
