@@ -25,6 +25,7 @@ from dapple_tf.tools.evaluation import (
 from dapple_tf.tools.evaluation.operator_claims import (
     SEARCH_SECONDS,
     bands,
+    better_rows,
     claims_of,
     counts_of,
     within,
@@ -331,6 +332,20 @@ def test_the_stored_rows_have_no_number_twice() -> None:
         assert (len(steps) == 1) == any(claim.name == whole for claim in claims)
 
 
+def test_what_the_paper_has_two_numbers_for_is_one_figure_with_the_worse_verdict() -> None:
+    """PNASNet's step was reproduced otherwise by table 5's 1.384 s, and wasn't by the 1.314 s of table 7."""
+    claims = claims_of([row(Setting("PNASNet-mobile", 4), own_statistics=2.0, split_by_batch=2.0, fd_dps=1.81)])
+    (step,) = [claim for claim in claims if "FD-DPS" in claim.name and claim.name.endswith("step over DP's")]
+    assert step.name == "PNASNet-mobile, 4 devices: FD-DPS and FD-DPS (table 7)'s step over DP's"
+    assert (step.paper, step.ours, step.verdict) == ("0.83; 0.79", "0.91", "not reproduced")
+
+
+def test_rows_better_than_the_papers() -> None:
+    setting = Setting("ResNet-200", 8)  # 0.742 of data parallelism's step in the paper
+    assert better_rows([row(setting, fd_dps=1.4)]) == [row(setting, fd_dps=1.4)]
+    assert better_rows([row(setting, fd_dps=1.6), row(Setting("VGG-16", 8), fd_dps=1.4)]) == []
+
+
 def test_a_figure_of_the_paper_has_no_second_try() -> None:
     """Splits of one operator at a time had been set, over one copy, against the figures that D-DPS(-F)'s steps have."""
     one = row(Setting("VGG-16", 4), alone=5.65)  # 5.8 %, the paper's 5.9
@@ -377,8 +392,8 @@ def test_times_of_searches_are_not_counted() -> None:
 def test_rows_in_which_splits_lose_are_named() -> None:
     text = " ".join(reasons([row(fd_dps=1.75), row(Setting("VGG-16", 4))]).split())
     assert (
-        "FD-DPS loses to D-DPS(-F)**, itself without other splits, in 1 of 2 rows (NASNet-large, 8 devices by 2.94%)"
-        in text
+        "FD-DPS loses to D-DPS(-F)**, itself without other splits, by more than 1% in 1 of 2 rows (NASNet-large, 8 "
+        "devices by 2.94%)" in text
     )
     assert "loses to" not in reasons([row()])
 
@@ -460,7 +475,7 @@ def test_other_decisions_are_differences() -> None:
 
 def holding(*rows: Row) -> Stored:
     """What is stored of rows."""
-    return Stored([*rows], claims_of(rows), bands(), {}, [], {})
+    return Stored([*rows], claims_of(rows), bands(), {}, [], operator_experiments.inputs())
 
 
 def test_limits_of_verdicts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def _table_5(row: Row) -> Iterator[_Figure]:
     if paper is None:
         return
     papers = [(NAMES[what], what, paper.over(what)) for what in ("fast_t", "mp_dps", "fd_dps")]
-    papers += [("FD-DPS, table 7,", "fd_dps", ratio) for ratio in _other_ratio(row, paper)]
+    papers += [("FD-DPS (table 7)", "fd_dps", ratio) for ratio in _other_ratio(row, paper)]
     for whose, what, theirs in papers:
         if theirs is not None:
             ours = row.over(what)

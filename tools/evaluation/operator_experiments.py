@@ -232,7 +232,7 @@ def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
 def inputs() -> dict[str, dict[str, Any]]:
     """Returns what is put into the experiments, as it is stored beside the results: name -> its numbers."""
     return {
-        "device": {"memory": MEMORY_BYTES, **dataclasses.asdict(P100)},
+        "device": {"memory_bytes": MEMORY_BYTES, **dataclasses.asdict(P100)},
         "links, bytes/s": {"inside a docker": LINK_BANDWIDTH, "between dockers": DOCKER_BANDWIDTH},
         "links, s": {"inside a docker": LINK_LATENCY, "between dockers": DOCKER_LATENCY},
         "images of a step": {name: model.batch for name, model in MODELS.items()},
