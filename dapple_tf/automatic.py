@@ -24,12 +24,9 @@ from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.group_search import LEAST_GROUP_GAIN
-from dapple_tf.planning.plan_reasons import single_device_seconds
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.units import ms_text
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +35,6 @@ EXAMPLES = ("x", "y", "sample_weight", "length")
 PROFILE_SECONDS = 20.0
 """The default time for a profile in seconds: see `dapple_tf.profile`."""
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
-
-
-_MOST_LAYERS, _MOST_OPERATORS = 200, 4000
-"""Numbers of layers, and of operators of a step, up to which groups of devices are searched without being asked for."""
-_LEAST_SECONDS = 0.02
-"""Seconds of a step from which on they are: in shorter ones, starting operators one by one costs what they gain."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +66,8 @@ def plan_model(
 ) -> Planned:
     """Profiles a compiled model on a real cluster and plans it.
 
-    Stages may place their operators on groups of devices where that gains enough over stages alone. Unless it is asked
-    for, this is only searched if it can gain enough, if it takes little time, and if estimated times of operators
-    already promise a gain, before any are measured. The log says which.
+    Stages may place their operators on groups of devices where that gains enough over stages alone. This takes long to
+    search: only if it is asked for, or if times of operators are given.
 
     Args:
         model: a built and compiled Keras model.
@@ -85,8 +75,9 @@ def plan_model(
             devices are of several classes and all of speed 1, their speeds.
         global_batch_size: samples in one step.
         profiled: a profile to use instead of measuring.
-        operator_groups: whether to search such groups in any case; False never does.
-        operator_costs: times of operators to use instead of measuring; groups are then searched in any case.
+        operator_groups: whether to search such groups; False leaves out those of the profile, too; None searches them
+            if times of operators are given.
+        operator_costs: times of operators to use instead of measuring.
         options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as
             for :func:`dapple_tf.profile`, and ``profile_seconds``, its ``budget``: 20 s by default, None to measure
             layer by layer in any case.
@@ -108,37 +99,21 @@ def plan_model(
     if operator_groups is False:
         request = dataclasses.replace(request, features=request.features - {"operator_groups"})
     planned = Planned(find(request), profiled, cluster)
-    asked = operator_groups is True or operator_costs is not None
-    if profiled.groups is None and _worth_searching(request, planned.plan, asked=asked):
-        planned = _with_groups(model, request, planned, operator_costs, asked=asked, **examples)
+    asked = operator_groups or (operator_groups is None and operator_costs is not None)
+    if asked and profiled.groups is None and _can_have_groups(request):
+        planned = _with_groups(model, request, planned, operator_costs, **examples)
     logger.info("%s", planned.plan)
     return planned
 
 
-def _worth_searching(request: PlanRequest, plan: Plan, *, asked: bool) -> bool:
-    """Returns whether to search groups of devices on which stages place their operators; logs why not."""
-    profile, cluster = request.profile, request.cluster
-    least = single_device_seconds(profile, request.batch) / sum(device.speed for device in cluster.devices)
-    latency = least if plan.report is None else plan.report.latency
-    crowded = any(cluster.capacity(server) < len(cluster.devices_of(server)) for server in range(cluster.num_servers))
+def _can_have_groups(request: PlanRequest) -> bool:
+    """Returns whether stages may place their operators on groups of devices; logs why not."""
     if not request.allows("operator_groups"):
         reason = "they aren't among the plan's features"
     elif request.optimizer_shards:
         reason = "replicas keep shards of the optimizer's slots"
-    elif not group_topologies(cluster, SIZES):
+    elif not group_topologies(request.cluster, SIZES):
         reason = "no server has two like devices"
-    elif asked:
-        return True
-    elif crowded:
-        reason = "devices share their cores"
-    elif profile.method == "rooflines":
-        reason = "nothing was measured"
-    elif latency < _LEAST_SECONDS:
-        reason = f"a step takes only {ms_text(latency)} ms"
-    elif len(profile.layers) > _MOST_LAYERS:
-        reason = f"that would take long for {len(profile.layers)} layers"
-    elif least > (1 - LEAST_GROUP_GAIN) * latency:
-        reason = "stages alone keep the devices busy"
     else:
         return True
     logger.info("groups of devices for single operators aren't searched: %s", reason)
@@ -150,8 +125,6 @@ def _with_groups(
     request: PlanRequest,
     planned: Planned,
     costs: OperatorCosts | None,
-    *,
-    asked: bool,
     **examples: Any,
 ) -> Planned:
     """Returns the best plan with groups of devices for single operators if it gains enough over ``planned``."""
@@ -160,9 +133,6 @@ def _with_groups(
     profiler = GroupProfiler(
         model, request.profile, request.cluster, OperatorCosts() if costs is None else costs, sizes, **examples
     )
-    if not asked and profiler.count > _MOST_OPERATORS:
-        logger.info("groups of devices aren't searched: that would take long for %d operators", profiler.count)
-        return planned
     wanted = dataclasses.replace(request, profile=profiler.pieces())
     if estimates:
         first = find(wanted)

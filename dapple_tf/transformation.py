@@ -55,10 +55,9 @@ def transform(
             each stage over the devices that the plan has for its replicas. For models with parallel branches rather
             than a chain of layers. ``combined``, if there is no plan, searches stages, replicas and groups of devices
             on which stages place their operators together, however long that takes. None runs stages as a whole, unless
-            the plan has ``operator_devices``, or none is given and groups promise enough more and are searched quickly
-            (docs/operators.md).
+            the plan has ``operator_devices``, or there is none and times of operators are given (docs/operators.md).
         operator_costs: the cost of single operators, if they are placed; None measures it. Without a plan, groups of
-            devices are then searched in any case.
+            devices are then searched as with ``combined``.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
         faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from equivalence import assert_equal_training, use_float64
 from hardware import cluster_of, profile_of
-from programs import HOST, apply, layout, ordered, staged, step_of, tied_layers, two_stages
+from programs import HOST, apply, layout, ordered, show_changes, staged, step_of, tied_layers, two_stages
 from references import SAMPLES, reference
 from schedule_runs import vee
 from zoo import ZOO
@@ -34,6 +35,7 @@ from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.offloading import AGAIN, AWAY, MOST_SLICES, trip
 from graph_passes.ir.program import Layout, Program, Stage
 from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.text import graph_text
 from graph_passes.passes.offload import Offload
 
 # ---- when
@@ -127,6 +129,12 @@ def offloaded(cut: Layout, policy: str, hosts: dict[str, str], recompute: Any = 
 
 def hosts_of(cut: Layout) -> dict[str, str]:
     return {name: f"{HOST[:-1]}7" for devices in cut.devices for name in devices}
+
+
+def test_what_the_pass_changes(golden: Callable[[str, str], None]) -> None:
+    cut = layout([1, 1], 4, 4)
+    before, after = offloaded(cut, "gpipe", hosts_of(cut), ["offload", "none"])
+    golden("offload.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
 
 
 def test_a_small_step_written_out() -> None:

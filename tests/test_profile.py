@@ -289,7 +289,10 @@ def profiles(draw: st.DrawFn) -> Profile:
     }
     fields |= {field.name: WHOLE for field in dataclasses.fields(LayerProfile) if field.type == "int"}
     fields |= {field.name: NUMBERS for field in dataclasses.fields(LayerProfile) if field.type == "float"}
-    layers = tuple(LayerProfile(name, **draw(st.fixed_dictionaries(fields))) for name in names)
+    drawn = [draw(st.fixed_dictionaries(fields)) for _ in names]
+    # Tables are a part of parameters.
+    parts = [{**own, "table_bytes": min(own["table_bytes"], own["parameter_bytes"])} for own in drawn]
+    layers = tuple(LayerProfile(name, **own) for name, own in zip(names, parts, strict=True))
     last = len(names) - 1
     ends = draw(st.lists(st.sets(st.integers(0, last), min_size=2).map(sorted), max_size=5))
     tensors = tuple(Tensor(first, tuple(rest), draw(COSTS), draw(st.booleans())) for first, *rest in ends)

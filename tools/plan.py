@@ -95,9 +95,8 @@ _ROW_SHARDS = flags.DEFINE_boolean(
 _OPERATOR_GROUPS = flags.DEFINE_boolean(
     "operator_groups",
     None,
-    "With --model: whether to search groups of devices on which stages place their operators, however long that takes; "
-    "by default only where they promise enough more and are searched quickly. --nooperator_groups leaves out those of "
-    "a profile's file, too.",
+    "With --model: also search groups of devices on which stages place their operators, which takes long. "
+    "--nooperator_groups leaves out those of a profile's file, too.",
     flag_values=FLAGS,
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)

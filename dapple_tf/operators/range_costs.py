@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -97,8 +98,24 @@ def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str
         # Entries and exits, which aren't in the placement's order, come right behind what they wait for.
         least = max((keys[other][1] for other in before if ranks[other] == ranks[op]), default=-1)
         keys.append((ranks[op], positions.get(name, least)))
-    # Operators are numbered in a topological order, which decides between equal places.
-    return sorted(range(problem.count), key=keys.__getitem__)
+    # What an entry waits for may come late in the placement's order, and what waits for the entry early.
+    missing = [0] * problem.count
+    readers: list[list[int]] = [[] for _ in names]
+    for op in range(problem.count):
+        for other in (*(problem.producer[tensor] for tensor in problem.inputs[op]), *problem.waits[op]):
+            readers[other].append(op)
+            missing[op] += 1
+    ready = [(keys[op], op) for op in range(problem.count) if not missing[op]]
+    heapq.heapify(ready)
+    queue: list[int] = []
+    while ready:
+        op = heapq.heappop(ready)[1]
+        queue.append(op)
+        for reader in readers[op]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (keys[reader], reader))
+    return queue
 
 
 def _kind(name: str, kinds: Mapping[str, NodeKind | None]) -> NodeKind | None:
