@@ -108,13 +108,10 @@ def plan_model(
 
 def _can_have_groups(request: PlanRequest) -> bool:
     """Returns whether stages may place their operators on groups of devices; logs why not."""
-    if not request.allows("operator_groups"):
-        reason = "they aren't among the plan's features"
-    elif request.optimizer_shards:
-        reason = "replicas keep shards of the optimizer's slots"
-    elif not group_topologies(request.cluster, SIZES):
+    reason = request.why_without_groups
+    if not reason and not group_topologies(request.cluster, SIZES):
         reason = "no server has two like devices"
-    else:
+    if not reason:
         return True
     logger.info("groups of devices for single operators aren't searched: %s", reason)
     return False

@@ -90,6 +90,11 @@ def transform(
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     examples: dict[str, Any] = {}
+    if plan is not None and placement == COMBINED:
+        raise TypeError(
+            f"transform() got a plan, so that there is nothing to search that placement={COMBINED!r} would be about; "
+            f"leave one of them out"
+        )
     if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
         examples = {name: planning.pop(name) for name in EXAMPLE_DATA if name in planning}
         if planning:
@@ -101,11 +106,6 @@ def transform(
             plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
         elif plan.operator_devices is None:
             plan = plan.with_placed_operators()
-    elif plan is not None and placement == COMBINED:
-        raise TypeError(
-            f"transform() got a plan, so that there is nothing to search that placement={COMBINED!r} would be about; "
-            f"leave one of them out"
-        )
     elif plan is not None and operator_costs is not None:
         raise TypeError(
             f"transform() got operator_costs, which mean nothing unless operators are placed; add "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +186,12 @@ def test_memory_of_groups_makes_room() -> None:
     assert chosen.spread_stages == frozenset(range(chosen.num_stages))
     simulation = simulate(chosen, profile, cluster)
     assert simulation.fits and np.isfinite(simulation.latency)
+
+
+@pytest.mark.parametrize("options", [{"optimizer_shards": True}, {"row_shards": True}, {"recompute": "offload"}])
+def test_options_that_placed_operators_lack_leave_groups_out(options: dict[str, Any]) -> None:
+    """The planner made plans with groups and such options, which ended in an error that named what nobody had given."""
+    profile = profile_with([3.9, 3.9, 3.9], devices=4, parameters=10**9)
+    cluster = cluster_of(4, memory=10**12)
+    assert plan(profile, cluster, 4).spread_stages
+    assert not plan(profile, cluster, 4, **options).spread_stages

@@ -166,7 +166,7 @@ class StepBuilder:
         for name, why in reasons.items():
             logger.warning("row_shards: each replica keeps all rows of %r: %s", name, why)
         if not reasons and not any(stage.lookups for stage in program.stages):
-            logger.warning("row_shards: no stage with several replicas looks up rows of a parameter")
+            logger.warning("row_shards: no stage with several replicas looks up rows of a parameter that is trained")
 
     def _placed(self, placer: StepPlacer, built: Build, owners: Mapping[str, tuple[int, ...]]) -> StorageDevices:
         """Places the operators of a full batch's step; returns the variables' devices, on which training decides."""

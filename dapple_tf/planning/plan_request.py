@@ -274,11 +274,19 @@ class PlanRequest:
 
     @property
     def places_operators(self) -> bool:
-        """Whether stages may place their operators on groups of devices: the profile has to say what that takes.
+        """Whether stages may place their operators on groups of devices: the profile has to say what that takes."""
+        return self.profile.groups is not None and not self.why_without_groups
 
-        Each replica then keeps all of the optimizer's slots.
-        """
-        return self.profile.groups is not None and self.allows("operator_groups") and not self.optimizer_shards
+    @property
+    def why_without_groups(self) -> str:
+        """Why stages can't place their operators on groups of devices, whatever the profile says; empty if they can."""
+        if not self.allows("operator_groups"):
+            return "they aren't among the plan's features"
+        if self.optimizer_shards:
+            return "replicas keep shards of the optimizer's slots"
+        if self.row_shards:
+            return "replicas keep shards of the rows of embeddings"
+        return "residuals may wait in the host's memory" if "offload" in (self.recompute or ()) else ""
 
     @property
     def placed(self) -> PlacedStages:

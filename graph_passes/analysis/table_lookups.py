@@ -166,5 +166,7 @@ def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, varia
 def _why_not_in_rows(variable: Variable, count: int) -> str:
     if in_rows(variable.shape, count):
         return ""
-    rows = variable.shape[0] if variable.shape else 1
+    if len(variable.shape) < 2:
+        return "its rows are single numbers"
+    rows = variable.shape[0]
     return f"it has {rows} rows, fewer than {ROWS_PER_SHARD} for each of {count} devices"
