@@ -44,12 +44,12 @@ from graph_passes.passes.offload import Offload
 def way(order: str, uses: str) -> str:
     """The trip of a residual: ``sent after F0, before F2; back after F2 for B0``."""
     tasks = [Task.parse(f"0{text}") for text in order.split()]
-    found = trip(tasks, [Task.parse(f"0{text}") for text in uses.split()])
-    if found is None:
+    journey = trip(tasks, [Task.parse(f"0{text}") for text in uses.split()])
+    if journey is None:
         return "stays"
     names = {task: str(task)[1:] for task in tasks}
-    backs = [f"back after {names[b.begins]} for {' '.join(map(names.__getitem__, b.readers))}" for b in found.returns]
-    return "; ".join([f"sent after {names[found.after]}, before {names[found.before]}", *backs])
+    backs = [f"back after {names[b.begins]} for {' '.join(map(names.__getitem__, b.readers))}" for b in journey.returns]
+    return "; ".join([f"sent after {names[journey.after]}, before {names[journey.before]}", *backs])
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class GroupProfiler:
         check_model(model, training=True)
         self.model, self.profile, self.costs, self.effort = model, profile, costs, effort
         self.samples = tuple(sorted({int(count) for count in counts}))
-        self._found: dict[tuple[object, ...], PlacedRange] = {}
+        self._known: dict[tuple[object, ...], PlacedRange] = {}
         with kept_metrics(model):
             self._example = ExampleBatch.of(model, x, y, sample_weight, length=length)
             self._table = VariableTable(model)
@@ -228,7 +228,7 @@ class GroupProfiler:
             for own in wanted
             for topology in (self._alone, *chosen.values())
         ]
-        missing = [search for search in searches if search.key not in self._found]
+        missing = [search for search in searches if search.key not in self._known]
         stages: Mapping[tuple[int, int], OwnOperators] = {}
         with Progress("searching groups of devices", len(missing)) as bar:
             for number, search in enumerate(missing):
@@ -237,11 +237,11 @@ class GroupProfiler:
                     stages = self._operators(stops, search.samples)
                 bar.at(str(search), number / len(missing))
                 own, topology = stages[search.layers], search.topology
-                found = range_costs(own, search.layers, search.samples, topology, self.costs, effort=effort)
-                self._found[search.key] = found
-                logger.debug("%s: %s", search, found)
+                placed = range_costs(own, search.layers, search.samples, topology, self.costs, effort=effort)
+                self._known[search.key] = placed
+                logger.debug("%s: %s", search, placed)
         logger.info("searched %d ranges of model %r on groups of devices", len(missing), self.model.name)
-        return [self._found[search.key] for search in searches]
+        return [self._known[search.key] for search in searches]
 
     @without_collection
     def _operators(self, bounds: Sequence[int], samples: int) -> Mapping[tuple[int, int], OwnOperators]:
