@@ -99,11 +99,28 @@ def test_transform_searches_groups_where_it_is_told_what_operators_take(caplog: 
 def test_statistics_of_gradients_have_a_place_in_the_queue() -> None:
     """What waits for a task's entry came before it in the queue where the entry waits for much else."""
     model = wide()
-    model.compile(keras.optimizers.Adam(global_clipnorm=1.0), "mse", metrics=["mae"])
-    _, profiler = profiled(model)
-    groups = profiler.pieces().groups
-    assert groups is not None
-    assert all(one.forward > 0 and one.apply > 0 for one in groups.ranges)
+    ranges = []
+    for metrics in ([], ["mae"]):
+        model.compile(keras.optimizers.Adam(global_clipnorm=1.0), "mse", metrics=metrics)
+        groups = profiled(model)[1].pieces().groups
+        assert groups is not None
+        ranges.append(groups.ranges)
+    for without, measured in zip(*ranges, strict=True):
+        assert measured.forward == pytest.approx(without.forward) and measured.forward > 0
+        assert measured.backward == pytest.approx(without.backward, rel=0.05)  # Metrics come before it.
+        assert measured.apply == pytest.approx(without.apply, rel=0.05) and measured.apply > 0
+
+
+def test_other_times_of_operators_are_searched_anew() -> None:
+    """What had been searched by estimates was taken for what measured times give."""
+    _, profiler = profiled(wide())
+    estimated = profiler.pieces().groups
+    fast = dataclasses.replace(SLOW, flops=2e9)
+    measured = profiler.with_costs(dapple.OperatorCosts({"GPU": fast, "CPU": fast})).pieces().groups
+    assert estimated is not None and measured is not None
+    for before, after in zip(estimated.ranges, measured.ranges, strict=True):
+        assert after.forward < 0.6 * before.forward
+    assert profiler.pieces().groups == estimated
 
 
 def test_parallel_branches_of_a_stage_are_spread() -> None:

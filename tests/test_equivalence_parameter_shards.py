@@ -12,13 +12,20 @@ from equivalence import (
     TOLERANCE,
     assert_same_training,
     assert_same_variables,
-    assert_same_variables_after,
     largest_difference,
     pair,
     pipeline,
     use_float64,
 )
-from test_equivalence_shards import OPTIMIZERS, TABLE, constrained, held_bytes, table
+from shard_checks import (
+    TABLE,
+    check_deferred_models,
+    check_evaluation_before_and_after_training,
+    check_values_go_to,
+    constrained,
+    table,
+)
+from test_equivalence_shards import OPTIMIZERS, held_bytes
 from zoo import ZOO, Specimen
 
 import dapple_tf as dapple
@@ -114,52 +121,17 @@ def test_training_in_half_precision_is_the_same() -> None:
 @pytest.mark.slow
 def test_what_was_evaluated_before_training_is_moved_into_shards() -> None:
     """Only training tells which parameters are cut."""
-    use_float64()
-    model, plain = pair(table)
-    pipelined = pipeline(model, (), [2], 1, 12, **SHARDS)
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
-    expected = plain.evaluate(x, y, verbose=0)
-    assert pipelined.evaluate(x, y, verbose=0) == pytest.approx(expected, rel=1e-5)
-    assert_same_variables_after(2, pipelined, plain, x, y)
-    expected = plain.evaluate(x, y, verbose=0)
-    assert pipelined.evaluate(x, y, verbose=0) == pytest.approx(expected, rel=1e-5)
+    check_evaluation_before_and_after_training(**SHARDS)
 
 
 @pytest.mark.slow
 def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: pathlib.Path) -> None:
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
-    first = pipeline(table(), (), [3], 1, 12, **SHARDS)
-    for _ in range(2):
-        first.train_on_batch(x, y)
-    first.save_checkpoint(tmp_path)
-    first.sync()
-    expected = [np.asarray(variable.value) for variable in first.model.variables]
-    for replicas, options in ((2, SHARDS), (2, {"optimizer_shards": True}), (4, SHARDS)):
-        other = pipeline(table(), (), [replicas], 1, 12, **options)
-        other.train_on_batch(x, y)
-        other.restore_checkpoint(tmp_path)
-        parameter = other.model.variables[0]
-        np.testing.assert_array_equal(np.asarray(parameter.value), expected[0])
-        other.sync()
-        for variable, value in zip(other.model.variables, expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(variable.value), value)
-        parameter.assign(keras.ops.zeros(parameter.shape))
-        other.sync()
-        assert not np.any(np.asarray(parameter.value))
+    check_values_go_to([(2, SHARDS), (2, {"optimizer_shards": True}), (4, SHARDS)], tmp_path, **SHARDS)
 
 
 @pytest.mark.slow
 def test_parameters_of_deferred_models_are_made_in_shards() -> None:
-    keras.utils.set_random_seed(1)
-    with dapple.deferred_init():
-        model = table()
-    keras.utils.set_random_seed(1)
-    plain = table()
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
-    pipelined = pipeline(model, (), [3], 1, 12, **SHARDS)
-    for _ in range(2):
-        own, other = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
-        assert own == pytest.approx(other, rel=1e-4)
+    check_deferred_models(**SHARDS)
 
 
 @pytest.mark.slow

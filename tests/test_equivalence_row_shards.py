@@ -20,7 +20,15 @@ from equivalence import (
     use_float64,
 )
 from keras import layers, ops
-from test_equivalence_shards import OPTIMIZERS, TABLE, constrained, held_bytes, table
+from shard_checks import (
+    TABLE,
+    check_deferred_models,
+    check_evaluation_before_and_after_training,
+    check_values_go_to,
+    constrained,
+    table,
+)
+from test_equivalence_shards import OPTIMIZERS, held_bytes
 from zoo import Specimen
 
 import dapple_tf as dapple
@@ -266,51 +274,19 @@ def test_words_that_a_table_lacks_are_errors_as_in_keras() -> None:
 @pytest.mark.slow
 def test_what_was_evaluated_before_training_is_moved_into_shards() -> None:
     """Only training tells which tables are cut."""
-    use_float64()
-    model, plain = pair(table)
-    pipelined = pipeline(model, (), [2], 1, 12, row_shards=True)
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
-    assert pipelined.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
-    assert_same_variables_after(2, pipelined, plain, x, y)
-    assert pipelined.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
+    check_evaluation_before_and_after_training(row_shards=True)
 
 
 @pytest.mark.slow
 def test_values_go_from_rows_in_shards_to_other_shards_by_files_and_by_hand(tmp_path: pathlib.Path) -> None:
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
     rows = {"row_shards": True}
-    first = pipeline(table(), (), [3], 1, 12, **rows)
-    for _ in range(2):
-        first.train_on_batch(x, y)
-    first.save_checkpoint(tmp_path)
-    first.sync()
-    expected = [np.asarray(variable.value) for variable in first.model.variables]
-    for replicas, options in ((2, rows), (2, {"optimizer_shards": True}), (4, {**rows, "optimizer_shards": True})):
-        other = pipeline(table(), (), [replicas], 1, 12, **options)
-        other.train_on_batch(x, y)
-        other.restore_checkpoint(tmp_path)
-        parameter = other.model.variables[0]
-        np.testing.assert_array_equal(np.asarray(parameter.value), expected[0])
-        other.sync()
-        for variable, value in zip(other.model.variables, expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(variable.value), value)
-        parameter.assign(keras.ops.zeros(parameter.shape))
-        other.sync()
-        assert not np.any(np.asarray(parameter.value))
+    others = [(2, rows), (2, {"optimizer_shards": True}), (4, {**rows, "optimizer_shards": True})]
+    check_values_go_to(others, tmp_path, **rows)
 
 
 @pytest.mark.slow
 def test_tables_of_deferred_models_are_made_in_shards() -> None:
-    keras.utils.set_random_seed(1)
-    with dapple.deferred_init():
-        model = table()
-    keras.utils.set_random_seed(1)
-    plain = table()
-    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
-    pipelined = pipeline(model, (), [3], 1, 12, row_shards=True)
-    for _ in range(2):
-        own, other = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
-        assert own == pytest.approx(other, rel=1e-4)
+    check_deferred_models(row_shards=True)
 
 
 @pytest.mark.thorough

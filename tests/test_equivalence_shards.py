@@ -18,6 +18,7 @@ from equivalence import (
     pipeline,
     use_float64,
 )
+from shard_checks import TABLE, check_deferred_models, constrained, table
 from zoo import ZOO, Specimen
 
 import dapple_tf as dapple
@@ -49,27 +50,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     ),
 }
 
-
-def table(**options: Any) -> keras.Model:
-    """An embedding of many rows, of which batches look up several twice, and a layer of elements in odd numbers."""
-    words = keras.Input((6,), dtype="int32")
-    x = keras.layers.Flatten()(keras.layers.Embedding(83, 3, name="embedding", **options)(words))
-    x = keras.layers.Dense(7, activation="tanh", name="hidden", kernel_constraint="non_neg")(x)
-    model = keras.Model(words, keras.layers.Dense(3, name="logits")(x))
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
-
-
-def _words(rng: np.random.Generator, samples: int) -> tuple[Any, Any, Any]:
-    return rng.integers(0, 83, (samples, 6)).astype("int32"), rng.normal(size=(samples, 3)), None
-
-
-def constrained() -> keras.Model:
-    """Its constraint looks at all rows of the embedding."""
-    return table(embeddings_constraint=keras.constraints.MaxNorm(0.1, axis=0))
-
-
-TABLE = Specimen(table, ("embedding", "hidden", "logits"), _words)
 CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
     "data parallel": (ZOO["multi_output"], [3], 2, {}),
     "one micro-batch": (ZOO["cnn"], [2], 1, {}),
@@ -81,7 +61,7 @@ CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
     "xla": (ZOO["multi_output"], [2], 1, {"jit_compile": True}),
     "rows": (TABLE, [3], 2, {}),
     "rows and xla": (TABLE, [2], 1, {"jit_compile": True}),
-    "rows with a constraint": (Specimen(constrained, ("embedding", "hidden", "logits"), _words), [2], 1, {}),
+    "rows with a constraint": (Specimen(constrained, ("embedding", "hidden", "logits"), TABLE.batch), [2], 1, {}),
     "state of the forward": (ZOO["lstm"], [2], 2, {}),
     "all norms": (ZOO["transformer"], [2, 2], 2, {}),
 }
@@ -118,7 +98,7 @@ def test_any_optimizer_that_updates_each_element_by_itself(name: str) -> None:
         model.compile(OPTIMIZERS[name](), "mse")
         return model
 
-    _train(Specimen(build, TABLE.cuts, _words), [2], 2)
+    _train(Specimen(build, TABLE.cuts, TABLE.batch), [2], 2)
 
 
 def held_bytes(pipelined: dapple.PipelinedModel) -> list[tuple[int, int]]:
@@ -152,7 +132,7 @@ def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
 @pytest.mark.slow
 def test_traces_and_drawings_show_the_exchanges(tmp_path: pathlib.Path) -> None:
     """All-gathers had no number by which a trace finds the other devices' part, and tracing a step failed."""
-    x, y, _ = _words(np.random.default_rng(0), 12)
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
     pipelined = pipeline(table(), (), [3], 2, 12, optimizer_shards=True, bucket_bytes=512)
     profile = pipelined.profile_step(x, y, warm_up=0)
     spans = [span for span in profile.step.timeline.spans if span.kind == "all_reduce"]
@@ -323,7 +303,7 @@ def test_accumulators_of_many_elements_are_reset() -> None:
 
     model, plain = pair(build)
     pipelined = pipeline(model, (), [2], 1, 12, optimizer_shards=True)
-    x, y, _ = _words(np.random.default_rng(0), 12)
+    x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
     assert_same_variables_after(3, pipelined, plain, x * 4, y)
 
 
@@ -342,7 +322,7 @@ def test_devices_without_rows_of_an_infinite_gradient_skip_the_step_too() -> Non
     pipelined = dapple.transform(model, cluster, plan, on_non_finite_loss="continue")
     rng = np.random.default_rng(0)
     for step in range(3):
-        x, y, _ = _words(rng, 12)
+        x, y, _ = TABLE.batch(rng, 12)
         if step == 1:  # all rows are the first device's
             x, y[0] = x % 30, np.inf
         pipelined.train_on_batch(x, y)
@@ -355,7 +335,7 @@ def test_devices_without_rows_of_an_infinite_gradient_skip_the_step_too() -> Non
 def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: pathlib.Path) -> None:
     """Checkpoints don't tell that there were shards, and slots can be read and assigned one by one."""
     rng = np.random.default_rng(0)
-    x, y, _ = _words(rng, 12)
+    x, y, _ = TABLE.batch(rng, 12)
     first = pipeline(table(), (), [3], 1, 12, optimizer_shards=True)
     for _ in range(2):
         first.train_on_batch(x, y)
@@ -383,7 +363,7 @@ def test_workers_exchange_shards_and_write_whole_values(tmp_path: pathlib.Path, 
     plan = dapple.Plan.data_parallel(4, 24, 2, optimizer_shards=True)
     pipelined = dapple.transform(model, dapple.Cluster.of_servers(workers.addresses), plan)
     rng = np.random.default_rng(0)
-    assert_same_training(pipelined, plain, [_words(rng, size) for size in (24, 11, 24)])
+    assert_same_training(pipelined, plain, [TABLE.batch(rng, size) for size in (24, 11, 24)])
     path = pipelined.save_checkpoint(tmp_path)
     pipelined.close()
     restored = table()
@@ -393,13 +373,4 @@ def test_workers_exchange_shards_and_write_whole_values(tmp_path: pathlib.Path, 
 
 @pytest.mark.slow
 def test_slots_of_deferred_models_are_made_in_shards() -> None:
-    keras.utils.set_random_seed(1)
-    with dapple.deferred_init():
-        model = table()
-    keras.utils.set_random_seed(1)
-    plain = table()
-    x, y, _ = _words(np.random.default_rng(0), 12)
-    pipelined = pipeline(model, (), [3], 1, 12, optimizer_shards=True)
-    for _ in range(2):
-        own, other = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
-        assert own == pytest.approx(other, rel=1e-4)
+    check_deferred_models(optimizer_shards=True)

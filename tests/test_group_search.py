@@ -23,7 +23,7 @@ from graph_passes.ir.tasks import Phase, Task
 
 
 def cluster_of(*servers: int, memory: int | None = None, inside: float = 1e10) -> Cluster:
-    """Servers of so many GPUs."""
+    """A description of GPUs: how many each server has, their bytes, and bytes/s inside a server."""
     limit = "" if memory is None else f', "memory_bytes": {memory}'
     described = ", ".join(f'{{"devices": {count}{limit}}}' for count in servers)
     return Cluster.from_json(
@@ -35,8 +35,8 @@ def cluster_of(*servers: int, memory: int | None = None, inside: float = 1e10) -
 def placed(first: int, stop: int, devices: int, gain: float, samples: int = 4) -> PlacedRange:
     """Layers whose tasks take 1 / gain on a group, whose devices keep equal parts, the first of them all residuals."""
     part = tuple([8.0 / devices] * devices)
-    kept = (6.0, *[1.0] * (devices - 1))
-    return PlacedRange(first, stop, samples, 1 / gain, 2 / gain, 3 / devices, 6 / gain, part, kept, part)
+    residual = (6.0, *[1.0] * (devices - 1))
+    return PlacedRange(first, stop, samples, 1 / gain, 2 / gain, 3 / devices, 6 / gain, part, residual, part)
 
 
 def groups_of(gains: list[float], devices: int = 2) -> GroupCosts:

@@ -63,8 +63,8 @@ def to_text(cluster: Cluster) -> str:
         if cluster.servers:
             entry |= {key: value for key, value in asdict(cluster.servers[number]).items() if value is not None}
         lines.append("    " + json.dumps(entry))
-    kept = [*LINKS, *(name for name in (*REDUCTION, *HOST) if getattr(cluster, name) is not None)]
-    links = [f"  {json.dumps(name)}: {json.dumps(getattr(cluster, name))}" for name in kept]
+    described = [*LINKS, *(name for name in (*REDUCTION, *HOST) if getattr(cluster, name) is not None)]
+    links = [f"  {json.dumps(name)}: {json.dumps(getattr(cluster, name))}" for name in described]
     if cluster.reductions != ReductionLinks():
         measured = {name: link._asdict() for name, link in cluster.reductions.links.items()}
         links.append(f'  "reductions": {json.dumps(measured | {"error": cluster.reductions.error})}')

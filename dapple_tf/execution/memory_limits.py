@@ -80,9 +80,9 @@ def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
 
 def _slice_bytes(stage: Stage, samples: int) -> int:
     """Returns the bytes that a stage's device keeps of a slice until its last backward task."""
-    kept = (stage.residual_bytes - stage.offloaded_bytes) * samples + stage.fixed_residual_bytes
+    early = (stage.residual_bytes - stage.offloaded_bytes) * samples + stage.fixed_residual_bytes
     late = (stage.delayed_bytes - stage.offloaded_late_bytes) * samples + stage.fixed_delayed_bytes
-    return max(kept, late)
+    return max(early, late)
 
 
 def _passing_bytes(stage: Stage, samples: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,6 +99,9 @@ class GroupProfiler:
 
     Its arguments are those of `profile_groups`, and ``effort``: the share of a real step's search that the ranges of a
     plan get.
+
+    Attributes:
+        known: what has been searched with these times of operators.
     """
 
     def __init__(
@@ -118,10 +120,11 @@ class GroupProfiler:
         effort: float = 1.0,
     ) -> None:
         """Captures the model."""
-        counts = [samples] if isinstance(samples, int | np.integer) else list(samples)
+        counts = list(samples) if isinstance(samples, Iterable) else [samples]
         if not counts or any(not isinstance(count, int | np.integer) or count < 1 for count in counts):
             raise ProfileError(f"samples is {samples!r}; give a whole number of at least 1, or several")
-        if not sizes or any(not isinstance(size, int) or size < 2 for size in sizes):
+        several = isinstance(sizes, Iterable) and sizes
+        if not several or any(not isinstance(size, int) or size < 2 for size in sizes):
             raise ProfileError(f"sizes is {sizes!r}; give numbers of devices of groups, each at least 2")
         self.topologies = group_topologies(cluster, sizes)
         if not self.topologies:
@@ -132,7 +135,7 @@ class GroupProfiler:
         check_model(model, training=True)
         self.model, self.profile, self.costs, self.effort = model, profile, costs, effort
         self.samples = tuple(sorted({int(count) for count in counts}))
-        self._known: dict[tuple[object, ...], PlacedRange] = {}
+        self.known: dict[tuple[object, ...], PlacedRange] = {}
         with kept_metrics(model):
             self._example = ExampleBatch.of(model, x, y, sample_weight, length=length)
             self._table = VariableTable(model)
@@ -148,16 +151,10 @@ class GroupProfiler:
         ranges = self._searched(list(itertools.pairwise((0, *ends))), _PIECE_EFFORT * self.effort)
         return dataclasses.replace(self.profile, groups=GroupCosts(ends, tuple(ranges)))
 
-    @functools.cached_property
-    def count(self) -> int:
-        """Number of operators of a step, updates included."""
-        layers = (0, len(self.profile.layers))
-        return len(self._operators([*layers], self.samples[0])[layers].placed.node)
-
     def with_costs(self, costs: OperatorCosts) -> GroupProfiler:
         """Returns the same with other times of operators, which has searched nothing yet."""
         other = copy.copy(self)
-        vars(other).update(costs=costs, _found={})
+        other.costs, other.known = costs, {}
         return other
 
     def searched(self, profile: Profile, plan: Plan) -> Profile | None:
@@ -228,7 +225,7 @@ class GroupProfiler:
             for own in wanted
             for topology in (self._alone, *chosen.values())
         ]
-        missing = [search for search in searches if search.key not in self._known]
+        missing = [search for search in searches if search.key not in self.known]
         stages: Mapping[tuple[int, int], OwnOperators] = {}
         with Progress("searching groups of devices", len(missing)) as bar:
             for number, search in enumerate(missing):
@@ -238,10 +235,10 @@ class GroupProfiler:
                 bar.at(str(search), number / len(missing))
                 own, topology = stages[search.layers], search.topology
                 placed = range_costs(own, search.layers, search.samples, topology, self.costs, effort=effort)
-                self._known[search.key] = placed
+                self.known[search.key] = placed
                 logger.debug("%s: %s", search, placed)
         logger.info("searched %d ranges of model %r on groups of devices", len(missing), self.model.name)
-        return [self._known[search.key] for search in searches]
+        return [self.known[search.key] for search in searches]
 
     @without_collection
     def _operators(self, bounds: Sequence[int], samples: int) -> Mapping[tuple[int, int], OwnOperators]:

@@ -78,12 +78,13 @@ def range_costs(
 
 _RANKS: Mapping[NodeKind | None, int] = {
     NodeKind.FORWARD: 1,
+    NodeKind.METRICS: 1,
     NodeKind.BACKWARD: 2,
-    NodeKind.METRICS: 3,
     NodeKind.STATISTICS: 3,
     NodeKind.APPLY: 3,
 }
-"""Tasks in the order in which they run; what connects them, such as the reading of variables, comes before."""
+"""Tasks in the order in which they run, metrics before the backward, which waits for them; what connects them, such as
+the reading of variables, comes before."""
 
 
 def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str, NodeKind | None]) -> list[int]:
@@ -92,19 +93,18 @@ def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str
     positions = {name: position for position, name in enumerate(placement.order)}
     ranks = [0] * problem.count
     keys: list[tuple[int, int]] = []
+    missing = [0] * problem.count
+    readers: list[list[int]] = [[] for _ in names]
     for op, name in enumerate(names):
         before = [problem.producer[tensor] for tensor in problem.inputs[op]] + problem.waits[op]
         ranks[op] = max([_RANKS.get(_kind(name, kinds), 0), *(ranks[other] for other in before)])
         # Entries and exits, which aren't in the placement's order, come right behind what they wait for.
         least = max((keys[other][1] for other in before if ranks[other] == ranks[op]), default=-1)
         keys.append((ranks[op], positions.get(name, least)))
-    # What an entry waits for may come late in the placement's order, and what waits for the entry early.
-    missing = [0] * problem.count
-    readers: list[list[int]] = [[] for _ in names]
-    for op in range(problem.count):
-        for other in (*(problem.producer[tensor] for tensor in problem.inputs[op]), *problem.waits[op]):
+        missing[op] = len(before)
+        for other in before:
             readers[other].append(op)
-            missing[op] += 1
+    # What an entry waits for may come late in the placement's order, and what waits for the entry early.
     ready = [(keys[op], op) for op in range(problem.count) if not missing[op]]
     heapq.heapify(ready)
     queue: list[int] = []

@@ -120,7 +120,7 @@ class _GroupSearch:
         groups = self.profile.groups
         assert groups is not None
         ends = sorted({*groups.ends, *coarsened(self.profile, _POSITIONS)})
-        found: list[tuple[float, Plan]] = []
+        estimated: list[tuple[float, Plan]] = []
         for mode in request.modes:
             search = Search(self.profile, placements, links, ends, recompute=mode, placed=request.placed)
             for count in request.micro_batches:
@@ -128,11 +128,11 @@ class _GroupSearch:
                 for item in search.run(count, request.batch, bound=self.limit):
                     plan = self._plan(placements, item, count, mode) if item.groups else None
                     if plan is not None:
-                        found.append((item.latency, plan))
+                        estimated.append((item.latency, plan))
             if request.recompute is None and not search.memory_bound:
                 break
-        found.sort(key=lambda pair: pair[0])
-        return [plan for _, plan in found[:_PLANS]]
+        estimated.sort(key=lambda pair: pair[0])
+        return [plan for _, plan in estimated[:_PLANS]]
 
     def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan | None:
         cuts = [self.profile.layers[bound - 1].name for bound in item.bounds[:-1]]
@@ -185,10 +185,10 @@ class _GroupSearch:
                 for count in sizes:
                     if count >= len(working[giver]):
                         continue
-                    given = working[giver][-count:] if giver < taker else working[giver][:count]
+                    moving = working[giver][-count:] if giver < taker else working[giver][:count]
                     moved = [list(own) for own in working]
-                    moved[giver] = [device for device in working[giver] if device not in given]
-                    moved[taker] = sorted([*working[taker], *given])
+                    moved[giver] = [device for device in working[giver] if device not in moving]
+                    moved[taker] = sorted([*working[taker], *moving])
                     choices += [(moved, {giver: one, taker: other}) for one, other in itertools.product(sizes, sizes)]
         for devices, changed in choices:
             own = [self._grouped(members, changed.get(stage, current[stage])) for stage, members in enumerate(devices)]

@@ -20,6 +20,7 @@ from dapple_tf.planning.stage_cuts import by_memory
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation
 from dapple_tf.units import gib
+from dapple_tf.view.timeline import ALL_REDUCE, FETCH, OFFLOAD, SEND
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def report(
     total = sum(best.busy.values()) or 1.0
     busy = [0.0] * plan.num_stages
     for span in best.spans:
-        if span.device is not None and span.kind not in ("send", "offload", "fetch"):
+        if span.device is not None and span.kind not in (SEND, OFFLOAD, FETCH):
             busy[span.stage] += span.end - span.start
     stages = []
     for stage, devices in enumerate(plan.devices):
@@ -261,8 +262,8 @@ def _stage_name(index: int) -> str:
 def _limit(simulation: Simulation) -> str:
     """Returns the parts of the step's time, longest first."""
     parts: dict[str, float] = {}
-    names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "the optimizer"}
-    names |= dict.fromkeys(("offload", "fetch"), "copies to the host and back")
+    names = {SEND: "transfers", ALL_REDUCE: "all-reduce", "apply": "the optimizer"}
+    names |= dict.fromkeys((OFFLOAD, FETCH), "copies to the host and back")
     for span in simulation.critical_path:
         name = names.get(span.kind, f"computation of stage {span.stage}")
         parts[name] = parts.get(name, 0.0) + span.end - span.start

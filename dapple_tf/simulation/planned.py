@@ -79,12 +79,14 @@ def _check(plan: Plan, schedule: Schedule) -> int:
 
 def _without_links(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Returns the spans of computation; waits for a transfer or a reduction become waits for its own cause."""
-    kept = [span.kind not in LINK_KINDS for span in spans]
-    places = {old: new for new, old in enumerate(index for index, keep in enumerate(kept) if keep)}
+    computes = [span.kind not in LINK_KINDS for span in spans]
+    places = {old: new for new, old in enumerate(index for index, computing in enumerate(computes) if computing)}
 
     def cause(index: int | None) -> int | None:
-        while index is not None and not kept[index]:
+        while index is not None and not computes[index]:
             index = spans[index].cause
         return None if index is None else places[index]
 
-    return tuple(span._replace(cause=cause(span.cause)) for span, keep in zip(spans, kept, strict=True) if keep)
+    return tuple(
+        span._replace(cause=cause(span.cause)) for span, computing in zip(spans, computes, strict=True) if computing
+    )

@@ -149,15 +149,15 @@ def _why_whole(program: Program, stage: Stage, view: Graph, reads: _Reads, varia
         return f"its gradient in stage {stage.index} is dense"
     variables = {v.value for v in program.roles.variables}
     peers = () if program.roles.peers is None else program.roles.peers.refs
-    given = {ref: value for value, ref in stage.arguments.items()}
+    arguments = {ref: value for value, ref in stage.arguments.items()}
     for name in reads.lookups:
         indices = view.inputs(name)[1]
-        body = view.ancestors([indices], given, control=False)
+        body = view.ancestors([indices], arguments, control=False)
         read = {ref for each in body if view.nodes[each].op not in _SHAPES for ref in view.inputs(each)} | {indices}
         stateful = next((each for each in view.ordered(body) if is_stateful(view.nodes[each].op)), None)
         if stateful is not None:
             return f"{where(name)} looks up rows by the result of {view.nodes[stateful].op} {stateful!r}"
-        for value in (given[ref] for ref in read if ref in given):
+        for value in (arguments[ref] for ref in read if ref in arguments):
             if value.kind is not ValueKind.FORWARD or value.ref in variables or value.ref in peers:
                 return f"{where(name)} looks up rows that depend on {value}, which isn't of the batch"
     return ""

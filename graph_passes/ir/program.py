@@ -442,8 +442,8 @@ class Stage:
     @property
     def functions(self) -> tuple[StageFunction, ...]:
         """All its functions, makers of residuals and partial results before their readers."""
-        made = self.indices, self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
-        return tuple(function for function in made if function is not None)
+        own = self.indices, self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
+        return tuple(function for function in own if function is not None)
 
     @property
     def looked_up(self) -> frozenset[str]:

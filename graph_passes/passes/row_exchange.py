@@ -193,8 +193,8 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
     """
     builder = Builder(empty_graph())
     values = builder.append(placeholder("values", variable.dtype))
-    given = builder.append(placeholder("indices", own_dtype))
-    indices = _cast(builder, given, own_dtype, dtype)
+    own_indices = builder.append(placeholder("indices", own_dtype))
+    indices = _cast(builder, own_indices, own_dtype, dtype)
     kind, count = dtype_attr(dtype), variable.shards
     rows = builder.const(variable.storage_shape[0], dtype)
     number = builder.add("number", "FloorDiv", [indices, rows], T=kind)
@@ -209,7 +209,7 @@ def rows_by_shard(name: str, variable: Variable, own_dtype: int, dtype: int) -> 
         for tensor, own in ((values, variable.dtype), (local, dtype))
         for part in _partition(builder, tensor, own, shard, count + 1)[:count]
     ]
-    return outline(name, Graph(builder.graph), [values, given], parts)
+    return outline(name, Graph(builder.graph), [values, own_indices], parts)
 
 
 def _asking(name: str, tables: Sequence[Variable], dtypes: Sequence[int]) -> FunctionDef:
