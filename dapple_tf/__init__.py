@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from dapple_tf.checkpoints.checkpointing import Checkpointing
     from dapple_tf.describe.cluster import Cluster, ClusterError, Device
     from dapple_tf.describe.faults import FaultPolicy
+    from dapple_tf.describe.layer_profile import ProfileError
     from dapple_tf.describe.plan import Plan, PlanError
-    from dapple_tf.describe.profile import Profile, ProfileError
+    from dapple_tf.describe.profile import Profile
     from dapple_tf.errors import (
         CaptureError,
         DappleError,
@@ -66,7 +67,8 @@ _MODULES = {
         "dapple_tf.describe.cluster": "Cluster ClusterError Device",
         "dapple_tf.describe.faults": "FaultPolicy",
         "dapple_tf.describe.plan": "Plan PlanError",
-        "dapple_tf.describe.profile": "Profile ProfileError",
+        "dapple_tf.describe.layer_profile": "ProfileError",
+        "dapple_tf.describe.profile": "Profile",
         "dapple_tf.errors": "CaptureError DappleError DataError NonFiniteLossError StepError "
         "VerificationError WorkerLostError",
         "dapple_tf.frontend.initialization": "deferred_init",

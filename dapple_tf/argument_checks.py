@@ -10,8 +10,9 @@ import keras
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.frontend.model_front import meant
 from dapple_tf.keras_private import items_of

@@ -10,9 +10,10 @@ from typing import Any
 import keras
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import integer
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.keras_private import inner_optimizer
 from dapple_tf.measuring.device_speeds import measure_speeds

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 
 
 def profile_of(

@@ -6,7 +6,8 @@ import pathlib
 from typing import NamedTuple
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Profile, Tensor
 
 LAYERS = ("embedding", "block_0", "block_1", "block_2", "block_3", "logits")
 

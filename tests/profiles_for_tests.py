@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Tensor
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.tracing.step_parts import StepParts, part_of, step_parts
 from dapple_tf.tracing.step_profile import simulated_tasks

@@ -8,8 +8,9 @@ import random
 from test_simulator import random_case
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 
 
 def relayed_case(seed: int) -> tuple[Plan, Profile, Cluster]:

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.simulation.simulator import simulate
 

@@ -11,8 +11,9 @@ import pytest
 from hardware import cluster_of as cluster
 
 from dapple_tf.describe.cluster import Cluster, Device, Link, ReductionLinks, Server
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, NeededLater, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
 from dapple_tf.simulation.cost import CostModel, Message, gib
 from dapple_tf.simulation.stage_cost import StageCosts, stage_cost

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.describe.profile import ZERO, Cost
+from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.measuring.cost_fit import cost_through, nearest_cost, shares
 
 

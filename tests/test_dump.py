@@ -14,7 +14,8 @@ import pytest
 from models_for_tests import classifier, layers, plan, samples, transform, values
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.dumps.dump import dump_model
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.placement_report import placements_report

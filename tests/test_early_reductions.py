@@ -11,8 +11,9 @@ import pytest
 from selection import thorough
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.early_reductions import reduced_early
 from dapple_tf.planning.planner import plan as planned
 from dapple_tf.simulation.simulator import simulate

@@ -19,8 +19,9 @@ from selection import sampled, thorough
 from test_simulator import STRAIGHT, random_case
 
 from dapple_tf.describe.cluster import Cluster, Server
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.measuring import emulated_step, emulator
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import Emulation, emulate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from profiled import mlp
 
-from dapple_tf.describe.profile import ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.measuring.example_batch import ExampleBatch
 
 layers = keras.layers

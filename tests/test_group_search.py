@@ -12,8 +12,9 @@ from hardware import profile_of
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.group_costs import GroupCosts, GroupCostsError, PlacedRange
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.group_search import LEAST_GROUP_GAIN
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find, plan

@@ -20,17 +20,10 @@ from selection import thorough
 from dapple_tf import data_files
 from dapple_tf.checkpoints.checkpoint_manifest import FORMAT_WITHOUT_DIGEST, CheckpointError, Entry, Manifest, Shard
 from dapple_tf.describe.cluster import Cluster, ClusterError
+from dapple_tf.describe.layer_profile import Cost, LayerBuffers, LayerProfile, ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport, StageReport
-from dapple_tf.describe.profile import (
-    Cost,
-    LayerBuffers,
-    LayerProfile,
-    Profile,
-    ProfileError,
-    SharedParameters,
-    Tensor,
-)
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.describe.profile_text import load_text
 from dapple_tf.measuring.profile_cache import read_profile
 

@@ -8,7 +8,7 @@ from profiled import captured
 from programs import HOST, layout, staged, step_of, two_layers, updated
 from tensorflow.core.framework import step_stats_pb2, types_pb2
 
-from dapple_tf.describe.profile import ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.capture import build
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable

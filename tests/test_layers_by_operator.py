@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from profiled import captured, mlp
 
-from dapple_tf.describe.profile import ZERO, LayerProfile, Profile
+from dapple_tf.describe.layer_profile import ZERO, LayerProfile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators

@@ -10,7 +10,8 @@ import pytest
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.example_batch import ExampleBatch
 

@@ -13,7 +13,8 @@ import pytest
 from selection import sampled
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, LayerProfile
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_buffers import stage_buffers
 from dapple_tf.tools.evaluation import check_memory

@@ -13,7 +13,7 @@ import tensorflow as tf
 from models_for_tests import Pair, assert_close, assert_same_values, classifier, plan, samples, transform
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import Cost, LayerProfile
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.frontend.batch_sizes import BatchSizes
 
 X, Y, W = samples(21)

@@ -17,8 +17,9 @@ from profiled import mlp
 
 import dapple_tf as dapple
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
     largest_reverse_first_k,

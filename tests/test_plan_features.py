@@ -10,8 +10,9 @@ import pytest
 from hardware import cluster_of, profile_of
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, Profile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.features import FEATURES, NAMES, restraints
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES
 from dapple_tf.planning.planner import plan

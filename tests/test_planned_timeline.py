@@ -12,8 +12,9 @@ from hardware import cluster_of, plan_of
 from schedule_runs import execute, there_and_back, vee
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.joint import JOINT
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule
 from dapple_tf.simulation.planned import planned

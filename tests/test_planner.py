@@ -13,8 +13,9 @@ import pytest
 from hardware import cluster_of, profile_of
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.describe.profile_text import load_text
 from dapple_tf.planning.plan_reasons import shape, single_device_seconds
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES

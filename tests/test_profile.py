@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile, ProfileError, SharedParameters, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater, ProfileError
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 
 FULL = LayerProfile(
     name="dense, größer",

@@ -13,7 +13,8 @@ import pytest
 import zoo
 from profiled import captured, mlp
 
-from dapple_tf.describe.profile import ZERO, LayerProfile, Profile
+from dapple_tf.describe.layer_profile import ZERO, LayerProfile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.profile_cache import cache_directory, graph_hash, write_profile
 from dapple_tf.measuring.profiler import profile
 

@@ -11,7 +11,8 @@ from conftest import Within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile, ProfileError
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.describe.profile_text import load_text, parse_text, to_text
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "profiles"

@@ -16,7 +16,8 @@ import zoo
 from profiled import captured, mlp
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import ZERO, Profile, ProfileError
+from dapple_tf.describe.layer_profile import ZERO, ProfileError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.time_budget import TimeBudget
 from graph_passes.ir.program import VariableKind

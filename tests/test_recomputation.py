@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from programs import staged, two_layers
 
-from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater
+from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
 from dapple_tf.measuring.recomputation import needed_later, with_recomputation
 
 

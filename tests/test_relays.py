@@ -13,8 +13,9 @@ from hardware import cluster_of
 from relayed_plans import relayed_case
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost, LayerBuffers, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerBuffers, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.planner import plan as planned
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg

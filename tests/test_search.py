@@ -10,8 +10,9 @@ import pytest
 from hardware import cluster_of
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.search import Search, coarsened

@@ -13,8 +13,9 @@ import pytest
 from hardware import cluster_of, profile_of
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.plan_request import PlanRequest

@@ -14,8 +14,9 @@ from hardware import cluster_of as cluster
 from schedule_runs import there_and_back
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.schedules.schedules import POLICIES, in_flight, make_schedule
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, last_gradients, run, simulate

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.stage_cuts import balanced, by_memory, by_time
 
 

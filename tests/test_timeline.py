@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.joint import JOINT
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Lane, Span, Timeline, covered

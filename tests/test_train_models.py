@@ -24,7 +24,8 @@ from selection import sampled
 
 import dapple_tf as dapple
 from dapple_tf import automatic
-from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Tensor
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.layer_cuts import layer_stages

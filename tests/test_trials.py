@@ -8,8 +8,9 @@ import random
 import pytest
 from hardware import cluster_of, profile_of
 
+from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import ALL_REDUCE, Plan, PlanError
-from dapple_tf.describe.profile import Cost, Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.early_reductions import early_reductions
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.simulation.cost import CostModel

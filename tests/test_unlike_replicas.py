@@ -13,7 +13,8 @@ from keras import layers
 from selection import thorough
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Tensor
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode
 

@@ -15,8 +15,9 @@ import pytest
 from hardware import cluster_of as devices
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.measuring.emulator import emulate
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate

@@ -29,7 +29,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from dapple_tf.data_files import read_text
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, ProfileError, Tensor
+from dapple_tf.describe.layer_profile import Cost, LayerProfile, ProfileError
+from dapple_tf.describe.profile import Profile, Tensor
 
 _SEPARATOR = " -- "
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import keras
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError

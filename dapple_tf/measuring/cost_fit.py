@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.describe.profile import ZERO, Cost
+from dapple_tf.describe.layer_profile import ZERO, Cost
 
 _LEAST_WEIGHED = 1e-3
 """Times below this part of the longest get no more weight: their errors would count too much."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.describe.cluster import Cluster, ClusterError
-from dapple_tf.describe.profile import ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable

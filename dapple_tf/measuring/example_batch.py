@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.describe.profile import ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
 from dapple_tf.keras_private import compiled_loss
 from dapple_tf.measuring.open_lengths import chosen_length

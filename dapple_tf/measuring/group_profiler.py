@@ -19,8 +19,9 @@ import numpy as np
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.group_costs import GroupCosts, PlacedRange
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture, check_model

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dapple_tf.describe.profile import LayerBuffers, Tensor
+from dapple_tf.describe.layer_profile import LayerBuffers
+from dapple_tf.describe.profile import Tensor
 from dapple_tf.measuring.cost_fit import cost_through
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind

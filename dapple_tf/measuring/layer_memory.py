@@ -16,7 +16,8 @@ from typing import Any
 
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, ProfileError, SharedParameters, Tensor
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, ProfileError
+from dapple_tf.describe.profile import SharedParameters, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_buffers import buffers_of, fitted

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dapple_tf.describe.profile import ZERO, Cost
+from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.measuring.cost_fit import cost_through
 from dapple_tf.measuring.layer_memory import stage_shapes
 from graph_passes.analysis.table_lookups import row_tables, with_lookups

@@ -11,7 +11,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.cost_fit import cost_through

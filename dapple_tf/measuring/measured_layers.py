@@ -8,7 +8,8 @@ import time
 
 import numpy as np
 
-from dapple_tf.describe.profile import Cost, LayerProfile, NeededLater, Profile
+from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
+from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.measuring.cost_fit import nearest_cost, shares
 from dapple_tf.measuring.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from dapple_tf.describe.profile import ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable

@@ -11,8 +11,8 @@ import keras
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import ProfileError
 from dapple_tf.execution.builds import StepKind
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.capture import Mode, check_model

@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.example_batch import ExampleBatch
 from graph_passes.ir.graph import POSITION_ATTR, NodeDef
 from graph_passes.ir.program import Program

@@ -19,7 +19,8 @@ import keras
 import numpy as np
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.profile import METHODS, ZERO, LayerProfile, Profile, ProfileError
+from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
+from dapple_tf.describe.profile import METHODS, Profile
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.variables import VariableTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.describe.profile import LayerProfile, NeededLater
+from dapple_tf.describe.layer_profile import LayerProfile, NeededLater
 from graph_passes.analysis.recomputed_nodes import needed_from
 from graph_passes.ir.program import Program
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.group_costs import Relative
+from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, Profile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.schedules.schedule_request import ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import AllReduceTime, all_reduce_time, exchange_time

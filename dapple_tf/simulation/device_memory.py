@@ -11,7 +11,8 @@ from graph_passes.ir.offloading import MOST_SLICES
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
-    from dapple_tf.describe.profile import LayerProfile, SharedParameters
+    from dapple_tf.describe.layer_profile import LayerProfile
+    from dapple_tf.describe.profile import SharedParameters
     from dapple_tf.simulation.cost import CostModel
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import ZERO, Cost, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from graph_passes.ir.relays import sources_of
 
 

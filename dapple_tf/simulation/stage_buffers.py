@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, LayerProfile
+from dapple_tf.describe.profile import Profile, Tensor
 from graph_passes.ir.tasks import Phase
 
 

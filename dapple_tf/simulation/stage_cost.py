@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
 from dapple_tf.describe.plan_values import OFFLOAD
-from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.placed_stages import PlacedStages
 from dapple_tf.simulation.stage_buffers import StageBuffers, stage_buffers
 

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
 from dapple_tf.planning.early_reductions import reduced_early

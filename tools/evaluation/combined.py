@@ -18,7 +18,7 @@ import keras
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile import ZERO, LayerProfile
+from dapple_tf.describe.layer_profile import ZERO, LayerProfile
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dapple_tf.describe.profile import LayerProfile, Profile
+from dapple_tf.describe.layer_profile import LayerProfile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.operators.flops import (
     CONV,
     CONV_FILTER,

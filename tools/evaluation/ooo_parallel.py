@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.devices import Link, ReductionLinks
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import ALL_REDUCE, Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.simulation.all_reduce import all_reduce_time

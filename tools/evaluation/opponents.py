@@ -25,8 +25,9 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.early_reductions import cut_trials
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.schedules.schedule_request import ScheduleError

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.profile import Cost, Profile, Tensor
+from dapple_tf.describe.layer_profile import Cost
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
 
 PROFILES = pathlib.Path(__file__).resolve().parents[2] / "docs" / "profiles"

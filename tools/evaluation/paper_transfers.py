@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Sequence
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, TABLE_4, Partition, hardware, paper_partitions
 from dapple_tf.tools.evaluation.paper_outcomes import Record

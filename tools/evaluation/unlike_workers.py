@@ -29,7 +29,8 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.clusters.connection import connected
-from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.profile import Profile
 from dapple_tf.models.resnet import resnet
 from dapple_tf.models.vgg import vgg
 from dapple_tf.planning.shares import with_shares
