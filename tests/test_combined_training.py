@@ -105,10 +105,13 @@ def test_statistics_of_gradients_have_a_place_in_the_queue() -> None:
         groups = profiled(model)[1].pieces().groups
         assert groups is not None
         ranges.append(groups.ranges)
+    last = max(places.stop for places in ranges[0])
     for without, measured in zip(*ranges, strict=True):
-        assert measured.forward == pytest.approx(without.forward) and measured.forward > 0
-        assert measured.backward == pytest.approx(without.backward, rel=0.05)  # Metrics come before it.
-        assert measured.apply == pytest.approx(without.apply, rel=0.05) and measured.apply > 0
+        if measured.stop == last:  # The layer with the metrics, which may be placed otherwise because of them.
+            assert measured.whole == pytest.approx(without.whole, rel=0.05)
+        else:
+            assert measured == without
+        assert measured.forward > 0 and measured.backward > 0 and measured.apply > 0
 
 
 def test_other_times_of_operators_are_searched_anew() -> None:

@@ -78,13 +78,13 @@ def range_costs(
 
 _RANKS: Mapping[NodeKind | None, int] = {
     NodeKind.FORWARD: 1,
-    NodeKind.METRICS: 1,
-    NodeKind.BACKWARD: 2,
-    NodeKind.STATISTICS: 3,
-    NodeKind.APPLY: 3,
+    NodeKind.METRICS: 2,
+    NodeKind.BACKWARD: 3,
+    NodeKind.STATISTICS: 4,
+    NodeKind.APPLY: 4,
 }
-"""Tasks in the order in which they run, metrics before the backward, which waits for them; what connects them, such as
-the reading of variables, comes before."""
+"""Tasks in the order in which they run, metrics between the forward and the backward, which waits for them; what
+connects tasks, such as the reading of variables, comes before."""
 
 
 def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str, NodeKind | None]) -> list[int]:
