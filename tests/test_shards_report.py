@@ -29,10 +29,14 @@ def test_what_is_simulated_is_as_stored(replicas: int) -> None:
 
 
 def test_ratios_are_within_a_turn() -> None:
-    def row(steps: list[float], predicted: float, peak: float) -> dict[str, Any]:
-        return {"steps": steps, "predicted": predicted, "peak_bytes": peak}
+    def row(way: str, steps: list[float], predicted: float, peak: float) -> dict[str, Any]:
+        return {"way": way, "steps": steps, "predicted": predicted, "peak_bytes": peak}
 
-    rows = [row([1.0, 4.0, 3.0], 1.1, 90e6), row([1.0, 2.0, 1.5], 1.0, 80e6)]
+    rows = [
+        row("none", [1.0, 4.0, 3.0], 1.1, 90e6),
+        row("slots", [1.0, 2.0, 1.5], 1.0, 80e6),
+        row("slots, parameters", [2.0, 4.0, 6.0], 2.2, 75e6),
+    ]
     table = measured_table([{"hosts": 2, "rate_mbit": 200.0, "parameter_bytes": 10e6, "rows": rows}])
-    ratios = "3000 | 1500 | 2.000 (1.500 to 2.000) | 1100, 1000 | 1.100"
-    assert f"| 2 | 200 | 10.0 | {ratios} | 90.0 | 80.0 | 10.0 | 10.0 |" in table
+    assert "| 2 | 200 | 10.0 | slots | 1500 | 2.000 (1.500 to 2.000) | 1000 | 1.100 | 80.0 | 10.0 | 10.0 |" in table
+    assert "| slots, parameters | 4000 | 0.500 (0.500 to 0.750) | 2200 | 0.500 | 75.0 | 15.0 | 15.0 |" in table

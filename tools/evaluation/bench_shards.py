@@ -1,9 +1,9 @@
-"""What the optimizer's slots in shards save and cost (`Plan.optimizer_shards`). Needs root but for --rates=.
+"""What shards save and cost: `Plan.optimizer_shards`, and `Plan.parameter_shards` besides. Needs root but for --rates=.
 
     python -m tools.evaluation.bench_shards --rates=200,1000 --json=docs/results/shards.json
 
-Measured: data parallelism over hosts of one device each, with whole slots on each and in shards, a step of either in
-turns. Hosts are network namespaces with real workers, joined by links that `tc tbf` limits to --rates Mbit/s. Memory is
+Measured: data parallelism over hosts of one device each, with everything on each, the optimizer's slots in shards, and
+parameters, too, a step of each in turns. Hosts are network namespaces with real workers, joined by links that `tc tbf` limits to --rates Mbit/s. Memory is
 the peak of a device by allocation records of a traced step, on top of what it keeps between steps. "predicted" is the
 simulation by a profile of the model and the measured links.
 
@@ -31,7 +31,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, numbers, write_results
 from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.evaluation.paper_experiments import encoder_layers, largest_bert
-from dapple_tf.tools.evaluation.shards_report import measured_table, simulated_table
+from dapple_tf.tools.evaluation.shards_report import WAYS, measured_table, simulated_table
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _HOSTS = flags.DEFINE_list("hosts", ["2", "4"], "Numbers of hosts, with one device each.")
@@ -47,8 +47,6 @@ _UNCOUNTED = 3
 """Steps that warm everything up."""
 _DEVICES = 8
 """Devices of the simulated pipelines."""
-WAYS = {"whole": False, "shards": True}
-"""Name of a way -> `Plan.optimizer_shards`."""
 
 
 def model_of(width: int) -> keras.Model:
@@ -61,7 +59,7 @@ def model_of(width: int) -> keras.Model:
 
 
 def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Trains in both ways and measures; runs in the first host."""
+    """Trains in all ways and measures; runs in the first host."""
     width, hosts = task["width"], len(task["addresses"])
     batch = task["samples"] * hosts
     random = np.random.default_rng(0)
@@ -76,7 +74,7 @@ def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
             way: dapple.transform(
                 model_of(width),
                 cluster,
-                dapple.Plan.data_parallel(hosts, batch, optimizer_shards=shards),
+                dapple.Plan.data_parallel(hosts, batch, **shards),
                 profile=profile,
             )
             for way, shards in WAYS.items()
@@ -120,23 +118,22 @@ REPLICAS = (1, 2, 4, 8)
 
 
 def simulated(counts: Sequence[int] = REPLICAS) -> list[dict[str, Any]]:
-    """Returns the largest BERT on eight V100s in pipelines with replicas, with whole slots and with shards."""
+    """Returns the largest BERT on eight V100s in pipelines with replicas, with all on each and with shards."""
     rows = []
     for replicas in counts:
         whole = largest_bert(_DEVICES, 1, replicas)
-        rows.append(_row(whole, replicas, None))
-        if replicas > 1:
-            same = dataclasses.replace(whole.plan, optimizer_shards=True)
-            slower = _seconds(CostModel(same, whole.profile, whole.cluster)) / _seconds(whole)
-            rows.append(_row(largest_bert(_DEVICES, 1, replicas, optimizer_shards=True), replicas, slower))
+        for way, shards in WAYS.items() if replicas > 1 else [("none", {})]:
+            same = CostModel(dataclasses.replace(whole.plan, **shards), whole.profile, whole.cluster)
+            costs = largest_bert(_DEVICES, 1, replicas, **shards) if shards else whole
+            rows.append(_row(costs, replicas, way, _seconds(same) / _seconds(whole) if shards else None))
     return rows
 
 
-def _row(costs: CostModel, replicas: int, slower: float | None) -> dict[str, Any]:
+def _row(costs: CostModel, replicas: int, way: str, slower: float | None) -> dict[str, Any]:
     return {
         "stages": _DEVICES // replicas,
         "replicas": replicas,
-        "slots": "shards" if costs.plan.optimizer_shards else "whole",
+        "way": way,
         "layers": encoder_layers(costs),
         "billion_parameters": costs.profile.parameter_bytes / 4e9,
         "samples_per_s": costs.plan.global_batch_size / _seconds(costs),

@@ -19,8 +19,15 @@ FLAGS = flags.FlagValues()
 
 _JSON = flags.DEFINE_string("json", "docs/results/shards.json", "Numbers of bench_shards.", flag_values=FLAGS)
 
+WAYS: Mapping[str, Mapping[str, bool]] = {
+    "none": {},
+    "slots": {"optimizer_shards": True},
+    "slots, parameters": {"optimizer_shards": True, "parameter_shards": True},
+}
+"""What is in shards -> options of the plan."""
+
 _HEAD = """\
-# Slots in shards
+# Slots and parameters in shards
 
 Written by `python -m tools.evaluation.shards_report` from shards.json, which these runs wrote; the load is the mean
 number of processes that wanted a core in a run's last minute, its own among them:
@@ -30,16 +37,17 @@ number of processes that wanted a core in a run's last minute, its own among the
 ## Measured: data parallelism over slow links
 
 Eight dense layers with Adam, whose slots take twice the parameters' bytes, on network namespaces with a worker each
-and a core, or half of one on four hosts; `tc tbf` limits the links. Steps with whole slots on every replica and with
-slots in shards take turns; the ratio is that of the two steps of a turn, median and quartiles. "Predicted" is the
-simulation by a profile of the model and the measured links. The peak is that of the fuller device, by
-allocation records of a traced step on top of what the device keeps between steps; of n replicas each saves
-(n - 1) / n of the slots, and what the update of these would need besides.
+and a core, or half of one on four hosts; `tc tbf` limits the links. Steps with nothing, the optimizer's slots, and
+parameters, too, in shards take turns; the ratio is that of the steps of a turn, median and quartiles. "Predicted" is the
+simulation by a profile of the model and the measured links. The peak is that of the fullest device, by allocation
+records of a traced step on top of what the device keeps between steps; of n replicas each keeps an n-th of what is in
+shards, which saves what the last column says, and what the update of the rest would need besides.
 
 {measured}
 
-Both ways send as many bytes. What shards gain in time is the update, of which each replica makes an n-th: next to
-nothing where the link is what steps wait for.
+All ways send as many bytes: what gradients in shards save, parameters cost, which are gathered after the update, or
+where they are in shards before the first forward. What shards gain in time is the update, of which each replica makes
+an n-th: next to nothing where the link is what steps wait for.
 
 ## Simulated: the largest BERT on eight V100s of 16 GB
 
@@ -50,59 +58,51 @@ shards, with shards over without.
 {simulated}
 
 The more replicas, the more of each device are slots, and the more shards make room for; one stage for each device
-still holds the most, and computes the fewest samples a second.
+still holds the most, and computes the fewest samples a second. Parameters in shards make room between steps only: while
+a step runs, each device has all parameters of its stage, gathered, besides its own shard, so that fewer layers fit than
+with slots in shards alone.
 """
 
 
 def measured_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what was measured, as Markdown: a line for each number of hosts and rate of the links."""
+    """Returns what was measured, as Markdown: a line for each number of hosts, rate of the links, and way."""
     rows: list[tuple[object, ...]] = [
         (
-            *("hosts", "Mbit/s", "MB of gradients", "whole, ms", "shards, ms", "whole / shards"),
-            *(
-                "predicted ms",
-                "predicted ratio",
-                "peak, whole, MB",
-                "peak, shards, MB",
-                "saved, MB",
-                "of these slots, MB",
-            ),
+            *("hosts", "Mbit/s", "MB of gradients", "in shards", "step, ms", "none / this"),
+            *("predicted ms", "predicted ratio", "peak, MB", "saved, MB", "of these in others' shards, MB"),
         )
     ]
     for record in records:
-        whole, shards = record["rows"]
-        times = (f"{statistics.median(row['steps']) * 1e3:.0f}" for row in (whole, shards))
-        predicted = ", ".join(f"{row['predicted'] * 1e3:.0f}" for row in (whole, shards))
-        peaks = whole["peak_bytes"], shards["peak_bytes"]
-        rows.append(
-            (
-                *(record["hosts"], f"{record['rate_mbit']:g}", f"{record['parameter_bytes'] / 1e6:.1f}", *times),
-                *(
-                    ratios(whole["steps"], shards["steps"]),
-                    predicted,
-                    f"{whole['predicted'] / shards['predicted']:.3f}",
-                ),
-                *(f"{size / 1e6:.1f}" for size in (*peaks, peaks[0] - peaks[1], _slots_saved(record))),
-            )
-        )
+        whole = record["rows"][0]
+        for row in record["rows"]:
+            setting = (record["hosts"], f"{record['rate_mbit']:g}", f"{record['parameter_bytes'] / 1e6:.1f}", row["way"])
+            times = f"{statistics.median(row['steps']) * 1e3:.0f}", f"{row['predicted'] * 1e3:.0f}"
+            saved = whole["peak_bytes"] - row["peak_bytes"], _in_others_shards(record, row["way"])
+            sizes = f"{row['peak_bytes'] / 1e6:.1f}", *(f"{size / 1e6:.1f}" for size in saved)
+            if row is whole:
+                rows.append((*setting, times[0], "", times[1], "", sizes[0], "", ""))
+            else:
+                ratio = f"{whole['predicted'] / row['predicted']:.3f}"
+                rows.append((*setting, times[0], ratios(whole["steps"], row["steps"]), times[1], ratio, *sizes))
     return markdown(rows)
 
 
-def _slots_saved(record: Mapping[str, Any]) -> float:
-    """Returns the bytes of Adam's slots that a replica doesn't keep."""
-    return float(2 * record["parameter_bytes"] * (1 - 1 / record["hosts"]))
+def _in_others_shards(record: Mapping[str, Any], way: str) -> float:
+    """Returns the bytes of Adam's slots, and parameters, that a replica doesn't keep."""
+    copies = 2 * WAYS[way].get("optimizer_shards", False) + WAYS[way].get("parameter_shards", False)
+    return float(copies * record["parameter_bytes"] * (1 - 1 / record["hosts"]))
 
 
 def simulated_table(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns what was simulated, as Markdown: a line for each pipeline."""
     rows: list[tuple[object, ...]] = [
-        ("stages", "replicas", "slots", "encoder layers", "billion parameters", "samples/s", "same model")
+        ("stages", "replicas", "in shards", "encoder layers", "billion parameters", "samples/s", "same model")
     ]
     for record in records:
         same = record["same_model"]
         rows.append(
             (
-                *(record[key] for key in ("stages", "replicas", "slots", "layers")),
+                *(record[key] for key in ("stages", "replicas", "way", "layers")),
                 *(f"{record['billion_parameters']:.2f}", f"{record['samples_per_s']:.2f}"),
                 "" if same is None else f"{same:.3f}",
             )
