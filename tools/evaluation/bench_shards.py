@@ -3,9 +3,9 @@
     python -m tools.evaluation.bench_shards --rates=200,1000 --json=docs/results/shards.json
 
 Measured: data parallelism over hosts of one device each, with everything on each, the optimizer's slots in shards, and
-parameters, too, a step of each in turns. Hosts are network namespaces with real workers, joined by links that `tc tbf` limits to --rates Mbit/s. Memory is
-the peak of a device by allocation records of a traced step, on top of what it keeps between steps. "predicted" is the
-simulation by a profile of the model and the measured links.
+parameters, too, a step of each in turns. Hosts are network namespaces with real workers, joined by links that `tc tbf`
+limits to --rates Mbit/s. Memory is the peak of a device by allocation records of a traced step, on top of what it keeps
+between steps. "predicted" is the simulation by a profile of the model and the measured links.
 
 Simulated: the largest BERT on eight V100s of 16 GB, as in DAPPLE's Table 7, in pipelines of fewer stages with replicas.
 """
@@ -74,10 +74,10 @@ def _measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
             way: dapple.transform(
                 model_of(width),
                 cluster,
-                dapple.Plan.data_parallel(hosts, batch, **shards),
+                dapple.Plan.data_parallel(hosts, batch, optimizer_shards=slots, parameter_shards=parameters),
                 profile=profile,
             )
-            for way, shards in WAYS.items()
+            for way, (slots, parameters) in WAYS.items()
         }
         for _ in range(task["steps"] + _UNCOUNTED):
             for trainer in trainers.values():
@@ -122,10 +122,13 @@ def simulated(counts: Sequence[int] = REPLICAS) -> list[dict[str, Any]]:
     rows = []
     for replicas in counts:
         whole = largest_bert(_DEVICES, 1, replicas)
-        for way, shards in WAYS.items() if replicas > 1 else [("none", {})]:
-            same = CostModel(dataclasses.replace(whole.plan, **shards), whole.profile, whole.cluster)
-            costs = largest_bert(_DEVICES, 1, replicas, **shards) if shards else whole
-            rows.append(_row(costs, replicas, way, _seconds(same) / _seconds(whole) if shards else None))
+        rows.append(_row(whole, replicas, "none", None))
+        for way, (slots, parameters) in WAYS.items():
+            if replicas > 1 and slots:
+                same = dataclasses.replace(whole.plan, optimizer_shards=slots, parameter_shards=parameters)
+                slower = _seconds(CostModel(same, whole.profile, whole.cluster)) / _seconds(whole)
+                larger = largest_bert(_DEVICES, 1, replicas, optimizer_shards=slots, parameter_shards=parameters)
+                rows.append(_row(larger, replicas, way, slower))
     return rows
 
 

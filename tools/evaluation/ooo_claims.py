@@ -9,8 +9,7 @@ A claim is
 * reproduced otherwise: neither, but it is reproduced under the one other setting that counts for all claims of its
   figure (`FIGURE_10`, `FIGURE_13`);
 * not reproduced: none of these, whether too small or too large;
-* with a part left out: our arithmetic leaves out what could only add to it (`Claim.partial`), and it isn't too large
-  already;
+* with a part left out: our arithmetic leaves out what could only add to it (`Claim.partial`);
 * at a guessed size: it would be one of the first three, but at sizes of a model that the paper doesn't give.
 
 A range over several rows is two claims, about the least and about the most row; where the paper has another claim
@@ -32,6 +31,8 @@ REPRODUCED, NEAR, OTHERWISE, NOT = "reproduced", "near", "reproduced otherwise",
 PARTLY, GUESSED, IN_UNITS = "with a part left out", "at a guessed size", "schedules in units"
 BANDS = {REPRODUCED: (BAND, GAIN), NEAR: (NEAR_BAND, NEAR_GAIN)}
 """Status -> the fraction of the paper's number that ours may be off, and the most that gains may differ, either way."""
+_CLOSE = 0.2
+"""Share of a band next to its limits in which a number is close to them."""
 STATUSES = (REPRODUCED, NEAR, OTHERWISE, NOT, PARTLY, GUESSED, IN_UNITS)
 
 FIGURE_10 = {
@@ -70,7 +71,7 @@ class Claim:
         speedup: whether it is a speedup, so that the gain over 1 counts, too.
         others: (setting, number) under other settings; only the first one counts.
         why: why it isn't reproduced.
-        partial: whether our number leaves out what could only add to it; then it doesn't count, unless it is too large.
+        partial: whether our number leaves out what could only add to it; then it doesn't count.
         guessed: whether sizes of the model are guesses.
         units: whether it is about a schedule in units of time, which no model of hardware is in.
     """
@@ -96,7 +97,7 @@ class Claim:
     def status(self) -> str:
         """One of `STATUSES`."""
         if self.partial:
-            return PARTLY if self.ours is not None and self.ours < self.low else NOT
+            return PARTLY
         status = self.verdict(self.ours)
         if status == NOT and self.others and self.verdict(self.others[0][1]) == REPRODUCED:
             status = OTHERWISE
@@ -110,7 +111,17 @@ class Claim:
         if self.status == OTHERWISE:
             setting, number = self.others[0]
             return f"{setting}: {number:.3f}"
+        if self.partial and self.ours is not None and self.ours >= self.low:
+            return f"as large without that part, so that it is too large: {self.why}"
         return "" if self.status in (REPRODUCED, IN_UNITS) else self.why
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it is reproduced or near, and wouldn't be in bands that are a fifth narrower."""
+        if self.status not in BANDS or self.ours is None:
+            return False
+        band, gain = BANDS[self.status]
+        return not self._within(self.ours, (1 - _CLOSE) * band, gain ** (1 - _CLOSE))
 
     def verdict(self, number: float | None) -> str:
         """Returns the status of a number by itself: reproduced, near or not reproduced."""

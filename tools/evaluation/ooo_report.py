@@ -240,7 +240,7 @@ _MEANING = {
         "figure 13, the scripts' micro-batches"
     ),
     NOT: "further off, whether too small or too large",
-    PARTLY: "not counted: our arithmetic, without the second stream that the paper's has, gives less",
+    PARTLY: "not counted: our arithmetic is without the second stream that the paper's has",
     GUESSED: "not counted: would be reproduced or near, at sizes of a model that the paper doesn't give",
     IN_UNITS: "not counted: schedules drawn in units of time are as in the paper, which shows nothing of hardware",
 }
@@ -280,6 +280,8 @@ def _summary(records: Records, judged: Sequence[Claim]) -> str:
         "",
     ]
     lines += [f"* {row['model']}, {row['network']}: {factor:.2f} times as fast: {row['plan']}" for row, factor in ahead]
+    close = "; ".join(f"{_line(claim)}, {claim.status}" for claim in judged if claim.is_close)
+    lines += ["", f"**Close to the limits** of its band, within a fifth of it: {close or 'none'}."]
     lines += ["", _tally(judged), "", _bubbles(records), "", _parts(records), "", _one_gpu(records)]
     fitted = ", ".join(str(records["figure_4"][0][name]) for name in records["figure_4"][0] if name[1:2] == ":")
     lines += [
@@ -371,7 +373,7 @@ def _reason(claim: Claim) -> str:
         return f"*{claim.others[0][0]}*: "
     if claim.status == REPRODUCED:
         return f"{claim.place[0].upper()}{claim.place[1:]}: "
-    return f"*{claim.why}*: " if claim.why else ""
+    return f"*{claim.remark}*: " if claim.remark else ""
 
 
 def _line(claim: Claim) -> str:

@@ -242,11 +242,18 @@ def _row_of_table_5(row: Row) -> PaperRow | None:
 
 
 def _once(figures: Sequence[_Figure]) -> Iterator[Claim]:
-    """Joins the figures that stand against one number of ours, in whichever tables: the worst verdict counts, once."""
-    alike: dict[tuple[str, float, float], list[_Figure]] = {}
+    """Joins the figures that stand against one number of ours, in whichever tables: the worst verdict counts, once.
+
+    Numbers are one if they are written alike, and computed from steps of which neither differs by `SAME_STEP`.
+    """
+    alike: list[list[_Figure]] = []
     for figure in figures:
-        alike.setdefault((figure.claim.ours, *figure.seconds), []).append(figure)
-    for some in alike.values():
+        same = next((some for some in alike if _is_same(some[0], figure)), None)
+        if same is None:
+            alike.append([figure])
+        else:
+            same.append(figure)
+    for some in alike:
         worst = max((figure.claim for figure in some), key=lambda claim: OF_THE_PAPER.index(claim.verdict))
         names: dict[str, list[str]] = {}
         for figure in some:
@@ -254,6 +261,11 @@ def _once(figures: Sequence[_Figure]) -> Iterator[Claim]:
         name = "; ".join(text.format(_and(whose)) for text, whose in names.items())
         papers = "; ".join(figure.claim.paper for figure in some)
         yield dataclasses.replace(worst, part=some[0].claim.part, name=name, paper=papers)
+
+
+def _is_same(one: _Figure, other: _Figure) -> bool:
+    pairs = zip(one.seconds, other.seconds, strict=True)
+    return one.claim.ours == other.claim.ours and all(abs(a - b) < SAME_STEP * a for a, b in pairs)
 
 
 def _and(words: Sequence[str]) -> str:

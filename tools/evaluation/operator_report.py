@@ -265,18 +265,19 @@ def _where_it_pays(sweep: Sequence[Towers]) -> str:
             ", ".join(f"{one.samples:,}" for one in some if getattr(one, form) > one.fd_dps * _PAYS) or "none"
             for form in ("best", "shared", "single")
         )
+        slow = ", ".join(f"{one.samples:,}" for one in some if one.best > one.single) or "none"
+        same = ", ".join(f"{one.samples:,}" for one in some if one.fd_dps == one.graph) or "none"
         texts.append(
             f"on {devices} devices with {pays} samples, over updates shared out with {still}, over one device with "
-            f"{alone}"
+            f"{alone} (both forms are slower than one device with {slow}; FD-DPS is data parallelism's graph with "
+            f"{same})"
         )
     size = max((one.gradient_bytes for one in sweep), default=0.0)
     return (
         f"The model *wide_towers* of [operator_workers.md](operator_workers.md), which reads little and has "
         f"{size / 1e6:.0f} MB of gradients, whatever the batch. FD-DPS is faster than both forms of data "
-        f"parallelism by more than {_PAYS - 1:.0%} {'; '.join(texts)}; with few samples both are slower "
-        f"than one device, over which it gains less, and in between "
-        f"it is data parallelism's graph. With 16 and 64 samples `data_parallel` doesn't reduce all gradients, so that "
-        f"they aren't here. No claim of the paper's."
+        f"parallelism by more than {_PAYS - 1:.0%} {'; '.join(texts)}. With 16 and 64 samples `data_parallel` doesn't "
+        f"reduce all gradients, so that they aren't here. No claim of the paper's."
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dapple_tf.tools.evaluation.paper_models import FIGURE_11, FIGURE_11_LARGEST, FIGURE_11_MODELS
+from dapple_tf.tools.evaluation.paper_models import FIGURE_11, FIGURE_11_LARGEST, FIGURE_11_MODELS, TABLE_4
 from dapple_tf.tools.evaluation.paper_outcomes import times_of
 from dapple_tf.tools.evaluation.paper_verdicts import (
     NEAR,
@@ -30,6 +30,8 @@ from dapple_tf.tools.evaluation.paper_verdicts import (
 )
 
 PAPERS = "the paper's plans"
+_PARALLEL = {(row.model, row.config) for row in TABLE_4 if row.plan == "DP"}
+"""Models and configurations for which the paper's plan is data parallelism."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ WAYS = {
 
 
 def pair(results: Results, setting: Setting, model: str, config: str, opponent: str = BEST) -> tuple[Any, Any] | None:
-    """Returns the records of the plan and of data parallelism, `BEST` or `ALL`; None without results."""
+    """Returns the records of the plan and of data parallelism, `BEST` or `ALL`; None without results.
+
+    Where the paper's plan is data parallelism, too, it has as many devices as its opponent.
+    """
     usual = f"table 4: {model}/{config}"
     keys = {
         "Table 4's GBS": usual,
@@ -82,7 +87,10 @@ def pair(results: Results, setting: Setting, model: str, config: str, opponent: 
         "flat ring": f"figure 11, flat ring: {model}" if config == "A" else usual,  # one device in each server of B, C
     }
     record = results.get(keys[setting.batch])
-    return None if record is None or record[opponent] is None else (record[setting.plans], record[opponent])
+    if record is None or record[opponent] is None:
+        return None
+    plan = opponent if setting.plans == "paper" and (model, config) in _PARALLEL else setting.plans
+    return record[plan], record[opponent]
 
 
 def average(results: Results, setting: Setting, config: str, opponent: str = BEST) -> float | None:

@@ -132,7 +132,7 @@ def number(
 
 
 def joined(name: str, parts: Sequence[tuple[str, Claim]]) -> Claim:
-    """Returns one claim of several that rest on one number of ours: the worst verdict counts, once.
+    """Returns one claim of several that rest on one number, of ours or the paper's: the worst verdict counts, once.
 
     Args:
         name: of all.

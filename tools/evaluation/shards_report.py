@@ -19,12 +19,8 @@ FLAGS = flags.FlagValues()
 
 _JSON = flags.DEFINE_string("json", "docs/results/shards.json", "Numbers of bench_shards.", flag_values=FLAGS)
 
-WAYS: Mapping[str, Mapping[str, bool]] = {
-    "none": {},
-    "slots": {"optimizer_shards": True},
-    "slots, parameters": {"optimizer_shards": True, "parameter_shards": True},
-}
-"""What is in shards -> options of the plan."""
+WAYS = {"none": (False, False), "slots": (True, False), "slots, parameters": (True, True)}
+"""What is in shards -> `Plan.optimizer_shards` and `Plan.parameter_shards`."""
 
 _HEAD = """\
 # Slots and parameters in shards
@@ -38,8 +34,8 @@ number of processes that wanted a core in a run's last minute, its own among the
 
 Eight dense layers with Adam, whose slots take twice the parameters' bytes, on network namespaces with a worker each
 and a core, or half of one on four hosts; `tc tbf` limits the links. Steps with nothing, the optimizer's slots, and
-parameters, too, in shards take turns; the ratio is that of the steps of a turn, median and quartiles. "Predicted" is the
-simulation by a profile of the model and the measured links. The peak is that of the fullest device, by allocation
+parameters, too, in shards take turns; the ratio is that of the steps of a turn, median and quartiles. "Predicted" is
+the simulation by a profile of the model and the measured links. The peak is that of the fullest device, by allocation
 records of a traced step on top of what the device keeps between steps; of n replicas each keeps an n-th of what is in
 shards, which saves what the last column says, and what the update of the rest would need besides.
 
@@ -75,7 +71,8 @@ def measured_table(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         whole = record["rows"][0]
         for row in record["rows"]:
-            setting = (record["hosts"], f"{record['rate_mbit']:g}", f"{record['parameter_bytes'] / 1e6:.1f}", row["way"])
+            size = f"{record['parameter_bytes'] / 1e6:.1f}"
+            setting = (record["hosts"], f"{record['rate_mbit']:g}", size, row["way"])
             times = f"{statistics.median(row['steps']) * 1e3:.0f}", f"{row['predicted'] * 1e3:.0f}"
             saved = whole["peak_bytes"] - row["peak_bytes"], _in_others_shards(record, row["way"])
             sizes = f"{row['peak_bytes'] / 1e6:.1f}", *(f"{size / 1e6:.1f}" for size in saved)
@@ -89,7 +86,8 @@ def measured_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _in_others_shards(record: Mapping[str, Any], way: str) -> float:
     """Returns the bytes of Adam's slots, and parameters, that a replica doesn't keep."""
-    copies = 2 * WAYS[way].get("optimizer_shards", False) + WAYS[way].get("parameter_shards", False)
+    slots, parameters = WAYS[way]
+    copies = 2 * slots + parameters
     return float(copies * record["parameter_bytes"] * (1 - 1 / record["hosts"]))
 
 
