@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from equivalence import assert_same_training, pair, use_float64
+from hardware import profile_of
 
 import dapple_tf as dapple
+from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.group_profiler import GroupProfiler, piece_ends
@@ -79,6 +82,29 @@ def test_the_combined_plan_beats_each_level_alone_and_trains_as_keras_does() -> 
     used = {device for placement in pipelined.placement.values() for device in placement.devices.values()}
     assert used == {0, 1}, "an operator in each place of a group"
     pipelined.close()
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a path": ({"profile": "profile.json"}, TypeError, "profile is 'profile.json'; give a dapple_tf.Profile, by"),
+    "a cluster as costs": ({"costs": machines()}, TypeError, "costs is Cluster; give dapple_tf.OperatorCosts, by"),
+    "a dict": ({"costs": {}}, TypeError, r"costs is \{\}; give dapple_tf.OperatorCosts"),
+    "a number of devices": ({"cluster": 2}, TypeError, "cluster is 2; give a dapple_tf.Cluster"),
+    "half a sample": ({"samples": 1.5}, ProfileError, "samples is 1.5; give a whole number of at least 1, or several"),
+    "an array without axes": ({"samples": np.array(2.0)}, ProfileError, r"samples is array\(2\.\)"),
+    "a text": ({"samples": "16"}, ProfileError, "samples is '16'"),
+    "a yes": ({"samples": True}, ProfileError, "samples is True"),
+    "one size": ({"sizes": 2}, ProfileError, "sizes is 2; give numbers of devices of groups, each at least 2"),
+    "an array of halves": ({"sizes": np.array([2.0, 4.0])}, ProfileError, r"sizes is array\(\[2\., 4\.\]\)"),
+    "no piece": ({"pieces": 0}, ProfileError, "pieces is 0; give a whole number of at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_of_profile_groups_are_one_clear_error_before_anything_is_captured(case: str) -> None:
+    given, error, text = WRONG[case]
+    arguments = {"profile": profile_of(2), "cluster": machines(), "costs": dapple.OperatorCosts.p100(), "samples": 2}
+    with pytest.raises(error, match=text):
+        dapple.profile_groups(None, **{**arguments, **given})
 
 
 def test_transform_searches_groups_where_it_is_told_what_operators_take(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -88,7 +88,9 @@ def profile_groups(
         ProfileError: no server has two like devices, a number of samples, pieces or devices is too small, or inputs
             can't be guessed.
         CaptureError: the model isn't built or compiled, or can't be captured.
+        TypeError: profile, cluster or costs are of another class.
     """
+    _check_pieces(pieces)
     profiler = GroupProfiler(
         model, profile, cluster, costs, samples, sizes=sizes, x=x, y=y, sample_weight=sample_weight, length=length
     )
@@ -121,21 +123,22 @@ class GroupProfiler:
         effort: float = 1.0,
     ) -> None:
         """Captures the model."""
-        counts = list(samples) if isinstance(samples, Iterable) else [samples]
-        if not counts or any(not isinstance(count, int | np.integer) or count < 1 for count in counts):
+        _check_types(profile=profile, cluster=cluster, costs=costs)
+        counts = _numbers(samples, 1)
+        if not counts:
             raise ProfileError(f"samples is {samples!r}; give a whole number of at least 1, or several")
-        several = isinstance(sizes, Iterable) and sizes
-        if not several or any(not isinstance(size, int) or size < 2 for size in sizes):
+        groups = _numbers(sizes, 2) if isinstance(sizes, Iterable) else []
+        if not groups:
             raise ProfileError(f"sizes is {sizes!r}; give numbers of devices of groups, each at least 2")
-        self.topologies = group_topologies(cluster, sizes)
+        self.topologies = group_topologies(cluster, groups)
         if not self.topologies:
             raise ProfileError(
-                f"no server has {min(sizes)} devices of the same speed and memory: there are no groups on which "
+                f"no server has {min(groups)} devices of the same speed and memory: there are no groups on which "
                 f"operators could be placed"
             )
         check_model(model, training=True)
         self.model, self.profile, self.costs, self.effort = model, profile, costs, effort
-        self.samples = tuple(sorted({int(count) for count in counts}))
+        self.samples = tuple(sorted({*counts}))
         self.known: dict[tuple[object, ...], PlacedRange] = {}
         with kept_metrics(model):
             self._example = ExampleBatch.of(model, x, y, sample_weight, length=length)
@@ -146,8 +149,7 @@ class GroupProfiler:
 
     def pieces(self, most: int = _PIECES) -> Profile:
         """Returns the profile with the costs of its pieces, at most ``most``, on one device and on groups."""
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ProfileError(f"pieces is {most!r}; give a whole number of at least 1")
+        _check_pieces(most)
         ends = piece_ends(self.profile, most)
         ranges = self._searched(list(itertools.pairwise((0, *ends))), _PIECE_EFFORT * self.effort)
         return dataclasses.replace(self.profile, groups=GroupCosts(ends, tuple(ranges)))
@@ -260,6 +262,41 @@ class GroupProfiler:
         names = cluster.device_names
         ranges = itertools.pairwise(bounds)
         return {own: own_operators(flat, names[stage]) for stage, own in enumerate(ranges)}
+
+
+_CLASSES = {
+    "profile": (Profile, "a dapple_tf.Profile, by dapple_tf.profile(...) or Profile.load(path)"),
+    "cluster": (Cluster, "a dapple_tf.Cluster: Cluster.local(2), say"),
+    "costs": (OperatorCosts, "dapple_tf.OperatorCosts, by dapple_tf.profile_operators(...) or OperatorCosts.p100()"),
+}
+"""Name of an argument -> its class, and how to come by one."""
+
+
+def _check_types(**arguments: object) -> None:
+    """Checks the classes of the arguments that describe the model and the devices.
+
+    Raises:
+        TypeError: one has another class, because two of them are swapped, say.
+    """
+    for name, value in arguments.items():
+        kind, way = _CLASSES[name]
+        if not isinstance(value, kind):
+            shown = type(value).__name__ if isinstance(value, (Profile, Cluster, OperatorCosts)) else f"{value!r:.60}"
+            raise TypeError(f"profile_groups(model, profile, cluster, costs, samples): {name} is {shown}; give {way}")
+
+
+def _check_pieces(pieces: object) -> None:
+    if not _numbers(pieces, 1) or isinstance(pieces, Iterable):
+        raise ProfileError(f"pieces is {pieces!r}; give a whole number of at least 1")
+
+
+def _numbers(value: object, least: int) -> list[int]:
+    """Returns a whole number, or several, as a list; an empty one if any isn't a whole number of at least ``least``."""
+    several = isinstance(value, Iterable) and not (isinstance(value, np.ndarray) and value.ndim == 0)
+    numbers = [*cast(Iterable[object], value)] if several else [value]
+    whole = [number for number in numbers if isinstance(number, int | np.integer) and not isinstance(number, bool)]
+    usable = len(whole) == len(numbers) and all(number >= least for number in whole)
+    return [int(number) for number in whole] if usable else []
 
 
 def piece_ends(profile: Profile, most: int) -> tuple[int, ...]:
