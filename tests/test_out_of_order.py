@@ -132,6 +132,15 @@ def test_a_weight_device_may_run_stages_of_its_own() -> None:
     assert str(schedule) == "0: 0F0 0F1 0Bx0 0Bx1\n1: 1F0 1F1 1Bx0 1Bx1 1Bw0 0Bw0 1Bw1 0Bw1"
 
 
+@pytest.mark.parametrize("policy", ["dapple_a", "dapple_b"])
+def test_stages_begin_with_more_forwards_than_the_policy_would_where_weights_are_elsewhere(policy: str) -> None:
+    """A warm-up above the policy's own had deadlocked, as no more micro-batches than that were let in flight."""
+    schedule = make_schedule(policy, [[0], [0]], 3, warm_up=[2, 2], weight_devices=[[1], [1]])
+    validate(schedule, [[0], [0]], 3, weight_devices=[[1], [1]])
+    assert str(schedule).startswith("0: 0F0 1F0 0F1 1F1 1Bx0 0Bx0 ")
+    assert in_flight(schedule) == (2, 2)
+
+
 def test_weight_devices_are_refused_where_they_mean_nothing() -> None:
     with pytest.raises(
         ScheduleError, match=r"weight_devices of stage 1 are \[2\], its devices \[1\], but modulo runs Bw"

@@ -30,7 +30,8 @@ from graph_passes.ir.tasks import Phase, Task
 def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> list[int]:
     """Returns the most micro-batches that each stage has in flight under gpipe, dapple_*, and fast_forward*.
 
-    A stage whose Bw is delayed may have what the fullest stage wants, if K and D allow it; any other stage has its K.
+    A stage whose Bw is delayed may have what the fullest stage wants, if K and D allow it; any other stage has its K,
+    and none has less than the forwards that it begins with.
 
     Args:
         request: what is asked for.
@@ -45,7 +46,7 @@ def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) ->
     if not delayed:
         for group, count in zip(request.groups, warm_up(request, wanted), strict=True):
             for stage in group:
-                limits[stage] = limits[stage] if stage in request.offloaded else count
+                limits[stage] = max(limits[stage], count) if stage in request.offloaded else count
     return limits
 
 
