@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from branching_models import BRANCHING, batch
 from equivalence import TOLERANCE, assert_equal_training, largest_difference, use_float64, variables_of
-from placements import random_placement
 from references import SAMPLES, reference
 from selection import sampled
 from zoo import ZOO
@@ -22,6 +21,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.operators import step_placer
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.rooflines import Roofline
+from dapple_tf.tools.evaluation.random_placements import random_placement
 
 SLOW_CORES = OperatorCosts({"CPU": Roofline(flops=1e8, bandwidth=1e9, launch=1e-6)})
 """Devices on which splitting even small operators pays."""

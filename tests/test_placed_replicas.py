@@ -19,7 +19,7 @@ from equivalence import (
     pair,
     use_float64,
 )
-from placements import placed_in_halves, random_placement
+from placements import placed_in_halves
 from references import SAMPLES, reference
 from zoo import ZOO
 
@@ -28,6 +28,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.operators import step_placer
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
+from dapple_tf.tools.evaluation.random_placements import random_placement
 from dapple_tf.tools.hosts import LocalWorkers
 from graph_passes.ir.graph import Graph, GraphDef
 from graph_passes.ir.tensorflow_bridge import constant_value

@@ -240,8 +240,8 @@ def test_a_child_writes_a_row_for_each_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"seed": 3}, {"seed": 4}]
-    monkeypatch.setattr(zoo, "drawn_rows", lambda first, count: rows if (first, count) == (3, 2) else [])
-    assert command.run(zoo.main, zoo.FLAGS, ["--child=3+2"]) == 0
+    monkeypatch.setattr(zoo, "drawn_rows", lambda *drawn: rows if drawn == ("plans", 3, 2) else [])
+    assert command.run(zoo.main, zoo.FLAGS, ["--child=plans=3+2"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
 

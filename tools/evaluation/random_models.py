@@ -120,7 +120,7 @@ def compare_draw(seed: int) -> tuple[str, Comparison]:
 def draw(seed: int) -> Draw:
     """Returns the model, plan and batches of a seed."""
     rng = np.random.default_rng(seed)
-    chain = _Chain(rng)
+    chain = Chain(rng)
     optimizer = str(rng.choice(list(_OPTIMIZERS)))
     between = str(rng.choice([*BETWEEN, "nothing", "nothing"]))
     stages = int(rng.integers(1, min(3, len(chain.blocks)) + 1))
@@ -160,7 +160,7 @@ def draw(seed: int) -> Draw:
 # ---- models
 
 
-class _Chain:
+class Chain:
     """Blocks, drawn one after another; `build` makes the same model each time."""
 
     def __init__(self, rng: np.random.Generator) -> None:

@@ -35,7 +35,7 @@ class Comparison:
 
     Attributes:
         verdict: "equal"; "listed" if `transform` has said why it differs; "refused" with an error that says why;
-            "differs" and "failed" otherwise.
+            "differs" and "failed" otherwise, the latter also where a device failed in the middle of a step.
         difference: largest difference of a variable or slot, see `TOLERANCE`; None if there is nothing to compare.
         where: the variable that differs most, what was listed, or the error.
     """
@@ -63,6 +63,7 @@ def compare_training(
     *,
     train: Train = train_on_batch,
     dtype: str = "float64",
+    most: float | None = None,
 ) -> Comparison:
     """Trains a model both ways and finally compares every variable and slot.
 
@@ -72,6 +73,8 @@ def compare_training(
         batches: one batch for each step.
         train: function that makes a step.
         dtype: selects the tolerance.
+        most: the most that equal values differ by, relative to the largest value of an array, but at least to 1; None
+            for ``TOLERANCE``, which is relative to what training has changed.
     """
     plain, own = build(), build()
     before = [variable.numpy() for variable in own.variables]
@@ -84,18 +87,19 @@ def compare_training(
             told = [note for note in pipelined.notes if note.kind not in _NO_EXCUSE]
         finally:
             pipelined.close(sync=False)
-    except (dapple.DappleError, dapple.PassError, dapple.PlanError) as error:
-        return Comparison("refused", None, reason(error))
     except Exception as error:  # Whatever it is, it is reported, and the others are still compared.
+        own_errors = (dapple.DappleError, dapple.PassError, dapple.PlanError)
+        if isinstance(error, own_errors) and not isinstance(error, dapple.StepError):
+            return Comparison("refused", None, reason(error))
         return Comparison("failed", None, f"{type(error).__name__}: {reason(error)}")
     plain.run_eagerly = True  # A few steps take less time than a trace.
     for batch in batches:
         train(plain, batch)
-    difference, where = largest_difference(own, plain, before, dtype)
+    difference, where = largest_difference(own, plain, before, None if most is not None else dtype)
     moved = zip(before, own.variables, strict=True)
     if all(np.array_equal(old, variable.numpy()) for old, variable in moved if variable.trainable):
         return Comparison("failed", difference, "training changed nothing")
-    if difference <= TOLERANCE[dtype]:
+    if difference <= (TOLERANCE[dtype] if most is None else most):
         return Comparison("equal", difference, where)
     if told:
         return Comparison("listed", difference, briefly(told))
@@ -112,7 +116,7 @@ def briefly(notes: Sequence[Note]) -> str:
 
 
 def largest_difference(
-    own: keras.Model, plain: keras.Model, before: Sequence[np.ndarray], dtype: str
+    own: keras.Model, plain: keras.Model, before: Sequence[np.ndarray], dtype: str | None
 ) -> tuple[float, str]:
     """Returns the largest difference of two models' and their optimizers' variables, and its variable.
 
@@ -120,7 +124,8 @@ def largest_difference(
         own: a model.
         plain: the same one, trained otherwise.
         before: values of the models' variables before training; the optimizers' were zeros.
-        dtype: selects the minimum scale of differences.
+        dtype: selects the minimum scale of differences; None for differences relative to the largest value of an array,
+            but at least to 1.
     """
     worst, where = 0.0, "(no variable)"
     pairs = list(zip(_variables(own), _variables(plain), strict=True))
@@ -129,7 +134,8 @@ def largest_difference(
         first, second = one.numpy().astype("float64"), other.numpy().astype("float64")
         if first.size == 0:
             continue
-        difference = float(np.max(np.abs(first - second))) / _scale(old, second, dtype)
+        scale = max(1.0, float(np.max(np.abs(second)))) if dtype is None else _scale(old, second, dtype)
+        difference = float(np.max(np.abs(first - second))) / scale
         difference = difference if np.isfinite(difference) else float("inf")
         if difference > worst:
             worst, where = difference, one.path

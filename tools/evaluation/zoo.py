@@ -3,10 +3,12 @@
     python -m tools.evaluation.zoo                            # all of them and 200 random models, some hours
     python -m tools.evaluation.zoo --models=ResNet50,GPT2 --draws=0
     python -m tools.evaluation.zoo --models= --draws=1000 --first_draw=200
+    python -m tools.evaluation.zoo --models= --draws=0 --plans=100    # random plans that mix all levels, 20 minutes
 
 Every architecture of keras.applications and of keras_hub that `zoo_models` knows trains in two stages, two
 replicas and one, with 2 and 3 micro-batches, by Adam, AdamW with ``global_clipnorm`` and SGD, three steps each, in
-float64 where plain Keras can. Random models come from `random_models`. docs/zoo.md, written by ``--document``
+float64 where plain Keras can. Random models come from `random_models`, plans that mix all levels from
+`random_plans`; these are in the JSON, not on the page. docs/zoo.md, written by ``--document``
 from the numbers of ``--json``, explains the columns. The exit code is 1 if anything differs without a reason
 that `transform` has given.
 """
@@ -32,7 +34,8 @@ from dapple_tf.keras_private import nodes_in_order
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, read_results, rows_apart, write_results
 from dapple_tf.tools.evaluation.random_models import compare_draw
-from dapple_tf.tools.evaluation.training_comparison import Batch, compare_training
+from dapple_tf.tools.evaluation.random_plans import compare_plan
+from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, compare_training
 from dapple_tf.tools.evaluation.zoo_models import (
     ARCHITECTURES,
     Architecture,
@@ -45,6 +48,8 @@ FLAGS = flags.FlagValues()
 _MODELS = flags.DEFINE_list("models", list(ARCHITECTURES), "Architectures to train.", flag_values=FLAGS)
 _DRAWS = flags.DEFINE_integer("draws", 200, "Number of random models to train.", lower_bound=0, flag_values=FLAGS)
 _FIRST = flags.DEFINE_integer("first_draw", 0, "Seed of the first random model.", lower_bound=0, flag_values=FLAGS)
+_PLANS = flags.DEFINE_integer("plans", 0, "Number of random mixed plans.", lower_bound=0, flag_values=FLAGS)
+_FIRST_PLAN = flags.DEFINE_integer("first_plan", 0, "Seed of the first mixed plan.", lower_bound=0, flag_values=FLAGS)
 _MICRO_BATCHES = flags.DEFINE_list("micro_batches", ["2", "3"], "Numbers of micro-batches.", flag_values=FLAGS)
 _OPTIMIZERS = flags.DEFINE_list("optimizers", ["adam", "adamw", "sgd"], "Optimizers to train with.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string(
@@ -52,7 +57,7 @@ _JSON = flags.DEFINE_string(
 )
 _DOCUMENT = flags.DEFINE_string("document", None, "Page to write the numbers of --json to.", flag_values=FLAGS)
 _CHILD = flags.DEFINE_string(
-    "child", None, "Internal: this process trains one architecture, or draws.", flag_values=FLAGS
+    "child", None, "Internal: this process trains one architecture, draws or plans.", flag_values=FLAGS
 )
 
 _SEED = 3
@@ -60,6 +65,8 @@ _STEPS = 3
 _DISTINCT = 2
 """Number of samples in each slice of a model that normalises batches."""
 _DRAWS_AT_ONCE = 50
+_COMPARISONS: Mapping[str, Callable[[int], tuple[str, Comparison]]] = {"draws": compare_draw, "plans": compare_plan}
+"""What is drawn, by its name in the JSON file -> function that trains what a seed gives."""
 
 OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
     "adam": lambda: keras.optimizers.Adam(1e-3, epsilon=1e-4),
@@ -136,13 +143,13 @@ def rows_of(name: str, micro_batches: Sequence[int], optimizers: Sequence[str]) 
             }
 
 
-def drawn_rows(first: int, count: int) -> Iterator[dict[str, Any]]:
-    """Trains random models; yields a row for each."""
+def drawn_rows(what: str, first: int, count: int) -> Iterator[dict[str, Any]]:
+    """Trains random models, or by random plans; yields a row for each."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     for seed in range(first, first + count):
         began = time.monotonic()
-        about, result = compare_draw(seed)
+        about, result = _COMPARISONS[what](seed)
         seconds = round(time.monotonic() - began, 1)
         yield {"seed": seed, "about": about, **dataclasses.asdict(result), "seconds": seconds}
 
@@ -216,14 +223,23 @@ def _shown(difference: float | None) -> str:
 
 
 def _child(child: str, micro_batches: Sequence[int], optimizers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    first, separator, count = child.partition("+")
-    return drawn_rows(int(first), int(count)) if separator else rows_of(child, micro_batches, optimizers)
+    what, separator, seeds = child.partition("=")
+    if not separator:
+        return rows_of(child, micro_batches, optimizers)
+    first, _, count = seeds.partition("+")
+    return drawn_rows(what, int(first), int(count))
 
 
-def _earlier_draws(path: str | None) -> list[dict[str, Any]]:
+def _drawn_children(what: str, first: int, count: int) -> list[str]:
+    """Returns the arguments of the processes that train ``count`` draws from the seed ``first`` on."""
+    stop = first + count
+    return [f"{what}={seed}+{min(_DRAWS_AT_ONCE, stop - seed)}" for seed in range(first, stop, _DRAWS_AT_ONCE)]
+
+
+def _earlier(path: str | None, what: str) -> list[dict[str, Any]]:
     if path is None or not pathlib.Path(path).exists():
         return []
-    return list(read_results(path).get("draws", {"records": []})["records"])
+    return list(read_results(path).get(what, {"records": []})["records"])
 
 
 def main() -> None:
@@ -241,8 +257,8 @@ def main() -> None:
         find_architecture(name)
     check_output(_JSON.value)
     command.check(_DOCUMENT.value is None or _JSON.value is not None, "--document shows what --json holds; give both")
-    first, stop = _FIRST.value, _FIRST.value + _DRAWS.value
-    draws = [f"{seed}+{min(_DRAWS_AT_ONCE, stop - seed)}" for seed in range(first, stop, _DRAWS_AT_ONCE)]
+    draws = _drawn_children("draws", _FIRST.value, _DRAWS.value)
+    draws += _drawn_children("plans", _FIRST_PLAN.value, _PLANS.value)
     began, rows = time.monotonic(), list[dict[str, Any]]()
     failures: list[str] = []
     ways = [f"--micro_batches={','.join(counts)}", f"--optimizers={','.join(_OPTIMIZERS.value)}"]
@@ -261,8 +277,9 @@ def main() -> None:
             if child in ARCHITECTURES:
                 write_results(_JSON.value, f"zoo {child}", own)
             else:
-                drawn = {row["seed"]: row for row in (*_earlier_draws(_JSON.value), *own)}
-                write_results(_JSON.value, "draws", list(drawn.values()))
+                what = child.partition("=")[0]
+                drawn = {row["seed"]: row for row in (*_earlier(_JSON.value, what), *own)}
+                write_results(_JSON.value, what, list(drawn.values()))
     failures += [
         f"{row.get('model', row.get('seed'))}: {row['verdict']}: {row['where']}"
         for row in rows
