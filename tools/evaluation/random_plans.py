@@ -106,9 +106,10 @@ class MixedPlan:
         devices = tuple(
             dataclasses.replace(device, server=server) for device, server in zip(local.devices, numbers, strict=True)
         )
-        links = dict.fromkeys(("intra_bandwidth", "inter_bandwidth"), 1e10)
-        links |= dict.fromkeys(("intra_latency", "inter_latency"), 1e-6)
-        return dataclasses.replace(local, devices=devices, **links)
+        return dataclasses.replace(
+            local, devices=devices,
+            intra_bandwidth=1e10, inter_bandwidth=1e10, intra_latency=1e-6, inter_latency=1e-6,
+        )  # fmt: skip
 
 
 def compare_plan(seed: int) -> tuple[str, Comparison]:
@@ -119,11 +120,11 @@ def compare_plan(seed: int) -> tuple[str, Comparison]:
     drawn = draw_plan(seed)
     rng = np.random.default_rng([_STREAM, seed, 1])
     batches = [drawn.model.batch(rng, size) for size in drawn.sizes]
-    placed = {"operator_costs": dapple.OperatorCosts()} if drawn.plan.operator_devices else {}
+    costs = dapple.OperatorCosts() if drawn.plan.operator_devices else None
     with mock.patch.object(step_placer, "fd_dps", random_placement(seed)):
         comparison = compare_training(
             drawn.build,
-            lambda model: dapple.transform(model, drawn.cluster, drawn.plan, **placed),
+            lambda model: dapple.transform(model, drawn.cluster, drawn.plan, operator_costs=costs),
             batches,
             most=TOLERANCE,
         )
