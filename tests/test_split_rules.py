@@ -220,12 +220,12 @@ CASES = {
     "BatchMatMulV2": Case(
         lambda x, y: raw.BatchMatMulV2(x=x, y=y, name="op"),
         [(2, 1, 5, 7), (3, 7, 4)],
-        {"batch": 2, "axis1": 3, "row": 5, "channel": 4},
+        {"batch": 2, "axis1": 3, "row": 5, "channel": 4, "inner": 7},
     ),
     "BatchMatMulV3": Case(
         lambda x, y: raw.BatchMatMulV3(x=x, y=y, adj_x=True, adj_y=True, Tout=tf.float32, name="op"),
         [(3, 7, 5), (3, 4, 7)],
-        {"batch": 3, "row": 5, "channel": 4},
+        {"batch": 3, "row": 5, "channel": 4, "inner": 7},
     ),
     "Einsum": Case(
         lambda x, y: raw.Einsum(inputs=[x, y], equation="btnh,bsnh->bnts", name="op"),
@@ -327,7 +327,7 @@ CASES = {
         1e-5,
     ),
     "Softmax": Case(lambda x: raw.Softmax(logits=x, name="op"), [(5, 7)], {"batch": 5}, 1e-6),
-    "LogSoftmax": Case(lambda x: raw.LogSoftmax(logits=x, name="op"), [(5, 3, 7)], {"batch": 5}, 1e-6),
+    "LogSoftmax": Case(lambda x: raw.LogSoftmax(logits=x, name="op"), [(5, 3, 7)], {"batch": 5, "axis1": 3}, 1e-6),
     "SparseSoftmaxCrossEntropyWithLogits": Case(
         lambda x, y: raw.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=y, name="op"),
         [(5, 7), LABELS],

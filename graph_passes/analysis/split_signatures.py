@@ -99,14 +99,14 @@ def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Splits along the batch, rows or columns; axes of the batch may be broadcast."""
+    """Splits along the batch, rows, columns, or the inner axis (the result is a sum); the batch may be broadcast."""
     x, y, out = operator.inputs[0], operator.inputs[1], operator.outputs[0]
     if x is None or y is None or out is None:
         return ()
     letters = _letters(len(out) - 2)
     left = _aligned(letters, out[:-2], x[:-2]) + ("JI" if operator.flag("adj_x") else "IJ")
     right = _aligned(letters, out[:-2], y[:-2]) + ("KJ" if operator.flag("adj_y") else "JK")
-    dimensions = (*_axes(letters + "_"), ("row", "I"), ("channel", "K"))
+    dimensions = (*_axes(letters + "_"), ("row", "I"), ("channel", "K"), ("inner", "J"))
     return (Signature((left, right), (letters + "IK",), dimensions),)
 
 
@@ -152,6 +152,15 @@ def elementwise_signatures(operator: Operator) -> tuple[Signature, ...]:
     letters = _letters(len(output))
     terms = tuple(_aligned(letters, output, shape) for shape in operator.inputs if shape is not None)
     return (Signature(terms, (letters,), _axes(letters)),)
+
+
+def softmax_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Splits along any axis but the last, over which the softmax is."""
+    output = operator.outputs[0]
+    if not output:
+        return ()
+    letters = _letters(len(output) - 1) + "_"
+    return (Signature((letters,), (letters,), _axes(letters)),)
 
 
 def select_signatures(operator: Operator) -> tuple[Signature, ...]:
