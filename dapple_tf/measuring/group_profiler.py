@@ -195,7 +195,7 @@ class GroupProfiler:
             devices: the devices; None for all.
         """
         profile, layers = self.profile, (0, len(self.profile.layers))
-        own = self._operators([*layers], samples)[layers]
+        own = self.operators([*layers], samples)[layers]
         topology = Topology.of(cluster, devices)
         graph = build_op_graph(own.placed, topology, self.costs, own.shapes, rules=split_rules)
         with Progress(f"placing operators on {topology.count} devices", 100) as bar:
@@ -234,7 +234,7 @@ class GroupProfiler:
             for number, search in enumerate(missing):
                 if not number or search.samples != missing[number - 1].samples:
                     bar.step(f"operators for slices of {search.samples}", now=True)
-                    stages = self._operators(stops, search.samples)
+                    stages = self.operators(stops, search.samples)
                 bar.at(str(search), number / len(missing))
                 own, topology = stages[search.layers], search.topology
                 placed = range_costs(own, search.layers, search.samples, topology, self.costs, effort=effort)
@@ -244,8 +244,13 @@ class GroupProfiler:
         return [self.known[search.key] for search in searches]
 
     @without_collection
-    def _operators(self, bounds: Sequence[int], samples: int) -> Mapping[tuple[int, int], OwnOperators]:
-        """Returns the operators of ranges of layers, in a step in which each range is a stage."""
+    def operators(self, bounds: Sequence[int], samples: int) -> Mapping[tuple[int, int], OwnOperators]:
+        """Returns the operators of ranges of layers, in a step in which each range is a stage.
+
+        Args:
+            bounds: ends of the ranges, with 0.
+            samples: samples of the step, in one slice.
+        """
         cuts = [self.profile.layers[stop - 1].name for stop in bounds[1:-1]]
         stages = len(cuts) + 1
         devices = f'{{"format": "dapple_tf.cluster/1", "servers": [{{"devices": {stages}}}]}}'

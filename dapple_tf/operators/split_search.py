@@ -94,7 +94,21 @@ def by_batch(base: Variant) -> Candidate | None:
         The placement; None if no operator can be split into as many parts as there are devices.
     """
     layouts = Layouts(base.problem, base.problem.devices)
-    one = _tried(base, layouts, batch_layout(layouts), None, lambda text: None)
+    return by_layout(base, layouts, batch_layout(layouts))
+
+
+def by_layout(base: Variant, layouts: Layouts, layout: Layout) -> Candidate | None:
+    """Splits operators as a layout says, part k on device k, and places the others.
+
+    Args:
+        base: the graph without splits.
+        layouts: the ways to split its operators.
+        layout: one of them.
+
+    Returns:
+        The placement; None if nothing is split.
+    """
+    one = _tried(base, layouts, layout, None, lambda text: None)
     return None if one is None else one.candidate
 
 

@@ -1,4 +1,4 @@
-"""The document of `combined`'s numbers.
+"""The document of `combined`'s and `column_rows`' numbers.
 
 python -m tools.evaluation.combined_report        # docs/results/combined.json -> combined.md beside it
 """
@@ -61,6 +61,21 @@ placing operators was the fastest way in none of eight measured settings ([opera
 Groups are of one server; a placement over several servers is in the column "operators" alone.
 """
 
+_BLOCKS = """
+## A transformer block on four GPUs
+
+Written by `{command}` (at {commit}, {date}), simulated: forward, backward and update
+of a block (heads of 128) on four GPUs of one server, in one slice. *Megatron's layout* is prescribed: products with
+weights that begin attention and MLP are split by columns, those that end them by rows, all between them alike; FD-DPS
+places the rest. *With rounds* it also has the rounds that FD-DPS ends with. *Pairs* are how many of the two halves
+FD-DPS splits by columns, then rows, of its own accord; a dash is for data parallelism with fewer samples than GPUs.
+
+{blocks}
+
+{verdict} In this simulation every variable is whole on one device, which sends slices to the others and updates all of
+it; Megatron's own runtime keeps slices where they are used, and would be faster than either.
+"""
+
 
 _REPLICATED = ("inception", "chain")
 """Models with few parameters for their computation."""
@@ -108,6 +123,39 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     return markdown(lines)
 
 
+def blocks_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the records of `column_rows` as Markdown: a line for each block."""
+    lines: list[tuple[object, ...]] = [
+        (
+            *("tokens", "width", "samples", "one GPU", "data parallel", "Megatron's layout", "with rounds", "FD-DPS"),
+            *("FD-DPS / Megatron's", "FD-DPS / with rounds", "pairs"),
+        )
+    ]
+    for record in records:
+        parallel, ours = record["data_parallel_ms"], record["fd_dps_ms"]
+        steps = (f"{record[key]:.2f}" for key in ("megatron_ms", "megatron_rounds_ms", "fd_dps_ms"))
+        lines.append(
+            (
+                *(record["sequence"], record["width"], record["samples"], f"{record['one_device_ms']:.2f}"),
+                *("-" if parallel is None else f"{parallel:.2f}", *steps),
+                *(f"{ours / record[key]:.3f}" for key in ("megatron_ms", "megatron_rounds_ms")),
+                f"{record['pairs']} of 2",
+            )
+        )
+    return markdown(lines)
+
+
+def _verdict(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns how far FD-DPS is from Megatron's layout, with the same rounds, and from data parallelism."""
+    behind = max(record["fd_dps_ms"] / record["megatron_rounds_ms"] - 1 for record in records)
+    parallel = [record for record in records if record["data_parallel_ms"] is not None]
+    slower = [record for record in parallel if record["fd_dps_ms"] > 1.001 * record["data_parallel_ms"]]
+    return (
+        f"FD-DPS's step is at most {max(behind, 0.0):.1%} longer than that of Megatron's layout with the same rounds, "
+        f"and longer than data parallelism's in {len(slower)} of {len(parallel)} blocks with enough samples."
+    )
+
+
 def _wins(records: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for record in records:
@@ -138,7 +186,7 @@ def document(results: Mapping[str, Any]) -> str:
     """Returns the text of the document.
 
     Args:
-        results: what `combined` has written.
+        results: what `combined` and `column_rows` have written.
     """
     entry = results["combined"]
     records = entry["records"]
@@ -147,6 +195,7 @@ def document(results: Mapping[str, Any]) -> str:
     replicated = [record for record in records if record["model"] in _REPLICATED]
     longer = max((record["stages_ms"] / record["operators_on_a_server_ms"] - 1 for record in replicated), default=0.0)
     elsewhere = f"up to {most:.0%} faster" if most > 0 else "never faster"
+    blocks = results["blocks"]
     return _HEAD.format(
         command=entry["command"],
         commit=entry["commit"],
@@ -156,6 +205,12 @@ def document(results: Mapping[str, Any]) -> str:
         losses=_losses(records),
         elsewhere=elsewhere,
         cheap="as fast as" if longer <= 0.005 else f"within {longer:.0%} of",
+    ) + _BLOCKS.format(
+        command=blocks["command"],
+        commit=blocks["commit"],
+        date=blocks["machine"]["date"],
+        blocks=blocks_table(blocks["records"]),
+        verdict=_verdict(blocks["records"]),
     )
 
 
