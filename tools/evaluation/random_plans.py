@@ -134,8 +134,8 @@ def compare_plan(seed: int) -> tuple[str, Comparison]:
 def draw_plan(seed: int) -> MixedPlan:
     """Returns the model and the plan of a seed."""
     rng = np.random.default_rng([_STREAM, seed])
-    level = _any(rng, _LEVELS)
-    model = _any(rng, _MODELS[:2] if level == "rows" else _MODELS)(rng)
+    level = _one_of(rng, _LEVELS)
+    model = _one_of(rng, _MODELS[:2] if level == "rows" else _MODELS)(rng)
     for _ in range(_TRIES):
         try:
             plan, servers = _draw_plan(rng, model, level)
@@ -143,7 +143,7 @@ def draw_plan(seed: int) -> MixedPlan:
             continue
         refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
         refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
-        optimizer = _any(rng, [name for name in OPTIMIZERS if name not in refused])
+        optimizer = _one_of(rng, [name for name in OPTIMIZERS if name not in refused])
         batch = plan.global_batch_size
         sizes = (batch, int(rng.integers(1, batch)), batch)
         return MixedPlan(seed, model, optimizer, plan, servers, sizes)
@@ -178,7 +178,7 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
 # ---- plans
 
 
-def _any(rng: np.random.Generator, values: Sequence[Any]) -> Any:
+def _one_of(rng: np.random.Generator, values: Sequence[Any]) -> Any:
     return values[int(rng.integers(len(values)))]
 
 
@@ -204,7 +204,7 @@ def _draw_plan(rng: np.random.Generator, model: Drawn, level: str) -> tuple[dapp
             options[name] = value()
 
     modes = ("none", "none", "boundary", "min_cut") + (("offload",) * 3 if level != "placed" else ())
-    perhaps(0.8, "recompute", lambda: [_any(rng, modes) for _ in devices])
+    perhaps(0.8, "recompute", lambda: [_one_of(rng, modes) for _ in devices])
     perhaps(0.4, "carried_updates", lambda: int(rng.integers(1, 4)))
     perhaps(0.3, "reduction_order", lambda: "first_layers")
     perhaps(0.5, "bucket_bytes", lambda: int(rng.integers(32, 600)))
@@ -221,7 +221,7 @@ def _draw_plan(rng: np.random.Generator, model: Drawn, level: str) -> tuple[dapp
     else:
         perhaps(0.4, "backward_cuts", lambda: [name for name in model.cuts if name not in names and rng.random() < 0.5])
         perhaps(0.4, "relays", lambda: [stage for stage in range(stages) if rng.random() < 0.6])
-        perhaps(0.4, "all_reduce", lambda: [_any(rng, ["hierarchical", "hierarchical", "flat"]) for _ in devices])
+        perhaps(0.4, "all_reduce", lambda: [_one_of(rng, ["hierarchical", "hierarchical", "flat"]) for _ in devices])
         perhaps(0.15, "weight_devices", lambda: [[count + number for number in range(len(own))] for own in devices])
     options |= {"row_shards": True} if level == "rows" else {}
     if level == "shards" or (level == "rows" and rng.random() < 0.4):
@@ -239,9 +239,11 @@ def _draw_plan(rng: np.random.Generator, model: Drawn, level: str) -> tuple[dapp
 def _schedule(rng: np.random.Generator, devices: Sequence[Sequence[int]], options: Mapping[str, Any]) -> str:
     """Draws a schedule, among those for a V or for weight gradients elsewhere where the plan has these."""
     if "weight_devices" in options:
-        return str(_any(rng, [policy.name for policy in BUILT_IN if policy.offloads]))
+        return str(_one_of(rng, [policy.name for policy in BUILT_IN if policy.offloads]))
     vees = len(devices) > 1 and list(devices) == list(devices[::-1]) and rng.random() < 0.7
-    return str(_any(rng, ["zb_v", "v_min", "v_half", "dualpipe_v"] if vees else [policy.name for policy in BUILT_IN]))
+    return str(
+        _one_of(rng, ["zb_v", "v_min", "v_half", "dualpipe_v"] if vees else [policy.name for policy in BUILT_IN])
+    )
 
 
 def _devices(rng: np.random.Generator, *, chunks: bool, most: int) -> list[list[int]]:
