@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from equivalence import assert_same_training, pair, use_float64
 from hardware import profile_of
 
@@ -92,6 +93,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a sample": ({"samples": 1.5}, ProfileError, "samples is 1.5; give a whole number of at least 1, or several"),
     "an array without axes": ({"samples": np.array(2.0)}, ProfileError, r"samples is array\(2\.\)"),
     "a text": ({"samples": "16"}, ProfileError, "samples is '16'"),
+    "bytes": ({"samples": b"\x10"}, ProfileError, r"samples is b'\\x10'"),
+    "a tensor without axes": ({"samples": tf.constant(2.0)}, ProfileError, "samples is <tf.Tensor"),
     "a yes": ({"samples": True}, ProfileError, "samples is True"),
     "one size": ({"sizes": 2}, ProfileError, "sizes is 2; give numbers of devices of groups, each at least 2"),
     "an array of halves": ({"sizes": np.array([2.0, 4.0])}, ProfileError, r"sizes is array\(\[2\., 4\.\]\)"),

@@ -323,6 +323,12 @@ def test_one_number_counts_once_in_whichever_tables_it_stands() -> None:
         assert [claim.part for claim in claims if "faster than" in claim.name] == parts
 
 
+def test_figures_of_two_models_are_two() -> None:
+    rows = [row(Setting(model, 8), fd_dps=1.5) for model in ("ResNet-50", "ResNet-200")]
+    names = [claim.name for claim in claims_of(rows) if "FD-DPS's step over DP's" in claim.name]
+    assert names == ["ResNet-50, 8 devices: FD-DPS's step over DP's", "ResNet-200, 8 devices: FD-DPS's step over DP's"]
+
+
 def test_the_stored_rows_have_no_number_twice() -> None:
     _, claims, *_ = stored(STORED)
     for words in ("faster than", "step over DP's"):

@@ -222,6 +222,11 @@ CASES = {
         [(2, 1, 5, 7), (3, 7, 4)],
         {"batch": 2, "axis1": 3, "row": 5, "channel": 4, "inner": 7},
     ),
+    "BatchMatMulV2 in half precision": Case(  # A part of the sum may be larger than what it holds.
+        lambda x, y: raw.BatchMatMulV2(x=tf.cast(x, tf.float16), y=tf.cast(y, tf.float16), name="op"),
+        [(2, 5, 7), (2, 7, 4)],
+        {"batch": 2, "row": 5, "channel": 4},
+    ),
     "BatchMatMulV3": Case(
         lambda x, y: raw.BatchMatMulV3(x=x, y=y, adj_x=True, adj_y=True, Tout=tf.float32, name="op"),
         [(3, 7, 5), (3, 4, 7)],

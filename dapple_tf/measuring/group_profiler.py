@@ -287,7 +287,7 @@ def _check_types(**arguments: object) -> None:
         kind, way = _CLASSES[name]
         if not isinstance(value, kind):
             shown = type(value).__name__ if isinstance(value, (Profile, Cluster, OperatorCosts)) else f"{value!r:.60}"
-            raise TypeError(f"profile_groups(model, profile, cluster, costs, samples): {name} is {shown}; give {way}")
+            raise TypeError(f"operators can't be placed on groups: {name} is {shown}; give {way}")
 
 
 def _check_pieces(pieces: object) -> None:
@@ -297,8 +297,12 @@ def _check_pieces(pieces: object) -> None:
 
 def _numbers(value: object, least: int) -> list[int]:
     """Returns a whole number, or several, as a list; an empty one if any isn't a whole number of at least ``least``."""
-    several = isinstance(value, Iterable) and not (isinstance(value, np.ndarray) and value.ndim == 0)
-    numbers = [*cast(Iterable[object], value)] if several else [value]
+    if isinstance(value, (str, bytes, Mapping)):
+        return []
+    try:
+        numbers = [*cast(Iterable[object], value)]
+    except TypeError:  # It is one, or an array or a tensor without axes.
+        numbers = [value]
     whole = [number for number in numbers if isinstance(number, int | np.integer) and not isinstance(number, bool)]
     usable = len(whole) == len(numbers) and all(number >= least for number in whole)
     return [int(number) for number in whole] if usable else []

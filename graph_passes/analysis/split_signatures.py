@@ -99,14 +99,19 @@ def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Splits along the batch, rows, columns, or the inner axis (the result is a sum); the batch may be broadcast."""
+    """Splits along the batch, which may be broadcast, rows, columns, or the inner axis, over which the result is a sum.
+
+    Sums of half precision are left whole: their parts may be larger than it holds.
+    """
     x, y, out = operator.inputs[0], operator.inputs[1], operator.outputs[0]
     if x is None or y is None or out is None:
         return ()
     letters = _letters(len(out) - 2)
     left = _aligned(letters, out[:-2], x[:-2]) + ("JI" if operator.flag("adj_x") else "IJ")
     right = _aligned(letters, out[:-2], y[:-2]) + ("KJ" if operator.flag("adj_y") else "JK")
-    dimensions = (*_axes(letters + "_"), ("row", "I"), ("channel", "K"), ("inner", "J"))
+    result = operator.node.attr["Tout"].type or operator.node.attr["T"].type
+    inner = () if result in _HALF else (("inner", "J"),)
+    dimensions = (*_axes(letters + "_"), ("row", "I"), ("channel", "K"), *inner)
     return (Signature((left, right), (letters + "IK",), dimensions),)
 
 
@@ -379,6 +384,7 @@ def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 _SUMMED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE})
+_HALF = frozenset({types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})
 """Dtypes in which a sum can't overflow, or lose digits, where the mean would not."""
 
 

@@ -125,7 +125,8 @@ def record(block: Block) -> dict[str, Any]:
     base = variant_of(graph, topology, {})
     layouts = Layouts(base.problem, topology.count)
     megatron = by_layout(base, layouts, megatron_layout(layouts))
-    assert megatron is not None
+    if megatron is None:
+        raise ValueError(f"no operator of {block} can be split into {topology.count} parts: it has too few heads")
     parallel = by_batch(base) if block.samples >= topology.count else None
     placement = fd_dps(graph, topology)
     return {

@@ -9,7 +9,8 @@ A claim is
 * reproduced otherwise: neither, but it is reproduced under the one other setting that counts for all claims of its
   figure (`FIGURE_10`, `FIGURE_13`);
 * not reproduced: none of these, whether too small or too large;
-* with a part left out: our arithmetic leaves out what could only add to it (`Claim.partial`);
+* with a part left out: our arithmetic leaves out what could only add to it (`Claim.partial`), and it isn't beyond the
+  second band already;
 * at a guessed size: it would be one of the first three, but at sizes of a model that the paper doesn't give.
 
 A range over several rows is two claims, about the least and about the most row; where the paper has another claim
@@ -71,7 +72,8 @@ class Claim:
         speedup: whether it is a speedup, so that the gain over 1 counts, too.
         others: (setting, number) under other settings; only the first one counts.
         why: why it isn't reproduced.
-        partial: whether our number leaves out what could only add to it; then it doesn't count.
+        partial: whether our number leaves out what could only add to it; then it doesn't count, unless it is
+            too large for the wider band already.
         guessed: whether sizes of the model are guesses.
         units: whether it is about a schedule in units of time, which no model of hardware is in.
     """
@@ -97,7 +99,8 @@ class Claim:
     def status(self) -> str:
         """One of `STATUSES`."""
         if self.partial:
-            return PARTLY
+            too_large = self.ours is None or self.ours > (1 + NEAR_BAND) * self.high
+            return NOT if too_large else PARTLY
         status = self.verdict(self.ours)
         if status == NOT and self.others and self.verdict(self.others[0][1]) == REPRODUCED:
             status = OTHERWISE
@@ -111,13 +114,13 @@ class Claim:
         if self.status == OTHERWISE:
             setting, number = self.others[0]
             return f"{setting}: {number:.3f}"
-        if self.partial and self.ours is not None and self.ours >= self.low:
-            return f"as large without that part, so that it is too large: {self.why}"
+        if self.partial and self.ours is not None and self.ours >= self.high:
+            return f"as large without that part, which could only add to it: {self.why}"
         return "" if self.status in (REPRODUCED, IN_UNITS) else self.why
 
     @property
     def is_close(self) -> bool:
-        """Whether it is reproduced or near, and wouldn't be in bands that are a fifth narrower."""
+        """Whether it is within its band, and wouldn't be if that were a fifth narrower."""
         if self.status not in BANDS or self.ours is None:
             return False
         band, gain = BANDS[self.status]

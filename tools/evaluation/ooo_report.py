@@ -281,7 +281,7 @@ def _summary(records: Records, judged: Sequence[Claim]) -> str:
     ]
     lines += [f"* {row['model']}, {row['network']}: {factor:.2f} times as fast: {row['plan']}" for row, factor in ahead]
     close = "; ".join(f"{_line(claim)}, {claim.status}" for claim in judged if claim.is_close)
-    lines += ["", f"**Close to the limits** of its band, within a fifth of it: {close or 'none'}."]
+    lines += ["", f"**Close to the limits**, from inside, by less than a fifth of the band: {close or 'none'}."]
     lines += ["", _tally(judged), "", _bubbles(records), "", _parts(records), "", _one_gpu(records)]
     fitted = ", ".join(str(records["figure_4"][0][name]) for name in records["figure_4"][0] if name[1:2] == ":")
     lines += [

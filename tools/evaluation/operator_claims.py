@@ -20,7 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dapple_tf.tools.evaluation.operator_experiments import MEMORY_BYTES, OPPONENTS, Operator, Row, with_rounds_of
+from dapple_tf.tools.evaluation.operator_experiments import (
+    MEMORY_BYTES,
+    OPPONENTS,
+    Operator,
+    Row,
+    Setting,
+    with_rounds_of,
+)
 from dapple_tf.tools.evaluation.operator_models import MODELS
 from dapple_tf.tools.evaluation.operator_paper import TABLE_5, TABLE_6, TABLE_7, PaperRow
 
@@ -84,11 +91,13 @@ class _Figure:
     """A figure of the paper, and the number of ours that stands against it.
 
     Attributes:
+        setting: of the row.
         claim: what comes of it; its name has ``{}`` where ``whose`` belongs.
         whose: the strategy that tells it from others on the same number.
         seconds: the two steps that our number is computed from.
     """
 
+    setting: Setting
     claim: Claim
     whose: str
     seconds: tuple[float, float]
@@ -213,7 +222,7 @@ def _table_5(row: Row) -> Iterator[_Figure]:
             name = f"{row.setting}: {{}}'s step over DP's"
             claim = Claim("table 5, steps over DP", name, f"{theirs:.2f}", f"{ours:.2f}", verdict, reason)
             steps = row.outcomes[row.unit].seconds, row.outcomes[what].seconds
-            yield _Figure(claim, whose, steps)
+            yield _Figure(row.setting, claim, whose, steps)
     for than in ("fast_t", "mp_dps"):
         yield _margin("table 5, margins", row, "fd_dps", than, paper.faster(than))
 
@@ -244,11 +253,11 @@ def _row_of_table_5(row: Row) -> PaperRow | None:
 def _once(figures: Sequence[_Figure]) -> Iterator[Claim]:
     """Joins the figures that stand against one number of ours, in whichever tables: the worst verdict counts, once.
 
-    Numbers are one if they are written alike, and computed from steps of which neither differs by `SAME_STEP`.
+    Numbers of a row are one if they are written alike, and computed from steps of which neither differs by `SAME_STEP`.
     """
     alike: list[list[_Figure]] = []
     for figure in figures:
-        same = next((some for some in alike if _is_same(some[0], figure)), None)
+        same = next((some for some in alike if all(_is_same(one, figure) for one in some)), None)
         if same is None:
             alike.append([figure])
         else:
@@ -265,7 +274,8 @@ def _once(figures: Sequence[_Figure]) -> Iterator[Claim]:
 
 def _is_same(one: _Figure, other: _Figure) -> bool:
     pairs = zip(one.seconds, other.seconds, strict=True)
-    return one.claim.ours == other.claim.ours and all(abs(a - b) < SAME_STEP * a for a, b in pairs)
+    same_text = (one.setting, one.claim.ours) == (other.setting, other.claim.ours)
+    return same_text and all(abs(a - b) < SAME_STEP * max(a, b) for a, b in pairs)
 
 
 def _and(words: Sequence[str]) -> str:
@@ -360,7 +370,7 @@ def _margin(part: str, row: Row, what: str, than: str, theirs: float) -> _Figure
     name = f"{row.setting}: {NAMES[what]} faster than {{}}"
     claim = Claim(part, name, f"{theirs:.2%}", f"{ours:.1%}", verdict, "; ".join(reasons))
     longer, shorter = (row.outcomes[_of_equals(one)].seconds for one in (than, what))
-    return _Figure(claim, NAMES[than], (longer, shorter))
+    return _Figure(row.setting, claim, NAMES[than], (longer, shorter))
 
 
 def _too_large(row: Row, than: str) -> str:

@@ -71,7 +71,7 @@ one made one figure of table 5's margins and table 7's where ours are one number
 rounds, and took away a second try at table 7's figures, over one copy. A fifth one made the faster of two forms of data
 parallelism the unit of steps: three figures had been reproduced otherwise only in units of the form with copies of
 variables, all of which it updates. A sixth one took figure 4 away, and gave table 7's second number to FD-DPS's step.
-A seventh one joined figures whose steps differ by less than 1%.
+A seventh one joined figures of a row that are written alike and whose steps differ by less than 1%.
 
 The paper's algorithms 1 to 3 alone have no column: FD-DPS here has FastT's placement, HEFT's and DP's graph among its
 candidates, and rounds at its end.
@@ -108,7 +108,8 @@ Columns; all but one compute the step that one device computes, up to rounding:
 * **DP**: data parallelism, 1/N of the batch on each device, which keeps a copy of each variable. Gradients are reduced
   while the backward goes on, in buckets of the best size, in a ring or directly between all devices, whichever is
   faster, and added as fast as other sums; sums over the batch within the step, those of BatchNormalization, are
-  exchanged where they are made. Updates begin when all gradients are reduced; a placement may update each variable as
+  exchanged where they are made; nothing else runs meanwhile, where a placement may run others, which own statistics
+  bound. Updates begin when all gradients are reduced; a placement may update each variable as
   soon as its gradient is there. **DP, own statistics**: the same, but each replica normalises its own samples. That is
   what is mostly run, TF-Slim's clones do it, is faster, and trains another way; no placement may do that. **Updates
   shared out**: the same, if each device made 1/N of the updates, as with ZeRO-1, and a reduce-scatter and an all-gather

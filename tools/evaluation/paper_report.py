@@ -269,8 +269,9 @@ def _opponents(results: Results) -> Table:
         "its / ours",
     ]  # fmt: skip
     note = (
-        "Others may have every policy and feature that ours has but stages in V, and were searched less: each owner's "
-        "plans are ranked "
+        "Others may have every policy and feature that ours has but stages in V (several stages on a device otherwise: "
+        "Megatron's only, or chunks), and were searched less. HPGO's are those of this row, not of a model's others: "
+        "15:1 of VGG-19/C, which is also our plan for B in Table 4, isn't tried for B. Each owner's plans are ranked "
         "under P_B or interleaving; the two leading ones, if at most 5 % slower than the best, and the best of each "
         "kind of stages where there are at most two kinds, are tried under the other policies; two also with "
         "recomputation by each stage's memory, at their own cuts, while ours may move cuts, too; the best of all also "

@@ -136,7 +136,7 @@ def joined(name: str, parts: Sequence[tuple[str, Claim]]) -> Claim:
 
     Args:
         name: of all.
-        parts: (of what, its claim), at least one; all with the same bands.
+        parts: (of what, its claim), at least one; the bands are those of the first of the worst.
     """
     worst = max((claim for _, claim in parts), key=lambda claim: COUNTED.index(claim.verdict))
     paper = "; ".join(f"{what} {claim.paper}" for what, claim in parts)

@@ -28,13 +28,13 @@ from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, co
 layers, ops = keras.layers, keras.ops
 
 TOLERANCE = 1e-10
-"""The most that a variable or slot differs by, relative to its largest value, but at least to 1."""
+"""The most that a variable or slot differs by, relative to what training has changed (see `training_comparison`)."""
 _STREAM = 22
 """Tells these draws from those of `random_models` with the same seed."""
 _TRIES = 1000
 """The most plans that are drawn for a model until one is allowed."""
 _DEVICES = 6
-"""The most devices of a plan."""
+"""The most devices of all stages, before operators are placed on groups and weight gradients elsewhere."""
 _WORDS, _USERS = 83, 61
 """Rows of tables: at least 20 for each of three replicas, and never a multiple of their number."""
 
@@ -100,7 +100,7 @@ class MixedPlan:
 
     @property
     def cluster(self) -> dapple.Cluster:
-        """Local devices, as if they were on these servers, with links that needn't be measured."""
+        """The local devices, as if they were on these servers, with links that needn't be measured."""
         local = dapple.Cluster.local(sum(self.servers), kind="cpu")
         numbers = [server for server, count in enumerate(self.servers) for _ in range(count)]
         devices = tuple(

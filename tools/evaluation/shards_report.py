@@ -43,7 +43,7 @@ shards, which saves what the last column says, and what the update of the rest w
 
 All ways send as many bytes: what gradients in shards save, parameters cost, which are gathered after the update, or
 where they are in shards before the first forward. What shards gain in time is the update, of which each replica makes
-an n-th: next to nothing where the link is what steps wait for.
+an n-th: the less, the more steps wait for the link.
 
 ## Simulated: the largest BERT on eight V100s of 16 GB
 
@@ -54,9 +54,10 @@ shards, with shards over without.
 {simulated}
 
 The more replicas, the more of each device are slots, and the more shards make room for; one stage for each device
-still holds the most, and computes the fewest samples a second. Parameters in shards make room between steps only: while
-a step runs, each device has all parameters of its stage, gathered, besides its own shard, so that fewer layers fit than
-with slots in shards alone.
+still holds the most, and computes the fewest samples a second. Parameters in shards lower peaks at the end of a step,
+as of the dense layers above, where gradients are reduced and applied. These pipelines are fullest between forward and
+backward, where a device has all parameters of its stage, gathered, besides its own shard: fewer layers fit than with
+slots in shards alone.
 """
 
 

@@ -73,8 +73,7 @@ def compare_training(
         batches: one batch for each step.
         train: function that makes a step.
         dtype: selects the tolerance.
-        most: the most that equal values differ by, relative to the largest value of an array, but at least to 1; None
-            for ``TOLERANCE``, which is relative to what training has changed.
+        most: the largest difference that rounding explains; None for that of ``TOLERANCE``.
     """
     plain, own = build(), build()
     before = [variable.numpy() for variable in own.variables]
@@ -95,7 +94,7 @@ def compare_training(
     plain.run_eagerly = True  # A few steps take less time than a trace.
     for batch in batches:
         train(plain, batch)
-    difference, where = largest_difference(own, plain, before, None if most is not None else dtype)
+    difference, where = largest_difference(own, plain, before, dtype)
     moved = zip(before, own.variables, strict=True)
     if all(np.array_equal(old, variable.numpy()) for old, variable in moved if variable.trainable):
         return Comparison("failed", difference, "training changed nothing")
@@ -116,7 +115,7 @@ def briefly(notes: Sequence[Note]) -> str:
 
 
 def largest_difference(
-    own: keras.Model, plain: keras.Model, before: Sequence[np.ndarray], dtype: str | None
+    own: keras.Model, plain: keras.Model, before: Sequence[np.ndarray], dtype: str
 ) -> tuple[float, str]:
     """Returns the largest difference of two models' and their optimizers' variables, and its variable.
 
@@ -124,8 +123,7 @@ def largest_difference(
         own: a model.
         plain: the same one, trained otherwise.
         before: values of the models' variables before training; the optimizers' were zeros.
-        dtype: selects the minimum scale of differences; None for differences relative to the largest value of an array,
-            but at least to 1.
+        dtype: selects the minimum scale of differences.
     """
     worst, where = 0.0, "(no variable)"
     pairs = list(zip(_variables(own), _variables(plain), strict=True))
@@ -134,8 +132,7 @@ def largest_difference(
         first, second = one.numpy().astype("float64"), other.numpy().astype("float64")
         if first.size == 0:
             continue
-        scale = max(1.0, float(np.max(np.abs(second)))) if dtype is None else _scale(old, second, dtype)
-        difference = float(np.max(np.abs(first - second))) / scale
+        difference = float(np.max(np.abs(first - second))) / _scale(old, second, dtype)
         difference = difference if np.isfinite(difference) else float("inf")
         if difference > worst:
             worst, where = difference, one.path
