@@ -125,6 +125,7 @@ def test_stored_rows_are_those_that_are_computed_anew(
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)  # The largest group takes more than 600 s on a busy machine.
 @pytest.mark.parametrize("group", list(RECORDS))
 def test_all_rows_of_a_group_are_computed_anew(group: str) -> None:
     records: list[Record] = []
