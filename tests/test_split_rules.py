@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.framework import types_pb2
 from tensorflow.python.framework import op_def_registry
 
 from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule, chosen_rule, split_rules
 from graph_passes.analysis.split_table import ELEMENTWISE, OPERATORS
-from graph_passes.ir.graph import Graph, Ref, make_node
+from graph_passes.ir.graph import Graph, Ref, dtype_attr, make_node
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, output_dtypes
 from graph_passes.passes.split_operators import split_operators
@@ -608,6 +609,14 @@ def test_convolutions_and_their_gradients_in_all_forms(seed: int) -> None:
         with tf.compat.v1.Session(graph=graph, config=session_config()) as session:
             for whole, joined in session.run(fetches):
                 np.testing.assert_array_equal(joined, whole)
+
+
+def test_asking_how_an_operator_can_be_split_leaves_it_as_it_was() -> None:
+    """An attribute of a newer version of the operator was added to it by looking it up."""
+    node = make_node("op", "BatchMatMulV2", [Ref("x"), Ref("y")], attrs={"T": dtype_attr(types_pb2.DT_FLOAT)})
+    before = node.SerializeToString(deterministic=True)
+    assert split_rules(node, [(2, 5, 7), (2, 7, 4)], [(2, 5, 4)])
+    assert node.SerializeToString(deterministic=True) == before
 
 
 def test_every_operator_is_tried() -> None:

@@ -109,7 +109,8 @@ def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
     letters = _letters(len(out) - 2)
     left = _aligned(letters, out[:-2], x[:-2]) + ("JI" if operator.flag("adj_x") else "IJ")
     right = _aligned(letters, out[:-2], y[:-2]) + ("KJ" if operator.flag("adj_y") else "JK")
-    result = operator.node.attr["Tout"].type or operator.node.attr["T"].type
+    attrs = operator.node.attr  # Reading an attribute that isn't there would add it.
+    result = attrs["Tout" if "Tout" in attrs else "T"].type
     inner = () if result in _HALF else (("inner", "J"),)
     dimensions = (*_axes(letters + "_"), ("row", "I"), ("channel", "K"), *inner)
     return (Signature((left, right), (letters + "IK",), dimensions),)
