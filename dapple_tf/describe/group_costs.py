@@ -24,7 +24,7 @@ class PlacedRange:
         samples: samples of the slice.
         forward: seconds of F.
         backward: seconds of B.
-        apply: seconds of the update.
+        apply: seconds of the update, and of what else there is once in a step: variables' parts sent to their users.
         whole: seconds of all of them where nothing divides them into tasks: a step of one slice and one stage.
         stored: for each device of the group, bytes of variables.
         residual: for each, bytes that F leaves to B.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from dapple_tf.describe.group_costs import PlacedRange
+from dapple_tf.operators.average_slice import kind_of, place_average_slice
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -33,6 +35,8 @@ def range_costs(
     """Places the operators of some layers: one slice, forward, backward and update; nothing else runs meanwhile.
 
     What comes from other layers is there from the start, on any device, and what others need stays where it is made.
+    Variables are read, cut and sent to where they are used once in a step, for all of its micro-batches (SplitOperators
+    shares cuts): that isn't in F and B, but counts with the update, which is once in a step, too.
 
     Args:
         own: the operators, those of each task between its entry and its exit.
@@ -48,28 +52,33 @@ def range_costs(
         OperatorCostsError: nothing is known of a kind of device.
     """
     bare = build_op_graph(own.placed, topology, costs, own.shapes, rules=split_rules)
+    kinds = {node.name: NodeKind.of(node) for node in own.graph.node}
+    seconds = float(bare.seconds.sum())
     if topology.count == 1 or not bare.count:
         placement = OpPlacement(dict.fromkeys(bare.names, 0), bare.names, {}, 0.0, (0.0,) * topology.count)
     else:
-        placement = fd_dps(bare, topology, effort=effort, progress=progress)
+        seconds = fd_dps(bare, topology, effort=effort, progress=progress).seconds
+        placement = place_average_slice(bare, topology, kinds, effort=effort, progress=progress)
     # With the entries and exits of tasks, which stay on the first device, and are in no queue.
     whole = build_op_graph(own.graph, topology, costs, own.shapes, rules=split_rules)
     split = apply_splits(whole, placement.splits)
     problem = compile_problem(split, topology)
-    kinds = {node.name: NodeKind.of(node) for node in own.graph.node}
     devices = [placement.devices.get(name, 0) for name in split.names]
-    step = simulate(problem, devices, _queue(problem, placement, kinds))
-    forward = _end(split, step, kinds, NodeKind.FORWARD, 0.0)
-    backward = _end(split, step, kinds, NodeKind.BACKWARD, forward)
+    queue = _queue(problem, placement, kinds)
+    once = [kind_of(name, kinds) is NodeKind.READ for name in split.names]
+    step = simulate(problem, devices, queue)
+    later = simulate(_prepared(problem, once), devices, queue)
+    forward = _end(split, later, kinds, NodeKind.FORWARD, 0.0)
+    backward = _end(split, later, kinds, NodeKind.BACKWARD, forward)
     stored = _stored(problem, devices)
-    residual = _alive(problem, devices, step, forward)
+    residual = _alive(problem, devices, step, _end(split, step, kinds, NodeKind.FORWARD, 0.0), once)
     return PlacedRange(
         *layers,
         samples,
         forward=forward,
         backward=backward - forward,
-        apply=step.seconds - backward,
-        whole=placement.seconds if topology.count > 1 else float(bare.seconds.sum()),
+        apply=max(0.0, step.seconds - backward),
+        whole=seconds,
         stored=tuple(stored.tolist()),
         residual=tuple(residual.tolist()),
         working=tuple(np.maximum(0.0, step.peak_bytes - stored - residual).tolist()),
@@ -97,7 +106,7 @@ def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str
     readers: list[list[int]] = [[] for _ in names]
     for op, name in enumerate(names):
         before = [problem.producer[tensor] for tensor in problem.inputs[op]] + problem.waits[op]
-        ranks[op] = max([_RANKS.get(_kind(name, kinds), 0), *(ranks[other] for other in before)])
+        ranks[op] = max([_RANKS.get(kind_of(name, kinds), 0), *(ranks[other] for other in before)])
         # Entries and exits, which aren't in the placement's order, come right behind what they wait for.
         least = max((keys[other][1] for other in before if ranks[other] == ranks[op]), default=-1)
         keys.append((ranks[op], positions.get(name, least)))
@@ -118,19 +127,24 @@ def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str
     return queue
 
 
-def _kind(name: str, kinds: Mapping[str, NodeKind | None]) -> NodeKind | None:
-    """Returns an operator's purpose; parts, cuts and joins are named after the operator that was split."""
-    while name and name not in kinds:
-        name = name.rpartition("/")[0]
-    return kinds.get(name)
-
-
 def _end(
     graph: OpGraph, step: SimulatedPlacement, kinds: Mapping[str, NodeKind | None], kind: NodeKind, least: float
 ) -> float:
     """Returns when the last operator of a kind ends: the exit of a task, which waits for all of its others."""
     finish = step.finish.tolist()
     return max([least, *(end for name, end in zip(graph.names, finish, strict=True) if kinds.get(name) is kind)])
+
+
+def _prepared(problem: PlacementProblem, once: list[bool]) -> PlacementProblem:
+    """Returns the problem of a later micro-batch: what runs once in a step is done, and sent."""
+    return dataclasses.replace(
+        problem,
+        seconds=[[0.0] * problem.devices if done else own for done, own in zip(once, problem.seconds, strict=True)],
+        size=[
+            0.0 if producer >= 0 and once[producer] else size
+            for producer, size in zip(problem.producer, problem.size, strict=True)
+        ],
+    )
 
 
 def _stored(problem: PlacementProblem, devices: list[int]) -> np.ndarray:
@@ -142,13 +156,18 @@ def _stored(problem: PlacementProblem, devices: list[int]) -> np.ndarray:
     return stored
 
 
-def _alive(problem: PlacementProblem, devices: list[int], step: SimulatedPlacement, moment: float) -> np.ndarray:
-    """Returns the bytes of tensors on each device that were made by a moment and are read after it."""
+def _alive(
+    problem: PlacementProblem, devices: list[int], step: SimulatedPlacement, moment: float, once: list[bool]
+) -> np.ndarray:
+    """Returns the bytes of tensors on each device that were made by a moment and are read after it.
+
+    What is made ``once`` for all micro-batches isn't counted.
+    """
     alive = np.zeros(problem.devices)
     finish = step.finish.tolist()
     arrived = {(sent.tensor, sent.target): sent.arrival for sent in step.transfers}
     for tensor, producer in enumerate(problem.producer):
-        if producer < 0 or finish[producer] > moment:
+        if producer < 0 or once[producer] or finish[producer] > moment:
             continue
         home = devices[producer]
         late = {devices[reader] for reader in problem.readers[tensor] if finish[reader] > moment}

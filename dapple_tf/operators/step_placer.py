@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.garbage import without_collection
+from dapple_tf.operators.average_slice import place_average_slice
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -35,6 +37,7 @@ from graph_passes.ir.graph import (
     copied,
     data_inputs,
 )
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import placeholder
 from graph_passes.ir.program import Layout, Program, Step
 from graph_passes.ir.replica_sums import SUM_OP
@@ -193,7 +196,7 @@ class StepPlacer:
         splits: dict[str, Split] = {}
         for stage in sorted(self.plan.flat_stages):
             name = placed_of[self.cluster.device_names[self.devices[stage][0][0]]]
-            placements[stage] = self._search(flat, stage, name, storage_devices) if known is None else known[stage]
+            placements[stage] = self._search(flat, stage, name, storage_devices, alone) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
@@ -250,8 +253,12 @@ class StepPlacer:
         stage: int,
         own_device: str,
         storage_devices: Mapping[tuple[int, str], tuple[str, ...]],
+        alone: bool,
     ) -> OpPlacement:
-        """Searches the placement of a stage's operators: those on ``own_device``, of its first micro-batch."""
+        """Searches the placement of a stage's operators: those on ``own_device``, of its first micro-batch.
+
+        ``alone`` says that the step has no tasks but this one.
+        """
         groups = self.devices[stage]
         topology = Topology.of_groups(self.cluster, groups)
         operators_on = own_operators(flat, own_device)
@@ -262,7 +269,13 @@ class StepPlacer:
         speeds = [min(self.cluster.devices[device].speed for device in alike) for alike in zip(*groups, strict=True)]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
-            placement = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
+            effort = _LATER_EFFORT if pinned else 1.0
+            if alone:
+                placement = fd_dps(operators, topology, effort=effort, progress=bar.at)
+            else:
+                kinds = {node.name: NodeKind.of(node) for node in own.node}
+                place = functools.partial(place_average_slice, operators, topology, kinds, search=fd_dps)
+                placement = place(effort=effort, progress=bar.at)
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,

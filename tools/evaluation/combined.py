@@ -5,7 +5,7 @@
     python -m tools.evaluation.combined_report                              # combined.json -> combined.md beside it
 
 All is simulated, by one profile of each model from the rooflines of a P100: whole stages by the planner's simulator,
-operators by that of FD-DPS, relative to what it says of one device. Nothing is run; it takes some minutes.
+operators by that of FD-DPS, relative to what it says of one device. Nothing is run; it takes half an hour.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.group_profiler import GroupProfiler
 from dapple_tf.measuring.layers_by_operator import layers_by_operator, stage_operators
 from dapple_tf.measuring.profiled_model import ProfiledModel
+from dapple_tf.models import gpt
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.planning.plan_request import PlanRequest
@@ -103,7 +104,14 @@ def chain() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10, name="logits")(x), name="chain")
 
 
+def gpt_of_long_samples() -> keras.Model:
+    """Returns a GPT of eight blocks of width 2,048, for samples of 512 tokens."""
+    return gpt.build(gpt.GptConfig(vocabulary=1024, sequence=512, depth=8, width=2048, heads=16))
+
+
 MODELS: Mapping[str, tuple[Callable[[], keras.Model], int]] = {
+    "gpt": (gpt_of_long_samples, 2),
+    "gpt, larger batch": (gpt_of_long_samples, 4),
     "blocks": (blocks, 32),
     "blocks, larger batch": (blocks, 128),
     "images_then_branches": (images_then_branches, 32),
@@ -165,7 +173,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
     keras.utils.set_random_seed(0)
     model = make()
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    costs, sizes = OperatorCosts.p100(), (batch // 8, batch)
+    costs, sizes = OperatorCosts.p100(), (max(1, batch // 8), batch)
     first = next(iter(CLUSTERS.values()))
     alone = estimated_profile(model, sizes, first.device_names[0], costs)
     profiler = GroupProfiler(model, alone, first, costs, sizes, effort=_EFFORT)

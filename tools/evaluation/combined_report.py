@@ -20,8 +20,8 @@ _JSON = flags.DEFINE_string("json", "docs/results/combined.json", "Numbers of co
 _HEAD = """\
 # Stages, replicas and placed operators together
 
-Written by `python -m tools.evaluation.combined_report` from combined.json, which `{command}` wrote in some five
-minutes of a core (at {commit}, {date}). Nothing was run: all is simulated, from a P100's rooflines, with momentum
+Written by `python -m tools.evaluation.combined_report` from combined.json, which `{command}` wrote in half
+an hour of a core (at {commit}, {date}). Nothing was run: all is simulated, from a P100's rooflines, with momentum
 SGD.
 
 Milliseconds of a step. *Data parallel* is on all GPUs with the best number of micro-batches, *stages alone* the
@@ -41,16 +41,15 @@ plan has to gain 5 % over stages alone, otherwise it is that plan.
 
 {losses}
 
-Where the batch is small and the weights are many, one group of the GPUs of a server is the best plan, which the planner
-finds: a single stage whose operators are all placed, as FD-DPS alone has it. A second server then gains nothing: with
-two stages each step has borders between tasks, at which updates wait for all of a stage's backward, and a batch that
+Where the batch is small and the weights are many (*blocks*), one group of the GPUs of a server is the best plan, which the
+planner finds: a single stage whose operators are all placed, as FD-DPS alone has it. A second server then gains nothing:
+with two stages each step has borders between tasks, at which updates wait for all of a stage's backward, and a batch that
 is too small to be cut. Where a model is replicated cheaply (*inception*, *chain*), stages and replicas without groups
 are {cheap} FD-DPS's placement of operators within a server. A placement over several servers isn't among the combined
 plans, and was {elsewhere}.
 
-A case that gains more than the best of each level is one made for it, `tests/test_combined_training.py`: a chain with
-two very wide layers, each much for one device and cut by no layer, a batch of 2, and two machines of two slow devices
-with slow links. Two stages on groups of two, with 2 micro-batches, are faster there than each level alone.
+`tests/test_combined_training.py` has a case made for it, and trains by its plan: a chain with two very wide layers, each
+much for one device and cut by no layer, a batch of 2, and two machines of two slow devices with slow links.
 
 ## What isn't in these numbers
 

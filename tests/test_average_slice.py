@@ -1,0 +1,89 @@
+"""Operators of steps with tasks are placed for an average micro-batch: what runs once in a step counts less."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from op_graphs import Builder, topology
+
+from dapple_tf.describe.plan import PlanError
+from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, kind_of, place_average_slice
+from dapple_tf.operators.fd_dps import fd_dps
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from graph_passes.ir.node_kinds import NodeKind
+
+_KINDS = {"Read": NodeKind.READ, "F": NodeKind.FORWARD, "B": NodeKind.BACKWARD, "Apply": NodeKind.APPLY}
+
+
+def step(apply_seconds: float) -> tuple[OpGraph, Kinds]:
+    """Two variables, each read by one of two parallel forwards and updated after its backward."""
+    builder = Builder(2)
+    begin = builder.add("F", 1e-4, 1e6)
+    ends = []
+    for number in range(2):
+        variable = builder.add("Read", 1e-6, 8e6, group=f"variable{number}")
+        builder.stored[f"variable{number}"] = 8e6
+        middle = builder.add("F", 1e-3, 1e6, (begin, variable))
+        gradient = builder.add("B", 2e-3, 8e6, (middle, variable))
+        ends.append(builder.add("Apply", apply_seconds, 1e3, (gradient,), group=f"variable{number}"))
+    builder.add("Apply", 1e-6, 0.0, ends)
+    graph = builder.graph()
+    return graph, {name: _KINDS[op] for name, op in zip(graph.names, graph.ops, strict=True)}
+
+
+def test_what_runs_once_counts_by_the_number_of_micro_batches() -> None:
+    graph, kinds = step(4e-3)
+    seen: list[OpGraph] = []
+
+    def search(average: OpGraph, links: Topology, **options: object) -> OpPlacement:
+        seen.append(average)
+        return fd_dps(average, links)
+
+    placement = place_average_slice(graph, topology(2), kinds, search=search)
+    (average,) = seen
+    once = np.array([op in ("Read", "Apply") for op in graph.ops])
+    assert np.allclose(average.seconds[once], graph.seconds[once] / MICRO_BATCHES)
+    assert np.array_equal(average.seconds[~once], graph.seconds[~once])
+    assert np.allclose(average.tensor_bytes[once], graph.tensor_bytes[once] / MICRO_BATCHES)
+    assert np.array_equal(average.tensor_bytes[~once], graph.tensor_bytes[~once])
+    # It tells of a whole step, not of the average.
+    assert placement.seconds >= 1e-4 + 1e-3 + 2e-3 + 4e-3
+    assert max(placement.peak_bytes) > 8e6
+
+
+def test_a_placement_that_only_an_average_leaves_room_for_isnt_taken() -> None:
+    graph, kinds = step(1e-3)
+    alone = fd_dps(graph, topology(2, memory=np.inf))
+    limit = 1.01 * max(alone.peak_bytes)
+    calls: list[float] = []
+
+    def search(given: OpGraph, links: Topology, **options: object) -> OpPlacement:
+        calls.append(float(given.seconds.sum()))
+        if len(calls) == 1:  # All on one device, which has room for the average only.
+            return OpPlacement(dict.fromkeys(given.names, 0), given.names, {}, 1.0, (0.0, 0.0))
+        return fd_dps(given, links)
+
+    placement = place_average_slice(graph, topology(2, memory=limit), kinds, search=search)
+    assert len(calls) == 2 and calls[1] == pytest.approx(float(graph.seconds.sum()))
+    assert max(placement.peak_bytes) <= limit
+
+
+def test_what_fits_nowhere_is_an_error() -> None:
+    graph, kinds = step(1e-3)
+    with pytest.raises(PlanError):
+        place_average_slice(graph, topology(2, memory=1e6), kinds)
+
+
+def test_parts_have_the_purpose_of_their_operator() -> None:
+    kinds = {"stage0/read/kernel": NodeKind.READ, "a": None}
+    assert kind_of("stage0/read/kernel/split_0_1_2", kinds) is NodeKind.READ
+    assert kind_of("a/part0", kinds) is None and kind_of("unknown/part0", kinds) is None
+
+
+def test_the_graph_isnt_changed() -> None:
+    graph, kinds = step(1e-3)
+    before = dataclasses.replace(graph, seconds=graph.seconds.copy(), tensor_bytes=graph.tensor_bytes.copy())
+    place_average_slice(graph, topology(2), kinds)
+    assert np.array_equal(graph.seconds, before.seconds) and np.array_equal(graph.tensor_bytes, before.tensor_bytes)

@@ -1,0 +1,45 @@
+"""What ranges of layers take on groups of devices: F, B and what there is once in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import pytest
+from test_combined_training import SLOW
+
+import dapple_tf as dapple
+from dapple_tf.describe.group_costs import PlacedRange
+from dapple_tf.measuring.group_profiler import GroupProfiler
+from dapple_tf.tools.evaluation.combined import estimated_profile
+
+_WIDTH, _INSIDE = 256, 1e6
+
+
+def ranges() -> dict[tuple[int, int], PlacedRange]:
+    """Returns (samples, devices) -> what two dense layers take, whose kernels take longer to send than to multiply."""
+    x = inputs = keras.Input((16,))
+    x = keras.layers.Dense(_WIDTH, activation="tanh", name="wide")(x)
+    model = keras.Model(inputs, keras.layers.Dense(16, name="narrow")(x))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    cluster = dapple.Cluster.from_json(
+        '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 2}], "intra_bandwidth": %g, '
+        '"intra_latency": 1e-6, "inter_bandwidth": 1e6, "inter_latency": 1e-3}' % _INSIDE
+    )
+    slow = dataclasses.replace(SLOW, compute={name: 2e-4 for name in SLOW.compute})
+    costs = dapple.OperatorCosts({"GPU": slow, "CPU": slow})
+    profile = estimated_profile(model, (1, 4), cluster.device_names[0], costs)
+    groups = GroupProfiler(model, profile, cluster, costs, (1, 4), pieces=1).pieces().groups
+    assert groups is not None
+    return {(entry.samples, entry.devices): entry for entry in groups.ranges}
+
+
+def test_parts_of_variables_are_sent_once_in_a_step() -> None:
+    """F of each micro-batch counted the sending of its kernels' parts, which `SplitOperators` makes once for all."""
+    entries = ranges()
+    print(entries)
+    alone, placed = entries[1, 1], entries[1, 2]
+    sending = 4 * 16 * _WIDTH / 2 / _INSIDE  # of half a float32 kernel
+    assert sending > alone.forward / 2
+    assert placed.forward < alone.forward
+    assert placed.apply > sending
