@@ -179,6 +179,31 @@ def test_ranges_of_the_best_plan_are_searched_as_a_whole() -> None:
     assert kept.report.latency > promised.report.latency
 
 
+def test_the_fastest_plan_that_was_searched_as_a_whole_is_taken() -> None:
+    """After the last round its own plan was taken, even where an earlier one had turned out to be faster."""
+    profile = profile_with([4.0] * 8, parameters=10**8)
+    cluster = cluster_of(4)
+    gains = iter([3.0, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5])
+    seen: list[float] = []
+
+    def exact(known: Profile, best: Plan) -> Profile | None:
+        assert known.groups is not None
+        bounds = [0, *map(known.position_after, best.cuts), len(known.layers)]
+        stages = enumerate(itertools.pairwise(bounds))
+        ranges = [own for stage, own in stages if stage in best.spread_stages and not known.groups.knows(*own, 2)]
+        if not ranges:
+            return None
+        gain = next(gains)
+        found = [placed(*own, *each) for own in ranges for each in ((1, 1.0), (2, gain))]
+        searched = dataclasses.replace(known, groups=GroupCosts(known.groups.ends, (*known.groups.ranges, *found)))
+        seen.append(simulate(best, searched, cluster).latency)
+        return searched
+
+    kept = find(PlanRequest.of(profile, cluster, 4), exact)
+    assert len(seen) > 1 and max(seen[1:]) > seen[0]
+    assert kept.report is not None and kept.report.latency <= min(seen) * (1 + 1e-9)
+
+
 def test_memory_of_groups_makes_room() -> None:
     """Layers too large for a device fit a group, whose devices share the variables; the schedule holds what they do."""
     profile = profile_with([1.5, 1.5], devices=2, parameters=10**9)

@@ -8,6 +8,7 @@ kinds together, so that it has to gain more than other features do (`LEAST_GROUP
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -38,7 +39,7 @@ _STARTS = 4
 _NEAR = 1.2
 """Plans that are certainly slower than the best by this factor aren't simulated to the end."""
 _ROUNDS = 4
-"""The most times that the ranges of the best plan are searched as a whole, after which it is searched again."""
+"""The most times that the ranges of the best plan are searched as a whole; the fastest of those plans is taken then."""
 
 Exact = Callable[[Profile, Plan], Profile | None]
 """Returns a profile with the ranges of a plan's placed stages searched as a whole; None if it has them already."""
@@ -59,16 +60,20 @@ def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None) 
     fastest = math.inf if alone is None else alone
     limit = fastest * (1 - LEAST_GROUP_GAIN)
     best: Choice | None = None
+    settled: list[Choice] = []  # plans whose ranges have been searched as a whole
     for _ in range(_ROUNDS):
         best = _GroupSearch(request, limit).best()
         known = None if best is None or exact is None else exact(request.profile, best.plan)
         if known is None:
             break
-        request = dataclasses.replace(request, profile=known)
-    else:
-        # What was searched last is known by now.
         assert best is not None
-        best = Choice.of(tried(request.costs(best.plan)))
+        request = dataclasses.replace(request, profile=known)
+        with contextlib.suppress(PlanError):  # As a whole it doesn't fit.
+            settled += filter(None, [Choice.of(tried(request.costs(best.plan)))])
+    else:
+        best = None  # The next one might be composed of pieces, too.
+    choices = [*settled, *([] if best is None else [best])]
+    best = min(choices, key=lambda choice: choice.latency, default=None)
     gains = best is not None and best.latency < limit
     expected = "doesn't fit" if best is None else f"{best.latency:.4g} s with operators placed on groups of devices"
     logger.info(
