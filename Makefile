@@ -71,6 +71,7 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; rewrites do
 	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --model=resnet --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --model=resnet --jit_compile --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_overhead --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_client --steps=10 --rounds=4 --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) --samples=1,2,4,8 --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) $(BFLOAT16) --json=docs/results/speed.json
 	$(BIN)/python -m tools.evaluation.bench_monitoring

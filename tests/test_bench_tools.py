@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import bench_cluster, bench_overhead, bench_torch, quiet, unlike_workers
+from dapple_tf.tools.evaluation import bench_client, bench_cluster, bench_overhead, bench_torch, quiet, unlike_workers
 from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
 from dapple_tf.tools.evaluation.bench_report import read_results
 from dapple_tf.tools.evaluation.peers import Peers, PeersError
@@ -51,6 +51,21 @@ def test_two_workers_train_in_turns(tmp_path: pathlib.Path) -> None:
     assert copies["of_copies"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     assert pipeline["way"] == "pipeline_dapple_a" and pipeline["of_copies"]["median"] > 0
     assert "of_mirrored" not in pipeline
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_client_of_two_workers_is_measured(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "speed.json"
+    arguments = ["--models=gpt:tiny", "--rounds=2", "--steps=2", f"--json={file}"]
+    assert command.run(bench_client.main, bench_client.FLAGS, arguments) == 0
+    records = read_results(file)["client"]["records"]
+    ways = [f"{plan}, {method}" for plan in ("two stages", "data parallel") for method in ("train_on_batch", "fit")]
+    assert [record["way"] for record in records] == ways
+    for record in records:
+        step, outside, processor = (record[f"{key}_ms"]["median"] for key in ("step", "outside", "processor"))
+        assert 0 < outside < step and processor > 0
+    assert capsys.readouterr().out.count("| gpt:tiny |") == 4
 
 
 def test_ratios_to_the_ceiling_and_to_the_strategy() -> None:

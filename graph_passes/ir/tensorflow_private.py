@@ -167,6 +167,10 @@ def prepared_run(session: tf.compat.v1.Session, options: Any) -> Callable[..., A
     return run
 
 
+SESSION_RUN = (pywrap_tf_session, "TF_SessionRun_wrapper")
+"""Where ``Session.run`` finds the C function that it calls: a module, and the name in it. For those who time it."""
+
+
 def iterator_resource(iterator: Any) -> tf.Tensor:
     """Returns the resource of an iterator over a ``tf.data.Dataset``."""
     return iterator._iterator_resource

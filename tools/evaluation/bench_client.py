@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 from absl import flags
-from tensorflow.python.client import pywrap_tf_session
 
 import dapple_tf as dapple
 from dapple_tf.progress import Progress
@@ -31,6 +30,7 @@ from dapple_tf.tools.evaluation.bench_models import MODELS
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.evaluation.ratios import quartiles
 from dapple_tf.tools.hosts import LocalWorkers
+from graph_passes.ir.tensorflow_private import SESSION_RUN
 
 FLAGS = flags.FlagValues()
 _MODELS = flags.DEFINE_list("models", ["gpt:tiny", "gpt"], "Models to train.", flag_values=FLAGS)
@@ -50,7 +50,7 @@ class _Clock:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Counts inside the context."""
-        run = pywrap_tf_session.TF_SessionRun_wrapper
+        run = getattr(*SESSION_RUN)
 
         def timed(*args: Any) -> Any:
             started = time.perf_counter()
@@ -59,7 +59,7 @@ class _Clock:
             finally:
                 self.inside += time.perf_counter() - started
 
-        with mock.patch.object(pywrap_tf_session, "TF_SessionRun_wrapper", timed):
+        with mock.patch.object(*SESSION_RUN, timed):
             yield
 
 
