@@ -31,7 +31,7 @@ of a way's processes: PyTorch's two ranks; our two workers and the client.
 """
 _COSTS = """## What a micro-batch costs
 
-A line through the times of a micro-batch of 1, 2, 4 and 8 samples: what it takes whatever its size (F and B of each
+A line through the times of micro-batches of the sizes above: what one takes whatever its size (F and B of each
 stage, a transfer each way at the cut, its share of the update), and what each of its samples takes.
 """
 _TRIALS = """## All ways
