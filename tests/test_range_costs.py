@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keras
-import pytest
 from test_combined_training import SLOW
 
 import dapple_tf as dapple
@@ -15,14 +14,14 @@ _WIDTH, _INSIDE = 256, 1e6
 
 
 def ranges() -> dict[tuple[int, int], PlacedRange]:
-    """Returns (samples, devices) -> what a dense layer takes, half of whose kernel takes as long to send as a sample."""
+    """Returns (samples, devices) -> what a dense layer takes, half of whose kernel is sent in a sample's time."""
     x = inputs = keras.Input((16,))
     x = keras.layers.Dense(_WIDTH, activation="tanh", name="wide")(x)
     model = keras.Model(inputs, keras.layers.Dense(16, name="narrow")(x))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     cluster = dapple.Cluster.from_json(
-        '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 2}], "intra_bandwidth": %g, '
-        '"intra_latency": 1e-6, "inter_bandwidth": 1e6, "inter_latency": 1e-3}' % _INSIDE
+        f'{{"format": "dapple_tf.cluster/1", "servers": [{{"devices": 2}}], "intra_bandwidth": {_INSIDE}, '
+        f'"intra_latency": 1e-6, "inter_bandwidth": 1e6, "inter_latency": 1e-3}}'
     )
     costs = dapple.OperatorCosts({"GPU": SLOW, "CPU": SLOW})
     profile = estimated_profile(model, (1, 4), cluster.device_names[0], costs)
@@ -35,7 +34,7 @@ def test_parts_of_variables_are_sent_once_in_a_step() -> None:
     """F of each micro-batch counted the sending of its kernels' parts, which `SplitOperators` makes once for all."""
     entries = ranges()
     alone, placed = entries[4, 1], entries[4, 2]
-    sending = 4 * 16 * _WIDTH / 2 / _INSIDE  # seconds of half a float32 kernel: it has at least that before F can be cut
+    sending = 4 * 16 * _WIDTH / 2 / _INSIDE  # seconds of half a float32 kernel
     assert placed.forward < 0.6 * alone.forward < alone.forward / 2 + sending / 2
     assert placed.apply > alone.apply + sending / 2
     # In a step of one slice, where nothing is repeated, it counts as ever.

@@ -196,7 +196,9 @@ class StepPlacer:
         splits: dict[str, Split] = {}
         for stage in sorted(self.plan.flat_stages):
             name = placed_of[self.cluster.device_names[self.devices[stage][0][0]]]
-            placements[stage] = self._search(flat, stage, name, storage_devices, alone) if known is None else known[stage]
+            placements[stage] = (
+                self._search(flat, stage, name, storage_devices, alone) if known is None else known[stage]
+            )
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))

@@ -129,7 +129,7 @@ def measured(name: str, cluster: dapple.Cluster) -> list[dict[str, Any]]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Returns medians with quartiles as Markdown."""
-    head = ("model", "way", "step (ms)", "outside of TensorFlow's call (ms)", "client's processor time (ms)", "of a core")
+    head = ("model", "way", "step (ms)", "outside (ms)", "processor (ms)", "of a core")
     keys = ("model", "way", "step_ms", "outside_ms", "processor_ms", "of_a_core")
     return markdown([head, *(tuple(record[key] for key in keys) for record in records)])
 
