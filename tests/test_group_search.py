@@ -79,6 +79,28 @@ def test_a_placed_stage_takes_what_its_layers_do_on_a_group() -> None:
     assert searched == pytest.approx((whole.seconds(task) - start) / 8)
 
 
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_what_is_sent_once_in_a_step_has_seconds_and_bytes_of_its_own(micro_batches: int) -> None:
+    """The seconds counted as a ratio of the update's, which other estimates have, and the bytes weren't counted."""
+    profile = profile_with([2.0, 2.0], parameters=1000)
+    assert profile.groups is not None
+    ranges = [
+        entry if entry.devices == 1 else dataclasses.replace(entry, sent=0.5, copies=(0.0, 3.0))
+        for entry in profile.groups.ranges
+    ]
+    sending = dataclasses.replace(profile, groups=GroupCosts(profile.groups.ends, tuple(ranges)))
+    cluster, batch = cluster_of(2), 4 * micro_batches
+    chosen = Plan.manual([], [[0]], micro_batches, batch, operator_devices=(((0, 1),),))
+    before, now = simulate(chosen, profile, cluster), simulate(chosen, sending, cluster)
+    whole = Plan.manual([], [[0]], micro_batches, batch)
+    computed = sum(layer.forward.at(4) + layer.backward.at(4) for layer in profile.layers)
+    assert now.latency - before.latency == pytest.approx(0.5 / 3.0 * computed)
+    stored = CostModel(whole, profile, cluster).stored_bytes[0]
+    kept, held = CostModel(chosen, profile, cluster).stored_bytes, CostModel(chosen, sending, cluster).stored_bytes
+    assert held[0] == kept[0] and held[1] == pytest.approx(kept[1] + 3.0 / 8.0 * stored)
+    assert now.peak_bytes[1] - before.peak_bytes[1] == pytest.approx(held[1] - kept[1])
+
+
 def test_replicas_reduce_what_each_place_keeps() -> None:
     profile = profile_with([2.0, 2.0], parameters=1000)
     chosen = Plan.data_parallel(4, 8).with_placed_operators(2)

@@ -24,11 +24,14 @@ class PlacedRange:
         samples: samples of the slice.
         forward: seconds of F.
         backward: seconds of B.
-        apply: seconds of the update, and of what else there is once in a step: variables' parts sent to their users.
+        apply: seconds of the update.
         whole: seconds of all of them where nothing divides them into tasks: a step of one slice and one stage.
         stored: for each device of the group, bytes of variables.
         residual: for each, bytes that F leaves to B.
         working: for each, bytes that are alive at most beyond these.
+        sent: seconds once in a step, whatever its micro-batches, in which variables' parts are sent to their users.
+        copies: for each device, bytes of such parts of others' variables, which stay as long as tasks need them; empty
+            for none.
     """
 
     first: int
@@ -41,6 +44,8 @@ class PlacedRange:
     stored: tuple[float, ...]
     residual: tuple[float, ...]
     working: tuple[float, ...]
+    sent: float = 0.0
+    copies: tuple[float, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -59,6 +64,8 @@ class Relative(NamedTuple):
         stored: for each device of the group, the ratio of its variables' bytes to all; they add up to 1.
         residual: for each, the ratio of its residuals' bytes; what several devices read is on each of them.
         working: for each, the ratio of its other bytes.
+        sent: ratio of the seconds in which variables' parts are sent, once in a step, to those of F and B.
+        copies: for each device, the ratio of the bytes of these parts to those of all variables.
     """
 
     forward: float
@@ -68,6 +75,13 @@ class Relative(NamedTuple):
     stored: tuple[float, ...]
     residual: tuple[float, ...]
     working: tuple[float, ...]
+    sent: float
+    copies: tuple[float, ...]
+
+    @property
+    def held(self) -> tuple[float, ...]:
+        """For each device, the ratio of the bytes of its variables, and of its copies of others, to all variables'."""
+        return tuple(own + copied for own, copied in zip(self.stored, self.copies, strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,8 @@ class GroupCosts:
                     f"{where}, {entry.samples} samples: a range has at least one of the {self.ends[-1]} layers, and a "
                     f"slice at least one sample"
                 )
-            if not entry.devices or not len(entry.stored) == len(entry.residual) == len(entry.working):
+            lengths = {len(entry.residual), len(entry.working), *([len(entry.copies)] if entry.copies else [])}
+            if not entry.devices or lengths != {entry.devices}:
                 raise GroupCostsError(f"{where}: give stored, residual and working bytes of each device")
         for (first, stop, devices), entries in self._known.items():
             alone = {entry.samples for entry in self._known.get((first, stop, 1), ())}
@@ -174,6 +189,8 @@ def _ratios(entry: PlacedRange, alone: PlacedRange) -> Relative:
         parts(entry.stored, alone.stored[0]),
         parts(entry.residual, alone.residual[0]),
         parts(entry.working, alone.working[0]),
+        entry.sent / (alone.forward + alone.backward) if alone.forward + alone.backward else 0.0,
+        tuple(size / alone.stored[0] if alone.stored[0] else 0.0 for size in entry.copies or (0.0,) * entry.devices),
     )
 
 
@@ -192,4 +209,6 @@ def _between(less: Relative, more: Relative, share: float) -> Relative:
         lines(less.stored, more.stored),
         lines(less.residual, more.residual),
         lines(less.working, more.working),
+        line(less.sent, more.sent),
+        lines(less.copies, more.copies),
     )

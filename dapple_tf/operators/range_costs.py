@@ -36,7 +36,7 @@ def range_costs(
 
     What comes from other layers is there from the start, on any device, and what others need stays where it is made.
     Variables are read, cut and sent to where they are used once in a step, for all of its micro-batches (SplitOperators
-    shares cuts): that isn't in F and B, but counts with the update, which is once in a step, too.
+    shares cuts): that isn't in F and B, but has seconds of its own.
 
     Args:
         own: the operators, those of each task between its entry and its exit.
@@ -77,11 +77,13 @@ def range_costs(
         samples,
         forward=forward,
         backward=backward - forward,
-        apply=max(0.0, step.seconds - backward),
+        apply=max(0.0, later.seconds - backward),
         whole=seconds,
         stored=tuple(stored.tolist()),
         residual=tuple(residual.tolist()),
         working=tuple(np.maximum(0.0, step.peak_bytes - stored - residual).tolist()),
+        sent=max(0.0, step.seconds - later.seconds),
+        copies=tuple(_copied(problem, step, once).tolist()),
     )
 
 
@@ -130,9 +132,12 @@ def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str
 def _end(
     graph: OpGraph, step: SimulatedPlacement, kinds: Mapping[str, NodeKind | None], kind: NodeKind, least: float
 ) -> float:
-    """Returns when the last operator of a kind ends: the exit of a task, which waits for all of its others."""
+    """Returns when the last operator of a kind ends: a task's exit, or the join of a gradient that was made in parts.
+
+    That is part of the task, too: adding gradients up, which the next task waits for, needs them whole.
+    """
     finish = step.finish.tolist()
-    return max([least, *(end for name, end in zip(graph.names, finish, strict=True) if kinds.get(name) is kind)])
+    return max([least, *(end for name, end in zip(graph.names, finish, strict=True) if kind_of(name, kinds) is kind)])
 
 
 def _prepared(problem: PlacementProblem, once: list[bool]) -> PlacementProblem:
@@ -145,6 +150,15 @@ def _prepared(problem: PlacementProblem, once: list[bool]) -> PlacementProblem:
             for producer, size in zip(problem.producer, problem.size, strict=True)
         ],
     )
+
+
+def _copied(problem: PlacementProblem, step: SimulatedPlacement, once: list[bool]) -> np.ndarray:
+    """Returns the bytes on each device that it has been sent of what is made ``once`` for all micro-batches."""
+    copied = np.zeros(problem.devices)
+    for sent in step.transfers:
+        if once[problem.producer[sent.tensor]]:
+            copied[sent.target] += problem.size[sent.tensor]
+    return copied
 
 
 def _stored(problem: PlacementProblem, devices: list[int]) -> np.ndarray:

@@ -190,6 +190,7 @@ class StepPlacer:
         placed_of = self._placed_replicas(step.layout)
         calls = _Calls(program, placed_of)
         alone = not step.entry or (len(self.devices) == 1 and len(step.layout.micro_batch_intervals) == 1)
+        of_one_slice = alone and (not step.entry or len(self.devices[0]) == 1)  # as `CostModel.placed` has it
         stages = self.plan.flat_stages if len(self.plan.flat_stages) < self.plan.num_stages else None
         flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone, stages=stages)
         placements: dict[int, OpPlacement] = {}
@@ -197,7 +198,7 @@ class StepPlacer:
         for stage in sorted(self.plan.flat_stages):
             name = placed_of[self.cluster.device_names[self.devices[stage][0][0]]]
             placements[stage] = (
-                self._search(flat, stage, name, storage_devices, alone) if known is None else known[stage]
+                self._search(flat, stage, name, storage_devices, of_one_slice) if known is None else known[stage]
             )
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
@@ -255,11 +256,11 @@ class StepPlacer:
         stage: int,
         own_device: str,
         storage_devices: Mapping[tuple[int, str], tuple[str, ...]],
-        alone: bool,
+        of_one_slice: bool,
     ) -> OpPlacement:
         """Searches the placement of a stage's operators: those on ``own_device``, of its first micro-batch.
 
-        ``alone`` says that the step has no tasks but this one.
+        ``of_one_slice`` says that nothing divides the step into tasks.
         """
         groups = self.devices[stage]
         topology = Topology.of_groups(self.cluster, groups)
@@ -272,12 +273,12 @@ class StepPlacer:
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             effort = _LATER_EFFORT if pinned else 1.0
-            if alone:
+            if of_one_slice:
                 placement = fd_dps(operators, topology, effort=effort, progress=bar.at)
             else:
                 kinds = {node.name: NodeKind.of(node) for node in own.node}
-                place = functools.partial(place_average_slice, operators, topology, kinds, search=fd_dps)
-                placement = place(effort=effort, progress=bar.at)
+                place = functools.partial(place_average_slice, search=fd_dps)  # which tests replace
+                placement = place(operators, topology, kinds, effort=effort, progress=bar.at)
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,

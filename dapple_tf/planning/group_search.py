@@ -24,6 +24,7 @@ from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.progress import Progress
+from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import tried
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class _GroupSearch:
                 for plan in self._neighbours(starts[0]):
                     self._simulate(plan)
             for choice in self._ranked()[:1]:
-                for schedule in self.request.straight:
+                for schedule in self._schedules:
                     for plan in self._legal(choice.plan, [{"schedule": schedule}]):
                         self._simulate(plan)
         ranked = self._ranked()
@@ -117,6 +118,15 @@ class _GroupSearch:
             held = dataclasses.replace(best.plan, warm_up=best.costs.warm_up)
             best = Choice.of(tried(self.request.costs(held))) or best
         return best
+
+    @property
+    def _schedules(self) -> list[Policy]:
+        """The policies that are tried for the best plan: those that leave backwards whole, if there are any.
+
+        What of a backward on a group makes the gradient of its input, and when that is ready, was never searched.
+        """
+        straight = self.request.straight
+        return [policy for policy in straight if policy.splits is False] or straight
 
     def _candidates(self) -> list[Plan]:
         request = self.request

@@ -177,7 +177,7 @@ class CostModel:
         placed = self._stage_costs.placed.of(*self.stages[stage].layers, len(self.groups[stage][0]), timed)
         if placed is not None and len(self.stages) == len(self.micro_batches) == len(self.plan.devices[stage]) == 1:
             # Nothing divides the step into tasks: updates begin while others are still computed.
-            return placed._replace(forward=placed.whole, backward=placed.whole, apply=placed.whole)
+            return placed._replace(forward=placed.whole, backward=placed.whole, apply=placed.whole, sent=0.0)
         return placed
 
     def _task_seconds(self, stage: int, phase: Phase, samples: int) -> float:
@@ -444,11 +444,13 @@ class CostModel:
     def apply_seconds(self, stage: int, device: int) -> float:
         """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices.
 
-        If operators are placed, on its group: until the last of its devices is ready.
+        If operators are placed, on its group: until the last of its devices is ready, and has been sent the parts of
+        variables that its tasks use, which is once in a step, too.
         """
         seconds, speed = self.stages[stage].apply_seconds, self.cluster.devices[device].speed
-        if self.groups[stage] and (placed := self.placed(stage, self.samples(stage))) is not None:
-            seconds *= placed.apply
+        if self.groups[stage] and (placed := self.placed(stage, samples := self.samples(stage))) is not None:
+            cost, timed = self.stages[stage], self.profile.timed_samples(samples)
+            seconds = seconds * placed.apply + (cost.forward.at(timed) + cost.backward.at(timed)) * placed.sent
         if self.plan.optimizer_shards:
             return seconds / len(self.owner_devices[stage]) / speed
         return seconds * self._updated_share(stage) / speed

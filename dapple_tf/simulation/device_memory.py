@@ -82,7 +82,10 @@ def slices_fitting(room: float, each: float, passing: float, slices: int, most: 
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
-    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
+    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there.
+
+    Where operators are placed, with the copies of variables' parts that a device has of others.
+    """
     owned = _stages_on(costs.devices, costs.owner_devices)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
@@ -92,7 +95,7 @@ def stored_bytes(costs: CostModel) -> Mapping[int, float]:
             whole = sizes[owned[group[0]]]
             placed = costs.placed(stage, costs.samples(stage))
             assert placed is not None
-            stored |= {device: whole * part for device, part in zip(group, placed.stored, strict=True)}
+            stored |= {device: whole * part for device, part in zip(group, placed.held, strict=True)}
     return stored
 
 
@@ -143,9 +146,11 @@ def _placed_needs(costs: CostModel, stage: int, whole: DeviceNeed) -> tuple[tupl
     placed = costs.placed(stage, costs.samples(stage))
     assert placed is not None
     needs = []
-    for place, (stored, kept, working) in enumerate(zip(placed.stored, placed.residual, placed.working, strict=True)):
+    for place, (stored, held, kept, working) in enumerate(
+        zip(placed.stored, placed.held, placed.residual, placed.working, strict=True)
+    ):
         need = whole._replace(
-            stored=whole.stored * stored,
+            stored=whole.stored * held,
             each=whole.each * kept,
             largest=whole.largest * kept,
             working=whole.working * working,

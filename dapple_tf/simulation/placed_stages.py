@@ -77,6 +77,9 @@ class _Layers:
         whole = [x.forward.at(samples) + x.backward.at(samples) + x.apply_seconds for x in layers]
         self._whole = _Means([[piece.whole] for piece in own], whole)
         self._apply = _Means([[piece.apply] for piece in own], [x.apply_seconds for x in layers])
+        computed = [x.forward.at(samples) + x.backward.at(samples) for x in layers]
+        self._sent = _Means([[piece.sent] for piece in own], computed)
+        self._copies = _Means([piece.copies for piece in own], stored)
         self._stored = _Means([piece.stored for piece in own], stored)
         self._residual = _Means([piece.residual for piece in own], [x.residual_bytes.at(samples) for x in layers])
 
@@ -90,6 +93,8 @@ class _Layers:
             stored=self._stored.of(first, stop),
             residual=self._residual.of(first, stop),
             working=tuple(self._working[first:stop].max(axis=0).tolist()),
+            sent=self._sent.of(first, stop)[0],
+            copies=self._copies.of(first, stop),
         )
 
 
