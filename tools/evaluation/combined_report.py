@@ -80,9 +80,9 @@ keeps slices where they are used, and would be faster than either.
 
 
 _REASONS = {
-    "gpt": "Two samples are too few for replicas or straight stages on eight GPUs, and all operators on one server leave "
-    "the other idle: two stages work on a sample each, with four GPUs for every task, and only a block's output crosses "
-    "the network.",
+    "gpt": "Two samples are too few for replicas or straight stages on eight GPUs, and all operators on one server "
+    "leave the other idle: two stages work on a sample each, with four GPUs for every task, and only a block's output "
+    "crosses the network.",
     "images_then_branches": "Convolutions with few parameters have replicas on one server, branches with nearly all "
     "parameters are placed on the other, where no gradient is reduced.",
 }
@@ -173,10 +173,11 @@ def _wins(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         if record["combined"] and gain(record) >= 1.01:
             name, seconds = best_alone(record)
+            reason = _REASONS.get(record["model"], "")
             lines.append(
                 f"* {record['model']}, batch {record['batch']}, on {record['cluster']}: {record['combined_ms']:.2f} ms "
                 f"by {record['combined']}; {name} {seconds:.2f}, stages alone {record['stages_ms']:.2f} "
-                f"({record['stages']}). Its critical path: {record['limited_by']}. {_REASONS.get(record['model'], '')}".rstrip()
+                f"({record['stages']}). Its critical path: {record['limited_by']}. {reason}".rstrip()
             )
     return "\n".join(lines) or "Nothing here: the combined plan is never faster than the best of each level alone."
 
