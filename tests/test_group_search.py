@@ -216,14 +216,14 @@ def test_the_fastest_plan_that_was_searched_as_a_whole_is_taken() -> None:
         if not ranges:
             return None
         gain = next(gains)
-        found = [placed(*own, *each) for own in ranges for each in ((1, 1.0), (2, gain))]
-        searched = dataclasses.replace(known, groups=GroupCosts(known.groups.ends, (*known.groups.ranges, *found)))
+        as_wholes = [placed(*own, *each) for own in ranges for each in ((1, 1.0), (2, gain))]
+        searched = dataclasses.replace(known, groups=GroupCosts(known.groups.ends, (*known.groups.ranges, *as_wholes)))
         seen.append(simulate(best, searched, cluster).latency)
         return searched
 
-    kept = find(PlanRequest.of(profile, cluster, 4), exact)
+    chosen = find(PlanRequest.of(profile, cluster, 4), exact)
     assert len(seen) > 1 and max(seen[1:]) > seen[0]
-    assert kept.report is not None and kept.report.latency <= min(seen) * (1 + 1e-9)
+    assert chosen.report is not None and chosen.report.latency <= min(seen) * (1 + 1e-9)
 
 
 def test_memory_of_groups_makes_room() -> None:

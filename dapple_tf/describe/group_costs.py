@@ -115,7 +115,9 @@ class GroupCosts:
                 )
             lengths = {len(entry.residual), len(entry.working), *([len(entry.copies)] if entry.copies else [])}
             if not entry.devices or lengths != {entry.devices}:
-                raise GroupCostsError(f"{where}: give stored, residual and working bytes of each device")
+                raise GroupCostsError(
+                    f"{where}: give stored, residual and working bytes of each device, copies, too, or none"
+                )
         for (first, stop, devices), entries in self._known.items():
             alone = {entry.samples for entry in self._known.get((first, stop, 1), ())}
             for entry in entries:

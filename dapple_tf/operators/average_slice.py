@@ -80,8 +80,8 @@ def place_average_slice(
     once = np.array([kind_of(name, kinds) in _ONCE for name in graph.names], bool)
     share = np.where(once, 1 / MICRO_BATCHES, 1.0)
     of_tensors = np.ones(len(graph.tensor_bytes))
-    made = graph.edges[graph.edges[:, 2] >= 0]
-    of_tensors[made[:, 2]] = share[made[:, 0]]
+    data_edges = graph.edges[graph.edges[:, 2] >= 0]
+    of_tensors[data_edges[:, 2]] = share[data_edges[:, 0]]
     average = dataclasses.replace(
         graph, seconds=graph.seconds * share[:, None], tensor_bytes=graph.tensor_bytes * of_tensors
     )

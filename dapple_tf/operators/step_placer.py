@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -277,8 +276,9 @@ class StepPlacer:
                 placement = fd_dps(operators, topology, effort=effort, progress=bar.at)
             else:
                 kinds = {node.name: NodeKind.of(node) for node in own.node}
-                place = functools.partial(place_average_slice, search=fd_dps)  # which tests replace
-                placement = place(operators, topology, kinds, effort=effort, progress=bar.at)
+                placement = place_average_slice(
+                    operators, topology, kinds, search=fd_dps, effort=effort, progress=bar.at
+                )
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,

@@ -15,6 +15,7 @@ steps each. Of each step are told
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from dapple_tf.progress import Progress
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_models import MODELS
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
-from dapple_tf.tools.evaluation.ratios import quartiles
+from dapple_tf.tools.evaluation.ratios import quartiles, take_turns
 from dapple_tf.tools.hosts import LocalWorkers
 from graph_passes.ir.tensorflow_private import SESSION_RUN
 
@@ -105,12 +106,10 @@ def measured(name: str, cluster: dapple.Cluster) -> list[dict[str, Any]]:
     """Returns a record for each way of a model."""
     with contextlib.ExitStack() as stack:
         turns = ways(stack, name, cluster)
-        bar = Progress(name, _ROUNDS.value, shown=True)
+        bar = Progress(name, _ROUNDS.value * len(turns), shown=True)
         seen: dict[str, list[dict[str, float]]] = {way: [] for way in turns}
-        for number in range(_ROUNDS.value):
-            for way in list(turns)[:: 1 if number % 2 == 0 else -1]:
-                seen[way].append(turn(turns[way]))
-            bar.step(f"round {number + 1}")
+        calls = {way: functools.partial(lambda way: seen[way].append(turn(turns[way])), way) for way in turns}
+        take_turns(calls, _ROUNDS.value, lambda number, way: bar.step(f"round {number + 1}: {way}"))
         bar.close()
     return [
         {

@@ -87,6 +87,7 @@ _REASONS = {
     "parameters are placed on the other, where no gradient is reduced.",
 }
 """Why the combined plan gains, by model: for rows in which it does."""
+
 _REPLICATED = ("inception", "chain")
 """Models with few parameters for their computation."""
 
