@@ -32,7 +32,11 @@ from graph_passes.passes.split_operators import SplitOperators
 
 BATCH = 4
 TOPOLOGY = Topology(("/device:CPU:0",), np.full((1, 1), np.inf), np.zeros((1, 1)), np.full(1, np.inf))
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def loss() -> keras.losses.Loss:
+    """A loss of the float type that is set now: one made with this module would round float64 to float32."""
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def branches() -> keras.Model:
@@ -46,7 +50,7 @@ def branches() -> keras.Model:
     x = layers.Concatenate()([layers.Add()([y, x]), *pooled])
     x = layers.Cropping2D(1)(layers.Conv2D(8, 3, strides=2)(layers.ZeroPadding2D(1)(x)))
     model = keras.Model(image, layers.Dense(5)(layers.Flatten()(x)))
-    model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-2), LOSS, metrics=["accuracy"])
+    model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-2), loss(), metrics=["accuracy"])
     return model
 
 
@@ -58,7 +62,7 @@ def transformer() -> keras.Model:
     x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(layers.LayerNormalization()(x), x, use_causal_mask=True)])
     x = layers.Add()([x, layers.Dense(8)(layers.Dense(16, activation="gelu")(layers.LayerNormalization()(x)))])
     model = keras.Model(tokens, layers.Dense(7)(x))
-    model.compile(keras.optimizers.AdamW(1e-2, epsilon=1e-2), LOSS, metrics=["accuracy"])
+    model.compile(keras.optimizers.AdamW(1e-2, epsilon=1e-2), loss(), metrics=["accuracy"])
     return model
 
 
