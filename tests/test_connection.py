@@ -22,8 +22,9 @@ from workers import PATIENCE, children, client, expect, status, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
+from dapple_tf.clusters import remote_session
 from dapple_tf.clusters.connection import Connection, acquire, connected, open_session, release
-from dapple_tf.clusters.remote_session import RemoteSession
+from dapple_tf.clusters.remote_session import Call, RemoteSession
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
@@ -532,6 +533,62 @@ def test_the_end_of_a_lost_connection_leaves_the_next_one_alone(cluster: dapple.
                 assert third is second
             session.run(made)
         assert second.lost is None
+
+
+@pytest.mark.slow
+def test_no_worker_serves_anew_before_a_former_call_has_ended(
+    cluster: dapple.Cluster, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the call asked of the new server, at the same port, was never answered: the call stayed in TensorFlow."""
+    ended = threading.Event()
+    joined: list[bool] = []
+    join = Call.join
+
+    def note(call: Call, seconds: float) -> None:
+        joined.append(call.done)
+        ended.set()
+        join(call, seconds)
+
+    with held(cluster) as connection:
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                connection.call(ended.wait)
+            except BaseException as failure:
+                failures.append(failure)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        wait_until(lambda: remote_session._running)
+        (child,) = children(workers.processes[1].pid)
+        os.kill(child, signal.SIGKILL)
+        thread.join(PATIENCE)
+        assert [type(failure) for failure in failures] == [WorkerLostError]
+    monkeypatch.setattr(Call, "join", note)
+    with held(cluster):
+        assert joined == [False]
+
+
+@pytest.mark.slow
+def test_a_former_call_that_never_ends_is_waited_for_once(
+    cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    call = Call(ended.wait, threading.Condition(), cluster.addresses[:1])
+    other = Call(ended.wait, threading.Condition(), ["elsewhere:1"])
+    joined: list[Call] = []
+    monkeypatch.setattr(Call, "join", lambda call, seconds: joined.append(call))
+    for running in call, other:
+        running.start()
+        assert running.begun.wait(PATIENCE)
+    try:
+        for _ in range(2):
+            with held(cluster):
+                assert joined == [call]
+    finally:
+        ended.set()
+    wait_until(lambda: not remote_session._running)
 
 
 LEAVES = """

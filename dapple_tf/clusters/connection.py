@@ -25,7 +25,7 @@ from dapple_tf.clusters.client_server import any_started, client_server, close_t
 from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.loan import Loan
 from dapple_tf.clusters.open_ports import check_ports
-from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_calls
+from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_all_calls, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
 from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _EXIT_SECONDS = 3.0
+_FORMER_CALLS_SECONDS = 2.0
+"""Maximum seconds for the calls of an earlier connection to end, before the workers serve anew."""
 _START_SECONDS = 1.0
 _LOADING_SECONDS = 30.0
 """The least seconds for a worker's process to load TensorFlow's library and start a server, on a busy machine, too."""
@@ -90,6 +92,7 @@ class Connection:
         self._asked = 0.0  # workers must answer a ping that is sent after this time
         self._clock_requests = 0  # number of questions to workers for the time
         self._closed = False
+        wait_for_former_calls(self.addresses, _FORMER_CALLS_SECONDS)
         remembered = _ports.keys() & set(self.addresses)
         try:
             self._leases, self.target = self._open()
@@ -310,7 +313,7 @@ class Connection:
         if self._closed:  # Nobody watches the workers any more: TensorFlow would wait for them forever.
             raise WorkerLostError(f"workers {', '.join(self.addresses)} were given back by this process")
         limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
-        call = Call(function, self._changed)
+        call = Call(function, self._changed, self.addresses)
         try:
             try:
                 call.start()
@@ -497,5 +500,5 @@ os.register_at_fork(after_in_child=_leave_all)
 def _give_all_back() -> None:
     for connection in list(_connections.values()):
         connection.close()
-    wait_for_calls(_EXIT_SECONDS)
+    wait_for_all_calls(_EXIT_SECONDS)
     close_tunnels()

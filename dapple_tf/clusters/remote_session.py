@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -23,21 +23,25 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 60.0
 
-_running: set[threading.Thread] = set()
-"""Threads that are inside TensorFlow for a call."""
+_running: set[Call] = set()
+"""Calls that are inside TensorFlow."""
 
 
 class Call:
     """A call in its own thread, which may never return: Python mustn't wait for it when it exits.
 
     Attributes:
+        workers: addresses of the workers that it uses; empty once nobody has to wait for it any more.
         begun: set as soon as the thread runs.
         done: set when the call has ended.
         result: what the call returned.
         error: what the call raised.
     """
 
-    def __init__(self, function: Callable[[], Any], changed: threading.Condition) -> None:
+    def __init__(
+        self, function: Callable[[], Any], changed: threading.Condition, workers: Collection[str] = ()
+    ) -> None:
+        self.workers = frozenset(workers)
         self.begun = threading.Event()
         self.done = False
         self.result: Any = None
@@ -52,7 +56,7 @@ class Call:
         self._thread.start()
 
     def _run(self) -> None:
-        _running.add(self._thread)
+        _running.add(self)
         self.begun.set()
         function, self._function = self._function, None
         assert function is not None
@@ -66,7 +70,11 @@ class Call:
             if self._forgotten:
                 self.result = self.error = None
             self._changed.notify_all()
-        _running.discard(self._thread)
+        _running.discard(self)
+
+    def join(self, seconds: float) -> None:
+        """Waits at most ``seconds`` for the call's end."""
+        self._thread.join(max(0.0, seconds))
 
     def forget(self) -> None:
         """Notes that nobody asks for the result any more.
@@ -165,12 +173,29 @@ def _close_aside(session: Any) -> None:
     Call(close, threading.Condition()).start()
 
 
-def wait_for_calls(seconds: float) -> None:
+def wait_for_all_calls(seconds: float) -> None:
     """Waits at most ``seconds`` for running calls, when Python exits.
 
     A thread that returns from TensorFlow while Python shuts down aborts the process. Threads that wait for a
     worker that is gone for good are likely to return now; threads that wait for a hanging worker aren't.
     """
+    _join(list(_running), seconds)
+
+
+def wait_for_former_calls(workers: Collection[str], seconds: float) -> None:
+    """Waits at most ``seconds`` for calls that were abandoned on some of ``workers``, before these serve anew.
+
+    As soon as no server of theirs listens, everything that such a call asks of one is refused, and the call ends. A new
+    server at the same port takes the question instead, for the output of a step that it knows nothing of, and answers
+    never: TensorFlow cancels the parts of a failed step once, and one that begins later misses that.
+    """
+    calls = [call for call in _running if not call.workers.isdisjoint(workers)]
+    _join(calls, seconds)
+    for call in calls:
+        call.workers = frozenset()  # It waits for a worker that hangs: the next attempts don't wait for it again.
+
+
+def _join(calls: Sequence[Call], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for thread in list(_running):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    for call in calls:
+        call.join(deadline - time.monotonic())
