@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import math
@@ -588,6 +589,31 @@ def test_a_former_call_that_never_ends_is_waited_for_once(
                 assert joined == [call]
     finally:
         ended.set()
+    wait_until(lambda: not remote_session._running)
+
+
+def test_a_session_is_closed_behind_its_former_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing keeps a lock, which a call needs to return, until the workers serve anew: both waited."""
+
+    class Session:
+        closed = threading.Event()
+
+        def close(self) -> None:
+            assert call.done
+            self.closed.set()
+
+    monkeypatch.setattr(remote_session, "_FORMER_CALLS_SECONDS", PATIENCE)
+    ended = threading.Event()
+    call = Call(ended.wait, threading.Condition(), ["worker:1"])
+    call.start()
+    assert call.begun.wait(PATIENCE)
+    session = Session()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+    remote_session._close_aside(session, ["worker:1"])
+    wait_until(lambda: len(remote_session._running) == 2)
+    assert not session.closed.is_set()
+    ended.set()
+    assert session.closed.wait(PATIENCE)
     wait_until(lambda: not remote_session._running)
 
 

@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _EXIT_SECONDS = 3.0
-_FORMER_CALLS_SECONDS = 2.0
-"""Maximum seconds for the calls of an earlier connection to end, before the workers serve anew."""
 _START_SECONDS = 1.0
 _LOADING_SECONDS = 30.0
 """The least seconds for a worker's process to load TensorFlow's library and start a server, on a busy machine, too."""
@@ -92,7 +90,7 @@ class Connection:
         self._asked = 0.0  # workers must answer a ping that is sent after this time
         self._clock_requests = 0  # number of questions to workers for the time
         self._closed = False
-        wait_for_former_calls(self.addresses, _FORMER_CALLS_SECONDS)
+        wait_for_former_calls(self.addresses)
         remembered = _ports.keys() & set(self.addresses)
         try:
             self._leases, self.target = self._open()

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 60.0
+_FORMER_CALLS_SECONDS = 2.0
+"""Maximum seconds for abandoned calls to end, before workers serve anew or their session is closed."""
 
 _running: set[Call] = set()
 """Calls that are inside TensorFlow."""
@@ -112,7 +114,7 @@ class RemoteSession:
         # When Python frees a session, also as it exits, TensorFlow waits for the workers, lost ones too. Python doesn't
         # free this one unless it has been closed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))
-        self._left_open = weakref.finalize(self, _close_aside, self._session)
+        self._left_open = weakref.finalize(self, _close_aside, self._session, connection.addresses)
         self._left_open.atexit = False
 
     def run(
@@ -149,7 +151,7 @@ class RemoteSession:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._session))
         except (WorkerLostError, tf.errors.OpError) as error:
             logger.info("a session couldn't be closed: %s", str(error))
-            _close_aside(self._session)  # Closing cancels what it runs elsewhere.
+            _close_aside(self._session, self.connection.addresses)  # Closing cancels what it runs elsewhere.
 
     def abandon(self) -> None:
         """Closes it in a thread that nobody waits for."""
@@ -162,10 +164,15 @@ class RemoteSession:
         self.close()
 
 
-def _close_aside(session: Any) -> None:
-    """Closes a session in a thread that nobody waits for, and lets Python free it then."""
+def _close_aside(session: Any, workers: Collection[str]) -> None:
+    """Closes a session in a thread that nobody waits for, and lets Python free it then.
+
+    First its calls end: they need a lock to return, which closing keeps until the workers serve anew, as TensorFlow
+    then has them clean up after the last step.
+    """
 
     def close() -> None:
+        _join(_calls_on(workers), _FORMER_CALLS_SECONDS)
         with contextlib.suppress(tf.errors.OpError):  # A worker is lost: there is nothing left to close.
             session.close()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(session))
@@ -182,20 +189,24 @@ def wait_for_all_calls(seconds: float) -> None:
     _join(list(_running), seconds)
 
 
-def wait_for_former_calls(workers: Collection[str], seconds: float) -> None:
-    """Waits at most ``seconds`` for calls that were abandoned on some of ``workers``, before these serve anew.
+def wait_for_former_calls(workers: Collection[str]) -> None:
+    """Waits a little for the end of calls that were abandoned on some of ``workers``, before these serve anew.
 
     As soon as no server of theirs listens, everything that such a call asks of one is refused, and the call ends. A new
     server at the same port takes the question instead, for the output of a step that it knows nothing of, and answers
     never: TensorFlow cancels the parts of a failed step once, and one that begins later misses that.
     """
-    calls = [call for call in _running if not call.workers.isdisjoint(workers)]
-    _join(calls, seconds)
+    calls = _calls_on(workers)
+    _join(calls, _FORMER_CALLS_SECONDS)
     for call in calls:
         call.workers = frozenset()  # It waits for a worker that hangs: the next attempts don't wait for it again.
 
 
-def _join(calls: Sequence[Call], seconds: float) -> None:
+def _calls_on(workers: Collection[str]) -> list[Call]:
+    return [call for call in list(_running) if not call.workers.isdisjoint(workers)]
+
+
+def _join(calls: Iterable[Call], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for call in calls:
         call.join(deadline - time.monotonic())
