@@ -254,7 +254,7 @@ def _rename(node: NodeDef, names: Mapping[str, str]) -> None:
     node.input[:] = [renamed_input(text, names) for text in node.input]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _gradients(
     serialized: bytes,
     outputs: tuple[tuple[_Place, _Place], ...],

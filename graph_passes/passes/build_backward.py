@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+from graph_passes.analysis.gradient_pieces import add_gradients_by_pieces
 from graph_passes.ir.graph import Graph, Names, Ref, copied, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import (
@@ -20,7 +21,6 @@ from graph_passes.ir.program import (
     ValueKind,
     VariableKind,
 )
-from graph_passes.ir.tensorflow_bridge import add_gradients
 from graph_passes.passes.call_gradients import differentiable_calls
 from graph_passes.passes.row_sets import Rows, refusal, row_sets
 
@@ -123,7 +123,8 @@ class BuildBackward:
         results = dict(stage.results)
         if outputs and sources:
             graph = differentiable_calls(graph)
-            graph, gradients = add_gradients(graph, outputs, [stage.arguments[Value(ref)] for ref in sources])
+            arguments_of_sources = [stage.arguments[Value(ref)] for ref in sources]
+            graph, gradients = add_gradients_by_pieces(graph, outputs, arguments_of_sources)
             for ref, gradient in zip(sources, gradients, strict=True):
                 if gradient is None:
                     continue
