@@ -24,6 +24,10 @@ class KerasMethods(ModelFront, abc.ABC):
         """Calls a method of the user's model, whose steps are pipelined meanwhile."""
 
     @abc.abstractmethod
+    def _on_batch(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Calls ``train_on_batch`` or ``test_on_batch`` of the user's model, whose step is pipelined."""
+
+    @abc.abstractmethod
     def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
         """Runs ``fit``, saving checkpoints and resuming from one."""
 
@@ -86,11 +90,11 @@ class KerasMethods(ModelFront, abc.ABC):
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.train_on_batch``."""
-        return self._call("train_on_batch", **_bound("train_on_batch", (x, y, *args), kwargs))
+        return self._on_batch("train_on_batch", _bound("train_on_batch", (x, y, *args), kwargs))
 
     def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.test_on_batch``."""
-        return self._call("test_on_batch", **_bound("test_on_batch", (x, y, *args), kwargs))
+        return self._on_batch("test_on_batch", _bound("test_on_batch", (x, y, *args), kwargs))
 
     def predict_on_batch(self, x: Any) -> Any:
         """Runs ``keras.Model.predict_on_batch``."""

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
+from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable, train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.trainer import Trainer
+from keras.src.utils.python_utils import pythonify_logs as python_logs
 
 __all__ = [
     "ArrayDataAdapter",
+    "CompileMetrics",
     "DataAdapter",
+    "Makeup",
     "PyDatasetAdapter",
     "adds_loss",
     "build_for",
     "can_convert_arrays",
+    "check_compiled",
     "checks_by_keras",
     "compiled_loss",
     "compiled_metrics",
@@ -46,6 +54,8 @@ __all__ = [
     "nodes_in_order",
     "output_structure",
     "parameters_of",
+    "plain_on_batch",
+    "python_logs",
     "replaced_compilation",
     "resnet",
     "restricted",
@@ -83,7 +93,78 @@ def seeds_of(model: keras.Model) -> list[Any]:
     return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
 
 
+_LISTS = ("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers", "_metrics")
+"""What a layer consists of."""
+_OWN_LISTS = operator.itemgetter(*_LISTS)
+_TRAINS, _TRAINABLE = operator.itemgetter("_trainable"), operator.attrgetter("trainable")
+_COMPILED = ("_loss_tracker", "_compile_metrics", "_compile_loss")
+
+
+class Makeup:
+    """What a model consists of: shows at low cost whether its variables, trainable variables and metrics are the same.
+
+    For each of these lists Keras goes through all layers, and through each as often as it is deep.
+
+    Attributes:
+        metrics: the model's metrics.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        """Remembers what the model consists of now."""
+        self._model = model
+        layers = layers_of(model)
+        parts = [vars(layer) for layer in layers]
+        # Only Keras' own lists follow from these parts.
+        self._plain = all(_has_plain_lists(type(layer)) for layer in layers) and all(
+            name in own for own in parts for name in (*_LISTS, "_trainable")
+        )
+        self._parts = parts
+        self._compiled = [own for own in parts if _COMPILED[0] in own]
+        self.metrics: list[Any] = list(model.metrics)
+        self._before = self._identities()
+
+    @property
+    def changed(self) -> bool:
+        """Whether some of these lists may have changed since."""
+        return bool(self._identities()[0] != self._before[0])
+
+    def _identities(self) -> tuple[list[Any], Any]:
+        """Returns identities of all parts, and the parts, which keeps others from getting the same identities."""
+        model = self._model
+        if not self._plain:
+            alive = [*model.variables, None, *model.trainable_variables, None, *model.metrics]
+            return list(map(id, alive)), alive
+        flat = itertools.chain.from_iterable
+        lists = list(flat(map(_OWN_LISTS, self._parts)))
+        alive = list(flat(lists))
+        alive += [seeds.state for seeds in flat(lists[2::5])]
+        for own in self._compiled:
+            compiled = [own.get(name) for name in _COMPILED]
+            alive += [*compiled, *getattr(compiled[-1], "metrics", ())]
+        flags = map(_TRAINABLE, flat(lists[0::5] + lists[1::5]))
+        return [*map(len, lists), *map(id, alive), *flags, *map(_TRAINS, self._parts)], alive
+
+
+def _has_plain_lists(kind: type[keras.layers.Layer]) -> bool:
+    """Whether instances of a class compute their variables and metrics as Keras' own layers and models do."""
+    layer = keras.layers.Layer
+    own = all(getattr(kind, name) is getattr(layer, name) for name in ("variables", "trainable_variables", "trainable"))
+    return own and kind.metrics in (layer.metrics, Trainer.metrics)
+
+
 # ---- what compile() leaves
+
+
+def check_compiled(model: keras.Model, method: str) -> None:
+    """Raises Keras' error for a model that isn't compiled."""
+    model._assert_compile_called(method)
+
+
+def plain_on_batch(model: keras.Model, method: str) -> bool:
+    """Whether a model has Keras' own ``train_on_batch`` or ``test_on_batch``, which call nothing else of the user's."""
+    names = (method, "reset_metrics", "_flatten_metrics_in_order", "_assert_compile_called", "_maybe_symbolic_build")
+    kind, own = type(model), vars(model)
+    return all(name not in own and getattr(kind, name, None) is getattr(keras.Model, name, 0) for name in names)
 
 
 def compiled_loss(model: keras.Model) -> Any:

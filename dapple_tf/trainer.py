@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress
@@ -36,12 +37,22 @@ from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
-from dapple_tf.frontend.on_workers import arguments_on_workers
+from dapple_tf.frontend.metrics import in_order
+from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods
-from dapple_tf.keras_private import compiled_loss, compiled_metrics, inner_optimizer, learning_rate_of
+from dapple_tf.keras_private import (
+    Makeup,
+    check_compiled,
+    compiled_loss,
+    compiled_metrics,
+    inner_optimizer,
+    learning_rate_of,
+    plain_on_batch,
+    python_logs,
+)
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
@@ -65,7 +76,8 @@ class PipelinedModel(Inspection, KerasMethods):
     of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
     and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
     begins, before validation and at the end of each epoch (on devices of this process, of every hundredth step or
-    more). Models that share variables see each other's values.
+    more; on workers that are waited for when they are lost, also if the last time is longer ago than 30 of its
+    durations). Models that share variables see each other's values.
 
     An error in a step leaves the model with the values of its last ``sync``. After the model was compiled again or
     layers were frozen, the next call makes new step graphs.
@@ -119,7 +131,7 @@ class PipelinedModel(Inspection, KerasMethods):
     def _start(self, *, examined: bool = False) -> None:
         """Prepares steps of the model as compiled now; finds the plan's notes, too, if no step follows at once."""
         materialize(self.model.metrics_variables)  # Keras asks them after every step.
-        self._compiled = self._settings()
+        self._compiled, self._makeup = self._settings(), Makeup(self.model)
         self._passes: dict[Mode, Batches] = {}
         self._begun: set[Mode] = set()  # modes in which the present call has had a batch
         self._specs: dict[Mode, BatchSpec] = {}
@@ -138,11 +150,13 @@ class PipelinedModel(Inspection, KerasMethods):
 
     def _settings(self) -> list[Any]:
         """The objects that step graphs depend on: if one is replaced (by ``compile``, say), they must be made again."""
+        return [*self._compilation(), *self.model.variables, None, *self.model.trainable_variables]
+
+    def _compilation(self) -> list[Any]:
+        """Those of them that ``compile`` replaces."""
         model = self.model
-        inner = inner_optimizer(model.optimizer)
-        rate = learning_rate_of(inner)
-        compiled = [model.optimizer, rate, compiled_loss(model), compiled_metrics(model)]
-        return [*compiled, *model.variables, None, *model.trainable_variables]
+        rate = learning_rate_of(inner_optimizer(model.optimizer))
+        return [model.optimizer, rate, compiled_loss(model), compiled_metrics(model)]
 
     # ---- Keras' methods
 
@@ -194,6 +208,27 @@ class PipelinedModel(Inspection, KerasMethods):
                 kwargs["callbacks"] = stack.enter_context(behind(predicted, kwargs.get("callbacks")))
             return getattr(self.model, method)(**kwargs)
 
+    def _on_batch(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Does as Keras' own ``train_on_batch`` or ``test_on_batch``, which go through all layers several times."""
+        mode = Mode.TRAIN if method == "train_on_batch" else Mode.TEST
+        simple = arguments.get("class_weight") is None and plain_on_batch(self.model, method)
+        if not simple or any(isinstance(value, OnWorkers) for value in arguments.values()):
+            return self._call(method, **arguments)
+        self._follow()
+        check_compiled(self.model, method)
+        started, begun, self._begun = time.perf_counter(), self._begun, set()
+        try:
+            batch = self._one_batch(mode, tuple(arguments.get(name) for name in ("x", "y", "sample_weight")))
+        finally:
+            self._begun = begun  # of the enclosing call, if any
+        metrics = self._makeup.metrics
+        with self._runtime.metrics.fresh(metrics):
+            self._run(mode, batch, started)
+            logs = self._logs(mode)
+        simple = all(isinstance(value, np.floating) for value in logs.values())
+        logs = {name: float(logs[name]) for name in sorted(logs)} if simple else python_logs(logs)
+        return logs if arguments.get("return_dict") else in_order(metrics, logs)
+
     def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
         """Connects the user's `PipelineMonitor` to the steps, if the callbacks have one."""
         given = getattr(callbacks, "callbacks", callbacks)
@@ -221,8 +256,14 @@ class PipelinedModel(Inspection, KerasMethods):
 
     def _changed(self) -> bool:
         """Whether the model has been compiled, frozen or extended since its step graphs were made."""
+        before = self._compiled
+        if not before or any(a is not b for a, b in zip(self._compilation(), before, strict=False)):
+            return True
+        if not self._makeup.changed:
+            return False
         now = self._settings()
-        return len(now) != len(self._compiled) or any(a is not b for a, b in zip(now, self._compiled, strict=True))
+        self._makeup = Makeup(self.model)
+        return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
 
     # ---- what a step is expected to take
 
@@ -368,21 +409,37 @@ class PipelinedModel(Inspection, KerasMethods):
                     if step == 0:
                         raise
                     break
-                if mode is Mode.TRAIN:
-                    self._runtime.grow(batch)
-                self._runtime.prepare(batch)
-                if mode is Mode.TRAIN and (self._steps_left is None or step + 1 < self._steps_left):
-                    batches.prefetch()
-                waited = time.perf_counter() - started
-                self._step(mode, batch)
-                if mode is Mode.TRAIN and self._monitor.callback is not None:
-                    self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
-            logs = self._runtime.metrics.results(mode.value)
-            if mode is Mode.TRAIN and self._monitor.callback is not None:
-                logs |= self._monitor.callback.latest
-            return logs
+                more = mode is Mode.TRAIN and (self._steps_left is None or step + 1 < self._steps_left)
+                self._run(mode, batch, started, batches.prefetch if more else None)
+            return self._logs(mode)
 
         return function
+
+    def _run(self, mode: Mode, batch: Batch, started: float, prefetch: Callable[[], None] | None = None) -> None:
+        """Runs a step of a call.
+
+        Args:
+            mode: whether it trains.
+            batch: its batch.
+            started: when reading it began.
+            prefetch: begins to read the next one.
+        """
+        if mode is Mode.TRAIN:
+            self._runtime.grow(batch)
+        self._runtime.prepare(batch)
+        if prefetch is not None:
+            prefetch()
+        waited = time.perf_counter() - started
+        self._step(mode, batch)
+        if mode is Mode.TRAIN and self._monitor.callback is not None:
+            self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
+
+    def _logs(self, mode: Mode) -> dict[str, Any]:
+        """Returns what Keras' train or test function returns after a step."""
+        logs = self._runtime.metrics.results(mode.value)
+        if mode is Mode.TRAIN and self._monitor.callback is not None:
+            logs |= self._monitor.callback.latest
+        return logs
 
     def _pass(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
         """Returns the batches of an iterator; the following ones if it is the same iterator again."""

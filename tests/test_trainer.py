@@ -21,6 +21,7 @@ from models_for_tests import (
     layers,
     plan,
     samples,
+    transform,
     values,
 )
 
@@ -190,6 +191,33 @@ def test_batch_by_batch(pair: Pair) -> None:
     assert_close(pipelined.test_on_batch(X, Y, return_dict=True), plain.test_on_batch(X, Y, return_dict=True))
     assert_close(pipelined.predict_on_batch(X[:2]), plain.predict_on_batch(X[:2]))
     assert_same_values(pipelined.sync(), plain)
+
+
+def test_metrics_that_somebody_uses_between_two_steps(pair: Pair) -> None:
+    """What steps leave in metrics is assigned only when somebody uses them."""
+    seen = []
+
+    class Uses(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            loss, accuracy = self.model.metrics[0], self.model.metrics[1].metrics[0]
+            if batch == 1:
+                seen.append([float(loss.result()), float(accuracy.total.numpy())])
+                loss.reset_state()
+                accuracy.count.assign_add(5.0)
+
+    pair.fit(X, Y, epochs=2, callbacks=lambda: [Uses()])
+    assert_close(seen[:2], seen[2:])
+    for model in (pair.pipelined, pair.plain):
+        model.train_on_batch(X[:7], Y[:7])
+    tracked = [[variable.numpy() for variable in model.metrics_variables] for model in (pair.model, pair.plain)]
+    assert_close(*tracked)
+    twice = transform(pair.model)
+    for model in (pair.pipelined, twice, pair.pipelined):
+        assert_close(model.train_on_batch(X[:7], Y[:7]), pair.plain.train_on_batch(X[:7], Y[:7]))
+    twice.close()
+    pair.pipelined.close()
+    tracked = [[variable.numpy() for variable in model.metrics_variables] for model in (pair.model, pair.plain)]
+    assert_close(*tracked)
 
 
 class Remembering(layers.Layer):

@@ -17,6 +17,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.variables import read_value
 from dapple_tf.network.inquiry import reachable
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Recovery:
     def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
         """Notes that devices have trained on a batch."""
         if self.policy.action != "raise":
-            self.log.append(Trained(step, batch.copied(), None if rate is None else float(rate.numpy()), self.last))
+            self.log.append(Trained(step, batch.copied(), None if rate is None else float(read_value(rate)), self.last))
             self.last = {}
 
     def succeeded(self) -> None:

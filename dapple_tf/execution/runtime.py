@@ -95,9 +95,11 @@ class Runtime:
             prepared_steps: number of steps that stay prepared.
         """
         self.model = model
+        self.metrics: RunningMetrics
         self.saver = Saver()
         self.steps = 0
         self._synced = 0  # steps at the last sync
+        self._sync_began, self._sync_seconds = 0.0, 0.0  # of the last one that copied values
         self.faults: list[FaultRecord] = []
         self.growths: list[GrowthRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
@@ -130,7 +132,10 @@ class Runtime:
         engine = Engine(self.model, cluster, plan, *settings)
         engine.builder.notes.quiet = self._quiet
         self.values = LiveValues(engine, self._recovery)
-        self.metrics = RunningMetrics(self.model, engine.table)
+        if "metrics" in vars(self):
+            self.metrics.follow(engine.table)
+        else:
+            self.metrics = RunningMetrics(self.model, engine.table)
         self.engine, self.cluster, self.plan = engine, cluster, plan
         self._spec = None
         self._watch()
@@ -164,6 +169,7 @@ class Runtime:
             self._broken = False
             unwatch([variable for variable, _ in self._watched.values()], self)
             self._watched, self._known = {}, None
+            self.metrics.leave()
 
     def leave(self) -> None:
         """Closes, wherever the last reference to the pipelined model disappears."""

@@ -17,6 +17,7 @@ from dapple_tf.execution.recovery import Recovery
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.initialization import initial_of, materialize
+from dapple_tf.frontend.variables import read_tensor
 from dapple_tf.keras_private import inner_optimizer
 from graph_passes.ir.program import VariableKind
 
@@ -330,7 +331,7 @@ class LiveValues:
         return {
             name: variable
             for name, variable in table.keras_variables.items()
-            if name != rate and table.describe(name).kind is not VariableKind.METRIC
+            if name != rate and table.kind_of(name) is not VariableKind.METRIC
         }
 
     @property
@@ -346,7 +347,7 @@ class LiveValues:
         """
         variables = self._engine.table.keras_variables
         return {
-            name: tf.convert_to_tensor(variables[name].value)
+            name: read_tensor(variables[name])
             for name in (self.watched if names is None else names)
             if initial_of(variables[name]) is None
         }

@@ -475,6 +475,8 @@ def _present(trees: Any) -> list[Any]:
 
 def _without_optionals(data: Any) -> Any:
     """Returns a batch in which absent parts are None; Keras wraps them in Optionals."""
+    if isinstance(data, tuple) and all(part is None or type(part) is np.ndarray for part in data):
+        return data
     return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
 
 

@@ -6,7 +6,8 @@ Their values live in the user's model, where Keras resets and reads them; each s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,18 +16,51 @@ import tensorflow as tf
 
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
-from dapple_tf.keras_private import compiled_metrics, loss_tracker
+from dapple_tf.frontend.watching import untold, unwatch, watch
+from dapple_tf.keras_private import CompileMetrics, Makeup, loss_tracker, tensorflow_variable
 from graph_passes.analysis.running_sums import parts_of_update
 from graph_passes.ir.graph import Graph, Ref
 
 
 class RunningMetrics:
-    """The metrics of a model, between steps."""
+    """The metrics of a model, between steps.
+
+    What steps leave is assigned to the metrics' variables when somebody is about to read or assign these.
+    """
 
     def __init__(self, model: keras.Model, table: VariableTable) -> None:
-        self._model = model
-        self._table = table
+        """Takes the model, and the names of its variables."""
+        self._model, self._table = model, table
         self._resets: dict[str, np.ndarray] = {}
+        self._makeup: Makeup | None = None
+        self._metrics: Sequence[Any] | None = None  # the model's, while they can't change
+        self._watched: dict[int, tuple[keras.Variable, tf.Variable]] = {}
+        self._known: dict[int, np.ndarray] = {}  # identity of a variable -> its value, until somebody else uses it
+        self._late: set[int] = set()  # those of them that the variables don't have yet
+        self._lock = threading.RLock()
+
+    def follow(self, table: VariableTable) -> None:
+        """Goes on with other names for the variables."""
+        self._table, self._resets = table, {}
+
+    def leave(self) -> None:
+        """Leaves all values in the model's variables, and no longer watches these."""
+        with self._lock:
+            self._settle(list(self._late))
+            self._known.clear()
+            unwatch([own for _, own in self._watched.values()], self)
+            self._watched.clear()
+
+    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+        """Assigns the newest values to variables that somebody is about to read or assign."""
+        used = {id(own) for own in variables}
+        if not any(id(self._watched[key][1]) in used for key in list(self._known)):
+            return  # Without the lock: of two models that share a variable, one at most knows its value.
+        with self._lock:
+            keys = [key for key in self._known if id(self._watched[key][1]) in used]
+            self._settle(keys)
+            for key in keys:
+                del self._known[key]
 
     def feeds(self) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
         """Returns metric variable -> (running value, value after a reset), read on access."""
@@ -40,7 +74,57 @@ class RunningMetrics:
         if name not in self._resets:
             metric = next(m for m in self._model.metrics if any(own is variable for own in m.variables))
             self._resets |= self._after_reset(metric)
-        return read_value(variable), self._resets[name]
+        return self._read(variable), self._resets[name]
+
+    @contextlib.contextmanager
+    def fresh(self, metrics: Sequence[Any]) -> Iterator[None]:
+        """Resets the model's metrics; a step and `results` follow in the context, in which the metrics stay the same.
+
+        Args:
+            metrics: the model's metrics.
+        """
+        for metric in single_metrics(metrics):
+            if type(metric).reset_state is keras.metrics.Mean.reset_state and metric.dtype == "float32":
+                for variable in (metric.total, metric.count):
+                    self._assign(variable, np.zeros((), np.float32))
+            else:
+                metric.reset_state()
+        self._metrics = metrics
+        try:
+            yield
+        finally:
+            self._metrics = None
+
+    def _read(self, variable: keras.Variable) -> np.ndarray:
+        value = self._known.get(id(variable))
+        if value is None:
+            self._watch(variable)
+            with untold(self):
+                value = read_value(variable)
+            with self._lock:
+                self._known[id(variable)] = value
+        return value
+
+    def _assign(self, variable: keras.Variable, value: np.ndarray) -> None:
+        if id(variable) not in self._known:
+            self._watch(variable)
+            with untold(self):
+                _ = variable.value.handle  # Who else knows its value learns that it changes.
+        with self._lock:
+            self._known[id(variable)] = value
+            self._late.add(id(variable))
+
+    def _watch(self, variable: keras.Variable) -> None:
+        held = tensorflow_variable(variable)
+        if self._watched.get(id(variable), (None, None))[1] is not held:
+            self._watched[id(variable)] = variable, held
+            watch([held], self)
+
+    def _settle(self, keys: Iterable[int]) -> None:
+        with untold(self):
+            for key in self._late.intersection(keys):
+                self._late.discard(key)
+                assign_value(self._watched[key][0], self._known[key])
 
     def update(self, mode: str, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
         """Copies a step's results into the model's metrics, the mean loss included.
@@ -48,36 +132,43 @@ class RunningMetrics:
         The model's own step ("train" or "test") updates the mean loss itself, if at all.
         """
         for name, value in results.items():
-            assign_value(self._table.keras_variables[name], value)
+            self._assign(self._table.keras_variables[name], value)
         tracker = loss_tracker(self._model)
         if tracker is None or mode in self._table.logs:
             return
-        if not _is_plain_mean(tracker):
+        if type(tracker) is not keras.metrics.Mean or tracker.dtype != "float32":
             # Keras would make a float32 of a Python float.
             tracker.update_state(tf.constant(loss, tracker.dtype), sample_weight=samples)
             return
         # As `update_state`, without a dozen operations of Keras' that take longer than a small model's layers.
         weight = np.float32(samples)
-        _add(tracker.total, np.float32(loss) * weight)
-        _add(tracker.count, weight)
+        self._assign(tracker.total, np.asarray(self._read(tracker.total) + np.float32(loss) * weight))
+        self._assign(tracker.count, np.asarray(self._read(tracker.count) + weight))
 
     def results(self, mode: str) -> dict[str, Any]:
         """Returns the model's logs after a step: its metrics' values, or what its own step returns."""
         model, logs = self._model, self._table.logs.get(mode)
         if logs is not None:
-            return logs({name: read_value(self._table.keras_variables[name]) for name in logs.variables})
+            return logs({name: self._read(self._table.keras_variables[name]) for name in logs.variables})
         if type(model).get_metrics_result is not keras.Model.get_metrics_result:
             return dict(model.get_metrics_result())
         results: dict[str, Any] = {}
-        tracker = loss_tracker(model)
-        for metric in model.metrics:
-            if tracker is not None and metric is tracker and _is_plain_mean(metric):
-                total, count = read_value(metric.total), read_value(metric.count)
-                result: Any = total / count if count else np.float32(0)
-            else:
-                result = metric.result()
+        for metric in self._present():
+            result = self._mean(metric) if _is_mean(metric) else metric.result()
             results |= result if isinstance(result, dict) else {metric.name: result}
         return results
+
+    def _mean(self, metric: keras.metrics.Mean) -> Any:
+        total, count = self._read(metric.total), self._read(metric.count)
+        return total / count if count else np.float32(0)
+
+    def _present(self) -> Sequence[Any]:
+        """Returns the model's metrics."""
+        if self._metrics is not None:
+            return self._metrics
+        if self._makeup is None or self._makeup.changed:
+            self._makeup = Makeup(self._model)
+        return self._makeup.metrics
 
     def _after_reset(self, metric: keras.metrics.Metric) -> dict[str, np.ndarray]:
         kept = [np.asarray(variable.value) for variable in metric.variables]
@@ -101,13 +192,25 @@ class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
         return pair
 
 
-def _is_plain_mean(metric: keras.metrics.Metric) -> bool:
-    return type(metric) is keras.metrics.Mean and metric.dtype == "float32"
+def _is_mean(metric: Any) -> bool:
+    """Whether a metric's result is the mean of its variables, in float32."""
+    return getattr(type(metric), "result", None) is keras.metrics.Mean.result and metric.dtype == "float32"
 
 
-def _add(variable: keras.Variable, value: np.float32) -> None:
-    """Adds to a float32 scalar."""
-    tf.raw_ops.AssignAddVariableOp(resource=variable.value.handle, value=tf.constant(value, tf.float32))
+def in_order(metrics: Iterable[Any], logs: Mapping[str, Any]) -> Any:
+    """Returns logs in the order of a model's metrics, as Keras' ``train_on_batch`` does: one alone isn't in a list."""
+    names = [metric.name for metric in single_metrics(metrics)]
+    ordered = [logs[name] for name in names if name in logs]
+    ordered += [logs[name] for name in sorted(logs) if name not in names]
+    return ordered[0] if len(ordered) == 1 else ordered
+
+
+def single_metrics(metrics: Iterable[Any]) -> list[keras.metrics.Metric]:
+    """Returns the given metrics of a model, with the compiled ones one by one."""
+    single: list[keras.metrics.Metric] = []
+    for metric in metrics:
+        single += metric.metrics if isinstance(metric, CompileMetrics) else [metric]
+    return single
 
 
 @contextlib.contextmanager
@@ -138,12 +241,8 @@ def metric_names(model: keras.Model) -> dict[int, str]:
 
     Each compiled metric has its own name, as Keras updates each by itself.
     """
-    compiled = compiled_metrics(model)
-    single: list[keras.metrics.Metric] = []
-    for metric in model.metrics:
-        single += compiled.metrics if metric is compiled else [metric]
     names: dict[int, str] = {}
-    for number, metric in enumerate(single):
+    for number, metric in enumerate(single_metrics(model.metrics)):
         for variable in metric.variables:
             names.setdefault(id(variable), f"{metric.name}_{number}")
     return names

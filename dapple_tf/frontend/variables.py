@@ -16,10 +16,15 @@ from graph_passes.ir.graph import Names, Ref
 from graph_passes.ir.program import Variable, VariableKind
 
 
-def read_value(variable: keras.Variable) -> np.ndarray:
+def read_tensor(variable: keras.Variable) -> tf.Tensor:
     """Returns the value of a variable that has one, by a single operation: Keras makes several."""
     own = variable.value
-    return np.asarray(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype).numpy())
+    return tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype)
+
+
+def read_value(variable: keras.Variable) -> np.ndarray:
+    """Returns the value of a variable that has one."""
+    return np.asarray(read_tensor(variable).numpy())
 
 
 def assign_value(variable: keras.Variable, value: np.ndarray) -> None:
@@ -88,6 +93,10 @@ class VariableTable:
         variable = self.keras_variables[name]
         dtype = tf.dtypes.as_dtype(keras.backend.standardize_dtype(variable.dtype)).as_datatype_enum
         return Variable(name, dtype, tuple(variable.shape), self._kinds[name], value, update)
+
+    def kind_of(self, name: str) -> VariableKind:
+        """Returns what a variable is for."""
+        return self._kinds[name]
 
     def value(self, name: str) -> np.ndarray:
         """Returns the Keras value of a variable; if it has none yet, its initial value."""

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from dapple_tf.frontend.initialization import Initial, initial_of
-from dapple_tf.frontend.variables import VariableTable, assign_value
+from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
 from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
 from dapple_tf.variables.device_values import Holding, StorageNodes, load_each, save_each
 from graph_passes.ir.graph import GraphDef
@@ -221,11 +221,11 @@ class StoredValues:
 
     def lacks_rate(self, rate: keras.Variable | None) -> bool:
         """Whether the learning rate is a variable that devices keep, and they have another value of it."""
-        return rate is not None and self._table.knows(rate) and float(rate.numpy()) != self._rate
+        return rate is not None and self._table.knows(rate) and float(read_value(rate)) != self._rate
 
     def load_rate(self, rate: keras.Variable) -> None:
         """Copies the learning rate -> devices."""
-        self._rate = float(rate.numpy())
+        self._rate = float(read_value(rate))
         self.load_some({self._table.name_of(rate): self._rate})
 
     def _made(self) -> StorageNodes:
