@@ -76,8 +76,7 @@ class PipelinedModel(Inspection, KerasMethods):
     of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
     and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
     begins, before validation and at the end of each epoch (on devices of this process, of every hundredth step or
-    more; on workers that are waited for when they are lost, also if the last time is longer ago than 30 of its
-    durations). Models that share variables see each other's values.
+    more). Models that share variables see each other's values.
 
     An error in a step leaves the model with the values of its last ``sync``. After the model was compiled again or
     layers were frozen, the next call makes new step graphs.

@@ -114,6 +114,28 @@ def works(cluster: dapple.Cluster) -> bool:
 # ---- all workers there
 
 
+def test_calls_share_a_thread_unless_one_hangs() -> None:
+    """Each call started a thread of its own, which took half a millisecond of each step."""
+    changed, hangs = threading.Condition(), threading.Event()
+
+    def thread_of(function: Callable[[], object]) -> Any:
+        call = Call(lambda: (function(), threading.get_ident())[1], changed)
+        call.start()
+        with changed:
+            assert changed.wait_for(lambda: call.done, PATIENCE)
+        return call.result
+
+    assert len({thread_of(lambda: None) for _ in range(100)}) < 50  # Calls of other tests have left some threads.
+    hung = Call(lambda: (hangs.wait(PATIENCE), threading.get_ident())[1], changed)
+    hung.start()
+    assert hung.begun.wait(PATIENCE)
+    others = {thread_of(lambda: None) for _ in range(3)}
+    hangs.set()
+    with changed:
+        assert changed.wait_for(lambda: hung.done, PATIENCE)
+    assert hung.result not in others
+
+
 def test_a_call_gives_what_the_function_does(cluster: dapple.Cluster) -> None:
     with held(cluster) as connection:
         assert connection.call(lambda: 17) == 17
@@ -542,13 +564,13 @@ def test_no_worker_serves_anew_before_a_former_call_has_ended(
 ) -> None:
     """What the call asked of the new server, at the same port, was never answered: the call stayed in TensorFlow."""
     ended = threading.Event()
-    joined: list[bool] = []
-    join = Call.join
+    awaited: list[bool] = []
+    wait = Call.wait
 
     def note(call: Call, seconds: float) -> None:
-        joined.append(call.done)
+        awaited.append(call.done)
         ended.set()
-        join(call, seconds)
+        wait(call, seconds)
 
     with held(cluster) as connection:
         failures: list[BaseException] = []
@@ -566,9 +588,9 @@ def test_no_worker_serves_anew_before_a_former_call_has_ended(
         os.kill(child, signal.SIGKILL)
         thread.join(PATIENCE)
         assert [type(failure) for failure in failures] == [WorkerLostError]
-    monkeypatch.setattr(Call, "join", note)
+    monkeypatch.setattr(Call, "wait", note)
     with held(cluster):
-        assert joined == [False]
+        assert awaited == [False]
 
 
 @pytest.mark.slow
@@ -578,15 +600,15 @@ def test_a_former_call_that_never_ends_is_waited_for_once(
     ended = threading.Event()
     call = Call(ended.wait, threading.Condition(), cluster.addresses[:1])
     other = Call(ended.wait, threading.Condition(), ["elsewhere:1"])
-    joined: list[Call] = []
-    monkeypatch.setattr(Call, "join", lambda call, seconds: joined.append(call))
+    awaited: list[Call] = []
+    monkeypatch.setattr(Call, "wait", lambda call, seconds: awaited.append(call))
     for running in call, other:
         running.start()
         assert running.begun.wait(PATIENCE)
     try:
         for _ in range(2):
             with held(cluster):
-                assert joined == [call]
+                assert awaited == [call]
     finally:
         ended.set()
     wait_until(lambda: not remote_session._running)

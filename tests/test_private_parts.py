@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import pytest
@@ -12,11 +14,11 @@ from dapple_tf import keras_private
 from graph_passes.ir import tensorflow_private
 
 
-def mlp(optimizer: str | keras.optimizers.Optimizer = "adam") -> keras.Model:
+def mlp(
+    optimizer: str | keras.optimizers.Optimizer = "adam", kind: type[keras.Sequential] = keras.Sequential
+) -> keras.Model:
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(8, "relu", name="first"), keras.layers.Dense(3, name="second")]
-    )
+    model = kind([keras.Input((4,)), keras.layers.Dense(8, "relu", name="first"), keras.layers.Dense(3, name="second")])
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
 
@@ -48,6 +50,59 @@ def test_what_compile_leaves_is_replaced_for_a_while() -> None:
     assert keras_private.compiled_loss(model) is own
     loss = keras_private.compute_loss(model, x=X, y=Y, y_pred=model(X), sample_weight=None, training=False)
     assert np.isfinite(float(loss))
+
+
+def freeze(model: keras.Model) -> None:
+    model.get_layer("first").trainable = False
+
+
+def freeze_one_variable(model: keras.Model) -> None:
+    model.get_layer("second").bias.trainable = False
+
+
+def add_a_layer(model: keras.Model) -> None:
+    model.add(keras.layers.Dense(3))
+
+
+def compile_again(model: keras.Model) -> None:
+    model.compile("sgd", "mse")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [freeze, freeze_one_variable, add_a_layer, compile_again],
+    ids=lambda own: own.__name__,
+)
+@pytest.mark.parametrize("own_metrics", [False, True])
+def test_what_a_model_consists_of(change: Callable[[keras.Model], None], own_metrics: bool) -> None:
+    """All that the lists of variables and metrics depend on is noticed, also if a model makes such a list itself."""
+
+    class Own(keras.Sequential):
+        @property
+        def metrics(self) -> list[keras.metrics.Metric]:
+            return super().metrics
+
+    model = mlp(kind=Own if own_metrics else keras.Sequential)
+    model.train_on_batch(X, Y)
+    makeup = keras_private.Makeup(model)
+    assert not makeup.changed
+    assert makeup.metrics == model.metrics
+    model.train_on_batch(X, Y)
+    assert not makeup.changed
+    change(model)
+    assert makeup.changed
+    assert not keras_private.Makeup(model).changed
+
+
+def test_kerass_own_training_on_a_batch() -> None:
+    model = mlp()
+    assert keras_private.plain_on_batch(model, "train_on_batch")
+    vars(model)["reset_metrics"] = lambda: None
+    assert not keras_private.plain_on_batch(model, "train_on_batch")
+    keras_private.check_compiled(model, "train_on_batch")
+    with pytest.raises(ValueError, match="compile"):
+        keras_private.check_compiled(keras.Sequential([keras.layers.Dense(1)]), "train_on_batch")
+    assert keras_private.python_logs({"b": np.float32(2), "a": {"c": np.float32(1)}}) == {"b": 2.0, "c": 1.0}
 
 
 @pytest.mark.parametrize("name", ["adam", "rmsprop"])
@@ -115,3 +170,22 @@ def test_a_pipeline_trains_as_plain_keras_does() -> None:
         np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
     assert pipelined.evaluate(X, Y, verbose=0)[1] == plain.evaluate(X, Y, verbose=0)[1]
     np.testing.assert_allclose(pipelined.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+def test_runs_whose_names_are_looked_up_once() -> None:
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        fed = tf.compat.v1.placeholder(tf.float32, [2], name="fed")
+        kept = tf.Variable(tf.zeros([2]), name="kept")
+        tf.multiply(fed, 2.0, name="twice")
+        kept.assign_add(fed, name="added", read_value=False)
+        session.run(tf.compat.v1.global_variables_initializer())
+        options = tf.compat.v1.RunOptions()
+        run = tensorflow_private.looked_up_run(session, ["fed:0"], ["twice:0"], ["added"], options)
+        for _ in range(2):
+            (twice,) = run(np.ones(2, np.float32))
+            np.testing.assert_array_equal(twice, [2, 2])
+        np.testing.assert_array_equal(session.run(kept), [2, 2])
+        tf.debugging.check_numerics(fed / 0.0, "not finite", name="checked")
+        failing = tensorflow_private.looked_up_run(session, ["fed:0"], ["checked:0"], [], None)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+            failing(np.ones(2, np.float32))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
+import queue
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from dapple_tf.clusters.session import PreparedRun
 from dapple_tf.errors import WorkerLostError
 
 if TYPE_CHECKING:
@@ -25,16 +28,63 @@ _CLOSE_SECONDS = 60.0
 _FORMER_CALLS_SECONDS = 2.0
 """Maximum seconds for abandoned calls to end, before workers serve anew or their session is closed."""
 
+_IDLE_SECONDS = 10.0
+"""Seconds after which a thread without a call ends."""
+
 _running: set[Call] = set()
 """Calls that are inside TensorFlow."""
 
 
+class _Threads:
+    """Threads that run calls, one call after the other. A thread whose call never returns runs no other one.
+
+    Starting a thread for each call took half a millisecond of each step.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)  # counts threads that wait for a call, and that no call is for yet
+
+    def run(self, call: Call) -> None:
+        """Runs a call in a thread that has none, or else in a fresh one."""
+        if self._idle.acquire(blocking=False):
+            self._calls.put(call)
+        else:
+            threading.Thread(target=self._serve, args=(call,), name="run", daemon=True).start()
+
+    def _serve(self, first: Call) -> None:
+        first.run(self._idle.release)
+        del first  # While it waits, it holds no call.
+        while True:
+            try:
+                call = self._calls.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                if self._idle.acquire(blocking=False):
+                    return
+                continue  # A call is about to come.
+            call.run(self._idle.release)
+            del call
+
+
+_threads = _Threads()
+
+
+def _start_over() -> None:
+    """Forgets threads and calls that a forked process doesn't have."""
+    global _threads
+    _threads = _Threads()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_start_over)
+
+
 class Call:
-    """A call in its own thread, which may never return: Python mustn't wait for it when it exits.
+    """A call in another thread, which may never return: Python mustn't wait for it when it exits.
 
     Attributes:
         workers: addresses of the workers that it uses; empty once nobody has to wait for it any more.
-        begun: set as soon as the thread runs.
+        begun: set as soon as the thread runs it.
         done: set when the call has ended.
         result: what the call returned.
         error: what the call raised.
@@ -51,13 +101,13 @@ class Call:
         self._function: Callable[[], Any] | None = function
         self._changed = changed
         self._forgotten = False
-        self._thread = threading.Thread(target=self._run, name="run", daemon=True)
 
     def start(self) -> None:
         """Begins the call. Ctrl-C may strike here before or after the call has begun: see `begun`."""
-        self._thread.start()
+        _threads.run(self)
 
-    def _run(self) -> None:
+    def run(self, returned: Callable[[], object]) -> None:
+        """Makes the call in this thread; ``returned`` is called before anybody learns that it has ended."""
         _running.add(self)
         self.begun.set()
         function, self._function = self._function, None
@@ -67,6 +117,7 @@ class Call:
         except BaseException as error:
             self.error = error
         del function
+        returned()
         with self._changed:
             self.done = True
             if self._forgotten:
@@ -74,9 +125,10 @@ class Call:
             self._changed.notify_all()
         _running.discard(self)
 
-    def join(self, seconds: float) -> None:
-        """Waits at most ``seconds`` for the call's end."""
-        self._thread.join(max(0.0, seconds))
+    def wait(self, seconds: float) -> None:
+        """Waits at most ``seconds`` for its end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.done, max(0.0, seconds))
 
     def forget(self) -> None:
         """Notes that nobody asks for the result any more.
@@ -130,12 +182,18 @@ class RemoteSession:
         Raises:
             WorkerLostError: a worker was lost; see `Connection.call`.
         """
-        return self.connection.call(
-            lambda: self._session.run(fetches, feed_dict, options, run_metadata),
-            breaks=self._breaks,
-            finishes=self._finishes,
-            seconds=seconds,
-        )
+        return self._call(lambda: self._session.run(fetches, feed_dict, options, run_metadata), seconds)
+
+    def run_prepared(self, run: PreparedRun, values: Sequence[Any], seconds: float | None = None) -> Any:
+        """Makes a run of this session that `prepare` has returned; as `run` otherwise."""
+        return self._call(lambda: run(values), seconds)
+
+    def prepare(self, fetches: Any, feeds: Sequence[str], options: Any = None) -> PreparedRun:
+        """Looks up the names of a run; for `run_prepared` alone."""
+        return PreparedRun(self._session, fetches, feeds, options, remote=True)
+
+    def _call(self, function: Callable[[], Any], seconds: float | None) -> Any:
+        return self.connection.call(function, breaks=self._breaks, finishes=self._finishes, seconds=seconds)
 
     @property
     def closed(self) -> bool:
@@ -172,7 +230,7 @@ def _close_aside(session: Any, workers: Collection[str]) -> None:
     """
 
     def close() -> None:
-        _join(_calls_on(workers), _FORMER_CALLS_SECONDS)
+        _wait_for(_calls_on(workers), _FORMER_CALLS_SECONDS)
         with contextlib.suppress(tf.errors.OpError):  # A worker is lost: there is nothing left to close.
             session.close()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(session))
@@ -186,7 +244,7 @@ def wait_for_all_calls(seconds: float) -> None:
     A thread that returns from TensorFlow while Python shuts down aborts the process. Threads that wait for a
     worker that is gone for good are likely to return now; threads that wait for a hanging worker aren't.
     """
-    _join(list(_running), seconds)
+    _wait_for(list(_running), seconds)
 
 
 def wait_for_former_calls(workers: Collection[str]) -> None:
@@ -197,7 +255,7 @@ def wait_for_former_calls(workers: Collection[str]) -> None:
     never: TensorFlow cancels the parts of a failed step once, and one that begins later misses that.
     """
     calls = _calls_on(workers)
-    _join(calls, _FORMER_CALLS_SECONDS)
+    _wait_for(calls, _FORMER_CALLS_SECONDS)
     for call in calls:
         call.workers = frozenset()  # It waits for a worker that hangs: the next attempts don't wait for it again.
 
@@ -206,7 +264,7 @@ def _calls_on(workers: Collection[str]) -> list[Call]:
     return [call for call in list(_running) if not call.workers.isdisjoint(workers)]
 
 
-def _join(calls: Iterable[Call], seconds: float) -> None:
+def _wait_for(calls: Iterable[Call], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for call in calls:
-        call.join(deadline - time.monotonic())
+        call.wait(deadline - time.monotonic())

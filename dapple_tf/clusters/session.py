@@ -16,7 +16,7 @@ from dapple_tf.clusters.server_definition import threads, worker_name
 from dapple_tf.describe.cluster import Cluster
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import COMPILED_ATTR, GraphDef, Names, data_inputs, dtype_attr, make_node, shape_attr
-from graph_passes.ir.tensorflow_private import prepared_run
+from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run
 
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities; the lower number is the higher priority. Every GPU with priorities has these two."""
@@ -70,11 +70,17 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
 class PreparedRun:
     """Repeated ``Session.run`` of the same nodes, whose names are looked up only once.
 
-    For sessions of this process. Errors are TensorFlow's own, without the lines that ``Session.run`` adds.
+    In sessions of this process errors are TensorFlow's own, without the lines that ``Session.run`` adds.
     """
 
     def __init__(
-        self, session: Any, fetches: Any, feeds: Sequence[str], options: config_pb2.RunOptions | None = None
+        self,
+        session: Any,
+        fetches: Any,
+        feeds: Sequence[str],
+        options: config_pb2.RunOptions | None = None,
+        *,
+        remote: bool = False,
     ) -> None:
         """Looks the names up.
 
@@ -83,17 +89,20 @@ class PreparedRun:
             fetches: a structure of names: of tensors (``name:0``) and of nodes, which return None.
             feeds: names of the placeholders.
             options: options of each run.
+            remote: whether the session is one on workers, where TensorFlow ignores the ``collective_graph_key`` of runs
+                by ``CallableOptions``.
         """
         self._fetches = fetches
-        self._names = list(dict.fromkeys(tf.nest.flatten(fetches)))
+        names = list(dict.fromkeys(tf.nest.flatten(fetches)))
         graph = session.graph
         self._dtypes = [graph.get_tensor_by_name(name).dtype.as_numpy_dtype for name in feeds]
-        tensors = [name for name in self._names if ":" in name]
+        tensors, nodes = [name for name in names if ":" in name], [name for name in names if ":" not in name]
         self._order = {name: index for index, name in enumerate(tensors)}
-        callable_options = config_pb2.CallableOptions(
-            feed=feeds, fetch=tensors, target=[name for name in self._names if ":" not in name], run_options=options
-        )
-        self._run = prepared_run(session, callable_options)
+        if remote:
+            self._run = looked_up_run(session, feeds, tensors, nodes, options)
+        else:
+            callable_options = config_pb2.CallableOptions(feed=feeds, fetch=tensors, target=nodes, run_options=options)
+            self._run = prepared_run(session, callable_options)
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """Returns the fetched values in the structure of the fetches; ``values`` feed the placeholders."""

@@ -88,6 +88,7 @@ class DeviceSession:
         with self.reading:
             self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
             self._session = open_session(self.cluster, self.graph, self._connection)
+            self._prepared.clear()
             self._traced.clear()
             self.generation += 1
 
@@ -117,7 +118,7 @@ class DeviceSession:
     @property
     def requests(self) -> tuple[StepRequest, ...]:
         """The steps that have run on this process's devices."""
-        return tuple(self._prepared)
+        return () if isinstance(self._session, RemoteSession) else tuple(self._prepared)
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds a graph to the session's, under a name."""
@@ -178,19 +179,25 @@ class DeviceSession:
         return result
 
     def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
-        if metadata is None and not isinstance(self._session, RemoteSession):
-            if request not in self._prepared:
-                options = self._options(request.sums)
-                self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds, options)
-            return self._prepared[request](values)
+        if metadata is None:
+            run = self._prepared.get(request)
+            if run is None:
+                run = self._prepared[request] = self._prepare(request)
+            if isinstance(self._session, RemoteSession):
+                return self._session.run_prepared(run, values, seconds)
+            return run(values)
         options = self._options(request.sums)
         feed = dict(zip(request.feeds, values, strict=True))
-        if metadata is None:
-            return self.run(request.fetches, feed, options, metadata, seconds)
         options.trace_level = self._trace_level
         profiled = options.trace_level == options.FULL_TRACE
         with without_profiler_lines() if profiled else contextlib.nullcontext():
             return self.run(request.fetches, feed, options, metadata, seconds)
+
+    def _prepare(self, request: StepRequest) -> PreparedRun:
+        options = self._options(request.sums)
+        if isinstance(self._session, RemoteSession):
+            return self._session.prepare(request.fetches, request.feeds, options)
+        return PreparedRun(self._session, request.fetches, request.feeds, options)
 
     def _options(self, sums: bool = False) -> tf.compat.v1.RunOptions:
         """Returns options for graphs that may have collective operations, inside tasks if ``sums``.

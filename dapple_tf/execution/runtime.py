@@ -99,7 +99,6 @@ class Runtime:
         self.saver = Saver()
         self.steps = 0
         self._synced = 0  # steps at the last sync
-        self._sync_began, self._sync_seconds = 0.0, 0.0  # of the last one that copied values
         self.faults: list[FaultRecord] = []
         self.growths: list[GrowthRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline

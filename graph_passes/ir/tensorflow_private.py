@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,6 +30,7 @@ __all__ = [
     "global_seed",
     "iterator_resource",
     "local_devices",
+    "looked_up_run",
     "op_def_registry",
     "prepared_run",
     "python_body",
@@ -164,6 +165,44 @@ def watches_variables(tape: tf.GradientTape) -> bool:
 def prepared_run(session: tf.compat.v1.Session, options: Any) -> Callable[..., Any]:
     """Returns a function that runs a ``CallableOptions``: values of its feeds -> those of its fetches."""
     run: Callable[..., Any] = session._make_callable_from_options(options)
+    return run
+
+
+def looked_up_run(
+    session: tf.compat.v1.Session, feeds: Sequence[str], fetches: Sequence[str], nodes: Sequence[str], options: Any
+) -> Callable[..., list[Any]]:
+    """Returns a function that does as ``Session.run``: arrays of the feeds' dtypes -> values of the fetched tensors.
+
+    ``Session.run`` looks for each tensor by its name, each time.
+
+    Args:
+        session: the session.
+        feeds: names of the tensors that are fed.
+        fetches: names of the tensors that are fetched.
+        nodes: names of nodes that are run besides.
+        options: a ``RunOptions``, or None.
+    """
+    graph = session.graph
+    inputs = [graph.get_tensor_by_name(name)._as_tf_output() for name in feeds]
+    outputs = [graph.get_tensor_by_name(name)._as_tf_output() for name in fetches]
+    targets = [graph.get_operation_by_name(name)._c_op for name in nodes]
+    serialized = None if options is None else options.SerializeToString()
+
+    def call(feed: dict[Any, Any]) -> Any:
+        if session._closed:
+            raise RuntimeError("this session is closed")
+        session._extend_graph()
+        buffer = None if serialized is None else pywrap_tf_session.TF_NewBufferFromString(serialized)
+        try:
+            return session._call_tf_sessionrun(buffer, feed, outputs, targets, None)
+        finally:
+            if buffer is not None:
+                pywrap_tf_session.TF_DeleteBuffer(buffer)
+
+    def run(*values: Any) -> list[Any]:
+        fetched: list[Any] = session._do_call(call, dict(zip(inputs, values, strict=True)))
+        return fetched
+
     return run
 
 
