@@ -280,12 +280,12 @@ def join(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
 
 
 class Hosts(LocalWorkers):
-    """Network namespaces on one network, 10.77.0.1 and following, with a worker in each.
+    """Network namespaces on one network, 10.77.0.1 and following, with a worker in each, or several.
 
     `kill`, `stop`, `cont` and `restart` act on the worker of a host, as for `LocalWorkers`.
 
     Attributes:
-        addresses: ``host:port`` of each worker, 10.77.0.1:2222 and following.
+        addresses: ``host:port`` of each worker: 10.77.0.1:2222, then 10.77.0.1:2223 or 10.77.0.2:2222, and so on.
         namespaces: namespace of each host.
     """
 
@@ -294,6 +294,7 @@ class Hosts(LocalWorkers):
         count: int,
         devices: int = 1,
         *,
+        workers: int = 1,
         arguments: Sequence[str] = (),
         cores: Sequence[int] | None = None,
         share: float | None = None,
@@ -301,13 +302,17 @@ class Hosts(LocalWorkers):
     ) -> None:
         """Describes the hosts, which are made on entry.
 
-        For the arguments see `LocalWorkers`; ``share`` limits each worker to that many cores' time.
+        For the arguments see `LocalWorkers`; each host has ``workers`` of them, whose messages to each other no limit
+        slows down, and ``share`` limits each worker to that many cores' time.
         """
+        if workers < 1:
+            raise HostsError(f"{workers} workers were asked for on each host; ask for at least 1")
         super().__init__(count, devices, ports=range(count), arguments=arguments, cores=cores, echo=echo)
+        self._workers_each = workers
         self._share = share
         self._quotas: list[list[str]] = []
         self.ips = [f"{_PREFIX}{host + 1}" for host in range(count)]
-        self.addresses = [f"{ip}:{_PORT}" for ip in self.ips]
+        self.addresses = [f"{ip}:{_PORT + number}" for ip in self.ips for number in range(workers)]
         self.namespaces = [Namespace() for _ in range(count)]
         self._switch = Namespace()
 
@@ -322,11 +327,12 @@ class Hosts(LocalWorkers):
             join(namespace, "eth0", self._switch, f"port{host}")
             self._switch.call("ip", "link", "set", f"port{host}", "master", "bridge")
             namespace.call("ip", "addr", "add", f"{ip}/24", "dev", "eth0")
-            if self._share is not None:
-                self._quotas.append(stack.enter_context(cpu_quota(self._share)))
+        if self._share is not None:
+            self._quotas += [stack.enter_context(cpu_quota(self._share)) for _ in self.addresses]
 
     def _prefix(self, worker: int) -> list[str]:
-        return [*self.namespaces[worker].prefix, *(self._quotas[worker] if self._quotas else ())]
+        host = self.namespaces[worker // self._workers_each]
+        return [*host.prefix, *(self._quotas[worker] if self._quotas else ())]
 
     def limit(self, rate: float | None) -> None:
         """Limits what each host sends and receives to ``rate`` Mbit/s; None lifts the limit."""

@@ -78,8 +78,8 @@ class Connection:
         """
         self.addresses, self._known = cluster.located(), cluster.addresses
         self._kinds = [
-            collections.Counter(kind_and_number(cluster.devices[device].name)[0] for device in cluster.devices_of(task))
-            for task in range(len(self.addresses))
+            collections.Counter(kind_and_number(cluster.devices[device].name)[0] for device in own)
+            for own in map(cluster.devices_of_worker, range(len(self.addresses)))
         ]
         self.notice_seconds = faults.notice_seconds
         self.step_seconds = faults.step_seconds

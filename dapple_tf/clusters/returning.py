@@ -69,7 +69,7 @@ class Returning:
                     question = {"ask": "status", "secret": lease_secret(address)}
                     channel, answer = hello(task, address, question, self._seconds, keys)
                     channel.close()
-                    wanted = [cluster.devices[device] for device in cluster.devices_of(task)]
+                    wanted = [cluster.devices[device] for device in cluster.devices_of_worker(task)]
                     check_back(task, address, answer, wanted)
                     usable.add(cluster.addresses[task])
                 except ClusterError as error:

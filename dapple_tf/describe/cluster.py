@@ -23,6 +23,7 @@ from dapple_tf.describe.devices import (
     check_addresses,
     check_link,
     kind_and_number,
+    worker_number,
 )
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
@@ -315,6 +316,32 @@ class Cluster(JsonFile):
         """Returns where the workers are now: Ray may have started one again on another node, at another address."""
         return self.addresses if self.ray_workers is None else self.ray_workers.located(self.addresses)
 
+    def with_workers_per_server(self, count: int) -> Cluster:
+        """Returns a cluster in which each ``count`` workers, one after the other, are on one server.
+
+            Cluster.of_servers(["10.0.0.1:2222", "10.0.0.1:2223", "10.0.0.2:2222", "10.0.0.2:2223"])
+                .with_workers_per_server(2)          two servers of two workers each
+
+        Several workers run on one machine where each device has a process of its own, with cores of its own, say.
+        Devices keep their numbers. Links are unknown afterwards, as those inside servers are others now.
+
+        Args:
+            count: number of workers on each server.
+
+        Raises:
+            ClusterError: the workers can't be divided so, have several devices of other speeds or links of their own,
+                or are on common servers already.
+        """
+        workers = len(self.addresses)
+        if count < 1 or not workers or workers % count:
+            raise ClusterError(
+                f"{workers} workers can't be divided into servers of {count}; give a divisor of {workers}"
+            )
+        if self.servers or self.num_servers != workers:
+            raise ClusterError("the servers are described already; put workers together before links are measured")
+        devices = (replace(device, server=device.server // count) for device in self.devices)
+        return replace(self, devices=tuple(devices), **dict.fromkeys((*LINKS, *REDUCTION)), reductions=ReductionLinks())
+
     def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
         """Returns a cluster with a sub-stream per device: a second logical device of the same hardware.
 
@@ -400,6 +427,15 @@ class Cluster(JsonFile):
     def devices_of(self, server: int) -> tuple[int, ...]:
         """Returns the indices of a server's devices."""
         return self._server_devices[server]
+
+    def worker_of(self, device: int) -> int:
+        """Returns the number of a device's worker, which is its server's unless a server has several."""
+        own = self.devices[device]
+        return worker_number(own.name) if len(self.addresses) > self.num_servers else own.server
+
+    def devices_of_worker(self, worker: int) -> tuple[int, ...]:
+        """Returns the indices of a worker's devices."""
+        return tuple(device for device in range(self.num_devices) if self.worker_of(device) == worker)
 
     @functools.cached_property
     def server_links(self) -> tuple[tuple[Link, Link], ...]:

@@ -107,6 +107,11 @@ def kind_and_number(name: str) -> tuple[str, int]:
     return kind, int(number)
 
 
+def worker_number(name: str) -> int:
+    """Returns the number of a device's worker: ``/job:worker/replica:0/task:2/device:CPU:0`` is 2."""
+    return int(name.partition("/task:")[2].partition("/")[0])
+
+
 def check_addresses(addresses: Sequence[str]) -> None:
     """Checks the addresses of servers.
 

@@ -8,9 +8,9 @@ from dapple_tf.describe.plan import Plan
 
 
 def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
-    """Maps each device of the stages that offload to the CPU of its server in whose memory residuals wait.
+    """Maps each device of the stages that offload to the CPU of its worker in whose memory residuals wait.
 
-    That is the server's CPU 0; for logical CPU devices, which all have the host's memory, one that no stage uses,
+    That is the worker's CPU 0; for logical CPU devices, which all have the host's memory, one that no stage uses,
     if there is one, so that allocations on it are apart.
     """
     used = {device for devices in (*plan.devices, *(plan.weight_devices or ())) for device in devices}
@@ -20,7 +20,7 @@ def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
             name = cluster.device_names[device]
             idle = [
                 cluster.device_names[other]
-                for other in cluster.devices_of(cluster.devices[device].server)
+                for other in cluster.devices_of_worker(cluster.worker_of(device))
                 if other not in used and kind_and_number(cluster.device_names[other])[0] == "CPU"
             ]
             hosts[name] = idle[0] if idle else f"{name.rpartition('/')[0]}/device:CPU:0"

@@ -446,7 +446,7 @@ class Runtime:
         stages = [
             stage
             for stage, replicas in enumerate(self.plan.working_devices)
-            if any(self.cluster.devices[device].server == error.task for device in replicas)
+            if any(self.cluster.worker_of(device) == error.task for device in replicas)
         ]
         runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}; " if stages else ""
         needs = f"{self._memory_of(stages)}; " if error.out_of_memory else ""

@@ -39,7 +39,9 @@ def hosts_of(cluster: Cluster) -> dict[str, str]:
     """Returns device -> the CPU of its worker, on which its batches are read and cut."""
     if not cluster.addresses:
         return dict.fromkeys(cluster.device_names, cluster.host_device)
-    return {device.name: f"/job:worker/replica:0/task:{device.server}/device:CPU:0" for device in cluster.devices}
+    workers = map(cluster.worker_of, range(cluster.num_devices))
+    hosts = (f"/job:worker/replica:0/task:{worker}/device:CPU:0" for worker in workers)
+    return dict(zip(cluster.device_names, hosts, strict=True))
 
 
 def area_of(dtypes: Iterable[str]) -> str:

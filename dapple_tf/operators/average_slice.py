@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from dapple_tf.operators.colocation import DisjointSets
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_problem import compile_problem
+from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.ir.node_kinds import NodeKind
@@ -38,6 +40,16 @@ _ONCE = frozenset(
     }
 )
 
+_RANKS: Mapping[NodeKind | None, int] = {
+    NodeKind.FORWARD: 1,
+    NodeKind.METRICS: 2,
+    NodeKind.BACKWARD: 3,
+    NodeKind.STATISTICS: 4,
+    NodeKind.APPLY: 4,
+}
+"""Tasks in the order in which they run, metrics between the forward and the backward, which waits for them; what
+connects tasks, such as the reading of variables, comes before."""
+
 Kinds = Mapping[str, NodeKind | None]
 """Name of an operator -> its purpose."""
 
@@ -47,6 +59,15 @@ def kind_of(name: str, kinds: Kinds) -> NodeKind | None:
     while name and name not in kinds:
         name = name.rpartition("/")[0]
     return kinds.get(name)
+
+
+def task_ranks(problem: PlacementProblem, kinds: Kinds) -> list[int]:
+    """Returns the position of each operator's task in a step: no less than that of what the operator waits for."""
+    ranks: list[int] = []
+    for op, name in enumerate(problem.graph.names):
+        before = [problem.producer[tensor] for tensor in problem.inputs[op]] + problem.waits[op]
+        ranks.append(max([_RANKS.get(kind_of(name, kinds), 0), *(ranks[other] for other in before)]))
+    return ranks
 
 
 def place_average_slice(
@@ -62,6 +83,10 @@ def place_average_slice(
 
     Seconds of what runs once in a step, and of sending its results, count by `MICRO_BATCHES`: variables are read, cut
     and sent to their users once for all micro-batches, and updated once. FD-DPS' own problem is a step of one slice.
+
+    In that problem, other than in a step, tasks overlap: what a bad placement of the forward leaves idle is filled with
+    updates, and sending variables hides behind both. So FD-DPS searches again with variables that stay where they are,
+    as parallel branches have it, and the placement is taken whose tasks take less one after the other.
 
     Args:
         graph: the operators of one micro-batch, and those that run once.
@@ -86,11 +111,66 @@ def place_average_slice(
         graph, seconds=graph.seconds * share[:, None], tensor_bytes=graph.tensor_bytes * of_tensors
     )
     placement = search(average, topology, effort=effort, progress=progress)
-    problem = compile_problem(apply_splits(graph, placement.splits), topology)
-    numbers = {name: number for number, name in enumerate(problem.graph.names)}
-    devices = [placement.devices[name] for name in problem.graph.names]
-    step = simulate(problem, devices, [numbers[name] for name in placement.order])
+    if (staying := _with_readers(average, kinds)) is not None:
+        other = search(staying, topology, splits="none", effort=effort, progress=progress)
+        placement = min(placement, other, key=lambda one: _seconds_in_turn(average, one, topology, kinds))
+    problem, devices, order = _numbered(graph, placement, topology)
+    step = simulate(problem, devices, order)
     if (step.peak_bytes > topology.memory_bytes).any():  # An average has less of what is made once in a step.
         _LOGGER.info("the placement for an average micro-batch doesn't fit; placing one of a whole step instead")
         return search(graph, topology, effort=effort, progress=progress)
     return dataclasses.replace(placement, seconds=step.seconds, peak_bytes=tuple(step.peak_bytes.tolist()))
+
+
+def _with_readers(graph: OpGraph, kinds: Kinds) -> OpGraph | None:
+    """Returns the graph with whatever reads a variable on the variable's device; None if that leaves one group."""
+    sets = DisjointSets(len(graph.pinned))
+    pinned = graph.pinned.tolist()
+    for first, second, tensor, *_ in graph.edges.tolist():
+        if tensor >= 0 and kind_of(graph.names[first], kinds) is NodeKind.READ:
+            one, other = (sets.find(int(graph.groups[op])) for op in (first, second))
+            device = max(pinned[one], pinned[other])
+            if device not in (-1, pinned[one], pinned[other]) or min(pinned[one], pinned[other]) not in (-1, device):
+                continue  # They are on different devices already.
+            sets.union(one, other)
+            pinned[sets.find(one)] = device
+    roots = [sets.find(group) for group in range(len(pinned))]
+    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
+    if len(numbers) < 2:
+        return None
+    stored = np.zeros(len(numbers))
+    np.add.at(stored, [numbers[root] for root in roots], graph.stored_bytes)
+    return dataclasses.replace(
+        graph,
+        groups=np.array([numbers[roots[group]] for group in graph.groups.tolist()], np.int64),
+        pinned=np.array([pinned[root] for root in numbers], np.int64),
+        stored_bytes=stored,
+    )
+
+
+def _numbered(
+    graph: OpGraph, placement: OpPlacement, topology: Topology
+) -> tuple[PlacementProblem, list[int], list[int]]:
+    """Returns a placement's problem, the device of each operator, and the queue."""
+    problem = compile_problem(apply_splits(graph, placement.splits), topology)
+    numbers = {name: number for number, name in enumerate(problem.graph.names)}
+    devices = [placement.devices[name] for name in problem.graph.names]
+    return problem, devices, [numbers[name] for name in placement.order]
+
+
+def _seconds_in_turn(graph: OpGraph, placement: OpPlacement, topology: Topology, kinds: Kinds) -> float:
+    """Returns the seconds of a slice in which each task waits on all devices for the one before it."""
+    problem, devices, order = _numbered(graph, placement, topology)
+    ranks = task_ranks(problem, kinds)
+    queue = sorted(order, key=lambda op: ranks[op])
+    waits = list(problem.waits)
+    last: dict[int, int] = {}  # device -> its last operator of the tasks so far
+    # Reading variables, which has no task, goes with the forward.
+    for _, task in itertools.groupby(queue, lambda op: max(1, ranks[op])):
+        own: dict[int, list[int]] = {}
+        for op in task:
+            own.setdefault(devices[op], []).append(op)
+        for device, ops in own.items():
+            waits[ops[0]] = [*waits[ops[0]], *(before for other, before in last.items() if other != device)]
+        last |= {device: ops[-1] for device, ops in own.items()}
+    return simulate(dataclasses.replace(problem, waits=waits), devices, queue).seconds

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dapple_tf.describe.group_costs import PlacedRange
-from dapple_tf.operators.average_slice import kind_of, place_average_slice
+from dapple_tf.operators.average_slice import kind_of, place_average_slice, task_ranks
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -87,28 +87,16 @@ def range_costs(
     )
 
 
-_RANKS: Mapping[NodeKind | None, int] = {
-    NodeKind.FORWARD: 1,
-    NodeKind.METRICS: 2,
-    NodeKind.BACKWARD: 3,
-    NodeKind.STATISTICS: 4,
-    NodeKind.APPLY: 4,
-}
-"""Tasks in the order in which they run, metrics between the forward and the backward, which waits for them; what
-connects tasks, such as the reading of variables, comes before."""
-
-
 def _queue(problem: PlacementProblem, placement: OpPlacement, kinds: Mapping[str, NodeKind | None]) -> list[int]:
     """Returns the queue of a step: one task after the other, each in the order of the placement."""
     names = problem.graph.names
     positions = {name: position for position, name in enumerate(placement.order)}
-    ranks = [0] * problem.count
+    ranks = task_ranks(problem, kinds)
     keys: list[tuple[int, int]] = []
     missing = [0] * problem.count
     readers: list[list[int]] = [[] for _ in names]
     for op, name in enumerate(names):
         before = [problem.producer[tensor] for tensor in problem.inputs[op]] + problem.waits[op]
-        ranks[op] = max([_RANKS.get(kind_of(name, kinds), 0), *(ranks[other] for other in before)])
         # Entries and exits, which aren't in the placement's order, come right behind what they wait for.
         least = max((keys[other][1] for other in before if ranks[other] == ranks[op]), default=-1)
         keys.append((ranks[op], positions.get(name, least)))

@@ -441,9 +441,11 @@ class OwnOperators(NamedTuple):
 
     @property
     def placed(self) -> GraphDef:
-        """The operators that are searched for: without entries and exits of tasks.
+        """The operators that are searched for: without entries and exits of tasks, the backward after the forward.
 
-        These would tie all variables and all ends of a task together, so that a search would keep them in one place.
+        Entries and exits would tie all variables and all ends of a task together, so that a search would keep them in
+        one place. In a step the backward begins when the forward has ended: otherwise its first operators, which need
+        nothing of the forward, would seem to fill what a bad placement of the forward leaves idle.
         """
         brackets = {node.name for node in self.graph.node if BRACKET_ATTR in node.attr}
         if not brackets:
@@ -455,7 +457,21 @@ class OwnOperators(NamedTuple):
                 own.CopyFrom(node)
                 del own.input[:]
                 own.input.extend(text for text in node.input if text.removeprefix("^") not in brackets)
+        _put_in_turn(bare)
         return bare
+
+
+def _put_in_turn(graph: GraphDef) -> None:
+    """Lets a backward's first operators wait for a forward's last ones; changes the graph."""
+    kinds = {node.name: NodeKind.of(node) for node in graph.node}
+    inputs = {node.name: {Ref.parse(text.removeprefix("^")).node for text in node.input} for node in graph.node}
+    forward = [name for name, kind in kinds.items() if kind is NodeKind.FORWARD]
+    read = {source for name in forward for source in inputs[name]}
+    last = [name for name in forward if name not in read]
+    for node in graph.node:
+        if kinds[node.name] is NodeKind.BACKWARD:
+            if not any(kinds.get(source) is NodeKind.BACKWARD for source in inputs[node.name]):
+                node.input.extend(f"^{name}" for name in last if name not in inputs[node.name])
 
 
 def own_operators(flat: FlatStep, device: str) -> OwnOperators:

@@ -22,26 +22,36 @@ from dapple_tf.units import ms_text
 
 
 def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:
-    """Returns the cluster of the remaining servers, renumbered.
+    """Returns the cluster of the remaining workers and their servers, renumbered.
+
+    Args:
+        cluster: the cluster before.
+        lost: the lost workers.
 
     Raises:
-        DappleError: no server remains.
+        DappleError: no worker remains.
     """
-    left = [server for server in range(cluster.num_servers) if server not in lost]
-    if not left:
+    remaining = _remaining(cluster, lost)
+    if not remaining:
         raise DappleError("no worker is left")
+    left = list(dict.fromkeys(map(cluster.worker_of, remaining)))
+    servers = list(dict.fromkeys(cluster.devices[index].server for index in remaining))
     devices = []
-    for number, server in enumerate(left):
-        for index in cluster.devices_of(server):
-            device = cluster.devices[index]
-            name = device.name.replace(f"/task:{server}/", f"/task:{number}/")
-            devices.append(dataclasses.replace(device, name=name, server=number))
+    for index in remaining:
+        device, worker = cluster.devices[index], cluster.worker_of(index)
+        name = device.name.replace(f"/task:{worker}/", f"/task:{left.index(worker)}/")
+        devices.append(dataclasses.replace(device, name=name, server=servers.index(device.server)))
     return dataclasses.replace(
         cluster,
         devices=tuple(devices),
-        servers=tuple(cluster.servers[server] for server in left) if cluster.servers else (),
-        addresses=tuple(cluster.addresses[server] for server in left),
+        servers=tuple(cluster.servers[server] for server in servers) if cluster.servers else (),
+        addresses=tuple(cluster.addresses[worker] for worker in left),
     )
+
+
+def _remaining(cluster: Cluster, lost: Collection[int]) -> list[int]:
+    """Returns the devices of the workers that aren't lost."""
+    return [device for device in range(cluster.num_devices) if cluster.worker_of(device) not in lost]
 
 
 def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
@@ -59,13 +69,12 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     Args:
         plan: a plan for ``cluster``.
         cluster: the cluster before.
-        lost: the lost servers.
+        lost: the lost workers.
 
     Raises:
         DappleError: no device of the plan remains.
     """
-    left = [server for server in range(cluster.num_servers) if server not in lost]
-    numbers = {device: new for new, device in enumerate(d for server in left for d in cluster.devices_of(server))}
+    numbers = {device: new for new, device in enumerate(_remaining(cluster, lost))}
     groups = plan.operator_devices or [[(device,) for device in own] for own in plan.devices]
     left_of = [_groups_left(own, numbers) for own in groups]
     if not any(left_of):
@@ -186,7 +195,7 @@ class Replanner:
 
         Args:
             deployment: the deployment.
-            lost: the servers that are lost.
+            lost: the workers that are lost.
             former: earlier deployments by their workers' addresses.
 
         Raises:

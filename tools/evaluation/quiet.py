@@ -25,14 +25,15 @@ def undisturbed(steps: Sequence[tuple[float, float]], noise: float) -> list[tupl
     return ordered[: max(FEWEST, sum(others <= noise for _, others in ordered))]
 
 
-def with_noise(function: Callable[[], T]) -> tuple[T, float]:
+def with_noise(function: Callable[[], T], processes: Sequence[int] = ()) -> tuple[T, float]:
     """Calls a function; returns its result, and the mean number of cores that other processes used meanwhile.
 
-    Others are all but this process and its children, whose processor time counts by the kernel's ticks of 10 ms.
+    Others are all but this process, ``processes`` and their children, whose processor time counts by the kernel's ticks
+    of 10 ms.
     """
-    before, started = _others(), time.perf_counter()
+    before, started = _others(processes), time.perf_counter()
     result = function()
-    return result, max(0.0, _others() - before) / (time.perf_counter() - started)
+    return result, max(0.0, _others(processes) - before) / (time.perf_counter() - started)
 
 
 def quietest(function: Callable[[], T], noise: float, tries: int) -> tuple[T, float]:
@@ -54,12 +55,12 @@ def quietest(function: Callable[[], T], noise: float, tries: int) -> tuple[T, fl
     return best
 
 
-def _others() -> float:
-    """Returns the processor time so far of processes other than this one and its children, in seconds."""
+def _others(processes: Sequence[int]) -> float:
+    """Returns the processor time so far of processes other than this one, these and their children, in seconds."""
     with open("/proc/stat", encoding="ascii") as lines:
         user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
     total = (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
-    return total - _own(os.getpid())
+    return total - sum(map(_own, (os.getpid(), *processes)))
 
 
 def _own(process: int) -> float:

@@ -1,0 +1,154 @@
+"""The document of `combined_workers`' measurements.
+
+python -m tools.evaluation.combined_workers_report    # docs/results/combined_workers.json -> combined_workers.md
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from dapple_tf.text_table import table
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import markdown, write_document
+from dapple_tf.tools.evaluation.ratios import quartiles, ratios
+
+FLAGS = flags.FlagValues()
+
+_JSON = flags.DEFINE_string("json", "docs/results/combined_workers.json", "Measurements.", flag_values=FLAGS)
+
+_TOGETHER = ("combined", "groups")
+"""Ways that may have stages and placed operators together."""
+
+_HEAD = """\
+# Stages of placed operators between two hosts
+
+Written by `python -m tools.evaluation.combined_workers_report` from combined_workers.json, which these runs measured
+(with root); the load is the mean number of processes that wanted a core in a run's last minute, its own and all others:
+
+{commands}
+
+Real steps: two network namespaces are hosts, with a link between them that `tc tbf` limits. Each device is a worker of
+its own, with a part of a core's time (a control group's quota); workers of one namespace are one server of the cluster
+and reach each other over its loopback device. The model is a chain of wide layers with parallel branches inside, which
+groups of devices can divide and stages can't. All ways are planned by the same times of operators and the same links,
+measured just before, layers as the sum of their operators, and train in turns from the same values by the same batch.
+
+*data_parallel* is the fastest number of replicas by simulation, *stages* what `dapple.plan` finds without placed
+operators, *operators* FD-DPS' placement on all devices (or those of a host, if that is faster by its own simulation),
+*operators_on_a_host* that on one host's, *combined* what the planner finds with groups of devices, too, and *groups*,
+where it finds something else, two stages, each on the group of a host's devices. Milliseconds, medians with quartiles;
+"error" is predicted over measured, less 1; "this / best" is a step over that of the fastest way of a single level in
+the same round. A device's quota also pays for what it sends and receives, which predictions take to be free, and
+whoever has used it up answers no message until the next period of 10 ms.
+"""
+
+
+def best_alone(record: Mapping[str, Any]) -> str:
+    """Returns the way of a single level with the shortest measured step."""
+    alone = {row["way"]: statistics.median(row["steps_s"]) for row in record["rows"] if row["way"] not in _TOGETHER}
+    return min(alone, key=lambda way: alone[way])
+
+
+def losses_apart(record: Mapping[str, Any]) -> float:
+    """Returns the largest difference of any way's loss from the first one's after the same step, relative to it."""
+    first = record["rows"][0]["losses"]
+    return max(
+        abs(other - own) / abs(own)
+        for row in record["rows"][1:]
+        for own, other in zip(first, row["losses"], strict=True)
+    )
+
+
+def rows(record: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Returns a table of a record's ways, with a header."""
+    steps = {row["way"]: row["steps_s"] for row in record["rows"]}
+    base = steps[best_alone(record)]
+    lines: list[Sequence[str]] = [("way", "plan", "predicted", "measured", "error", "this / best", "loss")]
+    for row in record["rows"]:
+        times = quartiles([1e3 * seconds for seconds in row["steps_s"]])
+        lines.append(
+            (
+                *(row["way"], row["plan"], f"{row['predicted_s'] * 1e3:.0f}"),
+                f"{times.median:.0f} ({times.low:.0f} to {times.high:.0f})",
+                f"{row['predicted_s'] * 1e3 / times.median - 1:+.1%}",
+                *(str(ratios(row["steps_s"], base)), f"{row['losses'][-1]:.6f}"),
+            )
+        )
+    return lines
+
+
+def verdict(record: Mapping[str, Any]) -> str:
+    """Returns in words whether stages and placed operators together were the fastest, predicted and measured."""
+    best = best_alone(record)
+    of = {row["way"]: row for row in record["rows"]}
+    together = [of[way] for way in _TOGETHER if way in of]
+    own = min(together, key=lambda row: statistics.median(row["steps_s"]))
+    measured = ratios(of[best]["steps_s"], own["steps_s"])
+    expected_best = min(
+        (row for row in record["rows"] if row["way"] not in _TOGETHER), key=lambda row: row["predicted_s"]
+    )
+    expected = min(together, key=lambda row: row["predicted_s"])
+    gain = expected_best["predicted_s"] / expected["predicted_s"]
+    apart = losses_apart(record)
+    return (
+        f"The fastest way of a single level was {best}; {own['way']} ({own['plan']}) was {measured} times as fast. "
+        f"Predicted: {expected['way']} {gain:.3f} times as fast as {expected_best['way']}. Losses agree to {apart:.1e} "
+        f"after each of {len(record['rows'][0]['losses'])} steps; other processes used at most "
+        f"{max(record['others_cores']):.2f} cores during a round, in the median {statistics.median(record['others_cores']):.2f}."
+    )
+
+
+def name(record: Mapping[str, Any]) -> str:
+    """Returns what was measured together, for people."""
+    return (
+        f"{record['hosts']} hosts of {record['devices']} devices, {record['rate_mbit']:g} Mbit/s, batch {record['batch']}, "
+        f"{record['blocks']} layers of {record['branches']} branches"
+    )
+
+
+def setting(record: Mapping[str, Any]) -> str:
+    """Returns the numbers of the model, the devices and the links."""
+    links = record["links"]
+    return (
+        f"Samples of {record['tokens']} tokens of {record['width']} numbers, {record['hidden']} within branches; "
+        f"{record['share']:g} of a core for each device. Measured links: {links['intra_bandwidth'] / 1e6:.0f} MB/s and "
+        f"{links['intra_latency'] * 1e3:.2f} ms within a host, {links['inter_bandwidth'] / 1e6:.1f} MB/s and "
+        f"{links['inter_latency'] * 1e3:.2f} ms between hosts."
+    )
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Returns a record for a terminal."""
+    return f"{name(record)}\n{setting(record)}\n{table(rows(record), left=2)}\n{verdict(record)}\n"
+
+
+def document(results: Mapping[str, Any]) -> str:
+    """Returns the text of the document.
+
+    Args:
+        results: those that `combined_workers` has written, one benchmark for each setting.
+    """
+    commands = "\n".join(
+        f"* `{entry['command']}`\n  at {entry['commit']}, on {machine['cpu']}, {machine['cores']} cores, TensorFlow "
+        f"{machine['versions']['tensorflow']}, load {machine['load_1min']}, {machine['date']}"
+        for entry in results.values()
+        for machine in [entry["machine"]]
+    )
+    parts = [_HEAD.format(commands=commands)]
+    for entry in results.values():
+        for record in entry["records"]:
+            parts += [f"## {name(record)}\n", setting(record), "", markdown(rows(record)), "", verdict(record), ""]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Writes the document beside the measurements."""
+    write_document(_JSON.value, document)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
