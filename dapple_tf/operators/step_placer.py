@@ -469,9 +469,9 @@ def _put_in_turn(graph: GraphDef) -> None:
     read = {source for name in forward for source in inputs[name]}
     last = [name for name in forward if name not in read]
     for node in graph.node:
-        if kinds[node.name] is NodeKind.BACKWARD:
-            if not any(kinds.get(source) is NodeKind.BACKWARD for source in inputs[node.name]):
-                node.input.extend(f"^{name}" for name in last if name not in inputs[node.name])
+        sources = inputs[node.name]
+        if kinds[node.name] is NodeKind.BACKWARD and all(kinds.get(one) is not NodeKind.BACKWARD for one in sources):
+            node.input.extend(f"^{name}" for name in last if name not in sources)
 
 
 def own_operators(flat: FlatStep, device: str) -> OwnOperators:

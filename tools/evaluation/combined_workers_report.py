@@ -93,20 +93,20 @@ def verdict(record: Mapping[str, Any]) -> str:
     )
     expected = min(together, key=lambda row: row["predicted_s"])
     gain = expected_best["predicted_s"] / expected["predicted_s"]
-    apart = losses_apart(record)
+    apart, others = losses_apart(record), record["others_cores"]
     return (
         f"The fastest way of a single level was {best}; {own['way']} ({own['plan']}) was {measured} times as fast. "
         f"Predicted: {expected['way']} {gain:.3f} times as fast as {expected_best['way']}. Losses agree to {apart:.1e} "
         f"after each of {len(record['rows'][0]['losses'])} steps; other processes used at most "
-        f"{max(record['others_cores']):.2f} cores during a round, in the median {statistics.median(record['others_cores']):.2f}."
+        f"{max(others):.2f} cores during a round, in the median {statistics.median(others):.2f}."
     )
 
 
 def name(record: Mapping[str, Any]) -> str:
     """Returns what was measured together, for people."""
     return (
-        f"{record['hosts']} hosts of {record['devices']} devices, {record['rate_mbit']:g} Mbit/s, batch {record['batch']}, "
-        f"{record['blocks']} layers of {record['branches']} branches"
+        f"{record['hosts']} hosts of {record['devices']} devices, {record['rate_mbit']:g} Mbit/s, "
+        f"batch {record['batch']}, {record['blocks']} layers of {record['branches']} branches"
     )
 
 
