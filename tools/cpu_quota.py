@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 _PERIOD = 10_000
 """Microseconds after which the quota begins anew; short beside a step."""
+_MOST_SHARES, _MOST_WEIGHT = 2**18, 10_000
+"""The most that Linux accepts in versions 1 and 2: other load on the machine leaves a group its quota."""
 _ROOT = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -21,7 +23,8 @@ class QuotaError(RuntimeError):
 def cpu_quota(cores: float) -> Iterator[list[str]]:
     """Yields the start of a command that may use ``cores`` cores together with all its children.
 
-    Several commands with this start share them. The group goes with the ``with`` block, when they have ended.
+    Several commands with this start share them, and get them before processes of other groups, as far as the machine
+    has any. The group goes with the ``with`` block, when they have ended.
 
     Raises:
         QuotaError: control groups can't be made here.
@@ -34,9 +37,11 @@ def cpu_quota(cores: float) -> Iterator[list[str]]:
             (_ROOT / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
         if old:
+            (group / "cpu.shares").write_text(str(_MOST_SHARES))
             (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         else:
+            (group / "cpu.weight").write_text(str(_MOST_WEIGHT))
             (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -195,6 +195,7 @@ def described(plan: dapple.Plan) -> str:
 
 def _train(task: Mapping[str, Any]) -> dict[str, Any]:
     """Profiles, plans, trains and measures; runs in the first host."""
+    os.nice(-10)  # Devices have their quotas whatever else runs here; the client's messages are on their way, too.
     batch, (x, y) = task["batch"], batch_of(task)
     cluster = dapple.Cluster.of_servers(task["addresses"]).with_workers_per_server(task["devices"])
     with connected(cluster):
