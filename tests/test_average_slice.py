@@ -17,9 +17,31 @@ from dapple_tf.operators import step_placer
 from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, kind_of, place_average_slice
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.step_placer import OwnOperators
+from graph_passes.ir.graph import BRACKET_ATTR, PHASE_ATTR, GraphDef
 from graph_passes.ir.node_kinds import NodeKind
 
 _KINDS = {"Read": NodeKind.READ, "F": NodeKind.FORWARD, "B": NodeKind.BACKWARD, "Apply": NodeKind.APPLY}
+
+
+def test_a_backward_waits_for_the_forward() -> None:
+    """What of a backward needs nothing of the forward seemed to fill what a placement leaves idle in the forward."""
+    graph = GraphDef()
+    for name, kind, inputs in (
+        ("in", None, ()),
+        ("f0", NodeKind.FORWARD, ("in",)),
+        ("f1", NodeKind.FORWARD, ("f0",)),
+        ("entry", NodeKind.BACKWARD, ("in", "^f1")),
+        ("b0", NodeKind.BACKWARD, ("entry",)),
+        ("b1", NodeKind.BACKWARD, ("b0", "f0")),
+    ):
+        node = graph.node.add(name=name, op="Identity", input=inputs)
+        if kind is not None:
+            node.attr[PHASE_ATTR].s = kind.text.encode()
+        if name == "entry":
+            node.attr[BRACKET_ATTR].b = True
+    placed = {node.name: list(node.input) for node in OwnOperators(graph, {}).placed.node}
+    assert placed == {"in": [], "f0": ["in"], "f1": ["f0"], "b0": ["^f1"], "b1": ["b0", "f0"]}
 
 
 def step(apply_seconds: float) -> tuple[OpGraph, Kinds]:
@@ -47,7 +69,8 @@ def test_what_runs_once_counts_by_the_number_of_micro_batches() -> None:
         return fd_dps(average, links)
 
     placement = place_average_slice(graph, topology(2), kinds, search=search)
-    (average,) = seen
+    average, staying = seen
+    assert np.array_equal(staying.seconds, average.seconds)
     once = np.array([op in ("Read", "Apply") for op in graph.ops])
     assert np.allclose(average.seconds[once], graph.seconds[once] / MICRO_BATCHES)
     assert np.array_equal(average.seconds[~once], graph.seconds[~once])
@@ -65,13 +88,31 @@ def test_a_placement_that_only_an_average_leaves_room_for_isnt_taken() -> None:
 
     def search(given: OpGraph, links: Topology, **options: object) -> OpPlacement:
         calls.append(float(given.seconds.sum()))
-        if len(calls) == 1:  # All on one device, which has room for the average only.
+        if len(calls) < 3:  # All on one device, which has room for the average only.
             return OpPlacement(dict.fromkeys(given.names, 0), given.names, {}, 1.0, (0.0, 0.0))
         return fd_dps(given, links)
 
     placement = place_average_slice(graph, topology(2, memory=limit), kinds, search=search)
-    assert len(calls) == 2 and calls[1] == pytest.approx(float(graph.seconds.sum()))
+    assert len(calls) == 3 and calls[2] == pytest.approx(float(graph.seconds.sum()))
     assert max(placement.peak_bytes) <= limit
+
+
+def test_variables_stay_where_they_are_if_that_shortens_the_tasks() -> None:
+    """Products were placed apart from their variables, which had to be sent before anything could run."""
+    graph, kinds = step(1e-3)
+    numbers = [op for op, kind in enumerate(graph.ops) if kind == "Read"]
+    of_second = [graph.names[op] for op in np.flatnonzero(graph.groups == graph.groups[numbers[1]])]
+
+    def search(average: OpGraph, links: Topology, **options: object) -> OpPlacement:
+        if options.get("splits") == "none":
+            return fd_dps(average, links)
+        # The first product reads its variable from the other device.
+        devices = dict.fromkeys(average.names, 0) | dict.fromkeys([*of_second, graph.names[numbers[0] + 1]], 1)
+        return OpPlacement(devices, average.names, {}, 1.0, (0.0, 0.0))
+
+    devices = place_average_slice(graph, topology(2), kinds, search=search).devices
+    for op in numbers:
+        assert devices[graph.names[op]] == devices[graph.names[op + 1]]
 
 
 def test_what_fits_nowhere_is_an_error() -> None:

@@ -1,5 +1,6 @@
 """Clusters: this machine's devices, and descriptions to plan for."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from dapple_tf.describe import cluster as cluster_module
 from dapple_tf.describe.cluster import Cluster, ClusterError, Device, Link, Server
+from dapple_tf.planning.replanning import without_servers
 
 DESCRIPTION: dict[str, Any] = {
     "format": "dapple_tf.cluster/1",
@@ -268,6 +270,31 @@ def test_an_unknown_link_is_free() -> None:
 
 def test_sending_takes_latency_and_bytes_over_bandwidth() -> None:
     assert Link(bandwidth=1e9, latency=1e-3).seconds(5e8) == pytest.approx(0.501)
+
+
+def workers_of(count: int) -> Cluster:
+    return Cluster.of_servers([f"10.0.0.{own // 2 + 1}:{2222 + own % 2}" for own in range(count)], devices_per_server=1)
+
+
+def test_several_workers_are_one_server() -> None:
+    own = dataclasses.replace(workers_of(4), intra_bandwidth=None, inter_bandwidth=1e6).with_workers_per_server(2)
+    assert [device.server for device in own.devices] == [0, 0, 1, 1] and own.num_servers == 2
+    assert own.inter_bandwidth is None, "other links are inside servers now"
+    assert own.device_names == workers_of(4).device_names and own.addresses == workers_of(4).addresses
+    assert [own.worker_of(device) for device in range(4)] == [0, 1, 2, 3]
+    assert own.devices_of(1) == (2, 3) and own.devices_of_worker(2) == (2,)
+    left = without_servers(own, [1])
+    assert [device.server for device in left.devices] == [0, 1, 1] and len(left.addresses) == 3
+    assert [left.worker_of(device) for device in range(3)] == [0, 1, 2]
+    assert without_servers(own, [0, 1]).num_servers == 1
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_workers_that_cant_be_divided_into_servers_are_refused(count: int) -> None:
+    with pytest.raises(ClusterError, match=f"4 workers can't be divided into servers of {count}; give a divisor of 4"):
+        workers_of(4).with_workers_per_server(count)
+    with pytest.raises(ClusterError, match="put workers together before links are measured"):
+        workers_of(4).with_workers_per_server(2).with_workers_per_server(2)
 
 
 def test_capacity_is_the_servers_own_or_one_for_each_device() -> None:

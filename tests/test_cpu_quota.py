@@ -27,6 +27,7 @@ def test_a_group_of_version_1_has_the_quota(version_1: pathlib.Path) -> None:
         (group,) = (version_1 / "cpu").glob("dapple_*")
         assert (group / "cpu.cfs_period_us").read_text() == "10000"
         assert (group / "cpu.cfs_quota_us").read_text() == "5000"
+        assert (group / "cpu.shares").read_text() == "262144", "others leave it its quota"
         done = subprocess.run([*prefix, "echo", "in it"], capture_output=True, text=True, check=True)
         assert done.stdout == "in it\n"
         assert (group / "cgroup.procs").read_text().strip().isdigit()
@@ -39,6 +40,7 @@ def test_a_group_of_version_2_has_the_quota(tmp_path: pathlib.Path, monkeypatch:
         (group,) = tmp_path.glob("dapple_*")
         assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
         assert (group / "cpu.max").read_text() == "15000 10000"
+        assert (group / "cpu.weight").read_text() == "10000"
 
 
 def test_a_machine_without_control_groups_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
