@@ -339,8 +339,9 @@ class Cluster(JsonFile):
             )
         if self.servers or self.num_servers != workers:
             raise ClusterError("the servers are described already; put workers together before links are measured")
-        devices = (replace(device, server=device.server // count) for device in self.devices)
-        return replace(self, devices=tuple(devices), **dict.fromkeys((*LINKS, *REDUCTION)), reductions=ReductionLinks())
+        devices = tuple(replace(device, server=device.server // count) for device in self.devices)
+        unknown: dict[str, Any] = dict.fromkeys((*LINKS, *REDUCTION))
+        return replace(self, devices=devices, reductions=ReductionLinks(), **unknown)
 
     def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
         """Returns a cluster with a sub-stream per device: a second logical device of the same hardware.
