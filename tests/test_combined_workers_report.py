@@ -40,8 +40,17 @@ def test_what_runs_together_is_compared_with_the_best_of_a_level_alone() -> None
     assert "The fastest way of a single level was stages; combined (a plan) was 2.000 (2.000 to 2.000) times" in said
     assert "Predicted: combined 0.800 times as fast as single." in said
     assert "others" not in said and "at most 0.30 cores during a round, in the median 0.20" in said
+    assert "The planner didn't" not in said
     shown = text(measured)
     assert "550 (525 to 575)" in shown and "+81.8%" in shown and "0.500 (0.500 to 0.500)" in shown
+
+
+def test_a_plan_that_the_planner_missed_is_told() -> None:
+    measured = record(single=[2.0], combined=[1.5], groups=[1.0])
+    measured["rows"][2]["predicted_s"] = 1.25
+    said = verdict(measured)
+    assert "groups (a plan) was 2.000 (2.000 to 2.000) times as fast" in said
+    assert "it expected 1250 ms of them, and 1000 of a plan." in said
 
 
 def test_losses_are_compared_after_each_step() -> None:

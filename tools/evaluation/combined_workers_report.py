@@ -94,11 +94,17 @@ def verdict(record: Mapping[str, Any]) -> str:
     expected = min(together, key=lambda row: row["predicted_s"])
     gain = expected_best["predicted_s"] / expected["predicted_s"]
     apart, others = losses_apart(record), record["others_cores"]
+    missed = ""
+    if "groups" in of:
+        missed = (
+            f"The planner didn't find two stages on groups: it expected {of['groups']['predicted_s'] * 1e3:.0f} ms of "
+            f"them, and {of['combined']['predicted_s'] * 1e3:.0f} of {of['combined']['plan']}. "
+        )
     return (
         f"The fastest way of a single level was {best}; {own['way']} ({own['plan']}) was {measured} times as fast. "
-        f"Predicted: {expected['way']} {gain:.3f} times as fast as {expected_best['way']}. Losses agree to {apart:.1e} "
-        f"after each of {len(record['rows'][0]['losses'])} steps; other processes used at most "
-        f"{max(others):.2f} cores during a round, in the median {statistics.median(others):.2f}."
+        f"Predicted: {expected['way']} {gain:.3f} times as fast as {expected_best['way']}. {missed}"
+        f"Losses agree to {apart:.1e} after each of {len(record['rows'][0]['losses'])} steps; other processes used at "
+        f"most {max(others):.2f} cores during a round, in the median {statistics.median(others):.2f}."
     )
 
 
