@@ -100,7 +100,7 @@ def drawn(seed: int) -> Model:
             if generator.random() < 0.2:
                 model.outputs.append(tf.reduce_sum(x * x, name=f"loss_{number}"))
             if generator.random() < 0.1:
-                x = tf.stop_gradient(x)
+                x = tf.stop_gradient(x) if generator.random() < 0.5 else tf.floor(8 * x)
         model.outputs.append(x @ tied if generator.random() < 0.5 else tf.reduce_mean(x))
     return model
 
@@ -207,6 +207,19 @@ def test_a_length_that_is_computed_elsewhere_keeps_the_graph_together(differenti
         model.outputs.append(tf.reduce_sum(x))
     assert_same(model)
     assert differentiated[-1] == max(differentiated)
+
+
+def test_what_stops_all_gradients_leaves_those_of_outputs_before_it() -> None:
+    """The pieces before it once had none."""
+    model = Model()
+    with model.graph.as_default():
+        x = model.input(None, WIDTH)
+        for number in range(6):
+            x = tf.floor(4 * x) if number == 3 else residual(x, model.input)
+            if number == 1:
+                model.outputs.append(tf.reduce_sum(x * x))
+        model.outputs.append(tf.reduce_sum(x))
+    assert_same(model)
 
 
 def test_loops_keep_the_graph_together(differentiated: list[int]) -> None:

@@ -31,8 +31,8 @@ from graph_passes.ir.graph import (
     shape_attr,
 )
 from graph_passes.ir.outline import COLOCATION
-from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import Gradient, Shape, add_gradients, output_dtypes, takes_functions
+from graph_passes.ir.tensorflow_private import shapes_of_outputs
 
 _TRAINABLE = frozenset(
     {
@@ -78,16 +78,32 @@ class _Piece:
     def numbered(self) -> tuple[bytes, tuple[tuple[int, int], ...]]:
         """What equal pieces share: the graph with nodes n0, n1, ..., and the places of outputs and sources in it."""
         places = {node.name: number for number, node in enumerate(self.graph.node)}
-        names = {name: f"n{number}" for name, number in places.items()}
-        anonymous = GraphDef()
-        for node in self.graph.node:
-            twin = anonymous.node.add(name=names[node.name], op=node.op)
-            twin.input.extend(renamed_input(text, names) for text in node.input)
-            for key, value in node.attr.items():
-                if not key.startswith(OWN_ATTRS) and key != COLOCATION:
-                    twin.attr[key].CopyFrom(value)
         refs = (*itertools.chain.from_iterable(self.outputs), *self.sources)
-        return anonymous.SerializeToString(deterministic=True), tuple((places[ref.node], ref.output) for ref in refs)
+        return _numbered(self.graph), tuple((places[ref.node], ref.output) for ref in refs)
+
+
+def _numbered(graph: GraphDef) -> bytes:
+    """Returns a graph with nodes n0, n1, ..., without what passes note at nodes, serialized."""
+    names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
+    anonymous = GraphDef(versions=graph.versions)
+    for node in graph.node:
+        twin = anonymous.node.add(name=names[node.name], op=node.op)
+        twin.input.extend(renamed_input(text, names) for text in node.input)
+        for key, value in node.attr.items():
+            if not key.startswith(OWN_ATTRS) and key != COLOCATION:
+                twin.attr[key].CopyFrom(value)
+    serialized: bytes = anonymous.SerializeToString(deterministic=True)
+    return serialized
+
+
+def _shapes_of(graph: GraphDef) -> dict[Ref, Shape | None]:
+    """Returns the static shape of every tensor; unlike `infer_shapes`, it remembers no graph."""
+    shapes = shapes_of_outputs(_numbered(graph))
+    return {
+        Ref(node.name, index): shape
+        for number, node in enumerate(graph.node)
+        for index, shape in enumerate(shapes[f"n{number}"])
+    }
 
 
 def add_gradients_by_pieces(
@@ -109,7 +125,7 @@ def add_gradients_by_pieces(
     view = Graph(graph)
     cuts = _cuts(view, outputs, sources)
     if cuts:
-        shapes = infer_shapes(graph, {}, {})
+        shapes = _shapes_of(graph)
         cuts = _beside_repeated(cuts, _pieces(view, shapes, outputs, sources, cuts))
     if cuts:
         extended = _joined(view, shapes, outputs, sources, cuts)
@@ -236,14 +252,14 @@ def _joined(
     """Returns what `add_gradients_by_pieces` does; None if a piece has to know what is outside of it."""
     extended, names = copied(view.graph), Names(view.nodes)
     gradients: dict[Ref, Gradient] = {}
-    inferred: dict[bytes, list[Shape | None]] = {}
+    inferred: dict[object, list[Shape | None]] = {}
     arriving: Gradient | None = None
     for piece in reversed(_pieces(view, shapes, outputs, sources, cuts)):
-        serialized, _ = piece.numbered
-        if serialized not in inferred:
-            inferred[serialized] = list(infer_shapes(piece.graph, {}, {}).values())
+        key = piece.numbered
+        if key not in inferred:
+            inferred[key] = list(_shapes_of(piece.graph).values())
         refs = (Ref(node.name, index) for node in piece.graph.node for index in range(len(output_dtypes(node))))
-        if any(shapes.get(ref, shape) != shape for ref, shape in zip(refs, inferred[serialized], strict=True)):
+        if any(shapes.get(ref, shape) != shape for ref, shape in zip(refs, inferred[key], strict=True)):
             return None  # A length is computed elsewhere.
         part, of_sources = add_gradients(piece.graph, piece.outputs, piece.sources)
         there = dict(piece.outside)
@@ -256,11 +272,9 @@ def _joined(
         used = piece.sources
         if piece.sources and piece.sources[0].node in piece.outside:  # It is what enters the piece.
             arriving, used = of_piece.pop(0), piece.sources[1:]
+            if arriving is None or arriving.slices is not None:
+                return None  # Outputs before it may have gradients; or the operator before it would take the rows.
         gradients |= {ref: each for ref, each in zip(used, of_piece, strict=True) if each is not None}
-        if arriving is None:
-            break
-        if arriving.slices is not None:
-            return None  # The operator before it would take the rows.
     return extended, [gradients.get(source) for source in sources]
 
 
