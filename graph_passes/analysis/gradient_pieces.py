@@ -168,9 +168,12 @@ def _cuts(view: Graph, outputs: _Outputs, sources: Sequence[Ref]) -> list[_Cut]:
         # A source is outside of all pieces, but only one of them may use it.
         begun[first[ref] if ref in given else view.position[ref.node]].append(ref)
         ended[number].append(ref)
+    # TensorFlow begins with the outputs that no other one depends on, all at once: they are in one piece.
+    within = {ref.node for ref in last}
+    leaves = [view.position[ref.node] for ref in ends if ref.node in reached and ref.node not in within]
     cuts: list[_Cut] = []
     crossing: set[Ref] = set()
-    for number in range(len(view.nodes)):
+    for number in range(min(leaves, default=0)):
         crossing.update(begun[number])
         crossing.difference_update(ended[number])
         if len(crossing) == 1:
