@@ -196,6 +196,42 @@ def test_a_tensor_that_passes_a_block_keeps_it_together(differentiated: list[int
     assert len(differentiated) == 1
 
 
+def test_outputs_that_no_other_depends_on_are_differentiated_at_once(differentiated: list[int]) -> None:
+    """What they add to a tensor's gradient had come after what blocks behind them add."""
+    model = Model()
+    with model.graph.as_default():
+        x = model.input(None, WIDTH)
+        for _ in range(3):
+            x = residual(x, model.input)
+        begun, x = x, tf.sin(x)
+        model.outputs.append(tf.reduce_sum(tf.tanh(x)))
+        model.outputs.append(tf.reduce_sum(tf.tanh(tf.sin(begun))))
+        for _ in range(3):
+            x = residual(x, model.input)
+        model.outputs.append(x)
+    assert_same(model)
+    assert len(differentiated) == 4  # all that is behind the first three blocks, and each of these
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_an_output_before_what_has_no_gradient(sent: bool) -> None:
+    """Its gradients had been missing."""
+    model = Model()
+    with model.graph.as_default():
+        x = model.input(None, WIDTH)
+        for _ in range(3):
+            x = residual(x, model.input)
+        model.outputs.append(x if sent else tf.reduce_sum(tf.sin(x)))
+        x = tf.floor(tf.sin(x))
+        for _ in range(3):
+            x = residual(x, model.input)
+        model.outputs.append(x)
+        graph, outputs, sources = model.gradients()
+    _, gradients = add_gradients_by_pieces(graph, outputs, sources)
+    assert None not in gradients
+    assert_same(model)
+
+
 def test_a_length_that_is_computed_elsewhere_keeps_the_graph_together(differentiated: list[int]) -> None:
     """TensorFlow sees constants through a Pack: a piece that reads it from outside would have tensors of any shape."""
     model = Model()
