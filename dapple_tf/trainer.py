@@ -215,15 +215,17 @@ class PipelinedModel(Inspection, KerasMethods):
             return self._call(method, **arguments)
         self._follow()
         check_compiled(self.model, method)
+        known, metrics = self._specs.get(mode), self._makeup.metrics
+        self._runtime.metrics.reset(metrics)
         started, begun, self._begun = time.perf_counter(), self._begun, set()
         try:
             batch = self._one_batch(mode, tuple(arguments.get(name) for name in ("x", "y", "sample_weight")))
         finally:
             self._begun = begun  # of the enclosing call, if any
-        metrics = self._makeup.metrics
-        with self._runtime.metrics.fresh(metrics):
-            self._run(mode, batch, started)
-            logs = self._logs(mode)
+        self._run(mode, batch, started)
+        if batch.spec != known:
+            metrics = self.model.metrics  # A first step makes metrics: one for each of several losses, say.
+        logs = self._logs(mode, metrics)
         simple = all(isinstance(value, np.floating) for value in logs.values())
         logs = {name: float(logs[name]) for name in sorted(logs)} if simple else python_logs(logs)
         return logs if arguments.get("return_dict") else in_order(metrics, logs)
@@ -433,9 +435,9 @@ class PipelinedModel(Inspection, KerasMethods):
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
 
-    def _logs(self, mode: Mode) -> dict[str, Any]:
-        """Returns what Keras' train or test function returns after a step."""
-        logs = self._runtime.metrics.results(mode.value)
+    def _logs(self, mode: Mode, metrics: Sequence[Any] | None = None) -> dict[str, Any]:
+        """Returns what Keras' train or test function returns after a step; ``metrics`` are the model's, if known."""
+        logs = self._runtime.metrics.results(mode.value, metrics)
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             logs |= self._monitor.callback.latest
         return logs

@@ -220,6 +220,51 @@ def test_metrics_that_somebody_uses_between_two_steps(pair: Pair) -> None:
     assert_close(*tracked)
 
 
+@pytest.mark.parametrize("method", ["train_on_batch", "test_on_batch"])
+def test_a_first_batch_with_several_losses(method: str) -> None:
+    """Keras makes their metrics in the first step, whose logs had lacked them."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(4, name="first")(inputs)
+        model = keras.Model(inputs, [layers.Dense(1, name="one")(hidden), layers.Dense(1, name="other")(hidden)])
+        model.compile("sgd", loss=["mse", "mae"], metrics=[["mae"], []])
+        return model
+
+    two = Pair(build)
+    labels = [Y[:7, None].astype("float32"), X[:7, :1]]
+    for return_dict in (False, True):
+        own, plain = (
+            getattr(model, method)(X[:7], labels, return_dict=return_dict) for model in (two.pipelined, two.plain)
+        )
+        assert len(own) == len(plain) == 4
+        assert_close(own, plain)
+    two.pipelined.close()
+
+
+def test_metrics_after_a_batch_that_fails(pair: Pair) -> None:
+    """Keras has reset them."""
+    for model in (pair.pipelined, pair.plain):
+        model.train_on_batch(X[:7], Y[:7])
+        with pytest.raises(Exception, match="."):
+            model.train_on_batch(X[:7])
+        assert float(model.metrics[0].result()) == 0
+
+
+def test_a_metric_with_a_reset_of_its_own() -> None:
+    def build() -> keras.Model:
+        model = classifier(metrics=["accuracy"])
+        tracker = model.metrics[0]
+        tracker.reset_state = lambda: (tracker.total.assign(5.0), tracker.count.assign(2.0))
+        return model
+
+    two = Pair(build)
+    for _ in range(2):
+        assert_close(*(model.train_on_batch(X[:7], Y[:7]) for model in (two.pipelined, two.plain)))
+    two.pipelined.close()
+
+
 class Remembering(layers.Layer):
     """Counts batches, adds up their means and keeps the last one's, in inference, too; subtracts the sum before it."""
 

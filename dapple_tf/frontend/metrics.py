@@ -33,7 +33,6 @@ class RunningMetrics:
         self._model, self._table = model, table
         self._resets: dict[str, np.ndarray] = {}
         self._makeup: Makeup | None = None
-        self._metrics: Sequence[Any] | None = None  # the model's, while they can't change
         self._watched: dict[int, tuple[keras.Variable, tf.Variable]] = {}
         self._known: dict[int, np.ndarray] = {}  # identity of a variable -> its value, until somebody else uses it
         self._late: set[int] = set()  # those of them that the variables don't have yet
@@ -76,24 +75,14 @@ class RunningMetrics:
             self._resets |= self._after_reset(metric)
         return self._read(variable), self._resets[name]
 
-    @contextlib.contextmanager
-    def fresh(self, metrics: Sequence[Any]) -> Iterator[None]:
-        """Resets the model's metrics; a step and `results` follow in the context, in which the metrics stay the same.
-
-        Args:
-            metrics: the model's metrics.
-        """
+    def reset(self, metrics: Iterable[Any]) -> None:
+        """Resets these metrics of the model."""
         for metric in single_metrics(metrics):
-            if type(metric).reset_state is keras.metrics.Mean.reset_state and metric.dtype == "float32":
+            if _has_own(metric, "reset_state", keras.metrics.Mean) and metric.dtype == "float32":
                 for variable in (metric.total, metric.count):
                     self._assign(variable, np.zeros((), np.float32))
             else:
                 metric.reset_state()
-        self._metrics = metrics
-        try:
-            yield
-        finally:
-            self._metrics = None
 
     def _read(self, variable: keras.Variable) -> np.ndarray:
         value = self._known.get(id(variable))
@@ -145,15 +134,20 @@ class RunningMetrics:
         self._assign(tracker.total, np.asarray(self._read(tracker.total) + np.float32(loss) * weight))
         self._assign(tracker.count, np.asarray(self._read(tracker.count) + weight))
 
-    def results(self, mode: str) -> dict[str, Any]:
-        """Returns the model's logs after a step: its metrics' values, or what its own step returns."""
+    def results(self, mode: str, metrics: Sequence[Any] | None = None) -> dict[str, Any]:
+        """Returns the model's logs after a step: its metrics' values, or what its own step returns.
+
+        Args:
+            mode: the step's.
+            metrics: the model's metrics; None if they aren't known.
+        """
         model, logs = self._model, self._table.logs.get(mode)
         if logs is not None:
             return logs({name: self._read(self._table.keras_variables[name]) for name in logs.variables})
         if type(model).get_metrics_result is not keras.Model.get_metrics_result:
             return dict(model.get_metrics_result())
         results: dict[str, Any] = {}
-        for metric in self._present():
+        for metric in self._present() if metrics is None else metrics:
             result = self._mean(metric) if _is_mean(metric) else metric.result()
             results |= result if isinstance(result, dict) else {metric.name: result}
         return results
@@ -164,8 +158,6 @@ class RunningMetrics:
 
     def _present(self) -> Sequence[Any]:
         """Returns the model's metrics."""
-        if self._metrics is not None:
-            return self._metrics
         if self._makeup is None or self._makeup.changed:
             self._makeup = Makeup(self._model)
         return self._makeup.metrics
@@ -194,7 +186,12 @@ class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
 
 def _is_mean(metric: Any) -> bool:
     """Whether a metric's result is the mean of its variables, in float32."""
-    return getattr(type(metric), "result", None) is keras.metrics.Mean.result and metric.dtype == "float32"
+    return _has_own(metric, "result", keras.metrics.Mean) and metric.dtype == "float32"
+
+
+def _has_own(metric: Any, method: str, kind: type[keras.metrics.Metric]) -> bool:
+    """Whether a metric has the method of a class of Keras'."""
+    return getattr(type(metric), method, None) is getattr(kind, method) and method not in vars(metric)
 
 
 def in_order(metrics: Iterable[Any], logs: Mapping[str, Any]) -> Any:
