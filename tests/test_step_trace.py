@@ -18,7 +18,7 @@ import dapple_tf as dapple
 from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.tracing.step_parts import StepParts, step_parts
-from dapple_tf.tracing.step_trace import MeasuredStep, TracedDevice, TracedStep, measured
+from dapple_tf.tracing.step_trace import MeasuredStep, TracedDevice, TracedStep, measured, traced_devices
 from dapple_tf.view.timeline import Span, Timeline
 from graph_passes.ir.program import Step
 from graph_passes.ir.tasks import Phase, Task
@@ -273,6 +273,15 @@ def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) 
     measured_step = measured(given, devices, pipelined.plan.device_labels(), {})
     assert any("on worker 3 something begins" in remark for remark in measured_step.remarks)
     assert "are clocks being set?" in caplog.text
+
+
+def test_each_worker_of_a_server_has_a_clock_of_its_own() -> None:
+    """Where several workers are one server, times were aligned by the clock of the worker of that server's number."""
+    addresses = [f"10.0.0.{own // 2 + 1}:{2222 + own % 2}" for own in range(4)]
+    cluster = dapple.Cluster.of_servers(addresses, devices_per_server=2).with_workers_per_server(2)
+    devices = traced_devices(cluster)
+    assert [devices[name].number for name in cluster.device_names] == list(range(8))
+    assert [devices[name].worker for name in cluster.device_names] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.thorough

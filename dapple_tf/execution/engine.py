@@ -32,7 +32,7 @@ from dapple_tf.frontend.optimizer import check_clipping, check_shards, needs_all
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes
-from dapple_tf.tracing.step_trace import MeasuredStep, TracedDevice, TracedStep, measured
+from dapple_tf.tracing.step_trace import MeasuredStep, TracedStep, measured, traced_devices
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Step
@@ -352,14 +352,12 @@ class Engine:
 
     def measured(self, traced: TracedStep) -> MeasuredStep:
         """Returns a traced step's timeline, and where each device's time went."""
-        devices = enumerate(self.cluster.devices)
-        traced_devices = {device.name: TracedDevice(index, device.server) for index, device in devices}
         limits = {
             index: float(device.memory_bytes)
             for index, device in enumerate(self.cluster.devices)
             if device.memory_bytes is not None
         }
-        return measured(traced, traced_devices, self.plan.device_labels(), limits)
+        return measured(traced, traced_devices(self.cluster), self.plan.device_labels(), limits)
 
     def output_structure(self, spec: BatchSpec) -> Any:
         """Returns the structure of a prediction's outputs for batches of this structure."""

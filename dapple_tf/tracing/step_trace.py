@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dapple_tf.clusters.clocks import WorkerClock, refine
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.tracing.step_nodes import (
     ACCUMULATE,
     ALL_REDUCE,
@@ -81,6 +82,11 @@ class TracedDevice(NamedTuple):
 
     number: int
     worker: int
+
+
+def traced_devices(cluster: Cluster) -> dict[str, TracedDevice]:
+    """Returns the devices of a cluster by name."""
+    return {name: TracedDevice(device, cluster.worker_of(device)) for device, name in enumerate(cluster.device_names)}
 
 
 @dataclass(frozen=True)
