@@ -289,6 +289,26 @@ def test_several_workers_are_one_server() -> None:
     assert without_servers(own, [0, 1]).num_servers == 1
 
 
+def test_workers_of_one_server_dont_share_memory() -> None:
+    """Their CPU devices counted as devices of one process, and predicted memory lacked the copies on the second one."""
+    own = Cluster.of_servers(workers_of(4).addresses, devices_per_server=2).with_workers_per_server(2)
+    assert own.devices_of(0) == (0, 1, 2, 3) and own.devices_of_worker(1) == (2, 3)
+    assert [own.shares_memory(0, other) for other in range(4)] == [True, True, False, False]
+    local = Cluster.local(2, kind="cpu")
+    assert local.shares_memory(0, 1) and not workers_of(2).shares_memory(0, 1)
+    assert not Cluster.from_json(json.dumps(DESCRIPTION)).shares_memory(0, 1), "GPUs have memory of their own"
+
+
+def test_a_description_of_several_workers_has_their_servers(tmp_path: Path) -> None:
+    own = Cluster.of_servers(workers_of(4).addresses, devices_per_server=2).with_workers_per_server(2)
+    measured = dataclasses.replace(own, intra_bandwidth=2e9, inter_bandwidth=6e6)
+    measured.save(tmp_path / "cluster.json")
+    described = Cluster.load(tmp_path / "cluster.json")
+    assert [device.server for device in described.devices] == [device.server for device in own.devices]
+    assert described.link(1, 2) == measured.link(1, 2) and described.link(0, 4) == measured.link(0, 4)
+    assert described.devices_of_worker(1) == described.devices_of(1) == (4, 5, 6, 7), "it knows of no workers"
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_workers_that_cant_be_divided_into_servers_are_refused(count: int) -> None:
     with pytest.raises(ClusterError, match=f"4 workers can't be divided into servers of {count}; give a divisor of 4"):

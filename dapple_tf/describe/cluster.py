@@ -55,7 +55,8 @@ class Cluster(JsonFile):
         servers: the servers' own properties; empty if all are alike.
         reduce_bandwidth: the most bytes/s of an all-reduce over any link of its ring; None for the link's own.
         reduce_latency: the least seconds of one step of the ring; None for the link's own.
-        addresses: "host:port" of the worker on each server (`dapple_tf.worker`); empty for the devices of this process.
+        addresses: "host:port" of each worker (`dapple_tf.worker`), one on each server unless `with_workers_per_server`
+            says otherwise; empty for the devices of this process.
         reductions: all-reduces as they were measured, which count before links and the two values above.
         tls: directory with this machine's certificate, if the workers are reached by TLS (`network.keys`).
         sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
@@ -329,8 +330,8 @@ class Cluster(JsonFile):
             count: number of workers on each server.
 
         Raises:
-            ClusterError: the workers can't be divided so, have several devices of other speeds or links of their own,
-                or are on common servers already.
+            ClusterError: the workers can't be divided so, are on common servers already, or their servers are
+                described.
         """
         workers = len(self.addresses)
         if count < 1 or not workers or workers % count:
@@ -437,6 +438,13 @@ class Cluster(JsonFile):
     def devices_of_worker(self, worker: int) -> tuple[int, ...]:
         """Returns the indices of a worker's devices."""
         return tuple(device for device in range(self.num_devices) if self.worker_of(device) == worker)
+
+    def shares_memory(self, first: int, second: int) -> bool:
+        """Returns whether a device reads another one's memory in place: logical CPU devices of one process do."""
+        if first == second:
+            return True
+        cpus = all("device:CPU" in self.devices[device].name for device in (first, second))
+        return cpus and self.worker_of(first) == self.worker_of(second)
 
     @functools.cached_property
     def server_links(self) -> tuple[tuple[Link, Link], ...]:

@@ -1,7 +1,7 @@
 """How long each buffer of a simulated step lives, and on which device.
 
 A buffer stays on the device that makes it until its last reader ends. Devices that share the host's memory (logical CPU
-devices of one server) read it there; others hold a copy from its arrival to their last reader's end.
+devices of one process) read it there; others hold a copy from its arrival to their last reader's end.
 """
 
 from __future__ import annotations
@@ -151,11 +151,7 @@ class StepMemory:
 
     def shares(self, first: int, second: int) -> bool:
         """Returns whether a device reads another device's memory in place."""
-        if first == second:
-            return True
-        devices = self.costs.cluster.devices
-        cpus = all("device:CPU" in devices[device].name for device in (first, second))
-        return cpus and devices[first].server == devices[second].server
+        return self.costs.cluster.shares_memory(first, second)
 
     def last_use(self, tensor: Tensor, stage: int, done: SliceTimes) -> float:
         """Returns when a stage's slice reads a tensor for the last time."""
