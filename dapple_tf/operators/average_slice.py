@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from dapple_tf.describe.plan import PlanError
 from dapple_tf.operators.colocation import DisjointSets
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
@@ -53,6 +54,9 @@ connects tasks, such as the reading of variables, comes before."""
 Kinds = Mapping[str, NodeKind | None]
 """Name of an operator -> its purpose."""
 
+Progress = Callable[[str, float], None]
+"""Receives the current activity, and the share of the work that is over."""
+
 
 def kind_of(name: str, kinds: Kinds) -> NodeKind | None:
     """Returns an operator's purpose; parts, cuts and joins are named after the operator that was split."""
@@ -77,7 +81,7 @@ def place_average_slice(
     *,
     search: Callable[..., OpPlacement] = fd_dps,
     effort: float = 1.0,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> OpPlacement:
     """Places a stage's operators by FD-DPS so that an average micro-batch is short.
 
@@ -110,16 +114,28 @@ def place_average_slice(
     average = dataclasses.replace(
         graph, seconds=graph.seconds * share[:, None], tensor_bytes=graph.tensor_bytes * of_tensors
     )
-    placement = search(average, topology, effort=effort, progress=progress)
-    if (staying := _with_readers(average, kinds)) is not None:
-        other = search(staying, topology, splits="none", effort=effort, progress=progress)
-        placement = min(placement, other, key=lambda one: _seconds_in_turn(average, one, topology, kinds))
-    problem, devices, order = _numbered(graph, placement, topology)
-    step = simulate(problem, devices, order)
-    if (step.peak_bytes > topology.memory_bytes).any():  # An average has less of what is made once in a step.
-        _LOGGER.info("the placement for an average micro-batch doesn't fit; placing one of a whole step instead")
-        return search(graph, topology, effort=effort, progress=progress)
-    return dataclasses.replace(placement, seconds=step.seconds, peak_bytes=tuple(step.peak_bytes.tolist()))
+    staying = _with_readers(average, kinds)
+    searches = 1 if staying is None else 2
+    placements = [search(average, topology, effort=effort, progress=_part_of(progress, 0, searches))]
+    if staying is not None:
+        try:
+            placements.append(
+                search(staying, topology, splits="none", effort=effort, progress=_part_of(progress, 1, searches))
+            )
+        except PlanError as error:  # Variables that are read together may need more room together than there is.
+            _LOGGER.info("with readers of variables on the variables' devices: %s", error)
+    for placement in sorted(placements, key=lambda one: _seconds_in_turn(average, one, topology, kinds)):
+        step = simulate(*_numbered(graph, placement, topology))
+        if (step.peak_bytes <= topology.memory_bytes).all():
+            return dataclasses.replace(placement, seconds=step.seconds, peak_bytes=tuple(step.peak_bytes.tolist()))
+    # An average has less of what is made once in a step.
+    _LOGGER.info("no placement for an average micro-batch fits; placing one of a whole step instead")
+    return search(graph, topology, effort=effort, progress=progress)
+
+
+def _part_of(progress: Progress | None, number: int, count: int) -> Progress | None:
+    """Returns what tells the progress of one of several searches as that of all of them."""
+    return None if progress is None else lambda text, share: progress(text, (number + share) / count)
 
 
 def _with_readers(graph: OpGraph, kinds: Kinds) -> OpGraph | None:
@@ -130,7 +146,7 @@ def _with_readers(graph: OpGraph, kinds: Kinds) -> OpGraph | None:
         if tensor >= 0 and kind_of(graph.names[first], kinds) is NodeKind.READ:
             one, other = (sets.find(int(graph.groups[op])) for op in (first, second))
             device = max(pinned[one], pinned[other])
-            if device not in (-1, pinned[one], pinned[other]) or min(pinned[one], pinned[other]) not in (-1, device):
+            if min(pinned[one], pinned[other]) not in (-1, device):
                 continue  # They are on different devices already.
             sets.union(one, other)
             pinned[sets.find(one)] = device
