@@ -44,6 +44,26 @@ def test_a_backward_waits_for_the_forward() -> None:
     assert placed == {"in": [], "f0": ["in"], "f1": ["f0"], "b0": ["^f1"], "b1": ["b0", "f0"]}
 
 
+def test_a_backward_that_begins_with_constants_waits_for_the_forward() -> None:
+    """Only the constants waited, which no device runs: a loss's backward began whenever it liked."""
+    graph = GraphDef()
+    for name, op, kind, inputs in (
+        ("scale", "Const", NodeKind.FORWARD, ()),
+        ("f", "Mul", NodeKind.FORWARD, ("scale",)),
+        ("one", "Const", NodeKind.BACKWARD, ()),
+        ("b0", "Mul", NodeKind.BACKWARD, ("one", "scale")),
+        ("b1", "Mul", NodeKind.BACKWARD, ("b0", "one")),
+        ("entry", "NoOp", None, ()),
+    ):
+        node = graph.node.add(name=name, op=op, input=inputs)
+        if kind is not None:
+            node.attr[PHASE_ATTR].s = kind.text.encode()
+        if name == "entry":
+            node.attr[BRACKET_ATTR].b = True
+    placed = {node.name: list(node.input) for node in OwnOperators(graph, {}).placed.node}
+    assert placed == {"scale": [], "f": ["scale"], "one": [], "b0": ["one", "scale", "^f"], "b1": ["b0", "one"]}
+
+
 def step(apply_seconds: float) -> tuple[OpGraph, Kinds]:
     """Two variables, each read by one of two parallel forwards and updated after its backward."""
     builder = Builder(2)
@@ -113,6 +133,48 @@ def test_variables_stay_where_they_are_if_that_shortens_the_tasks() -> None:
     devices = place_average_slice(graph, topology(2), kinds, search=search).devices
     for op in numbers:
         assert devices[graph.names[op]] == devices[graph.names[op + 1]]
+
+
+def test_variables_that_fit_no_device_together_are_placed_apart() -> None:
+    """The search with readers on their variables' device failed, and with it that whose placement fits."""
+    builder = Builder(2)
+    variables = []
+    for number in range(2):
+        variables.append(builder.add("Read", 1e-6, 8e6, group=f"variable{number}"))
+        builder.stored[f"variable{number}"] = 24e6
+    middle = builder.add("F", 1e-3, 1e3, variables)
+    gradient = builder.add("B", 1e-3, 8e6, (middle,))
+    for number in range(2):
+        builder.add("Apply", 1e-3, 1e3, (gradient,), group=f"variable{number}")
+    graph = builder.graph()
+    kinds = {name: _KINDS[op] for name, op in zip(graph.names, graph.ops, strict=True)}
+    placement = place_average_slice(graph, topology(2, memory=45e6), kinds)
+    assert placement.devices[graph.names[variables[0]]] != placement.devices[graph.names[variables[1]]]
+    assert max(placement.peak_bytes) <= 45e6
+
+
+def test_of_two_placements_the_one_that_fits_is_taken() -> None:
+    """If the faster one had no room in a whole step, a search for a whole step replaced both."""
+    graph, kinds = step(1e-3)
+    apart = fd_dps(graph, topology(2), splits="none")
+    assert set(apart.devices.values()) == {0, 1}
+    searches: list[object] = []
+
+    def search(average: OpGraph, links: Topology, **options: object) -> OpPlacement:
+        searches.append(options.get("splits"))
+        alone = OpPlacement(dict.fromkeys(average.names, 0), average.names, {}, 1.0, (0.0, 0.0))
+        return alone if len(searches) == 1 else apart
+
+    links = topology(2, latency=1.0, memory=1.1 * max(apart.peak_bytes))  # One device is faster, and has no room.
+    placement = place_average_slice(graph, links, kinds, search=search)
+    assert searches == [None, "none"] and placement.devices == apart.devices
+
+
+def test_the_progress_of_both_searches_goes_from_0_to_1_once() -> None:
+    graph, kinds = step(1e-3)
+    shares: list[float] = []
+    place_average_slice(graph, topology(2), kinds, progress=lambda text, share: shares.append(share))
+    assert shares == sorted(shares) and shares[-1] <= 1.0 and min(shares) < 0.5 <= max(shares)
 
 
 def test_what_fits_nowhere_is_an_error() -> None:

@@ -462,15 +462,19 @@ class OwnOperators(NamedTuple):
 
 
 def _put_in_turn(graph: GraphDef) -> None:
-    """Lets a backward's first operators wait for a forward's last ones; changes the graph."""
-    kinds = {node.name: NodeKind.of(node) for node in graph.node}
+    """Lets a backward's first operators wait for a forward's last ones; changes the graph.
+
+    Constants, of which every device has its own, begin and end nothing: the first operators of a loss's backward read
+    nothing else of it.
+    """
+    kinds = {node.name: NodeKind.of(node) for node in graph.node if node.op != "Const"}
     inputs = {node.name: {Ref.parse(text.removeprefix("^")).node for text in node.input} for node in graph.node}
     forward = [name for name, kind in kinds.items() if kind is NodeKind.FORWARD]
     read = {source for name in forward for source in inputs[name]}
     last = [name for name in forward if name not in read]
     for node in graph.node:
-        sources = inputs[node.name]
-        if kinds[node.name] is NodeKind.BACKWARD and all(kinds.get(one) is not NodeKind.BACKWARD for one in sources):
+        sources, kind = inputs[node.name], kinds.get(node.name)
+        if kind is NodeKind.BACKWARD and all(kinds.get(one) is not NodeKind.BACKWARD for one in sources):
             node.input.extend(f"^{name}" for name in last if name not in sources)
 
 
