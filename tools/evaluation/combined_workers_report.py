@@ -45,14 +45,15 @@ where it finds something else, two stages, each on the group of a host's devices
 the same round. A device's quota also pays for what it sends and receives, which predictions take to be free, and
 whoever has used it up answers no message until the next period of 10 ms.
 
-What follows for the case of 50 Mbit/s was read once, by hand, from TensorFlow's traces of single steps. FD-DPS'
-placement on one host splits operators, so that 25 tensors of 2.5 MB go from one device to the other. Its operators keep
-the two devices busy for 846 and 1011 ms, together 35 % longer than one device is with the same work (1372 ms), probably
-since sending and receiving take their quotas' time meanwhile, which wasn't measured apart: a step that was predicted
-for 555 ms takes a thousand. In two stages on groups there are 28 tensors of half the size within the hosts, and the
-four devices are busy for 1461 ms together, 6 % longer than one device; what they wait for is the link between the
-hosts, on which the results of two micro-batches take 80 to 100 ms each where 44 were predicted for one alone. The
-planner takes sending to be free for devices, which favours whatever sends much, and chose one host.
+What follows for the case of 50 Mbit/s was read once, by hand, from TensorFlow's traces of single steps of another run,
+which isn't in the file. FD-DPS' placement on one host splits operators, so that 25 tensors of 2.6 MB go from one device
+to the other. Its operators keep the two devices busy for 846 and 1011 ms, together 35 % longer than one device is with
+the same work (1372 ms), probably since sending and receiving take their quotas' time meanwhile, which wasn't measured
+apart: a step for which that run's prediction was 555 ms takes a thousand. In two stages on groups there are 28 tensors
+of half the size within the hosts, and the four devices are busy for 1461 ms together, 6 % longer than one device; what
+they wait for is the link between the hosts, on which the results of two micro-batches take 80 to 100 ms each where 44
+were predicted for one alone. The planner takes sending to be free for devices, which favours whatever sends much, and
+chose one host.
 
 Two runs before, on a machine that others used for 1.5 of its 2 cores, and without precedence for the devices' quotas,
 don't agree: two stages on groups were 1.109 (1.071 to 1.131) and 0.948 (0.934 to 0.989) times as fast as the best way
