@@ -42,6 +42,9 @@ def test_a_backward_waits_for_the_forward() -> None:
             node.attr[BRACKET_ATTR].b = True
     placed = {node.name: list(node.input) for node in OwnOperators(graph, {}).placed.node}
     assert placed == {"in": [], "f0": ["in"], "f1": ["f0"], "b0": ["^f1"], "b1": ["b0", "f0"]}
+    # Nothing waits so in a step of one slice, which has no tasks.
+    bare = {node.name: list(node.input) for node in OwnOperators(graph, {}).bare.node}
+    assert bare == {**placed, "b0": []}
 
 
 def test_a_backward_that_begins_with_constants_waits_for_the_forward() -> None:

@@ -197,7 +197,7 @@ class GroupProfiler:
         profile, layers = self.profile, (0, len(self.profile.layers))
         own = self.operators([*layers], samples)[layers]
         topology = Topology.of(cluster, devices)
-        graph = build_op_graph(own.placed, topology, self.costs, own.shapes, rules=split_rules)
+        graph = build_op_graph(own.bare, topology, self.costs, own.shapes, rules=split_rules)
         with Progress(f"placing operators on {topology.count} devices", 100) as bar:
             placement = fd_dps(graph, topology, effort=self.effort, progress=bar.at)
         alone = (profile.total("forward") + profile.total("backward")).at(samples)

@@ -57,7 +57,8 @@ def range_costs(
     if topology.count == 1 or not bare.count:
         placement = OpPlacement(dict.fromkeys(bare.names, 0), bare.names, {}, 0.0, (0.0,) * topology.count)
     else:
-        seconds = fd_dps(bare, topology, effort=effort, progress=progress).seconds
+        one_slice = build_op_graph(own.bare, topology, costs, own.shapes, rules=split_rules)
+        seconds = fd_dps(one_slice, topology, effort=effort, progress=progress).seconds
         placement = place_average_slice(bare, topology, kinds, effort=effort, progress=progress)
     # With the entries and exits of tasks, which stay on the first device, and are in no queue.
     whole = build_op_graph(own.graph, topology, costs, own.shapes, rules=split_rules)

@@ -443,9 +443,19 @@ class OwnOperators(NamedTuple):
     def placed(self) -> GraphDef:
         """The operators that are searched for: without entries and exits of tasks, the backward after the forward.
 
-        Entries and exits would tie all variables and all ends of a task together, so that a search would keep them in
-        one place. In a step the backward begins when the forward has ended: otherwise its first operators, which need
-        nothing of the forward, would seem to fill what a bad placement of the forward leaves idle.
+        In a step the backward begins when the forward has ended: otherwise its first operators, which need nothing of
+        the forward, would seem to fill what a bad placement of the forward leaves idle.
+        """
+        bare = self.bare
+        if bare is not self.graph:
+            _put_in_turn(bare)
+        return bare
+
+    @property
+    def bare(self) -> GraphDef:
+        """The operators of a step of one slice, which nothing divides into tasks: without their entries and exits.
+
+        These would tie all variables and all ends of a task together, so that a search would keep them in one place.
         """
         brackets = {node.name for node in self.graph.node if BRACKET_ATTR in node.attr}
         if not brackets:
@@ -457,7 +467,6 @@ class OwnOperators(NamedTuple):
                 own.CopyFrom(node)
                 del own.input[:]
                 own.input.extend(text for text in node.input if text.removeprefix("^") not in brackets)
-        _put_in_turn(bare)
         return bare
 
 
