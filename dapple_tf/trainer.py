@@ -134,6 +134,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._passes: dict[Mode, Batches] = {}
         self._begun: set[Mode] = set()  # modes in which the present call has had a batch
         self._specs: dict[Mode, BatchSpec] = {}
+        self._run_specs: dict[Mode, BatchSpec] = {}  # of the last steps that have run
         self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if unknown
         passes = self._engine.builder.passes
         if not examined or max(passes.slices) == 1:
@@ -215,16 +216,17 @@ class PipelinedModel(Inspection, KerasMethods):
             return self._call(method, **arguments)
         self._follow()
         check_compiled(self.model, method)
-        known, metrics = self._specs.get(mode), self._makeup.metrics
+        metrics = self._makeup.metrics
         self._runtime.metrics.reset(metrics)
         started, begun, self._begun = time.perf_counter(), self._begun, set()
         try:
             batch = self._one_batch(mode, tuple(arguments.get(name) for name in ("x", "y", "sample_weight")))
         finally:
             self._begun = begun  # of the enclosing call, if any
+        first = batch.spec != self._run_specs.get(mode)
         self._run(mode, batch, started)
-        if batch.spec != known:
-            metrics = self.model.metrics  # A first step makes metrics: one for each of several losses, say.
+        if first:
+            metrics = self.model.metrics  # It makes metrics: one for each of several losses, say.
         logs = self._logs(mode, metrics)
         simple = all(isinstance(value, np.floating) for value in logs.values())
         logs = {name: float(logs[name]) for name in sorted(logs)} if simple else python_logs(logs)
@@ -432,6 +434,7 @@ class PipelinedModel(Inspection, KerasMethods):
             prefetch()
         waited = time.perf_counter() - started
         self._step(mode, batch)
+        self._run_specs[mode] = batch.spec
         if mode is Mode.TRAIN and self._monitor.callback is not None:
             self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
 
