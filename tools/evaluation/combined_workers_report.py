@@ -59,8 +59,8 @@ Two runs before, on a machine that others used for 1.5 of its 2 cores, and witho
 don't agree: two stages on groups were 1.109 (1.071 to 1.131) and 0.948 (0.934 to 0.989) times as fast as the best way
 of a single level.
 
-f193d88 is a818a67 in this history, with other changes before it. Since then a range with the loss, too, lets its backward
-wait for its forward when operators are placed (decision 0046), and one slice's doesn't; it wasn't measured again.
+f193d88 is a818a67 in this history, with other changes before it. Since then a range with the loss lets its backward
+wait for its forward, too, when operators are placed (decision 0046), and one slice's doesn't; it wasn't measured again.
 """
 
 
