@@ -42,8 +42,8 @@ plan has to gain 5 % over stages alone, otherwise it is that plan.
 {losses}
 
 Where the batch is small and the weights are many (*blocks*), one group of the GPUs of a server is the best plan,
-which the planner finds: a single stage whose operators are all placed, as FD-DPS alone has it. A second server then
-gains nothing: with two stages each step has borders between tasks, at which updates wait for all of a stage's backward,
+which the planner finds, or is close to: a single stage whose operators are all placed, as FD-DPS alone has it. A second
+server then gains nothing: with two stages each step has borders between tasks, at which updates wait for all of a stage's backward,
 and a batch that is too small to be cut. Where a model is replicated cheaply (*inception*, *chain*), stages and replicas
 without groups are {cheap} FD-DPS's placement of operators within a server. A placement over several servers isn't among
 the combined plans, and was {elsewhere}.
@@ -174,10 +174,11 @@ def _wins(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         if record["combined"] and gain(record) >= 1.01:
             name, seconds = best_alone(record)
+            best = "" if name == "stages alone" else f"{name} {seconds:.2f}, "
             reason = _REASONS.get(record["model"], "")
             lines.append(
                 f"* {record['model']}, batch {record['batch']}, on {record['cluster']}: {record['combined_ms']:.2f} ms "
-                f"by {record['combined']}; {name} {seconds:.2f}, stages alone {record['stages_ms']:.2f} "
+                f"by {record['combined']}; {best}stages alone {record['stages_ms']:.2f} "
                 f"({record['stages']}). Its critical path: {record['limited_by']}. {reason}".rstrip()
             )
     return "\n".join(lines) or "Nothing here: the combined plan is never faster than the best of each level alone."
