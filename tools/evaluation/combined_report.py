@@ -43,10 +43,10 @@ plan has to gain 5 % over stages alone, otherwise it is that plan.
 
 Where the batch is small and the weights are many (*blocks*), one group of the GPUs of a server is the best plan,
 which the planner finds, or is close to: a single stage whose operators are all placed, as FD-DPS alone has it. A second
-server then gains nothing: with two stages each step has borders between tasks, at which updates wait for all of a stage's backward,
-and a batch that is too small to be cut. Where a model is replicated cheaply (*inception*, *chain*), stages and replicas
-without groups are {cheap} FD-DPS's placement of operators within a server. A placement over several servers isn't among
-the combined plans, and was {elsewhere}.
+server then gains nothing: with two stages each step has borders between tasks, at which updates wait for all of a
+stage's backward, and a batch that is too small to be cut. Where a model is replicated cheaply (*inception*, *chain*),
+stages and replicas without groups are {cheap} FD-DPS's placement of operators within a server. A placement over several
+servers isn't among the combined plans, and was {elsewhere}.
 
 `tests/test_combined_training.py` has a case made for it, and trains by its plan: a chain with two very wide layers,
 each much for one device and cut by no layer, a batch of 2, and two machines of two slow devices with slow links.
