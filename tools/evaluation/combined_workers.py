@@ -33,7 +33,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.clusters.connection import connected
@@ -53,23 +53,36 @@ from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.evaluation.quiet import with_noise
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
-_DEVICES = flags.DEFINE_integer("devices", 2, "Devices of each host.", 2, 8)
-_SHARE = flags.DEFINE_float("share", 0.25, "Cores' time of each device.", 0.05, 1.0)
-_RATE = flags.DEFINE_float("rate", 50.0, "Mbit/s of the link between the hosts.", 1.0, 1e6)
-_BATCH = flags.DEFINE_integer("batch", 2, "Samples of a step.", 1)
-_BLOCKS = flags.DEFINE_integer("blocks", 2, "Blocks of the model, one after the other.", 2)
-_BRANCHES = flags.DEFINE_integer("branches", 2, "Parallel branches of a block.", 1)
-_TOKENS = flags.DEFINE_integer("tokens", 256, "Tokens of a sample.", 1)
-_WIDTH = flags.DEFINE_integer("width", 256, "Numbers of a token between blocks.", 1)
-_HIDDEN = flags.DEFINE_integer("hidden", 2560, "Numbers of a token within branches.", 1)
+FLAGS = flags.FlagValues()
+
+_DEVICES = flags.DEFINE_integer("devices", 2, "Devices of each host.", 2, 8, flag_values=FLAGS)
+_SHARE = flags.DEFINE_float("share", 0.25, "Cores' time of each device.", 0.05, 1.0, flag_values=FLAGS)
+_RATE = flags.DEFINE_float("rate", 50.0, "Mbit/s of the link between the hosts.", 1.0, 1e6, flag_values=FLAGS)
+_BATCH = flags.DEFINE_integer("batch", 2, "Samples of a step.", 1, flag_values=FLAGS)
+_BLOCKS = flags.DEFINE_integer("blocks", 2, "Blocks of the model, one after the other.", 2, flag_values=FLAGS)
+_BRANCHES = flags.DEFINE_integer("branches", 2, "Parallel branches of a block.", 1, flag_values=FLAGS)
+_TOKENS = flags.DEFINE_integer("tokens", 256, "Tokens of a sample.", 1, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 256, "Numbers of a token between blocks.", 1, flag_values=FLAGS)
+_HIDDEN = flags.DEFINE_integer("hidden", 2560, "Numbers of a token within branches.", 1, flag_values=FLAGS)
 _ROUNDS = flags.DEFINE_integer(
-    "rounds", 9, "Measured steps of each way; medians and quartiles are reported. 0 only profiles and plans.", 0
+    "rounds",
+    9,
+    "Measured steps of each way; medians and quartiles are reported. 0 only profiles and plans.",
+    0,
+    flag_values=FLAGS,
 )
 _PROFILES = flags.DEFINE_string(
-    "profiles", None, "Folder in which the profiles of layers and operators are kept, and from which they are taken."
+    "profiles",
+    None,
+    "Folder in which the profiles of layers and operators are kept, and from which they are taken.",
+    flag_values=FLAGS,
 )
-_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers and the machine's facts to.")
-_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client within the first host; its task's file.")
+_JSON = flags.DEFINE_string(
+    "json", None, "JSON file to write the numbers and the machine's facts to.", flag_values=FLAGS
+)
+_INSIDE = flags.DEFINE_string(
+    "inside", None, "Internal: this is the client within the first host; its task's file.", flag_values=FLAGS
+)
 
 _MODULE = "tools.evaluation.combined_workers"
 _HOSTS = 2
@@ -320,15 +333,13 @@ def _name() -> str:
     return f"combined_workers_{_HOSTS}x{_DEVICES.value}_{_RATE.value:g}_{_BRANCHES.value}_branches"
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Measures one setting."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     if _INSIDE.value is not None:
         inside(_INSIDE.value, _train)
     check_output(_JSON.value)
-    if reason := unavailable():
-        raise app.UsageError(f"{reason}; run this with sudo, on a machine that allows network namespaces")
+    reason = unavailable()
+    command.check(not reason, f"{reason}; run this with sudo, on a machine that allows network namespaces")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         record = run()
@@ -342,4 +353,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)
