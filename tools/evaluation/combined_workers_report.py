@@ -55,12 +55,10 @@ they wait for is the link between the hosts, on which the results of two micro-b
 were predicted for one alone. The planner takes sending to be free for devices, which favours whatever sends much, and
 chose one host.
 
-Two runs before, on a machine that others used for 1.5 of its 2 cores, and without precedence for the devices' quotas,
-don't agree: two stages on groups were 1.109 (1.071 to 1.131) and 0.948 (0.934 to 0.989) times as fast as the best way
-of a single level.
-
-f193d88 is a818a67 in this history, with other changes before it. Since then a range with the loss lets its backward
-wait for its forward, too, when operators are placed (decision 0046), and one slice's doesn't; it wasn't measured again.
+Earlier runs of the same case: 1.070 (1.049 to 1.137) times as fast as the best way of a single level at a818a67, before
+a range with the loss let its backward wait for its forward when operators are placed, too (decision 0046). On a machine
+that others used for 1.5 of its 2 cores, and without precedence for the devices' quotas, 1.109 (1.071 to 1.131) and
+0.948 (0.934 to 0.989), which don't agree.
 """
 
 
