@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -147,9 +147,11 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of nodes of what is differentiated, one after another."""
     sizes: list[int] = []
 
-    def noted(graph: GraphDef, *rest: object) -> tuple[GraphDef, list[Gradient | None]]:
+    def noted(
+        graph: GraphDef, outputs: Sequence[tuple[Ref, Ref]], sources: Sequence[Ref]
+    ) -> tuple[GraphDef, list[Gradient | None]]:
         sizes.append(len(graph.node))
-        return add_gradients(graph, *rest)  # type: ignore[arg-type]
+        return add_gradients(graph, outputs, sources)
 
     monkeypatch.setattr(gradient_pieces, "add_gradients", noted)
     return sizes

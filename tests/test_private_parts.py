@@ -175,16 +175,16 @@ def test_a_pipeline_trains_as_plain_keras_does() -> None:
 def test_runs_whose_names_are_looked_up_once() -> None:
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         fed = tf.compat.v1.placeholder(tf.float32, [2], name="fed")
-        kept = tf.Variable(tf.zeros([2]), name="kept")
+        total = tf.Variable(tf.zeros([2]), name="total")
         tf.multiply(fed, 2.0, name="twice")
-        kept.assign_add(fed, name="added", read_value=False)
+        total.assign_add(fed, name="added", read_value=False)
         session.run(tf.compat.v1.global_variables_initializer())
         options = tf.compat.v1.RunOptions()
         run = tensorflow_private.looked_up_run(session, ["fed:0"], ["twice:0"], ["added"], options)
         for _ in range(2):
             (twice,) = run(np.ones(2, np.float32))
             np.testing.assert_array_equal(twice, [2, 2])
-        np.testing.assert_array_equal(session.run(kept), [2, 2])
+        np.testing.assert_array_equal(session.run(total), [2, 2])
         tf.debugging.check_numerics(fed / 0.0, "not finite", name="checked")
         failing = tensorflow_private.looked_up_run(session, ["fed:0"], ["checked:0"], [], None)
         with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):

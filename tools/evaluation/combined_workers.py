@@ -247,9 +247,9 @@ def _profiled(
     model: keras.Model, cluster: dapple.Cluster, sizes: Sequence[int], task: Mapping[str, Any]
 ) -> tuple[dapple.Profile, dapple.OperatorCosts]:
     """Measures operators on slices of these sizes, or takes what a former run has measured; layers consist of them."""
-    kept = None if task["profiles"] is None else pathlib.Path(task["profiles"])
-    if kept is not None and (kept / "costs.json").exists():
-        return dapple.Profile.load(kept / "profile.json"), dapple.OperatorCosts.load(kept / "costs.json")
+    folder = None if task["profiles"] is None else pathlib.Path(task["profiles"])
+    if folder is not None and (folder / "costs.json").exists():
+        return dapple.Profile.load(folder / "profile.json"), dapple.OperatorCosts.load(folder / "costs.json")
     x, y = batch_of(task)
     costs: dapple.OperatorCosts | None = None
     for samples in sizes:
@@ -259,10 +259,10 @@ def _profiled(
     assert costs is not None
     # Of the same operators: layers measured as a whole would be other times for the same work.
     profile = estimated_profile(model, (sizes[0], sizes[-1]), cluster.device_names[0], costs)
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        profile.save(kept / "profile.json")
-        costs.save(kept / "costs.json")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.save(folder / "profile.json")
+        costs.save(folder / "costs.json")
     return profile, costs
 
 
