@@ -500,6 +500,19 @@ CASES = {
         lambda x: raw.Reshape(tensor=x, shape=[15, -1], name="op"), [(5, 3, 4)], {"batch": 5, "channel": 4}
     ),
     "Reshape in units": Case(lambda x: raw.Reshape(tensor=x, shape=[4, 9], name="op"), [(6, 6)], {"batch": 2}),
+    "Reshape to heads": Case(
+        lambda x: raw.Reshape(tensor=x, shape=[-1, 3, 4, 2], name="op"),
+        [(2, 3, 8)],
+        {"batch": 2, "axis1": 3, "axis2": 4},
+    ),
+    "Reshape of heads": Case(
+        lambda x: raw.Reshape(tensor=x, shape=[1, 3, -1], name="op"), [(1, 3, 4, 2)], {"axis1": 3, "channel": 4}
+    ),
+    "Reshape to other runs": Case(
+        lambda x: raw.Reshape(tensor=x, shape=[4, 9, 1, 5, 3], name="op"),
+        [(6, 6, 15)],
+        {"batch": 2, "axis3": 5},
+    ),
     "Reshape to a row": Case(lambda x: raw.Reshape(tensor=x, shape=[1, 1, 6], name="op"), [(6,)], {"channel": 6}),
     "ExpandDims": Case(lambda x: raw.ExpandDims(input=x, axis=1, name="op"), [(5, 3)], {"batch": 5, "channel": 3}),
     "ExpandDims at the end": Case(lambda x: raw.ExpandDims(input=x, axis=-1, name="op"), [(5, 3)], {"batch": 5}),

@@ -50,6 +50,12 @@ _LARGE = 40000
 """Operators from which on the times of reads are adjusted only once."""
 _CLOSE = 1.03
 """Ratio of steps up to which the best placement before other splits is improved, too."""
+_PROMISING = 1.3
+"""Ratio of steps up to which other layouts' placements are tried, too."""
+_TRIAL = 0.05
+"""Share of the work for improving that each placement gets in the first of the rounds that decide between several."""
+_TRIAL_EVALUATIONS = 10
+"""The fewest placements that are simulated in such a round: large graphs have none."""
 _ISLAND_EFFORT = 0.5
 """Share of the work for placing on the devices that have fast links among them."""
 _SMALL = 60
@@ -128,8 +134,11 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
     if start is not None:
         best = min([best, start, *placed(start.variant, None, "data parallelism's graph")], key=lambda one: one.rank)
     simpler = best
+    others: list[Candidate] = []
     if splits == "regions" and topology.count > 1:
-        best = split_candidates(base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share))
+        best, *others = split_candidates(
+            base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share)
+        )
     elif splits == "alone" and topology.count > 1:
         best = split_alone(base, best, lambda text: progress(text, 0.5))
     progress("improvement", 0.75)
@@ -142,8 +151,8 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
     finalists = [best]
     if simpler.variant is not best.variant and simpler.over == 0 and simpler.seconds <= _CLOSE * best.seconds:
         finalists.append(simpler)
-    visits = budget.visits / len(finalists)
-    best = min((_finished(one, candidates, visits) for one in finalists), key=lambda one: one.rank)
+    promising = [one for one in others if one.over == 0 and one.seconds <= _PROMISING * best.seconds]
+    best = _improved_best(finalists, promising, candidates, budget.visits)
     progress("done", 1.0)
     return best
 
@@ -163,12 +172,34 @@ def with_rounds(candidate: Candidate, *, effort: float = 1.0) -> Candidate:
     return _finished(candidate, [], _budget(candidate.variant.problem.count, effort).visits)
 
 
+def _improved_best(
+    finalists: list[Candidate], promising: list[Candidate], candidates: list[Candidate], visits: float
+) -> Candidate:
+    """Improves placements by successive halving: all of them a little, the better half twice as much, and so on.
+
+    Which layout is best often shows only when its operators have moved: what is split by heads and columns waits for
+    sums at first, until single operators are where their neighbours are.
+    """
+    ways = [*finalists, *promising]
+    trial = _TRIAL * visits
+    while len(ways) > 1 and trial >= _TRIAL_EVALUATIONS * _cost_of_evaluation(ways[0]):
+        ways = sorted((_finished(one, [], trial) for one in ways), key=lambda one: one.rank)[: (len(ways) + 1) // 2]
+        trial *= 2
+    ways = ways if len(ways) == 1 else finalists
+    return min((_finished(one, candidates, visits / len(ways)) for one in ways), key=lambda one: one.rank)
+
+
+def _cost_of_evaluation(candidate: Candidate) -> int:
+    """Returns the visits that simulating one placement of its graph takes."""
+    return max(1, 3 * candidate.variant.problem.count)
+
+
 def _finished(candidate: Candidate, candidates: list[Candidate], visits: float) -> Candidate:
     """Orders a placement's reads and improves it, within a number of visited operators."""
     problem = candidate.variant.problem
     best = ordered_sources(candidate, 2 if problem.count <= _LARGE else 1)
     pieces = Pieces.of(problem)
-    evaluations = int(visits / max(1, 3 * problem.count))
+    evaluations = int(visits / _cost_of_evaluation(candidate))
     best = improved(best, pieces.piece, evaluations)
     if problem.count <= _SINGLE:
         best = improved(best, list(range(problem.count)), evaluations)

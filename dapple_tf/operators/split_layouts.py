@@ -127,6 +127,53 @@ class Layouts:
                     self.grow(layout, seed, rule)
         return layout
 
+    def columns_then_rows(self, least: float) -> Layout:
+        """Splits products by the columns of their weights, in the program's order, and what is linked with them alike.
+
+        A product that reads what such a product makes is then split by the rows of its weights, and adds the parts'
+        results: Megatron's pairs (Shoeybi et al., 2019, section 3), as far as the tensors between are cut alike. The
+        backwards follow by the tensors of the forwards that they read.
+
+        Args:
+            least: seconds of a product from which regions begin.
+        """
+        layout = self.none()
+        for seed in self._splittable():
+            if layout[seed] < 0 and self.problem.mean_seconds[seed] >= least:
+                rule = self._by_columns(seed)
+                if rule >= 0:
+                    self.grow(layout, seed, rule)
+        return layout
+
+    def _by_columns(self, op: int) -> int:
+        """Returns a product's rule by which parts have a share of a variable each and read all else whole; -1 if none.
+
+        A product is what can also be split into parts that are added.
+        """
+        rules = self.reads.rules[op]
+        if not any(None in rule.output_axes for rule in rules):
+            return -1
+        arguments = [argument for _, argument in self.reads.inputs[op]]
+        of_variables = [self._is_variable(tensor) for tensor, _ in self.reads.inputs[op]]
+        if all(of_variables) or not any(of_variables):
+            return -1
+        for index, rule in enumerate(rules):
+            cut = [argument < len(rule.input_axes) and rule.input_axes[argument] is not None for argument in arguments]
+            if cut == of_variables and None not in rule.output_axes:
+                return index
+        return -1
+
+    def _is_variable(self, tensor: int) -> bool:
+        """Returns whether a tensor is a variable's value, in whatever shape and type."""
+        graph, reads = self.problem.graph, self.reads
+        while True:
+            producer = reads.producer[tensor]
+            if producer < 0 or len(reads.inputs[producer]) > 1:
+                return False
+            if not reads.inputs[producer]:
+                return bool(graph.stored_bytes[graph.groups[producer]] > 0)
+            tensor = reads.inputs[producer][0][0]
+
     def grow(self, layout: Layout, seed: int, rule: int) -> list[int]:
         """Splits an operator and all that are linked with it by tensors that are cut alike; returns them."""
         reads = self.reads

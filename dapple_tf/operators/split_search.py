@@ -7,6 +7,7 @@ decides.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -35,6 +36,8 @@ _WORSE = 1.6
 """How much worse than the best guess another's estimate may be for it to be tried."""
 _DROPS = 3
 """Number of attempts to leave out a share of the regions."""
+_OTHERS = 3
+"""Number of placements besides the best one that are returned."""
 _SHARES_ALONE = (1.0, 0.5, 0.2, 0.05, 0.01)
 """Shares of the splits of single operators that are tried, those that save most."""
 
@@ -138,7 +141,7 @@ def split_alone(base: Variant, best: Candidate, tell: Callable[[str], None]) -> 
     return best
 
 
-def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> Candidate:
+def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> list[Candidate]:
     """Searches regions of operators to split.
 
     Args:
@@ -148,7 +151,7 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
         tell: receives the current activity.
 
     Returns:
-        The best placement, with splits if any pay.
+        The best placement, with splits if any pay, then those of the next best layouts that were tried.
     """
     problem = base.problem
     heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
@@ -167,24 +170,27 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
                 guesses.append((layouts.cost(layout), layouts, layout))
     guesses.sort(key=lambda guess: guess[0])
     tried: _Tried | None = None
+    others: list[Candidate] = []
     for index, (cost, layouts, layout) in enumerate(guesses):
         if cost > _WORSE * guesses[0][0]:
             break
         one = _tried(base, layouts, layout, budget, tell, first=index == 0)
         if one is None:
             break
+        others = heapq.nsmallest(_OTHERS + 1, [*others, one.candidate], key=lambda other: other.rank)
         if one.candidate.rank < best.rank:
             best, tried = one.candidate, one
     if tried is None:
-        return best
+        return [best, *others[:_OTHERS]]
     tried = _without_light_regions(base, tried, budget, tell)
+    others = [one for one in others if one is not tried.candidate][:_OTHERS]
     problem = tried.candidate.variant.problem
     if budget.spend(placed_cost(problem.count)):
         # Ranks of single operators, if those of pieces were good enough so far.
         pinned = dataclasses.replace(problem, pinned=tried.pinned.tolist())
         ranked = scheduled(tried.candidate.variant, heft_schedule(pinned)[0], tried.candidate.origin)
-        return min(tried.candidate, ranked, key=lambda one: one.rank)
-    return tried.candidate
+        return [min(tried.candidate, ranked, key=lambda one: one.rank), *others]
+    return [tried.candidate, *others]
 
 
 class _Tried(NamedTuple):
@@ -240,6 +246,7 @@ def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
     if len(names) > 1:
         yield layouts.refined(layouts.grown(layouts.grown(none, names[1], heavy), names[0], heavy))
     yield layouts.refined(everything, _DISCOUNT)
+    yield layouts.columns_then_rows(heavy)
 
 
 def _tried(

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -286,19 +287,33 @@ def pack_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def reshape_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Elements keep their order: along the first axes in units that both shapes have, or along a last axis that stays.
+    """Elements keep their order: a run of axes that becomes another is cut along the first of each, in common units.
 
-    [6, 4] becomes [4, 6]: two units of 12 elements, 3 rows before and 2 rows after it.
+    [6, 4] becomes [4, 6]: two units of 12 elements, 3 rows before and 2 rows after it. [3, 8] becomes [3, 4, 2], heads
+    of width 2: rows by rows, and features by heads.
     """
     source, output = operator.inputs[0], operator.outputs[0]
-    if not source or not output:
+    if not source or not output or 0 in source:
         return ()
-    before, after = "b" + "_" * (len(source) - 1), "b" + "_" * (len(output) - 1)
-    signatures = [Signature((before, after), (after,), BATCH, frozenset({1}))]
-    if source[-1] == output[-1] and len(source) + len(output) > 2:
-        before, after = "_" * (len(source) - 1) + "c", "_" * (len(output) - 1) + "c"
-        signatures.append(Signature((before, after), (after,), CHANNEL, frozenset({1})))
-    return tuple(signatures)
+    before, after = ["_"] * len(source), ["_"] * len(output)
+    for letter, (first, place) in zip(string.ascii_lowercase, _equal_runs(source, output), strict=False):
+        before[first] = after[place] = letter
+    term = "".join(after)
+    return (Signature(("".join(before), term), (term,), _axes(term), frozenset({1})),)
+
+
+def _equal_runs(source: Known, output: Known) -> Iterator[tuple[int, int]]:
+    """Yields the first axes of the shortest runs of axes that hold as many elements in both shapes, without ones."""
+    left = deque((axis, size) for axis, size in enumerate(source) if size != 1)
+    right = deque((axis, size) for axis, size in enumerate(output) if size != 1)
+    while left and right:
+        (first, have), (place, want) = left.popleft(), right.popleft()
+        yield first, place
+        while have != want:
+            if have < want:
+                have *= left.popleft()[1]
+            else:
+                want *= right.popleft()[1]
 
 
 def units_signatures(operator: Operator) -> tuple[Signature, ...]:
