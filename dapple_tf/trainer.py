@@ -351,6 +351,8 @@ class PipelinedModel(Inspection, KerasMethods):
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Manifest:
         """Restores the values of a checkpoint, or of the newest in a directory, from any plan and cluster.
 
+        Metrics keep the values that they have: ``fit(resume=True)`` goes on with those of the checkpoint.
+
         Returns:
             Its manifest; ``step``, ``epoch`` and ``batch`` say how far training was.
 

@@ -38,6 +38,12 @@ def cluster_of(*servers: int, memory: int | None = None, speeds: Sequence[float]
     return Cluster(tuple(devices), real=False, **links)
 
 
+def two_on_each_machine(workers: int) -> Cluster:
+    """Returns the cluster of workers, each two of one machine, as they are before `Cluster.with_workers_per_server`."""
+    addresses = [f"10.0.0.{worker // 2 + 1}:{2222 + worker % 2}" for worker in range(workers)]
+    return Cluster.of_servers(addresses, devices_per_server=1)
+
+
 def slow_network(
     devices: Sequence[Sequence[int]] = ((0, 1, 2), (3,)), schedule: str = "dapple_a", memory: int = 2**28, **links: Any
 ) -> tuple[Plan, Profile, Cluster]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hardware import two_on_each_machine
 
 from dapple_tf.describe import cluster as cluster_module
 from dapple_tf.describe.cluster import Cluster, ClusterError, Device, Link, Server
@@ -272,15 +273,13 @@ def test_sending_takes_latency_and_bytes_over_bandwidth() -> None:
     assert Link(bandwidth=1e9, latency=1e-3).seconds(5e8) == pytest.approx(0.501)
 
 
-def workers_of(count: int) -> Cluster:
-    return Cluster.of_servers([f"10.0.0.{own // 2 + 1}:{2222 + own % 2}" for own in range(count)], devices_per_server=1)
-
-
 def test_several_workers_are_one_server() -> None:
-    own = dataclasses.replace(workers_of(4), intra_bandwidth=None, inter_bandwidth=1e6).with_workers_per_server(2)
+    own = dataclasses.replace(
+        two_on_each_machine(4), intra_bandwidth=None, inter_bandwidth=1e6
+    ).with_workers_per_server(2)
     assert [device.server for device in own.devices] == [0, 0, 1, 1] and own.num_servers == 2
     assert own.inter_bandwidth is None, "other links are inside servers now"
-    assert own.device_names == workers_of(4).device_names and own.addresses == workers_of(4).addresses
+    assert own.device_names == two_on_each_machine(4).device_names and own.addresses == two_on_each_machine(4).addresses
     assert [own.worker_of(device) for device in range(4)] == [0, 1, 2, 3]
     assert own.devices_of(1) == (2, 3) and own.devices_of_worker(2) == (2,)
     left = without_servers(own, [1])
@@ -291,16 +290,16 @@ def test_several_workers_are_one_server() -> None:
 
 def test_workers_of_one_server_dont_share_memory() -> None:
     """Their CPU devices counted as devices of one process, and predicted memory lacked the copies on the second one."""
-    own = Cluster.of_servers(workers_of(4).addresses, devices_per_server=2).with_workers_per_server(2)
+    own = Cluster.of_servers(two_on_each_machine(4).addresses, devices_per_server=2).with_workers_per_server(2)
     assert own.devices_of(0) == (0, 1, 2, 3) and own.devices_of_worker(1) == (2, 3)
     assert [own.shares_memory(0, other) for other in range(4)] == [True, True, False, False]
     local = Cluster.local(2, kind="cpu")
-    assert local.shares_memory(0, 1) and not workers_of(2).shares_memory(0, 1)
+    assert local.shares_memory(0, 1) and not two_on_each_machine(2).shares_memory(0, 1)
     assert not Cluster.from_json(json.dumps(DESCRIPTION)).shares_memory(0, 1), "GPUs have memory of their own"
 
 
 def test_a_description_of_several_workers_has_their_servers(tmp_path: Path) -> None:
-    own = Cluster.of_servers(workers_of(4).addresses, devices_per_server=2).with_workers_per_server(2)
+    own = Cluster.of_servers(two_on_each_machine(4).addresses, devices_per_server=2).with_workers_per_server(2)
     measured = dataclasses.replace(own, intra_bandwidth=2e9, inter_bandwidth=6e6)
     measured.save(tmp_path / "cluster.json")
     described = Cluster.load(tmp_path / "cluster.json")
@@ -312,9 +311,11 @@ def test_a_description_of_several_workers_has_their_servers(tmp_path: Path) -> N
 @pytest.mark.parametrize("count", [0, 3])
 def test_workers_that_cant_be_divided_into_servers_are_refused(count: int) -> None:
     with pytest.raises(ClusterError, match=f"4 workers can't be divided into servers of {count}; give a divisor of 4"):
-        workers_of(4).with_workers_per_server(count)
+        two_on_each_machine(4).with_workers_per_server(count)
+    with pytest.raises(ClusterError, match=f"no workers to put together on servers of {count}"):
+        Cluster.local(2, kind="cpu").with_workers_per_server(count)
     with pytest.raises(ClusterError, match="put workers together before links are measured"):
-        workers_of(4).with_workers_per_server(2).with_workers_per_server(2)
+        two_on_each_machine(4).with_workers_per_server(2).with_workers_per_server(2)
 
 
 def test_capacity_is_the_servers_own_or_one_for_each_device() -> None:

@@ -26,9 +26,18 @@ def test_megatrons_layout_splits_a_block_by_columns_then_rows() -> None:
     assert pairs(splits) == 2 and {split.parts for split in splits.values()} == {DEVICES}
     forward = {name: split.dimension for name, split in splits.items() if "/gradients/" not in name}
     assert {by for name, by in forward.items() if "Gelu" in name} == {"channel"}
-    # The MLP's pair and all between are one region, forward and backward.
-    (own,) = [region for region in layouts.regions(layout) if any("Gelu/Tanh" in graph.names[op] for op in region)]
-    assert sum("MatMul" in graph.ops[op] for op in own) >= 4
+    # The pairs and all between them are a region each, forward and backward; scores are split by heads.
+    for operator, products in (("Gelu/Tanh", 4), ("attention_1/Softmax", 8)):
+        (own,) = [region for region in layouts.regions(layout) if any(operator in graph.names[op] for op in region)]
+        assert sum("MatMul" in graph.ops[op] for op in own) >= products
+
+
+def test_columns_then_rows_are_megatrons_layout_found_without_names() -> None:
+    """Growing from the heaviest products first, or from any operator, gave other layouts, and one pair of two."""
+    graph, topology = graph_of(Block(16, 512, 1))
+    layouts = Layouts(variant_of(graph, topology, {}).problem, DEVICES)
+    assert layouts.columns_then_rows(0.0) == megatron_layout(layouts)
+    assert layouts.columns_then_rows(float("inf")) == layouts.none()
 
 
 def test_pairs_are_those_of_forward_products() -> None:

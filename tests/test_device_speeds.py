@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from hardware import two_on_each_machine
 
 import dapple_tf as dapple
 from dapple_tf import automatic
@@ -122,6 +123,13 @@ def test_like_devices_of_other_servers_can_be_measured_too(
 ) -> None:
     with_times(monkeypatch, [1.0] * 3, [2.0] * 3)
     assert [device.speed for device in measure_speeds(cluster, mlp(), each_server=True).devices] == [1.0, 0.5]
+
+
+def test_workers_of_one_server_are_measured_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's second worker, on slower cores, had the speed of the first one."""
+    own = two_on_each_machine(4).with_workers_per_server(2)
+    groups = device_speeds._groups(own, each_server=True)
+    assert groups == [(0,), (1,), (2,), (3,)] and device_speeds._groups(own, each_server=False) == [(0, 1, 2, 3)]
 
 
 def test_real_measurements_are_above_0() -> None:

@@ -28,10 +28,29 @@ def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
     starts = [line[:5] for line in lines]
     assert [start for start in starts if start in ("0 - 1", "0 - 2", "1 - 2")] == ["0 - 1", "0 - 2", "1 - 2"]
     cluster = dapple.Cluster.load(out)
-    assert "speed of each server's first device: 1 +- 0, " in done.stdout
+    assert "speed of each worker's first device: 1 +- 0, " in done.stdout
     assert all(device.speed > 0 for device in cluster.devices)
     assert cluster.num_servers == 3 and cluster.inter_bandwidth is not None
     assert all(server.inter_bandwidth for server in cluster.servers)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_workers_that_share_machines(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers and workers were taken for the same: a table had two of four addresses, and speeds of two."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    out = tmp_path / "cluster.json"
+    arguments = ["--local=4", "--workers_per_server=2", "--mib=0.25", "--repeats=1", "--nocapacity", "--speeds"]
+    assert command.run(measure_links.main, measure_links.FLAGS, [*arguments, f"--out={out}"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[1:5]] == ["0", "0", "1", "1"]
+    assert "0 - 1" in printed and "0 - 2" not in printed and "within a server" in printed
+    (speeds,) = [line for line in printed.splitlines() if line.startswith("speed of each worker's first device: ")]
+    assert speeds.count("+-") == 4
+    cluster = dapple.Cluster.load(out)
+    assert cluster.num_servers == 2 and cluster.intra_bandwidth is not None and cluster.inter_bandwidth is not None
 
 
 @pytest.mark.parametrize(
@@ -41,6 +60,10 @@ def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
         (["--local=1", "--addresses=a:1"], "exclude each other"),
         (["--addresses=127.0.0.1:1"], "worker 0 (127.0.0.1:1) can't be reached"),
         (["--addresses=nonsense"], "address 0 is 'nonsense'"),
+        (
+            ["--local=1", "--workers_per_server=2"],
+            "--workers_per_server=2: 1 workers can't be divided into servers of 2",
+        ),
         (["--local=1", "--out=/no/such/folder/x.json"], "no such folder"),
     ],
 )

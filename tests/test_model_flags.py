@@ -15,6 +15,7 @@ import keras
 import planned_hardware as given
 import pytest
 from absl import app, flags
+from hardware import two_on_each_machine
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile_text import to_text
@@ -166,6 +167,21 @@ def test_wrong_clusters_are_told(text: str, message: str) -> None:
     flag = parsed(f"--cluster={text}", define=ClusterFlag)
     assert isinstance(flag, ClusterFlag)
     with pytest.raises(app.UsageError, match=re.escape(message)):
+        flag.cluster()
+
+
+def test_workers_of_one_machine_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--cluster=a:1,a:2,b:1,b:2", "--workers_per_server=2")
+    workers = two_on_each_machine(4)
+    monkeypatch.setattr(dapple.Cluster, "of_servers", lambda addresses: workers)
+    flag = parsed(*flags, define=ClusterFlag)
+    assert isinstance(flag, ClusterFlag)
+    assert [device.server for device in flag.cluster().devices] == [0, 0, 1, 1]
+    flag = parsed("--cluster=cpu:2", flags[1], define=ClusterFlag)
+    assert isinstance(flag, ClusterFlag)
+    with pytest.raises(
+        app.UsageError, match=re.escape("--workers_per_server=2, --cluster=cpu:2: the cluster has no workers")
+    ):
         flag.cluster()
 
 

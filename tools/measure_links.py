@@ -2,6 +2,7 @@
 
     python -m tools.measure_links --addresses=10.0.0.1:2222,10.0.0.2:2222 --out=cluster.json
     python -m tools.measure_links --local=2
+    python -m tools.measure_links --local=4 --workers_per_server=2
 
 Without either flag the workers are those in TF_CONFIG. Shows the cluster as its workers report it (servers, devices,
 memory), and the speed of links within servers, between every two servers, and of all-reduce over all devices.
@@ -27,6 +28,7 @@ from dapple_tf.measuring.links import measure_between_servers, measure_links
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
+from dapple_tf.tools.model_flags import define_workers_per_server
 
 FLAGS = flags.FlagValues()
 
@@ -39,6 +41,7 @@ _LOCAL = flags.DEFINE_integer(
 _DEVICES = flags.DEFINE_integer(
     "devices", 1, "Logical CPU devices of each worker that --local starts.", 0, 1000, flag_values=FLAGS
 )
+_WORKERS_PER_SERVER = define_workers_per_server(FLAGS)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write the description to.", flag_values=FLAGS)
 _LARGE = flags.DEFINE_float(
     "mib", 4.0, "Size of the large message in MiB; the small one has 4 KiB.", 0.01, 1024.0, flag_values=FLAGS
@@ -63,7 +66,7 @@ _REDUCTIONS = {
 _SPEEDS = flags.DEFINE_boolean(
     "speeds",
     False,
-    "Also measure the speed of each server's devices, by products of matrices on one of them.",
+    "Also measure the speed of each worker's devices, by products of matrices on one of them.",
     flag_values=FLAGS,
 )
 
@@ -71,15 +74,15 @@ Pairs = Mapping[tuple[int, int], Link]
 
 
 def topology(cluster: Cluster) -> str:
-    """Returns the cluster's servers and their devices."""
+    """Returns the cluster's servers, and their workers with their devices."""
     rows = []
-    for server in range(cluster.num_servers):
-        devices = [cluster.devices[device] for device in cluster.devices_of(server)]
+    for worker, address in enumerate(cluster.addresses):
+        devices = [cluster.devices[device] for device in cluster.devices_of_worker(worker)]
         kinds = sorted({device.name.rsplit(":", 2)[1] for device in devices})
         memories = [device.memory_bytes for device in devices]
         known = [memory for memory in memories if memory is not None]
         memory = f"{min(known) / 2**30:.1f} GiB" if known else "unknown"
-        rows.append([str(server), cluster.addresses[server], f"{len(devices)} {'/'.join(kinds)}", memory])
+        rows.append([str(devices[0].server), address, f"{len(devices)} {'/'.join(kinds)}", memory])
     return table([["server", "address", "devices", "memory of each"], *rows], left=1) + "\n"
 
 
@@ -102,9 +105,9 @@ def links(cluster: Cluster, between: Pairs) -> str:
             "compute of all devices at once: " + ", ".join(f"{capacity:.2f}" for capacity in capacities) + " devices\n"
         )
     if _SPEEDS.value:
-        firsts = [cluster.devices[cluster.devices_of(server)[0]] for server in range(cluster.num_servers)]
+        firsts = [cluster.devices[cluster.devices_of_worker(worker)[0]] for worker in range(len(cluster.addresses))]
         speeds = ", ".join(f"{own.speed:.3g} +- {own.speed_spread:.2g}" for own in firsts)
-        told += f"speed of each server's first device: {speeds}\n"
+        told += f"speed of each worker's first device: {speeds}\n"
     return told
 
 
@@ -134,6 +137,15 @@ def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:
 
 
 def _cluster(stack: contextlib.ExitStack) -> Cluster:
+    count = _WORKERS_PER_SERVER.value
+    workers = _workers(stack)
+    if count == 1:
+        return workers
+    with command.blamed(f"--workers_per_server={count}"):
+        return workers.with_workers_per_server(count)
+
+
+def _workers(stack: contextlib.ExitStack) -> Cluster:
     if _LOCAL.value is not None:
         workers = stack.enter_context(LocalWorkers(_LOCAL.value, _DEVICES.value, echo=lambda number, line: None))
         return Cluster.of_servers(workers.addresses)

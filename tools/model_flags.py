@@ -140,15 +140,26 @@ class ModelFlags:
             keras.config.set_dtype_policy(before)
 
 
+def define_workers_per_server(values: flags.FlagValues) -> flags.FlagHolder[int]:
+    """Defines ``--workers_per_server``, for `dapple_tf.Cluster.with_workers_per_server`."""
+    return flags.DEFINE_integer(
+        "workers_per_server",
+        1,
+        "Number of workers on each machine, whose addresses follow each other: plans then know which links are fast.",
+        lower_bound=1,
+        flag_values=values,
+    )
+
+
 class ClusterFlag:
-    """``--cluster``."""
+    """``--cluster`` and ``--workers_per_server``."""
 
     def __init__(self, values: flags.FlagValues, *, default: str | None = "local:4", described: bool = True) -> None:
-        """Defines the flag.
+        """Defines the flags.
 
         Args:
-            values: where to define it.
-            default: its value; None if it must be given.
+            values: where to define them.
+            default: the cluster; None if it must be given.
             described: whether a description without real devices is allowed.
         """
         self._described = described
@@ -161,6 +172,7 @@ class ClusterFlag:
             f"names){files}.",
             flag_values=values,
         )
+        self._workers = define_workers_per_server(values)
 
     @property
     def text(self) -> str:
@@ -177,6 +189,9 @@ class ClusterFlag:
         check(bool(text), "--cluster isn't given; see --help")
         with blamed(f"--cluster={text}"):
             cluster = parse_cluster(text)
+        if self._workers.value > 1:
+            with blamed(f"--workers_per_server={self._workers.value}, --cluster={text}"):
+                cluster = cluster.with_workers_per_server(self._workers.value)
         check(
             cluster.real or self._described,
             f"--cluster={text} is a description without devices, but this needs real ones: use local:N or the "

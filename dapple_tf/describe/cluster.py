@@ -330,11 +330,15 @@ class Cluster(JsonFile):
             count: number of workers on each server.
 
         Raises:
-            ClusterError: the workers can't be divided so, are on common servers already, or their servers are
-                described.
+            ClusterError: there are no workers, they can't be divided so or are on common servers already, or their
+                servers are described.
         """
         workers = len(self.addresses)
-        if count < 1 or not workers or workers % count:
+        if not workers:
+            raise ClusterError(
+                f"the cluster has no workers to put together on servers of {count}; give their addresses"
+            )
+        if count < 1 or workers % count:
             raise ClusterError(
                 f"{workers} workers can't be divided into servers of {count}; give a divisor of {workers}"
             )

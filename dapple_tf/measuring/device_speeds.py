@@ -66,8 +66,8 @@ def measure_speeds(
         model: the model, built and compiled, whose F and B are timed as a whole; it keeps its values. None times
             products of matrices, which devices of other kinds may do at another relative speed.
         samples: samples of the timed slices of the model.
-        each_server: whether like devices of several servers are measured for each server: their cores may be shared
-            with other processes, say.
+        each_server: whether like devices are measured for each server, and for each of a server's workers: their cores
+            may be shared with other processes, say.
         reference: index of the device of speed 1: the one that profiles are made on.
         x: example inputs, as for :func:`dapple_tf.profile`.
         y: example labels.
@@ -136,7 +136,7 @@ def _groups(cluster: Cluster, each_server: bool) -> list[tuple[int, ...]]:
     groups: dict[tuple[int, int], list[int]] = {}
     for number, members in enumerate(cluster.device_classes):
         for device in members:
-            key = (number, cluster.devices[device].server if each_server else 0)
+            key = (number, cluster.worker_of(device) if each_server else 0)
             groups.setdefault(key, []).append(device)
     return [tuple(group) for group in groups.values()]
 
