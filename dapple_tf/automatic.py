@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,17 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.keras_private import inner_optimizer
 from dapple_tf.measuring.device_speeds import measure_speeds
-from dapple_tf.measuring.example_batch import with_length
+from dapple_tf.measuring.example_batch import ExampleBatch, with_length
 from dapple_tf.measuring.group_profiler import SIZES, GroupProfiler, group_topologies
 from dapple_tf.measuring.links import measure_links
+from dapple_tf.measuring.measured_steps import fastest_plan
 from dapple_tf.measuring.operator_profiler import profile_operators
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.planner import find
+from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ EXAMPLES = ("x", "y", "sample_weight", "length")
 """The arguments of :func:`dapple_tf.profile` that describe batches."""
 PROFILE_SECONDS = 20.0
 """The default time for a profile in seconds: see `dapple_tf.profile`."""
+_MOST_OPERATOR_DEVICES = 8
+"""The most devices over which all operators are placed for a trial: searching that grows with them."""
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
@@ -63,12 +67,15 @@ def plan_model(
     profiled: Profile | None = None,
     operator_groups: bool | None = None,
     operator_costs: OperatorCosts | None = None,
+    by_trial: bool = False,
     **options: Any,
 ) -> Planned:
     """Profiles a compiled model on a real cluster and plans it.
 
     Stages may place their operators on groups of devices where that gains enough over stages alone. This takes long to
-    search: only if it is asked for, or if times of operators are given.
+    search: only if it is asked for, or if times of operators are given. Some things that plans differ by aren't known
+    before they run, such as what sending costs the processors that compute; with ``by_trial`` the best plan of each
+    kind trains some steps.
 
     Args:
         model: a built and compiled Keras model.
@@ -79,6 +86,8 @@ def plan_model(
         operator_groups: whether to search such groups; False leaves out those of the profile, too; None searches them
             if times of operators are given.
         operator_costs: times of operators to use instead of measuring.
+        by_trial: whether the best plans of the kinds that are searched are tried on the devices, and the fastest one is
+            taken: see `rivals`, and with groups all operators placed on all devices, up to 8.
         options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as
             for :func:`dapple_tf.profile`, and ``profile_seconds``, its ``budget``: 20 s by default, None to measure
             layer by layer in any case.
@@ -102,7 +111,13 @@ def plan_model(
     planned = Planned(find(request), profiled, cluster)
     asked = operator_groups or (operator_groups is None and operator_costs is not None)
     if asked and profiled.groups is None and _can_have_groups(request):
-        planned = _with_groups(model, request, planned, operator_costs, **examples)
+        if by_trial:
+            planned = _tried(model, request, planned, operator_costs, **examples)
+        else:
+            planned = _with_groups(model, request, planned, operator_costs, **examples)
+    elif by_trial:
+        best = fastest_plan(model, cluster, rivals(request), ExampleBatch.of(model, **examples))
+        planned = dataclasses.replace(planned, plan=best)
     logger.info("%s", planned.plan)
     return planned
 
@@ -126,13 +141,9 @@ def _with_groups(
     **examples: Any,
 ) -> Planned:
     """Returns the best plan with groups of devices for single operators if it gains enough over ``planned``."""
-    sizes = tuple(sorted({request.profile.batch_sizes[0], request.profile.batch_sizes[-1]}))
-    estimates = costs is None
-    profiler = GroupProfiler(
-        model, request.profile, request.cluster, OperatorCosts() if costs is None else costs, sizes, **examples
-    )
+    profiler = _group_profiler(model, request, costs, **examples)
     wanted = dataclasses.replace(request, profile=profiler.pieces())
-    if estimates:
+    if costs is None:
         first = find(wanted)
         if not first.spread_stages:
             logger.info("no groups of devices for single operators: by estimated times they gain too little")
@@ -140,11 +151,46 @@ def _with_groups(
         costs = profile_operators(model, request.cluster, first, **examples)
         profiler = profiler.with_costs(costs)
         wanted = dataclasses.replace(request, profile=profiler.pieces())
-    plan = find(wanted, profiler.searched)
+    return _planned(find(wanted, profiler.searched), planned, wanted, profiler)
+
+
+def _tried(
+    model: keras.Model,
+    request: PlanRequest,
+    planned: Planned,
+    costs: OperatorCosts | None,
+    **examples: Any,
+) -> Planned:
+    """Returns the plan that really is the fastest of the best ones of each kind."""
+    cluster = request.cluster
+    everywhere = Plan.by_operators(cluster.num_devices, request.batch)
+    if costs is None:
+        costs = profile_operators(model, cluster, everywhere, **examples)
+    profiler = _group_profiler(model, request, costs, **examples)
+    wanted = dataclasses.replace(request, profile=profiler.pieces())
+    plans = rivals(wanted, profiler.searched)
+    if cluster.num_devices <= _MOST_OPERATOR_DEVICES:
+        plans.append(everywhere)
+    plans.sort(key=lambda plan: math.inf if plan.report is None else plan.report.latency)
+    best = fastest_plan(model, cluster, plans, ExampleBatch.of(model, **examples), operator_costs=costs)
+    return _planned(best, planned, wanted, profiler)
+
+
+def _group_profiler(
+    model: keras.Model, request: PlanRequest, costs: OperatorCosts | None, **examples: Any
+) -> GroupProfiler:
+    sizes = tuple(sorted({request.profile.batch_sizes[0], request.profile.batch_sizes[-1]}))
+    return GroupProfiler(
+        model, request.profile, request.cluster, OperatorCosts() if costs is None else costs, sizes, **examples
+    )
+
+
+def _planned(plan: Plan, planned: Planned, wanted: PlanRequest, profiler: GroupProfiler) -> Planned:
+    """Returns a plan with what it was made from; ``planned`` if it has no groups of devices."""
     if not plan.spread_stages:
-        return planned
+        return dataclasses.replace(planned, plan=plan)
     profile = profiler.searched(wanted.profile, plan) or wanted.profile  # Nothing is searched again.
-    return Planned(plan, profile, request.cluster, costs)
+    return Planned(plan, profile, wanted.cluster, profiler.costs)
 
 
 def measured(

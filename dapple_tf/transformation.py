@@ -32,6 +32,7 @@ def transform(
     profile: Profile | None = None,
     placement: str | None = None,
     operator_costs: OperatorCosts | None = None,
+    by_trial: bool = False,
     on_non_finite_loss: str = "stop",
     faults: FaultPolicy | None = None,
     passes: Sequence[After | Before] = (),
@@ -58,6 +59,10 @@ def transform(
             the plan has ``operator_devices``, or there is none and times of operators are given (docs/operators.md).
         operator_costs: the cost of single operators, if they are placed; None measures it. Without a plan, groups of
             devices are then searched as with ``combined``.
+        by_trial: if there is no plan, the best plans of the kinds that are searched train some steps on the devices,
+            with values of their own, and the fastest one is taken: stages as a whole, data parallelism, one device, and
+            where groups of devices are searched the best of these, of one stage and of several, and FD-DPS on all
+            devices. What no prediction knows counts then, such as what sending costs processors that compute, too.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
         faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
@@ -90,6 +95,10 @@ def transform(
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     examples: dict[str, Any] = {}
+    if by_trial and (plan is not None or placement == FD_DPS):
+        raise TypeError(
+            "transform() got a plan or places all operators, so that there are no plans to try; leave by_trial out"
+        )
     if plan is not None and placement == COMBINED:
         raise TypeError(
             f"transform() got a plan, so that there is nothing to search that placement={COMBINED!r} would be about; "
@@ -126,6 +135,7 @@ def transform(
             profiled=profile,
             operator_groups=True if placement == COMBINED else None,
             operator_costs=operator_costs,
+            by_trial=by_trial,
             **planning,
         )
         plan, profile, cluster = planned.plan, planned.profile, planned.cluster

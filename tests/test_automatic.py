@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ from profiled import mlp
 
 import dapple_tf as dapple
 from dapple_tf.automatic import slice_sizes
+from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.shared_cores import measure_capacity, shares_cores
 
 
@@ -57,6 +60,34 @@ def test_a_given_profile_is_planned_from_without_measuring_layers() -> None:
     pipelined = dapple.transform(model, cluster, global_batch_size=8, profile=given, micro_batches=2)
     assert pipelined.profile is given
     assert pipelined.plan.micro_batches == 2
+
+
+@pytest.mark.slow
+def test_plans_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    before = [np.array(value) for value in model.get_weights()]
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    profile = dapple.profile(model, 4, cluster=cluster, repeats=1)
+    tried: list[dapple.Plan] = []
+    really = measured_steps.measure_steps
+
+    def measured(
+        model: keras.Model, cluster: dapple.Cluster, plans: Sequence[dapple.Plan], *rest: Any, **options: Any
+    ) -> tuple[float, ...]:
+        tried.extend(plans)
+        seconds = really(model, cluster, plans, *rest, **options, rounds=1)
+        assert min(seconds) > 0
+        return tuple(0.5 if plan.num_stages == 1 and plan.replicas == (2,) else 1.0 for plan in plans)
+
+    monkeypatch.setattr(measured_steps, "measure_steps", measured)
+    pipelined = dapple.transform(model, cluster, global_batch_size=8, profile=profile, by_trial=True, schedule="gpipe")
+    assert len(tried) >= 2 and all(plan.schedule == "gpipe" or plan.num_stages == 1 for plan in tried)
+    assert pipelined.plan.replicas == (2,)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    x, y = data(16)
+    pipelined.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    assert pipelined.prediction is not None
 
 
 @pytest.mark.thorough

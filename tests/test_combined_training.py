@@ -17,6 +17,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
+from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.group_profiler import GroupProfiler, piece_ends
 from dapple_tf.operators.flops import MATMUL
 from dapple_tf.operators.rooflines import Roofline
@@ -123,6 +124,38 @@ def test_transform_searches_groups_where_it_is_told_what_operators_take(caplog: 
     assert together.prediction is not None
     for pipelined in (whole, together):
         pipelined.close()
+
+
+@pytest.mark.thorough
+def test_plans_of_all_levels_are_tried_and_what_really_is_the_fastest_trains_as_keras_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between hosts of CPU workers two stages on groups were faster than a group alone, which predictions preferred."""
+    use_float64()
+    model, plain = pair(wide)
+    profile, profiler = profiled(model)
+    cluster = dataclasses.replace(dapple.Cluster.local(4, kind="cpu"), intra_bandwidth=1e9, intra_latency=1e-6)
+    tried: list[Plan] = []
+    really = measured_steps.measure_steps
+
+    def seconds(plan: Plan) -> float:
+        return 0.1 if plan.spread_stages and plan.num_stages > 1 else 1.0
+
+    def measured(model: Any, cluster: Any, plans: Any, example: Any, **options: Any) -> tuple[float, ...]:
+        tried.extend(plans)
+        assert min(really(model, cluster, plans, example, **options, rounds=1)) > 0
+        return tuple(map(seconds, plans))
+
+    monkeypatch.setattr(measured_steps, "measure_steps", measured)
+    pipelined = dapple.transform(
+        model, cluster, global_batch_size=BATCH, profile=profile, operator_costs=profiler.costs, by_trial=True
+    )
+    assert Plan.by_operators(4, BATCH) in tried and any(plan.operator_devices is None for plan in tried)
+    assert seconds(pipelined.plan) == 0.1
+    rng = np.random.default_rng(0)
+    assert_same_training(pipelined, plain, [(rng.normal(size=(BATCH, 16)), rng.normal(size=(BATCH, 2)), None)] * 3)
+    assert len({device for own in pipelined.placement.values() for device in own.devices.values()}) > 1
+    pipelined.close()
 
 
 def test_statistics_of_gradients_have_a_place_in_the_queue() -> None:

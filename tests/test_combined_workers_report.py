@@ -29,7 +29,8 @@ def record(**steps: list[float]) -> dict[str, Any]:
     ]
     links = {"intra_bandwidth": 3e8, "intra_latency": 1e-3, "inter_bandwidth": 6e6, "inter_latency": 2e-3}
     setting = {"hosts": 2, "devices": 2, "share": 0.25, "rate_mbit": 50.0, "rounds": 2, "links": links}
-    return {**TASK, **setting, "rows": rows, "others_cores": [0.1, 0.3]}
+    tried = {"by_trial": "a plan", "by_trial_ways": ["combined"]}
+    return {**TASK, **setting, **tried, "rows": rows, "others_cores": [0.1, 0.3]}
 
 
 def test_what_runs_together_is_compared_with_the_best_of_a_level_alone() -> None:
@@ -41,6 +42,7 @@ def test_what_runs_together_is_compared_with_the_best_of_a_level_alone() -> None
     assert "Predicted: combined 0.800 times as fast as single." in said
     assert "others" not in said and "at most 0.30 cores during a round, in the median 0.20" in said
     assert "The planner didn't" not in said
+    assert "By trial (`by_trial=True`) it chose a plan, the plan of combined. " in said
     shown = text(measured)
     assert "550 (525 to 575)" in shown and "+81.8%" in shown and "0.500 (0.500 to 0.500)" in shown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
@@ -43,6 +44,29 @@ def test_models_that_cannot_be_pipelined_are_refused_as_by_transform() -> None:
     model.optimizer.build(model.trainable_variables[:1])
     with pytest.raises(dapple.CaptureError, match="the optimizer was built for other variables"):
         measured_steps.measure_steps(model, CLUSTER, [PLAN], example)
+
+
+def test_the_plan_that_really_is_the_fastest_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first counts as the fastest unless another gains 3 %; one without room beside it is left out."""
+    plans = [dapple.Plan.data_parallel(2, 8, micro_batches=count) for count in (1, 2, 3, 4)]
+    seconds = dict(zip(plans, (1.0, 0.98, None, 0.9), strict=True))
+    asked = []
+
+    def measured(model: Any, cluster: Any, pair: Any, example: Any, **_: Any) -> tuple[float, ...]:
+        asked.append([plan.micro_batches for plan in pair])
+        if seconds[pair[1]] is None:
+            raise dapple.PlanError("device 0 has no room")
+        return tuple(seconds[plan] for plan in pair)
+
+    monkeypatch.setattr(measured_steps, "measure_steps", measured)
+    model = mlp()
+    with caplog.at_level(logging.INFO, measured_steps.__name__):
+        assert measured_steps.fastest_plan(model, CLUSTER, plans, ExampleBatch.of(model)) is plans[3]
+    assert asked == [[1, 2], [1, 3], [1, 4]]
+    assert "can't be tried: device 0 has no room" in caplog.text and caplog.text.count("is taken") == 2
+    assert measured_steps.fastest_plan(model, CLUSTER, plans[:3], ExampleBatch.of(model)) is plans[0]
 
 
 def test_k_is_the_one_that_is_fastest_beside_k_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,7 @@ def test_plans_are_sought_with_what_flags_say(
         (["--resume"], "--resume goes on from a checkpoint: give --checkpoint_dir"),
         (["--checkpoint_every=5"], "--checkpoint_every=5 needs --checkpoint_dir"),
         (["--nomeasure"], "--nomeasure: --plan=auto needs a profile"),
+        (["--by_trial", "--plan=1:1"], "--by_trial is for --plan=auto without --placement=fd_dps"),
         (["--plan=1:x"], "--plan=1:x: need replicas per stage with colons between them"),
         (["--plan=1:"], "--plan=1:: need replicas per stage"),
         (["--model=resnett:tiny"], "'resnett:tiny' (is it "),

@@ -61,6 +61,13 @@ _PLACEMENT = flags.DEFINE_enum(
     "stages, replicas and groups of devices for their operators together.",
     flag_values=FLAGS,
 )
+_BY_TRIAL = flags.DEFINE_boolean(
+    "by_trial",
+    False,
+    "With --plan=auto: train some steps by the best plan of each kind that is searched, and take the one that is "
+    "the fastest in truth.",
+    flag_values=FLAGS,
+)
 _MEASURE = flags.DEFINE_boolean(
     "measure", True, "Measure the model and the cluster first. Without it no step time is predicted.", flag_values=FLAGS
 )
@@ -169,6 +176,10 @@ def check_flags() -> None:
         _PLACEMENT.value != COMBINED or _PLAN.automatic,
         f"--placement={COMBINED} is for --plan=auto, which searches",
     )
+    command.check(
+        not _BY_TRIAL.value or (_PLAN.automatic and not places_operators()),
+        "--by_trial is for --plan=auto without --placement=fd_dps: there are no plans to try",
+    )
 
 
 def places_operators() -> bool:
@@ -196,7 +207,10 @@ def prepare() -> Job:
         say("measuring and planning")
         changes = {name: value for name, value in _PLAN.changes.items() if name != "global_batch_size"}
         together = _PLACEMENT.value == COMBINED
-        planned = plan_model(model, cluster, batch, profiled=profile, operator_groups=together, **examples, **changes)
+        planned = plan_model(
+            model, cluster, batch, profiled=profile, operator_groups=together, by_trial=_BY_TRIAL.value,
+            **examples, **changes,
+        )  # fmt: skip
         return Job(model, data, planned.cluster, planned.plan, planned.profile, planned.operator_costs)
     if _MEASURE.value:
         say("measuring")

@@ -1,4 +1,4 @@
-"""Times of real training steps under several plans, and the choice of k for reverse first-k by them."""
+"""Times of real training steps under several plans, and the choice of a plan, and of k for reverse first-k, by them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.steps_apart import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
+from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.out_of_order_plans import largest_reverse_first_k
+from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _WARM_UP = 2
 _ROUNDS = 7
+_LEAST_GAIN = 0.03
+"""The least fraction of a step's time that a plan must really gain over one that is expected to be faster."""
 
 
 def measure_steps(
@@ -34,6 +39,7 @@ def measure_steps(
     *,
     rounds: int = _ROUNDS,
     what: str = "measuring steps",
+    operator_costs: OperatorCosts | None = None,
 ) -> tuple[float, ...]:
     """Returns the median seconds of a training step of each plan; plans take turns, since a machine's speed drifts.
 
@@ -44,10 +50,11 @@ def measure_steps(
         example: draws the batches.
         rounds: number of turns of each plan, after two of warm-up.
         what: text shown with the progress.
+        operator_costs: costs of single operators, for plans that place them; None estimates them.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
-    trainers = [StepsApart(model, cluster, plan) for plan in plans]
+    trainers = [StepsApart(model, cluster, plan, operator_costs) for plan in plans]
     batches = [example.trees(plan.global_batch_size) for plan in plans]
     seconds: list[list[float]] = [[] for _ in plans]
     try:
@@ -63,6 +70,45 @@ def measure_steps(
         for trainer in trainers:
             trainer.close()
     return tuple(statistics.median(times) for times in seconds)
+
+
+def fastest_plan(
+    model: keras.Model,
+    cluster: Cluster,
+    plans: Sequence[Plan],
+    example: ExampleBatch,
+    *,
+    operator_costs: OperatorCosts | None = None,
+) -> Plan:
+    """Returns the plan whose steps really are the fastest.
+
+    Each plan takes turns with the fastest before it, so that the devices hold the values of two at a time, and must be
+    3 % faster. One that doesn't fit beside that one's values is left out.
+
+    Args:
+        model: the model, built and compiled; it keeps its values.
+        cluster: real devices.
+        plans: the plans, at least one; the first is the one that is expected to be the fastest.
+        example: draws the batches.
+        operator_costs: costs of single operators, for plans that place them; None estimates them.
+    """
+    best = plans[0]
+    for number, rival in enumerate(plans[1:], 1):
+        try:
+            own, other = measure_steps(
+                model, cluster, (best, rival), example,
+                what=f"trying plan {number + 1} of {len(plans)}", operator_costs=operator_costs,
+            )  # fmt: skip
+        except (PlanError, tf.errors.ResourceExhaustedError) as error:
+            logger.info("%s can't be tried: %s", shape(rival), error)
+            continue
+        wins = other < own * (1 - _LEAST_GAIN)
+        logger.info(
+            "tried %s: %.4g ms, and %s: %.4g ms; %s is taken",
+            *(shape(best), own * 1e3, shape(rival), other * 1e3, "the second" if wins else "the first"),
+        )
+        best = rival if wins else best
+    return best
 
 
 def tune_reverse_first_k(

@@ -183,7 +183,7 @@ def _improved_best(
     ways = [*finalists, *promising]
     trial = _TRIAL * visits
     while len(ways) > 1 and trial >= _TRIAL_EVALUATIONS * _cost_of_evaluation(ways[0]):
-        ways = sorted((_finished(one, [], trial) for one in ways), key=lambda one: one.rank)[: (len(ways) + 1) // 2]
+        ways = sorted((_after_rounds(one, trial) for one in ways), key=lambda one: one.rank)[: (len(ways) + 1) // 2]
         trial *= 2
     ways = ways if len(ways) == 1 else finalists
     return min((_finished(one, candidates, visits / len(ways)) for one in ways), key=lambda one: one.rank)
@@ -195,7 +195,15 @@ def _cost_of_evaluation(candidate: Candidate) -> int:
 
 
 def _finished(candidate: Candidate, candidates: list[Candidate], visits: float) -> Candidate:
-    """Orders a placement's reads and improves it, within a number of visited operators."""
+    """Improves a placement within a number of visited operators; in a small graph, tries every move."""
+    best = _after_rounds(candidate, visits)
+    if best.variant.problem.count <= _SMALL:
+        best = polished([best, *(one for one in candidates if one.variant is best.variant)], 3000)
+    return best
+
+
+def _after_rounds(candidate: Candidate, visits: float) -> Candidate:
+    """Orders a placement's reads and moves pieces, then operators, each within a number of visited operators."""
     problem = candidate.variant.problem
     best = ordered_sources(candidate, 2 if problem.count <= _LARGE else 1)
     pieces = Pieces.of(problem)
@@ -203,8 +211,6 @@ def _finished(candidate: Candidate, candidates: list[Candidate], visits: float) 
     best = improved(best, pieces.piece, evaluations)
     if problem.count <= _SINGLE:
         best = improved(best, list(range(problem.count)), evaluations)
-    if problem.count <= _SMALL:
-        best = polished([best, *(one for one in candidates if one.variant is best.variant)], 3000)
     return best
 
 

@@ -47,13 +47,14 @@ Exact = Callable[[Profile, Plan], Profile | None]
 Groups = tuple[tuple[int, ...], ...]
 
 
-def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None) -> Choice | None:
+def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None, least_stages: int = 1) -> Choice | None:
     """Returns the best plan with groups of devices if it gains enough over stages alone, or if these don't fit.
 
     Args:
         request: the request, which allows groups.
-        alone: simulated seconds of the best plan without groups; None if nothing fits.
+        alone: simulated seconds of the best plan without groups; None if nothing fits, or whatever it is.
         exact: searches the ranges of a plan as a whole; None takes what is composed of pieces for granted.
+        least_stages: the fewest stages of the plan.
 
     Returns:
         None if no such plan gains enough.
@@ -63,7 +64,7 @@ def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None) 
     best: Choice | None = None
     settled: list[Choice] = []  # plans whose ranges have been searched as a whole
     for _ in range(_ROUNDS):
-        best = _GroupSearch(request, limit).best()
+        best = _GroupSearch(request, limit, least_stages).best()
         known = None if best is None or exact is None else exact(request.profile, best.plan)
         if known is None:
             break
@@ -87,9 +88,9 @@ def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None) 
 class _GroupSearch:
     """One search with what is known of ranges of layers."""
 
-    def __init__(self, request: PlanRequest, limit: float) -> None:
-        """Starts a search for plans that take less than ``limit`` seconds."""
-        self.request, self.limit = request, limit
+    def __init__(self, request: PlanRequest, limit: float, least_stages: int) -> None:
+        """Starts a search for plans of at least so many stages that take less than ``limit`` seconds."""
+        self.request, self.limit, self.least_stages = request, limit, least_stages
         self.cluster, self.profile = request.cluster, request.profile
         self.choices: dict[Plan, Choice | None] = {}
         self.fastest = math.inf
@@ -141,7 +142,8 @@ class _GroupSearch:
             for count in request.micro_batches:
                 self._bar.step(f"{mode}, {count} micro-batches")
                 for item in search.run(count, request.batch, bound=self.limit):
-                    plan = self._plan(placements, item, count, mode) if item.groups else None
+                    suits = item.groups and len(item.steps) >= self.least_stages
+                    plan = self._plan(placements, item, count, mode) if suits else None
                     if plan is not None:
                         estimated.append((item.latency, plan))
             if request.recompute is None and not search.memory_bound:
@@ -182,7 +184,7 @@ class _GroupSearch:
                 other = dataclasses.replace(plan, **change)
             except PlanError:
                 continue  # Moves needn't know all that makes a plan legal.
-            if other.spread_stages:
+            if other.spread_stages and other.num_stages >= self.least_stages:
                 yield other
 
     def _regrouped(self, plan: Plan) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ devices between neighbouring stages as long as that helps.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -56,6 +57,8 @@ _STRIDE = 4
 """The second best plan of a kind is simulated after at most this many others."""
 _ALIKE = 2
 """The most simulated plans with the same replicas and micro-batches; the local search varies their cuts."""
+_RIVAL = 2.0
+"""Simple plans that are expected to take this many times as long as the best one aren't tried."""
 _FEW_PLANS = 300
 """The most candidates for which all are simulated, if work is left."""
 _FIRST = 3
@@ -181,7 +184,43 @@ def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
         best = with_groups(request, None if alone is None else alone.latency, exact)
         if best is None:
             return plain
+    return _reported(request, best, plain)
+
+
+def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
+    """Finds the best plans of the kinds that there are, to be tried for real.
+
+    Args:
+        request: the request.
+        exact: as for `find`.
+
+    Returns:
+        The best plan whose stages run as a whole; with groups of devices for single operators the best one, and the
+        best of at least two stages; data parallelism and one device, unless they are expected to take twice as long.
+        Those that there are, each once.
+    """
+    plans: list[Plan] = []
+    plain: Plan | None = None
+    with contextlib.suppress(PlanError):  # It doesn't fit.
+        plain = _stages_alone(request)
+        plans.append(plain)
+    if request.places_operators:
+        for least_stages in (1, 2):
+            best = with_groups(request, None, exact, least_stages)
+            plans += [] if best is None else [_reported(request, best, plain)]
+    limit = _RIVAL * min((plan.report.latency for plan in plans if plan.report is not None), default=math.inf)
+    for devices in (range(request.cluster.num_devices), (0,)):
+        with contextlib.suppress(PlanError):  # It doesn't fit, or the batch has too few samples.
+            simple = request.plan((), [devices], 1)
+            if run(request.costs(simple)).latency <= limit:
+                plans.append(simple)
+    return list(dict.fromkeys(plans))
+
+
+def _reported(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
+    """Returns a plan with groups of devices with its report, beside the best one without groups."""
     own = dataclasses.replace(request, profile=best.costs.profile)
+    alone = None if plain is None else plain.report
     reasons = report(
         own,
         run(best.costs),

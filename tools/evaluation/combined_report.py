@@ -67,8 +67,9 @@ Written by `{command}`
 (at {commit}, {date}), simulated: forward, backward and update of a block (heads of 128) on four GPUs of
 one server, in one slice. *Megatron's layout* is prescribed: products with weights that begin attention and MLP are
 split by columns, those that end them by rows, all between them alike, attention by heads; FD-DPS places the rest.
-*With rounds* it also has the rounds that FD-DPS ends with. *Pairs* are how many of the two halves FD-DPS splits by columns, then rows, of its own
-accord. *Samples split* is data parallelism's graph, all operators split by samples; a dash is for fewer than GPUs.
+*With rounds* it also has the rounds that FD-DPS ends with. *Pairs* are how many of the two halves FD-DPS splits by
+columns, then rows, of its own accord. *Samples split* is data parallelism's graph, all operators split by samples; a
+dash is for fewer than GPUs.
 
 {blocks}
 

@@ -17,9 +17,10 @@ operators:
 * operators_on_a_host: FD-DPS' placement of all operators on the devices of one host;
 * operators: FD-DPS' placement on all devices, or on those of a host if that is faster by its own simulation;
 * combined: what the planner finds with groups of devices, too;
-* groups: two stages, each on the group of a host's devices, if the planner has found something else.
+* groups: the best plan of at least two stages of which one has a group, if the planner has found something else.
 
-The ways take turns. All train from the same values by the same batch, and their losses are compared after each step.
+What `transform(by_trial=True)` would take is found, too, by trials of its own. The ways take turns. All train from the
+same values by the same batch, and their losses are compared after each step.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.automatic import plan_model
 from dapple_tf.clusters.connection import connected
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.measuring.group_profiler import GroupProfiler
 from dapple_tf.measuring.links import measure_links
+from dapple_tf.planning.group_search import with_groups
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find
-from dapple_tf.planning.stage_cuts import balanced
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
@@ -179,24 +181,15 @@ def ways_of(
     ways["stages"] = stages, stages.report.latency
     for name, devices in (("operators_on_a_host", cluster.devices_of(0)), ("operators", range(cluster.num_devices))):
         ways[name] = dapple.Plan.by_operators(devices, batch), groups.whole_seconds(cluster, batch, [*devices])
-    combined = find(PlanRequest.of(groups.pieces(), cluster, batch, schedule="auto"), groups.searched)
+    request = PlanRequest.of(groups.pieces(), cluster, batch, schedule="auto")
+    combined = find(request, groups.searched)
     assert combined.report is not None
     ways["combined"] = combined, combined.report.latency
     if not (combined.spread_stages and combined.num_stages > 1):
-        ways["groups"] = two_groups(profile, cluster, batch, groups)
+        several = with_groups(request, None, groups.searched, least_stages=2)
+        if several is not None:
+            ways["groups"] = several.plan, several.latency
     return ways
-
-
-def two_groups(
-    profile: dapple.Profile, cluster: dapple.Cluster, batch: int, groups: GroupProfiler
-) -> tuple[dapple.Plan, float]:
-    """Returns two equally long stages, each on the group of a host's devices, and their simulated seconds."""
-    times = [layer.forward.at(batch) + layer.backward.at(batch) for layer in profile.layers]
-    cut = profile.layers[balanced(times, 2)[0] - 1].name
-    own = tuple((cluster.devices_of(server),) for server in range(2))
-    plan = dapple.Plan.manual([cut], [[group[0][0]] for group in own], batch, batch, operator_devices=own)
-    pieces = groups.pieces()
-    return plan, simulate(plan, groups.searched(pieces, plan) or pieces, cluster).latency
 
 
 def described(plan: dapple.Plan) -> str:
@@ -225,6 +218,11 @@ def _train(task: Mapping[str, Any]) -> dict[str, Any]:
             command.say(f"{name}: {described(plan)}, {seconds * 1e3:.0f} ms expected")
         if not task["rounds"]:
             return {"rows": []}
+        command.say("trying the best plan of each kind")
+        tried = plan_model(
+            model, cluster, batch, profiled=profile, operator_groups=True, operator_costs=costs, by_trial=True,
+            schedule="auto", x=x, y=y,
+        ).plan  # fmt: skip
         trainers: dict[str, Any] = {}
         for name, (plan, _) in ways.items():
             command.say(f"preparing {name}")
@@ -240,7 +238,11 @@ def _train(task: Mapping[str, Any]) -> dict[str, Any]:
         ]
         for trainer in trainers.values():
             trainer.close()
-    return {"rows": rows, "others_cores": others, "links": _links(cluster)}
+    same = [name for name, (plan, _) in ways.items() if plan == tried]
+    return {
+        **{"rows": rows, "others_cores": others, "links": _links(cluster)},
+        **{"by_trial": described(tried), "by_trial_ways": same},
+    }
 
 
 def _profiled(

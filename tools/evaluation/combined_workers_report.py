@@ -40,7 +40,7 @@ measured just before, layers as the sum of their operators, and train in turns f
 *data_parallel* is the fastest number of replicas by simulation, *stages* what `dapple.plan` finds without placed
 operators, *operators* FD-DPS' placement on all devices (or those of a host, if that is faster by its own simulation),
 *operators_on_a_host* that on one host's, *combined* what the planner finds with groups of devices, too, and *groups*,
-where it finds something else, two stages, each on the group of a host's devices. Milliseconds, medians with quartiles;
+where it finds something else, the best plan of at least two stages with a group. Milliseconds, medians with quartiles;
 "error" is predicted over measured, less 1; "this / best" is a step over that of the fastest way of a single level in
 the same round. A device's quota also pays for what it sends and receives, which predictions take to be free, and
 whoever has used it up answers no message until the next period of 10 ms.
@@ -112,12 +112,14 @@ def verdict(record: Mapping[str, Any]) -> str:
     missed = ""
     if "groups" in of:
         missed = (
-            f"The planner didn't find two stages on groups: it expected {of['groups']['predicted_s'] * 1e3:.0f} ms of "
+            f"The planner didn't choose stages on groups: it expected {of['groups']['predicted_s'] * 1e3:.0f} ms of "
             f"them, and {of['combined']['predicted_s'] * 1e3:.0f} of {of['combined']['plan']}. "
         )
+    ways = " and ".join(record["by_trial_ways"]) or "none of these ways"
+    tried = f"By trial (`by_trial=True`) it chose {record['by_trial']}, the plan of {ways}. "
     return (
         f"The fastest way of a single level was {best}; {own['way']} ({own['plan']}) was {measured} times as fast. "
-        f"Predicted: {expected['way']} {gain:.3f} times as fast as {expected_best['way']}. {missed}"
+        f"Predicted: {expected['way']} {gain:.3f} times as fast as {expected_best['way']}. {missed}{tried}"
         f"Losses agree to {apart:.1e} after each of {len(record['rows'][0]['losses'])} steps; other processes used at "
         f"most {max(others):.2f} cores during a round, in the median {statistics.median(others):.2f}."
     )
