@@ -95,10 +95,11 @@ def transform(
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     examples: dict[str, Any] = {}
+    if not isinstance(by_trial, bool):
+        raise TypeError(f"by_trial is {by_trial!r}; give True or False")
     if by_trial and (plan is not None or placement == FD_DPS):
-        raise TypeError(
-            "transform() got a plan or places all operators, so that there are no plans to try; leave by_trial out"
-        )
+        reason = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
+        raise TypeError(f"transform() {reason}, so that there are no plans to try; leave by_trial out")
     if plan is not None and placement == COMBINED:
         raise TypeError(
             f"transform() got a plan, so that there is nothing to search that placement={COMBINED!r} would be about; "

@@ -133,6 +133,13 @@ def test_capacity_is_between_one_and_all_devices_and_the_model_is_as_before() ->
         ({}, dapple.PlanError, "neither a plan nor a global_batch_size"),
         ({"plan": dapple.Plan.data_parallel(1, 8), "global_batch_size": 4}, dapple.PlanError, "4 and a plan for 8"),
         ({"plan": dapple.Plan.data_parallel(1, 8), "schedule": "gpipe"}, TypeError, "so that schedule mean nothing"),
+        (
+            {"plan": dapple.Plan.data_parallel(1, 8), "by_trial": True},
+            TypeError,
+            "got a plan, so that there are no plans",
+        ),
+        ({"global_batch_size": 8, "placement": "fd_dps", "by_trial": True}, TypeError, "places all operators by"),
+        ({"global_batch_size": 8, "by_trial": 2}, TypeError, "by_trial is 2; give True or False"),
     ],
 )
 def test_contradictions_are_refused(arguments: dict[str, object], error: type[Exception], text: str) -> None:
