@@ -108,16 +108,14 @@ def plan_model(
     request = _to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer)
     if operator_groups is False:
         request = dataclasses.replace(request, features=request.features - {"operator_groups"})
-    planned = Planned(find(request), profiled, cluster)
     asked = operator_groups or (operator_groups is None and operator_costs is not None)
-    if asked and profiled.groups is None and _can_have_groups(request):
-        if by_trial:
-            planned = _tried(model, request, planned, operator_costs, **examples)
-        else:
+    grouped = asked and profiled.groups is None and _can_have_groups(request)
+    if by_trial:
+        planned = _tried(model, request, operator_costs, grouped=grouped, **examples)
+    else:
+        planned = Planned(find(request), profiled, cluster)
+        if grouped:
             planned = _with_groups(model, request, planned, operator_costs, **examples)
-    elif by_trial:
-        best = fastest_plan(model, cluster, rivals(request), ExampleBatch.of(model, **examples))
-        planned = dataclasses.replace(planned, plan=best)
     logger.info("%s", planned.plan)
     return planned
 
@@ -151,19 +149,31 @@ def _with_groups(
         costs = profile_operators(model, request.cluster, first, **examples)
         profiler = profiler.with_costs(costs)
         wanted = dataclasses.replace(request, profile=profiler.pieces())
-    return _planned(find(wanted, profiler.searched), planned, wanted, profiler)
+    plan = find(wanted, profiler.searched)
+    if not plan.spread_stages:
+        return planned
+    profile = profiler.searched(wanted.profile, plan) or wanted.profile  # Nothing is searched again.
+    return Planned(plan, profile, request.cluster, costs)
 
 
 def _tried(
-    model: keras.Model,
-    request: PlanRequest,
-    planned: Planned,
-    costs: OperatorCosts | None,
-    **examples: Any,
+    model: keras.Model, request: PlanRequest, costs: OperatorCosts | None, *, grouped: bool, **examples: Any
 ) -> Planned:
-    """Returns the plan that really is the fastest of the best ones of each kind."""
-    cluster = request.cluster
+    """Returns the plan that really is the fastest of the best ones of each kind.
+
+    Args:
+        model: the model.
+        request: the request.
+        costs: times of operators; None measures them if they are needed.
+        grouped: whether groups of devices for single operators are searched, which the profile doesn't know yet.
+        examples: as for :func:`dapple_tf.profile`.
+    """
+    cluster, example = request.cluster, ExampleBatch.of(model, **examples)
     everywhere = Plan.by_operators(cluster.num_devices, request.batch)
+    if not grouped:
+        plans = rivals(request) or [find(request)]  # which says why there is none
+        best = fastest_plan(model, cluster, plans, example, operator_costs=costs)
+        return Planned(best, request.profile, cluster, costs if best.operator_devices is not None else None)
     if costs is None:
         costs = profile_operators(model, cluster, everywhere, **examples)
     profiler = _group_profiler(model, request, costs, **examples)
@@ -172,8 +182,11 @@ def _tried(
     if cluster.num_devices <= _MOST_OPERATOR_DEVICES:
         plans.append(everywhere)
     plans.sort(key=lambda plan: math.inf if plan.report is None else plan.report.latency)
-    best = fastest_plan(model, cluster, plans, ExampleBatch.of(model, **examples), operator_costs=costs)
-    return _planned(best, planned, wanted, profiler)
+    best = fastest_plan(model, cluster, plans or [find(request)], example, operator_costs=costs)
+    if best.operator_devices is None:
+        return Planned(best, request.profile, cluster)
+    searched = None if best == everywhere else profiler.searched(wanted.profile, best) or wanted.profile
+    return Planned(best, searched or request.profile, cluster, costs)
 
 
 def _group_profiler(
@@ -183,14 +196,6 @@ def _group_profiler(
     return GroupProfiler(
         model, request.profile, request.cluster, OperatorCosts() if costs is None else costs, sizes, **examples
     )
-
-
-def _planned(plan: Plan, planned: Planned, wanted: PlanRequest, profiler: GroupProfiler) -> Planned:
-    """Returns a plan with what it was made from; ``planned`` if it has no groups of devices."""
-    if not plan.spread_stages:
-        return dataclasses.replace(planned, plan=plan)
-    profile = profiler.searched(wanted.profile, plan) or wanted.profile  # Nothing is searched again.
-    return Planned(plan, profile, wanted.cluster, profiler.costs)
 
 
 def measured(

@@ -127,31 +127,39 @@ def test_transform_searches_groups_where_it_is_told_what_operators_take(caplog: 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("fastest", ["stages on groups", "all operators"])
 def test_plans_of_all_levels_are_tried_and_what_really_is_the_fastest_trains_as_keras_does(
-    monkeypatch: pytest.MonkeyPatch,
+    fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between hosts of CPU workers two stages on groups were faster than a group alone, which predictions preferred."""
     use_float64()
     model, plain = pair(wide)
     profile, profiler = profiled(model)
-    cluster = dataclasses.replace(dapple.Cluster.local(4, kind="cpu"), intra_bandwidth=1e9, intra_latency=1e-6)
+    devices = tuple(
+        dataclasses.replace(d, server=n // 2) for n, d in enumerate(dapple.Cluster.local(4, kind="cpu").devices)
+    )
+    links = {"intra_bandwidth": 1e9, "intra_latency": 1e-6, "inter_bandwidth": 1e8, "inter_latency": 1e-5}
+    cluster = dataclasses.replace(dapple.Cluster.local(4, kind="cpu"), devices=devices, **links)
+    everywhere = Plan.by_operators(4, BATCH)
     tried: list[Plan] = []
     really = measured_steps.measure_steps
 
-    def seconds(plan: Plan) -> float:
-        return 0.1 if plan.spread_stages and plan.num_stages > 1 else 1.0
+    def wins(plan: Plan) -> bool:
+        if fastest == "all operators":
+            return plan == everywhere
+        return bool(plan.spread_stages) and plan.num_stages > 1
 
     def measured(model: Any, cluster: Any, plans: Any, example: Any, **options: Any) -> tuple[float, ...]:
         tried.extend(plans)
         assert min(really(model, cluster, plans, example, **options, rounds=1)) > 0
-        return tuple(map(seconds, plans))
+        return tuple(0.1 if wins(plan) else 1.0 for plan in plans)
 
     monkeypatch.setattr(measured_steps, "measure_steps", measured)
     pipelined = dapple.transform(
         model, cluster, global_batch_size=BATCH, profile=profile, operator_costs=profiler.costs, by_trial=True
     )
-    assert Plan.by_operators(4, BATCH) in tried and any(plan.operator_devices is None for plan in tried)
-    assert seconds(pipelined.plan) == 0.1
+    assert everywhere in tried and any(plan.operator_devices is None for plan in tried)
+    assert wins(pipelined.plan)
     rng = np.random.default_rng(0)
     assert_same_training(pipelined, plain, [(rng.normal(size=(BATCH, 16)), rng.normal(size=(BATCH, 2)), None)] * 3)
     assert len({device for own in pipelined.placement.values() for device in own.devices.values()}) > 1
