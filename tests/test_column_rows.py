@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from selection import thorough
 
+from dapple_tf.operators.build_op_graph import build_op_graph
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.placement_candidates import variant_of
 from dapple_tf.operators.split_layouts import Layouts
 from dapple_tf.tools.evaluation.bench_report import read_results
@@ -14,6 +19,7 @@ from dapple_tf.tools.evaluation.column_rows import BLOCKS, DEVICES, Block, graph
 from dapple_tf.tools.evaluation.combined_report import blocks_table
 from graph_passes.analysis.split_rules import Split
 
+TWO_GPUS = Topology(("/GPU:0", "/GPU:1"), np.full((2, 2), 1e9), np.zeros((2, 2)), np.full(2, np.inf))
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
 
@@ -38,6 +44,29 @@ def test_columns_then_rows_are_megatrons_layout_found_without_names() -> None:
     layouts = Layouts(variant_of(graph, topology, {}).problem, DEVICES)
     assert layouts.columns_then_rows(0.0) == megatron_layout(layouts)
     assert layouts.columns_then_rows(float("inf")) == layouts.none()
+
+
+def products(dtype: str) -> OpGraph:
+    """Four products of a fed batch with a variable each, in half precision where that isn't the variables' own."""
+    with tf.Graph().as_default() as graph:
+        features = tf.compat.v1.placeholder(dtype, (4, 8), name="features")
+        for number in range(4):
+            handle = tf.raw_ops.VarHandleOp(dtype="float", shape=(8, 8), shared_name=f"w{number}", name=f"w{number}")
+            weights = tf.cast(tf.raw_ops.ReadVariableOp(resource=handle, dtype="float"), dtype)
+            features = tf.nn.relu(tf.raw_ops.MatMul(a=features, b=weights, name=f"product{number}"))
+    return build_op_graph(graph.as_graph_def(), TWO_GPUS, OperatorCosts.p100())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_first_pair_begins_with_the_product_of_the_fed_batch(dtype: str) -> None:
+    """A fed batch isn't an operator: its product had no other factor than a variable and counted as one's value.
+
+    So the first product stayed whole, and every pair began one product too late.
+    """
+    layouts = Layouts(variant_of(products(dtype), TWO_GPUS, {}).problem, 2)
+    splits = layouts.splits(layouts.columns_then_rows(0.0))
+    chosen = [splits[f"product{number}"].dimension for number in range(4)]
+    assert chosen == ["channel", "inner", "channel", "inner"]
 
 
 def test_pairs_are_those_of_forward_products() -> None:

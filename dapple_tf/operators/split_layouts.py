@@ -148,18 +148,18 @@ class Layouts:
     def _by_columns(self, op: int) -> int:
         """Returns a product's rule by which parts have a share of a variable each and read all else whole; -1 if none.
 
-        A product is what can also be split into parts that are added.
+        A product is what can also be split into parts that are added, and what its rules cut are its factors. Factors
+        that no operator makes, such as a fed batch, are no variables.
         """
         rules = self.reads.rules[op]
         if not any(None in rule.output_axes for rule in rules):
             return -1
-        arguments = [argument for _, argument in self.reads.inputs[op]]
-        of_variables = [self._is_variable(tensor) for tensor, _ in self.reads.inputs[op]]
-        if all(of_variables) or not any(of_variables):
+        cuts = [{argument for argument, axis in enumerate(rule.input_axes) if axis is not None} for rule in rules]
+        variables = {argument for tensor, argument in self.reads.inputs[op] if self._is_variable(tensor)}
+        if not variables or variables >= set().union(*cuts):
             return -1
-        for index, rule in enumerate(rules):
-            cut = [argument < len(rule.input_axes) and rule.input_axes[argument] is not None for argument in arguments]
-            if cut == of_variables and None not in rule.output_axes:
+        for index, (rule, cut) in enumerate(zip(rules, cuts, strict=True)):
+            if cut == variables and None not in rule.output_axes:
                 return index
         return -1
 
@@ -172,7 +172,12 @@ class Layouts:
                 return False
             if not reads.inputs[producer]:
                 return bool(graph.stored_bytes[graph.groups[producer]] > 0)
-            tensor = reads.inputs[producer][0][0]
+            tensor, argument = reads.inputs[producer][0]
+            # A sum, or what has elements for each of something else: a product of a variable and a fed batch.
+            if any(
+                None in rule.output_axes or rule.input_axes[argument] is None for rule in graph.splits.get(producer, ())
+            ):
+                return False
 
     def grow(self, layout: Layout, seed: int, rule: int) -> list[int]:
         """Splits an operator and all that are linked with it by tensors that are cut alike; returns them."""
