@@ -16,12 +16,14 @@ from dapple_tf.operators.baselines import single_device
 from dapple_tf.operators.coarsening import coarsen
 from dapple_tf.operators.dynamic_critical_path import MostCritical
 from dapple_tf.operators.fast_t import fast_t
-from dapple_tf.operators.fd_dps import fd_dps
+from dapple_tf.operators.fd_dps import _improved_best, fd_dps
 from dapple_tf.operators.heft import heft
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.placement_candidates import scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
 from dapple_tf.operators.simulated_placement import SimulatedPlacement
 from dapple_tf.operators.split_graph import apply_splits
+from dapple_tf.operators.split_search import by_batch
 from graph_passes.analysis.split_rules import SplitRule
 
 
@@ -142,6 +144,18 @@ def test_fd_dps_is_never_slower_than_fast_t_heft_and_one_device(shape: str, devi
         seen = simulated(graph, links, placement)  # which checks groups, pins and the queue
         assert (placement.seconds, placement.peak_bytes) == (seen.seconds, tuple(seen.peak_bytes.tolist()))
         assert placement == fd_dps(graph, links)
+
+
+def test_rounds_go_on_where_layouts_of_more_operators_are_ahead() -> None:
+    """They ended there, as a round of a larger graph is dearer, and what they had found was dropped."""
+    graph, links = chain_network(4, layers=4), topology(4)
+    whole = variant_of(graph, links, {})
+    alone, parts = scheduled(whole, [0] * graph.count, "one device"), by_batch(whole)
+    assert parts is not None and parts.seconds < 0.3 * alone.seconds
+    assert parts.variant.problem.count > 2 * graph.count
+    visits = 30 * graph.count / 0.05 + 1  # a first round of 10 simulations of the whole operators
+    best = _improved_best([alone], [parts, parts._replace(origin="again")], [], visits)
+    assert best.rank <= parts.rank
 
 
 def test_one_device_runs_everything() -> None:

@@ -55,7 +55,7 @@ _PROMISING = 1.3
 _TRIAL = 0.05
 """Share of the work for improving that each placement gets in the first of the rounds that decide between several."""
 _TRIAL_EVALUATIONS = 10
-"""The fewest placements that are simulated in such a round: large graphs have none."""
+"""The fewest placements of the best layout that are simulated in the first round: large graphs have no rounds."""
 _ISLAND_EFFORT = 0.5
 """Share of the work for placing on the devices that have fast links among them."""
 _SMALL = 60
@@ -180,12 +180,13 @@ def _improved_best(
     Which layout is best often shows only when its operators have moved: what is split by heads and columns waits for
     sums at first, until single operators are where their neighbours are.
     """
-    ways = [*finalists, *promising]
-    trial = _TRIAL * visits
-    while len(ways) > 1 and trial >= _TRIAL_EVALUATIONS * _cost_of_evaluation(ways[0]):
-        ways = sorted((_after_rounds(one, trial) for one in ways), key=lambda one: one.rank)[: (len(ways) + 1) // 2]
-        trial *= 2
-    ways = ways if len(ways) == 1 else finalists
+    ways, trial = finalists, _TRIAL * visits
+    if trial >= _TRIAL_EVALUATIONS * _cost_of_evaluation(finalists[0]):
+        ways = [*finalists, *promising]
+        while len(ways) > 1:
+            ways = sorted((_after_rounds(one, trial) for one in ways), key=lambda one: one.rank)
+            ways = ways[: (len(ways) + 1) // 2]
+            trial *= 2
     return min((_finished(one, candidates, visits / len(ways)) for one in ways), key=lambda one: one.rank)
 
 
