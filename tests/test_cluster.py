@@ -288,6 +288,11 @@ def test_several_workers_are_one_server() -> None:
     assert without_servers(own, [0, 1]).num_servers == 1
 
 
+def test_one_worker_on_each_server_is_how_it_was() -> None:
+    measured = dataclasses.replace(two_on_each_machine(4), inter_bandwidth=1e6)
+    assert measured.with_workers_per_server(1) == measured, "what was measured of links had been forgotten"
+
+
 def test_workers_of_one_server_dont_share_memory() -> None:
     """Their CPU devices counted as devices of one process, and predicted memory lacked the copies on the second one."""
     own = Cluster.of_servers(two_on_each_machine(4).addresses, devices_per_server=2).with_workers_per_server(2)

@@ -338,6 +338,8 @@ class Cluster(JsonFile):
             raise ClusterError(
                 f"the cluster has no workers to put together on servers of {count}; give their addresses"
             )
+        if count == 1:
+            return self
         if count < 1 or workers % count:
             raise ClusterError(
                 f"{workers} workers can't be divided into servers of {count}; give a divisor of {workers}"

@@ -74,8 +74,8 @@ def fd_dps(
 ) -> OpPlacement:
     """Places the operators of a step so that the simulated step is short.
 
-    It is never slower than `fast_t`, `heft` and one device, nor than data parallelism as a placement (`by_batch`) if
-    splits are ``batch`` or ``regions``.
+    It is never slower than `heft` and one device, nor than data parallelism as a placement (`by_batch`) if splits are
+    ``batch`` or ``regions``, nor than `fast_t` if they are ``regions``.
 
     Args:
         graph: its operators.
