@@ -32,7 +32,7 @@ from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.plan_request import AUTO, LEAST_GAIN, Move, PlanRequest
 from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
@@ -171,10 +171,10 @@ def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
         PlanError: as `plan`.
     """
     if not request.places_operators:
-        return _stages_alone(request)
+        return _stages_alone(request).best
     plain, alone = None, None
     try:
-        plain = _stages_alone(request)
+        plain = _stages_alone(request).best
         alone = plain.report
     except PlanError:
         best = with_groups(request, None, exact)
@@ -197,28 +197,25 @@ def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
     Returns:
         The best plan whose stages run as a whole; with groups of devices for single operators the best one, and the
         best of at least two stages; data parallelism and one device, unless they are expected to take twice as long.
-        Those that there are, each once.
+        Those that there are, each once, with their reports.
     """
     plans: list[Plan] = []
+    simple: list[Choice] = []
     plain: Plan | None = None
     with contextlib.suppress(PlanError):  # It doesn't fit.
-        plain = _stages_alone(request)
+        plain, simple = _stages_alone(request)
         plans.append(plain)
     if request.places_operators:
         for least_stages in (1, 2):
             best = with_groups(request, None, exact, least_stages)
             plans += [] if best is None else [_reported(request, best, plain)]
     limit = _RIVAL * min((plan.report.latency for plan in plans if plan.report is not None), default=math.inf)
-    for devices in (range(request.cluster.num_devices), (0,)):
-        with contextlib.suppress(PlanError):  # It doesn't fit, or the batch has too few samples.
-            simple = request.plan((), [devices], 1)
-            if run(request.costs(simple)).latency <= limit:
-                plans.append(simple)
+    plans += [_reported(request, choice, plain) for choice in simple if choice.latency <= limit]
     return list(dict.fromkeys(plans))
 
 
 def _reported(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
-    """Returns a plan with groups of devices with its report, beside the best one without groups."""
+    """Returns a plan with its report, beside the best one whose stages run as a whole."""
     own = dataclasses.replace(request, profile=best.costs.profile)
     alone = None if plain is None else plain.report
     reasons = report(
@@ -231,18 +228,30 @@ def _reported(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
     return dataclasses.replace(best.plan, report=reasons)
 
 
-def _stages_alone(request: PlanRequest) -> Plan:
-    """Finds the best plan whose stages run as a whole.
+class _StagesAlone(NamedTuple):
+    """Plans whose stages run as a whole.
+
+    Attributes:
+        best: the best one.
+        simple: the best of data parallelism and the best on one device, where they fit and the request allows them.
+    """
+
+    best: Plan
+    simple: list[Choice]
+
+
+def _stages_alone(request: PlanRequest) -> _StagesAlone:
+    """Finds the best plans whose stages run as a whole.
 
     Raises:
         PlanError: as `plan`.
     """
     try:
-        return _Planner(request).plan()
+        return _Planner(request).plans()
     except PlanError:
         if request.optimizer_shards is not None:
             raise
-    return _Planner(dataclasses.replace(request, optimizer_shards=True)).plan()
+    return _Planner(dataclasses.replace(request, optimizer_shards=True)).plans()
 
 
 class _Found(NamedTuple):
@@ -285,7 +294,7 @@ class _Planner:
         # The one with the fewest.
         self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
 
-    def plan(self) -> Plan:
+    def plans(self) -> _StagesAlone:
         started = time.perf_counter()
         candidates = self._candidates()
         self._data_parallel()
@@ -320,7 +329,7 @@ class _Planner:
         logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
         if derived is not None:
             best = derived.choice
-        return dataclasses.replace(best.plan, report=self._report(best, derived))
+        return _StagesAlone(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
 
     # ---- candidates
 
@@ -531,9 +540,9 @@ class _Planner:
 
     def _simplest(self) -> Choice:
         """Returns the plan to choose: the best one of the simplest kind over which all others gain too little."""
-        kind = simplest(self._ranked(), self.request.least_gain)
-        close = [choice for choice in kind if choice.latency <= kind[0].latency * (1 + _TIE)]
-        return min(close, key=lambda choice: (choice.plan.micro_batches, choice.memory))
+        best = _best_of(simplest(self._ranked(), self.request.least_gain))
+        assert best is not None
+        return best
 
     def _improved(self) -> Choice | None:
         """Searches locally from the best plans: other micro-batches, cuts and devices moved between neighbours."""
@@ -598,6 +607,19 @@ class _Planner:
         choices = {id(choice): choice for choice in self.choices.values() if choice is not None}
         return sorted(choices.values(), key=lambda choice: choice.latency)
 
+    def _simple(self) -> list[Choice]:
+        """Returns the best plan of data parallelism and of one device; none if k of reverse first-k was asked for."""
+        request, simple = self.request, []
+        policies = [policy for policy in request.schedules if policy in request.straight]
+        for count in (self.cluster.num_devices, 1) if request.reverse_first_k in (0, AUTO) else ():
+            choice = _best_of([choice for choice in self._ranked() if choice.plan.replicas == (count,)])
+            if choice is not None and choice.plan.policy not in policies:
+                # The search has used one of DAPPLE's policies in place of those.
+                others = (dataclasses.replace(choice.plan, schedule=policy) for policy in policies[:1])
+                choice = next((Choice.of(tried(request.costs(plan))) for plan in others), None)
+            simple += [] if choice is None else [choice]
+        return simple
+
     def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
         ranked = self._ranked()
         replicas = best.plan.replicas if derived is None else derived.origin.replicas
@@ -612,3 +634,9 @@ class _Planner:
             one_device=None if single is None else single.latency,
             derived=derived,
         )
+
+
+def _best_of(ranked: Sequence[Choice]) -> Choice | None:
+    """Returns the fastest of plans of a kind, the fastest of which comes first; on a tie that of the fewest slices."""
+    close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
+    return min(close, key=lambda choice: (choice.plan.micro_batches, choice.memory), default=None)
