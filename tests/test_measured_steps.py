@@ -8,16 +8,38 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from profiled import mlp
 
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.execution.device_session import DeviceSession
+from dapple_tf.execution.engine import Engine
 from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.example_batch import ExampleBatch
 
 CLUSTER = dapple.Cluster.local(2, kind="cpu")
 PLAN = dapple.Plan.manual(["first", "second"], [[0, 1]] * 3, 1, 8)
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[DeviceSession]:
+    """Those that are open."""
+    left: list[DeviceSession] = []
+    opened, closed = DeviceSession.__init__, DeviceSession.close
+
+    def opening(session: DeviceSession, *rest: Any) -> None:
+        left.append(session)
+        opened(session, *rest)
+
+    def closing(session: DeviceSession) -> None:
+        left.remove(session)
+        closed(session)
+
+    monkeypatch.setattr(DeviceSession, "__init__", opening)
+    monkeypatch.setattr(DeviceSession, "close", closing)
+    return left
 
 
 def values(model: keras.Model) -> list[np.ndarray]:
@@ -54,8 +76,11 @@ def test_the_plan_that_really_is_the_fastest_is_taken(
     seconds = dict(zip(plans, (1.0, 0.98, None, 0.9), strict=True))
     asked = []
 
-    def measured(model: Any, cluster: Any, pair: Any, example: Any, **_: Any) -> tuple[float, ...]:
+    def measured(
+        model: Any, cluster: Any, pair: Any, example: Any, *, ran: set[dapple.Plan], **_: Any
+    ) -> tuple[float, ...]:
         asked.append([plan.micro_batches for plan in pair])
+        ran.add(pair[0])
         if seconds[pair[1]] is None:
             raise dapple.PlanError("device 0 has no room")
         return tuple(seconds[plan] for plan in pair)
@@ -67,6 +92,59 @@ def test_the_plan_that_really_is_the_fastest_is_taken(
     assert asked == [[1, 2], [1, 3], [1, 4]]
     assert "can't be tried: device 0 has no room" in caplog.text and caplog.text.count("is taken") == 2
     assert measured_steps.fastest_plan(model, CLUSTER, plans[:3], ExampleBatch.of(model)) is plans[0]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    "error",
+    [
+        dapple.PlanError("too little memory"),
+        dapple.CaptureError("no stage has all gradients"),
+        tf.errors.ResourceExhaustedError(None, None, "too little memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_plan_that_cannot_run_loses_and_the_devices_are_free_again(
+    error: Exception, place: int, sessions: list[DeviceSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step without memory ended `transform`; the first plan won where it couldn't run; the other's session stayed."""
+    plans = [dapple.Plan.data_parallel(2, 8), dapple.Plan.data_parallel(1, 8)]
+    run = Engine.run
+
+    def failing(engine: Engine, *rest: Any, **options: Any) -> Any:
+        if engine.plan == plans[place]:
+            raise error
+        return run(engine, *rest, **options)
+
+    monkeypatch.setattr(Engine, "run", failing)
+    model = mlp()
+    before = values(model)
+    assert measured_steps.fastest_plan(model, CLUSTER, plans, ExampleBatch.of(model)) is plans[1 - place]
+    assert not sessions
+    for own, other in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_an_error_in_a_step_that_every_plan_would_have_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise tf.errors.InvalidArgumentError(None, None, "indices[0] = 9 is not in [0, 3)")
+
+    monkeypatch.setattr(Engine, "run", failing)
+    model, plans = mlp(), [dapple.Plan.data_parallel(2, 8), dapple.Plan.data_parallel(1, 8)]
+    with pytest.raises(dapple.StepError, match=r"a train step failed: indices\[0\] = 9"):
+        measured_steps.fastest_plan(model, CLUSTER, plans, ExampleBatch.of(model))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_devices_are_free_again_if_a_plan_does_not_suit_them(
+    place: int, sessions: list[DeviceSession]
+) -> None:
+    plans = [dapple.Plan.data_parallel(2, 8), dapple.Plan.data_parallel(1, 8)]
+    plans[place] = dapple.Plan.data_parallel([2, 3], 8)
+    model = mlp()
+    with pytest.raises(dapple.PlanError, match="plan puts stage 0 on device 2"):
+        measured_steps.measure_steps(model, CLUSTER, plans, ExampleBatch.of(model))
+    assert not sessions
 
 
 def test_k_is_the_one_that_is_fastest_beside_k_0(monkeypatch: pytest.MonkeyPatch) -> None:

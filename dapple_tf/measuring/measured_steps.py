@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import statistics
@@ -14,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
+from dapple_tf.errors import CaptureError, StepError
 from dapple_tf.execution.steps_apart import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
@@ -40,6 +42,7 @@ def measure_steps(
     rounds: int = _ROUNDS,
     what: str = "measuring steps",
     operator_costs: OperatorCosts | None = None,
+    ran: set[Plan] | None = None,
 ) -> tuple[float, ...]:
     """Returns the median seconds of a training step of each plan; plans take turns, since a machine's speed drifts.
 
@@ -51,24 +54,26 @@ def measure_steps(
         rounds: number of turns of each plan, after two of warm-up.
         what: text shown with the progress.
         operator_costs: costs of single operators, for plans that place them; None estimates them.
+        ran: receives the plans that have run a step, also where another fails.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
-    trainers = [StepsApart(model, cluster, plan, operator_costs) for plan in plans]
+    trainers: list[StepsApart] = []
     batches = [example.trees(plan.global_batch_size) for plan in plans]
     seconds: list[list[float]] = [[] for _ in plans]
-    try:
-        with Progress(what, _WARM_UP + rounds) as bar:
-            for number in range(_WARM_UP + rounds):
-                for trainer, data, kept in zip(trainers, batches, seconds, strict=True):
-                    trainer.seconds(*data)  # gets its data back into the caches
-                    taken = trainer.seconds(*data)
-                    if number >= _WARM_UP:
-                        kept.append(taken)
-                bar.step("steps in turns")
-    finally:
-        for trainer in trainers:
-            trainer.close()
+    with contextlib.ExitStack() as opened, Progress(what, _WARM_UP + rounds) as bar:
+        for number in range(_WARM_UP + rounds):
+            for place, (plan, data) in enumerate(zip(plans, batches, strict=True)):
+                if not number:  # Each runs before the devices are taken for the next.
+                    trainers.append(StepsApart(model, cluster, plan, operator_costs))
+                    opened.callback(trainers[place].close)
+                trainers[place].seconds(*data)  # gets its data back into the caches
+                if ran is not None:
+                    ran.add(plan)
+                taken = trainers[place].seconds(*data)
+                if number >= _WARM_UP:
+                    seconds[place].append(taken)
+            bar.step("steps in turns")
     return tuple(statistics.median(times) for times in seconds)
 
 
@@ -83,7 +88,8 @@ def fastest_plan(
     """Returns the plan whose steps really are the fastest.
 
     Each plan takes turns with the fastest before it, so that the devices hold the values of two at a time, and must be
-    3 % faster. One that doesn't fit beside that one's values is left out.
+    3 % faster. One that can't run is left out: the first, too, if it can't alone, and others that don't fit beside the
+    fastest one's values.
 
     Args:
         model: the model, built and compiled; it keeps its values.
@@ -92,15 +98,19 @@ def fastest_plan(
         example: draws the batches.
         operator_costs: costs of single operators, for plans that place them; None estimates them.
     """
-    best = plans[0]
+    best, ran = plans[0], set[Plan]()
     for number, rival in enumerate(plans[1:], 1):
         try:
             own, other = measure_steps(
                 model, cluster, (best, rival), example,
-                what=f"trying plan {number + 1} of {len(plans)}", operator_costs=operator_costs,
+                what=f"trying plan {number + 1} of {len(plans)}", operator_costs=operator_costs, ran=ran,
             )  # fmt: skip
-        except (PlanError, tf.errors.ResourceExhaustedError) as error:
-            logger.info("%s can't be tried: %s", shape(rival), error)
+        except (PlanError, CaptureError, StepError) as error:
+            if isinstance(error, StepError) and not isinstance(error.__cause__, tf.errors.ResourceExhaustedError):
+                raise
+            alone = best not in ran
+            logger.info("%s can't be tried: %s", shape(best if alone else rival), error)
+            best = rival if alone else best
             continue
         wins = other < own * (1 - _LEAST_GAIN)
         logger.info(
