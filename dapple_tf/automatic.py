@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
+from dapple_tf.errors import reason
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.keras_private import inner_optimizer
 from dapple_tf.measuring.device_speeds import measure_speeds
@@ -37,8 +38,6 @@ EXAMPLES = ("x", "y", "sample_weight", "length")
 """The arguments of :func:`dapple_tf.profile` that describe batches."""
 PROFILE_SECONDS = 20.0
 """The default time for a profile in seconds: see `dapple_tf.profile`."""
-_MOST_OPERATOR_DEVICES = 8
-"""The most devices over which all operators are placed for a trial: searching that grows with them."""
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
@@ -87,7 +86,7 @@ def plan_model(
             if times of operators are given.
         operator_costs: times of operators to use instead of measuring.
         by_trial: whether the best plans of the kinds that are searched are tried on the devices, and the fastest one is
-            taken: see `rivals`, and with groups all operators placed on all devices, up to 8.
+            taken: see `rivals`.
         options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as
             for :func:`dapple_tf.profile`, and ``profile_seconds``, its ``budget``: 20 s by default, None to measure
             layer by layer in any case.
@@ -167,26 +166,37 @@ def _tried(
         costs: times of operators; None measures them if they are needed.
         grouped: whether groups of devices for single operators are searched, which the profile doesn't know yet.
         examples: as for :func:`dapple_tf.profile`.
+
+    Raises:
+        PlanError: nothing fits.
     """
     cluster, example = request.cluster, ExampleBatch.of(model, **examples)
-    everywhere = Plan.by_operators(cluster.num_devices, request.batch)
-    if not grouped:
-        plans = rivals(request) or [find(request)]  # which says why there is none
-        best = fastest_plan(model, cluster, plans, example, operator_costs=costs)
-        return Planned(best, request.profile, cluster, costs if best.operator_devices is not None else None)
-    if costs is None:
-        costs = profile_operators(model, cluster, everywhere, **examples)
-    profiler = _group_profiler(model, request, costs, **examples)
-    wanted = dataclasses.replace(request, profile=profiler.pieces())
-    plans = rivals(wanted, profiler.searched)
-    if cluster.num_devices <= _MOST_OPERATOR_DEVICES:
-        plans.append(everywhere)
-    plans.sort(key=lambda plan: math.inf if plan.report is None else plan.report.latency)
-    best = fastest_plan(model, cluster, plans or [find(request)], example, operator_costs=costs)
+    wanted, profiler = request, None
+    if grouped:
+        if costs is None:
+            everywhere = Plan.by_operators(cluster.num_devices, request.batch)
+            costs = _operator_costs(model, cluster, everywhere, **examples)
+        profiler = _group_profiler(model, request, costs, **examples)
+        wanted = dataclasses.replace(request, profile=profiler.pieces())
+    plans = rivals(wanted, None if profiler is None else profiler.searched) or [find(request)]  # It says why.
+    placed = next((plan for plan in plans if plan.operator_devices is not None), None)
+    if placed is not None and costs is None:
+        costs = _operator_costs(model, cluster, placed, **examples)  # to train as it was tried
+    best = fastest_plan(model, cluster, plans, example, operator_costs=costs)
     if best.operator_devices is None:
         return Planned(best, request.profile, cluster)
-    searched = None if best == everywhere else profiler.searched(wanted.profile, best) or wanted.profile
-    return Planned(best, searched or request.profile, cluster, costs)
+    if profiler is None or best.report is None:
+        return Planned(best, request.profile, cluster, costs)
+    return Planned(best, profiler.searched(wanted.profile, best) or wanted.profile, cluster, costs)
+
+
+def _operator_costs(model: keras.Model, cluster: Cluster, plan: Plan, **examples: Any) -> OperatorCosts:
+    """Returns measured times of operators; estimates only where a step to measure them has no room on the devices."""
+    try:
+        return profile_operators(model, cluster, plan, **examples)
+    except (PlanError, tf.errors.ResourceExhaustedError) as error:
+        logger.info("times of operators are estimated, as a step to measure them doesn't fit: %s", reason(error))
+        return OperatorCosts()
 
 
 def _group_profiler(

@@ -15,7 +15,7 @@ from hardware import profile_of
 
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ProfileError
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import COMBINED, Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.group_profiler import GroupProfiler, piece_ends
@@ -164,6 +164,61 @@ def test_plans_of_all_levels_are_tried_and_what_really_is_the_fastest_trains_as_
     assert_same_training(pipelined, plain, [(rng.normal(size=(BATCH, 16)), rng.normal(size=(BATCH, 2)), None)] * 3)
     assert len({device for own in pipelined.placement.values() for device in own.devices.values()}) > 1
     pipelined.close()
+
+
+def test_operators_are_measured_before_a_profile_with_groups_has_plans_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans were tried with operators placed by estimates, and then measured, so that another placement trained."""
+    model = wide()
+    profiler = profiled(model)[1]
+    devices = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), intra_bandwidth=1e9, intra_latency=1e-6)
+    measured, known = [], []
+
+    def measuring(*_: Any, **__: Any) -> dapple.OperatorCosts:
+        measured.append(profiler.costs)
+        return profiler.costs
+
+    def timed(model: Any, cluster: Any, plans: Any, example: Any, *, operator_costs: Any, **_: Any) -> list[float]:
+        known.append(operator_costs)
+        return [1.0 if plan.operator_devices is None else 0.5 for plan in plans]
+
+    monkeypatch.setattr("dapple_tf.automatic.profile_operators", measuring)
+    monkeypatch.setattr("dapple_tf.measuring.operator_profiler.profile_operators", None)
+    monkeypatch.setattr(measured_steps, "measure_steps", timed)
+    pipelined = dapple.transform(
+        model, devices, global_batch_size=BATCH, profile=profiler.pieces(), by_trial=True, schedule="gpipe"
+    )
+    assert pipelined.plan.operator_devices == (((0, 1),),) and pipelined.plan.schedule == "gpipe"
+    assert len(measured) == 1 and known and all(costs is profiler.costs for costs in known)
+    pipelined.close()
+
+
+def small_devices(kilobytes: int) -> dapple.Cluster:
+    local = dapple.Cluster.local(2, kind="cpu", memory_bytes=1000 * kilobytes)
+    return dataclasses.replace(local, intra_bandwidth=1e9, intra_latency=1e-6)
+
+
+def test_plans_are_tried_where_a_step_to_measure_operators_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended `transform`, though two stages fit."""
+    model = wide()
+    with caplog.at_level(logging.INFO, logger="dapple_tf"):
+        pipelined = dapple.transform(
+            model, small_devices(120), global_batch_size=BATCH, profile=profiled(model)[0], placement=COMBINED,
+            by_trial=True,
+        )  # fmt: skip
+    assert "times of operators are estimated, as a step to measure them doesn't fit: no placement of" in caplog.text
+    assert pipelined.plan.devices == ((0,), (1,)) and pipelined.plan.operator_devices is None
+    pipelined.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_where_nothing_fits_trials_tell_it_as_the_planner_does(known: bool) -> None:
+    model = wide()
+    costs = dapple.OperatorCosts() if known else None
+    with pytest.raises(dapple.PlanError, match="no plan fits the memory of 2 devices: the one that comes nearest"):
+        dapple.transform(
+            model, small_devices(20), global_batch_size=BATCH, profile=profiled(model)[0], placement=COMBINED,
+            operator_costs=costs, by_trial=True,
+        )  # fmt: skip
 
 
 def test_statistics_of_gradients_have_a_place_in_the_queue() -> None:

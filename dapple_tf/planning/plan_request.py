@@ -226,6 +226,12 @@ class PlanRequest:
         return [policy for policy in self.ranked if Placement.STRAIGHT in policy.planning.placements]
 
     @property
+    def for_one_stage(self) -> list[Policy]:
+        """Those that simple plans of one stage may have; none if k of reverse first-k was asked for."""
+        simple = self.reverse_first_k in (0, AUTO)
+        return [policy for policy in self.schedules if policy in self.straight] if simple else []
+
+    @property
     def out_of_order(self) -> bool:
         """Whether to derive other plans from DAPPLE's that the search finds."""
         return self.derives or not all(policy.planning.formula for policy in self.schedules)

@@ -32,7 +32,7 @@ from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import AUTO, LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
 from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
@@ -59,6 +59,8 @@ _ALIKE = 2
 """The most simulated plans with the same replicas and micro-batches; the local search varies their cuts."""
 _RIVAL = 2.0
 """Simple plans that are expected to take this many times as long as the best one aren't tried."""
+_MOST_OPERATOR_DEVICES = 8
+"""The most devices over which all operators are placed for a trial: searching that grows with them."""
 _FEW_PLANS = 300
 """The most candidates for which all are simulated, if work is left."""
 _FIRST = 3
@@ -196,8 +198,10 @@ def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
 
     Returns:
         The best plan whose stages run as a whole; with groups of devices for single operators the best one, and the
-        best of at least two stages; data parallelism and one device, unless they are expected to take twice as long.
-        Those that there are, each once, with their reports.
+        best of at least two stages, and all operators on all devices, up to 8; data parallelism and one device, unless
+        they are expected to take twice as long. Those that there are, each once, and none if nothing fits by what is
+        predicted; what is expected to be the fastest comes first, and all operators on all devices, whose time isn't
+        predicted, last.
     """
     plans: list[Plan] = []
     simple: list[Choice] = []
@@ -209,9 +213,20 @@ def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
         for least_stages in (1, 2):
             best = with_groups(request, None, exact, least_stages)
             plans += [] if best is None else [_reported(request, best, plain)]
+        plans += _all_operators(request) if plans else []
     limit = _RIVAL * min((plan.report.latency for plan in plans if plan.report is not None), default=math.inf)
     plans += [_reported(request, choice, plain) for choice in simple if choice.latency <= limit]
+    plans.sort(key=lambda plan: math.inf if plan.report is None else plan.report.latency)
     return list(dict.fromkeys(plans))
+
+
+def _all_operators(request: PlanRequest) -> list[Plan]:
+    """Returns the plan that places all operators on all devices, if there aren't too many and the request allows it."""
+    count, policies = request.cluster.num_devices, request.for_one_stage
+    if count > _MOST_OPERATOR_DEVICES or not policies or 1 not in request.micro_batches or "none" not in request.modes:
+        return []
+    plan = Plan.by_operators(count, request.batch, jit_compile=request.jit_compile)
+    return [plan if plan.policy in policies else dataclasses.replace(plan, schedule=policies[0])]
 
 
 def _reported(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
@@ -608,15 +623,15 @@ class _Planner:
         return sorted(choices.values(), key=lambda choice: choice.latency)
 
     def _simple(self) -> list[Choice]:
-        """Returns the best plan of data parallelism and of one device; none if k of reverse first-k was asked for."""
+        """Returns the best plan of data parallelism and of one device, as far as the request allows them."""
         request, simple = self.request, []
-        policies = [policy for policy in request.schedules if policy in request.straight]
-        for count in (self.cluster.num_devices, 1) if request.reverse_first_k in (0, AUTO) else ():
+        policies = request.for_one_stage
+        for count in (self.cluster.num_devices, 1) if policies else ():
             choice = _best_of([choice for choice in self._ranked() if choice.plan.replicas == (count,)])
             if choice is not None and choice.plan.policy not in policies:
                 # The search has used one of DAPPLE's policies in place of those.
-                others = (dataclasses.replace(choice.plan, schedule=policy) for policy in policies[:1])
-                choice = next((Choice.of(tried(request.costs(plan))) for plan in others), None)
+                plan = dataclasses.replace(choice.plan, schedule=policies[0])
+                choice = Choice.of(tried(request.costs(plan)))
             simple += [] if choice is None else [choice]
         return simple
 
