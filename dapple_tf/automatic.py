@@ -103,6 +103,8 @@ def plan_model(
     # Reports mistakes before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
+    if by_trial or operator_groups or operator_costs is not None:
+        examples = with_length(model, **examples)  # which several measurements need, and which it warns of
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
     request = _to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer)
     if operator_groups is False:

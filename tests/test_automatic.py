@@ -90,6 +90,21 @@ def test_plans_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatc
     assert pipelined.prediction is not None
 
 
+def test_a_length_that_is_chosen_for_measuring_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trials chose it anew, and warned of it again."""
+    inputs = keras.Input((None,), dtype="int32")
+    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(9, 4)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(2)(pooled))
+    model.compile("sgd", "mse")
+    monkeypatch.setattr(measured_steps, "measure_steps", lambda model, cluster, plans, *_, **__: [1.0] * len(plans))
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    pipelined = dapple.transform(model, cluster, global_batch_size=8, by_trial=True, profile_seconds=1e-6)
+    assert caplog.text.count("leaves lengths open; its profile takes them for") == 1
+    pipelined.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_given_plan_with_a_profile_is_predicted() -> None:
