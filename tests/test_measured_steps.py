@@ -136,9 +136,7 @@ def test_an_error_in_a_step_that_every_plan_would_have_is_raised(monkeypatch: py
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_devices_are_free_again_if_a_plan_does_not_suit_them(
-    place: int, sessions: list[DeviceSession]
-) -> None:
+def test_the_devices_are_free_again_if_a_plan_does_not_suit_them(place: int, sessions: list[DeviceSession]) -> None:
     plans = [dapple.Plan.data_parallel(2, 8), dapple.Plan.data_parallel(1, 8)]
     plans[place] = dapple.Plan.data_parallel([2, 3], 8)
     model = mlp()
