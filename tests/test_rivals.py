@@ -124,13 +124,23 @@ def test_a_group_of_all_devices_is_a_rival_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"micro_batches": 2}, {"recompute": "boundary"}, {"schedule": "gpipe"}, {"jit_compile": True}], ids=str
+    "asked",
+    [
+        {"micro_batches": 2},
+        {"recompute": "boundary"},
+        {"schedule": "gpipe"},
+        {"schedule": "zb_h1"},
+        {"schedule": "zb_v"},
+        {"reverse_first_k": 1},
+        {"jit_compile": True},
+    ],
+    ids=str,
 )
 def test_plans_that_place_operators_have_what_was_asked_for(asked: dict[str, Any]) -> None:
-    """All operators on all devices were tried in one micro-batch, without recomputation and without XLA."""
-    plans = rivals(PlanRequest.of(profile_with_groups(1.9), server(4), 4, **asked))
+    """Groups were under DAPPLE's policies; all operators in one micro-batch, without recomputation and without XLA."""
+    request = PlanRequest.of(profile_with_groups(1.9), server(4), 4, **asked)
     for name, value in asked.items():
-        assert {getattr(plan, name) for plan in plans} == {value}
+        assert {getattr(plan, name) for plan in (find(request), *rivals(request))} == {value}
 
 
 def test_where_nothing_fits_there_are_no_rivals() -> None:

@@ -110,7 +110,8 @@ class _GroupSearch:
                 for schedule in self._schedules:
                     for plan in self._legal(choice.plan, [{"schedule": schedule}]):
                         self._simulate(plan)
-        ranked = self._ranked()
+        # The search has used one of DAPPLE's policies in place of others.
+        ranked = [choice for choice in self._ranked() if choice.plan.policy in self.request.schedules]
         if not ranked:
             return None
         best = ranked[0]

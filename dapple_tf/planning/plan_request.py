@@ -227,7 +227,7 @@ class PlanRequest:
 
     @property
     def for_one_stage(self) -> list[Policy]:
-        """Those that simple plans of one stage may have; none if k of reverse first-k was asked for."""
+        """Those for plans of one stage, or of stages whose operators are placed; none if a k was asked for."""
         simple = self.reverse_first_k in (0, AUTO)
         return [policy for policy in self.schedules if policy in self.straight] if simple else []
 
@@ -288,6 +288,8 @@ class PlanRequest:
         """Why stages can't place their operators on groups of devices, whatever the profile says; empty if they can."""
         if not self.allows("operator_groups"):
             return "they aren't among the plan's features"
+        if not self.for_one_stage:
+            return "they are for one stage on each device, without reverse_first_k"
         if self.optimizer_shards:
             return "replicas keep shards of the optimizer's slots"
         if self.row_shards:
