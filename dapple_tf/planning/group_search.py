@@ -45,16 +45,34 @@ _ROUNDS = 4
 Exact = Callable[[Profile, Plan], Profile | None]
 """Returns a profile with the ranges of a plan's placed stages searched as a whole; None if it has them already."""
 Groups = tuple[tuple[int, ...], ...]
+Kind = Callable[[Plan], bool]
+"""Returns whether a plan is of a kind."""
 
 
-def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None, least_stages: int = 1) -> Choice | None:
+def _any(plan: Plan) -> bool:
+    return True
+
+
+def several_stages(plan: Plan) -> bool:
+    """Returns whether a plan has at least two stages."""
+    return plan.num_stages > 1
+
+
+def several_on_groups(plan: Plan) -> bool:
+    """Returns whether a plan has at least two stages, all of them on groups of devices."""
+    return plan.num_stages > 1 and len(plan.spread_stages) == plan.num_stages
+
+
+def with_groups(
+    request: PlanRequest, alone: float | None, exact: Exact | None, suits: Kind | None = None
+) -> Choice | None:
     """Returns the best plan with groups of devices if it gains enough over stages alone, or if these don't fit.
 
     Args:
         request: the request, which allows groups.
         alone: simulated seconds of the best plan without groups; None if nothing fits, or whatever it is.
         exact: searches the ranges of a plan as a whole; None takes what is composed of pieces for granted.
-        least_stages: the fewest stages of the plan.
+        suits: which plans with groups are meant; None for all.
 
     Returns:
         None if no such plan gains enough.
@@ -64,7 +82,7 @@ def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None, 
     best: Choice | None = None
     settled: list[Choice] = []  # plans whose ranges have been searched as a whole
     for _ in range(_ROUNDS):
-        best = _GroupSearch(request, limit, least_stages).best()
+        best = _GroupSearch(request, limit, suits or _any).best()
         known = None if best is None or exact is None else exact(request.profile, best.plan)
         if known is None:
             break
@@ -88,9 +106,9 @@ def with_groups(request: PlanRequest, alone: float | None, exact: Exact | None, 
 class _GroupSearch:
     """One search with what is known of ranges of layers."""
 
-    def __init__(self, request: PlanRequest, limit: float, least_stages: int) -> None:
-        """Starts a search for plans of at least so many stages that take less than ``limit`` seconds."""
-        self.request, self.limit, self.least_stages = request, limit, least_stages
+    def __init__(self, request: PlanRequest, limit: float, suits: Kind) -> None:
+        """Starts a search for plans that suit and take less than ``limit`` seconds."""
+        self.request, self.limit, self.suits = request, limit, suits
         self.cluster, self.profile = request.cluster, request.profile
         self.choices: dict[Plan, Choice | None] = {}
         self.fastest = math.inf
@@ -143,9 +161,8 @@ class _GroupSearch:
             for count in request.micro_batches:
                 self._bar.step(f"{mode}, {count} micro-batches")
                 for item in search.run(count, request.batch, bound=self.limit):
-                    suits = item.groups and len(item.steps) >= self.least_stages
-                    plan = self._plan(placements, item, count, mode) if suits else None
-                    if plan is not None:
+                    plan = self._plan(placements, item, count, mode) if item.groups else None
+                    if plan is not None and self.suits(plan):
                         estimated.append((item.latency, plan))
             if request.recompute is None and not search.memory_bound:
                 break
@@ -185,7 +202,7 @@ class _GroupSearch:
                 other = dataclasses.replace(plan, **change)
             except PlanError:
                 continue  # Moves needn't know all that makes a plan legal.
-            if other.spread_stages and other.num_stages >= self.least_stages:
+            if other.spread_stages and self.suits(other):
                 yield other
 
     def _regrouped(self, plan: Plan) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
-from dapple_tf.planning.group_search import Exact, with_groups
+from dapple_tf.planning.group_search import Exact, several_on_groups, several_stages, with_groups
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -197,11 +197,11 @@ def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
         exact: as for `find`.
 
     Returns:
-        The best plan whose stages run as a whole; with groups of devices for single operators the best one, and the
-        best of at least two stages, and all operators on all devices, up to 8; data parallelism and one device, unless
-        they are expected to take twice as long. Those that there are, each once, and none if nothing fits by what is
-        predicted; what is expected to be the fastest comes first, and all operators on all devices, whose time isn't
-        predicted, last.
+        The best plan whose stages run as a whole; with groups of devices for single operators the best one, that of at
+        least two stages, that of at least two which are all on groups, and all operators on all devices, up to 8; data
+        parallelism and one device, unless they are expected to take twice as long. Those that there are, each once, and
+        none if nothing fits by what is predicted; what is expected to be the fastest comes first, and all operators on
+        all devices, whose time isn't predicted, last.
     """
     plans: list[Plan] = []
     simple: list[Choice] = []
@@ -210,8 +210,8 @@ def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
         plain, simple = _stages_alone(request)
         plans.append(plain)
     if request.places_operators:
-        for least_stages in (1, 2):
-            best = with_groups(request, None, exact, least_stages)
+        for suits in (None, several_stages, several_on_groups):
+            best = with_groups(request, None, exact, suits)
             plans += [] if best is None else [_reported(request, best, plain)]
         plans += _all_operators(request) if plans else []
     limit = _RIVAL * min((plan.report.latency for plan in plans if plan.report is not None), default=math.inf)

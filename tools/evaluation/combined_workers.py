@@ -17,7 +17,7 @@ operators:
 * operators_on_a_host: FD-DPS' placement of all operators on the devices of one host;
 * operators: FD-DPS' placement on all devices, or on those of a host if that is faster by its own simulation;
 * combined: what the planner finds with groups of devices, too;
-* groups: the best plan of at least two stages of which one has a group, if the planner has found something else.
+* groups: the best plan of at least two stages that are all on groups, if the planner has found something else.
 
 What `transform(by_trial=True)` would take is found, too, by trials of its own. The ways take turns. All train from the
 same values by the same batch, and their losses are compared after each step.
@@ -42,7 +42,7 @@ from dapple_tf.clusters.connection import connected
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.measuring.group_profiler import GroupProfiler
 from dapple_tf.measuring.links import measure_links
-from dapple_tf.planning.group_search import with_groups
+from dapple_tf.planning.group_search import several_on_groups, with_groups
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find
@@ -185,8 +185,8 @@ def ways_of(
     combined = find(request, groups.searched)
     assert combined.report is not None
     ways["combined"] = combined, combined.report.latency
-    if not (combined.spread_stages and combined.num_stages > 1):
-        several = with_groups(request, None, groups.searched, least_stages=2)
+    if not several_on_groups(combined):
+        several = with_groups(request, None, groups.searched, several_on_groups)
         if several is not None:
             ways["groups"] = several.plan, several.latency
     return ways

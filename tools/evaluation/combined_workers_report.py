@@ -40,7 +40,7 @@ measured just before, layers as the sum of their operators, and train in turns f
 *data_parallel* is the fastest number of replicas by simulation, *stages* what `dapple.plan` finds without placed
 operators, *operators* FD-DPS' placement on all devices (or those of a host, if that is faster by its own simulation),
 *operators_on_a_host* that on one host's, *combined* what the planner finds with groups of devices, too, and *groups*,
-where it finds something else, the best plan of at least two stages with a group. Milliseconds, medians with quartiles;
+where it finds something else, the best plan of at least two stages that are all on groups. Milliseconds, medians with quartiles;
 "error" is predicted over measured, less 1; "this / best" is a step over that of the fastest way of a single level in
 the same round. A device's quota also pays for what it sends and receives, which predictions take to be free, and
 whoever has used it up answers no message until the next period of 10 ms.
