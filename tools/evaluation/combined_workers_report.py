@@ -40,10 +40,10 @@ measured just before, layers as the sum of their operators, and train in turns f
 *data_parallel* is the fastest number of replicas by simulation, *stages* what `dapple.plan` finds without placed
 operators, *operators* FD-DPS' placement on all devices (or those of a host, if that is faster by its own simulation),
 *operators_on_a_host* that on one host's, *combined* what the planner finds with groups of devices, too, and *groups*,
-where it finds something else, the best plan of at least two stages that are all on groups. Milliseconds, medians with quartiles;
-"error" is predicted over measured, less 1; "this / best" is a step over that of the fastest way of a single level in
-the same round. A device's quota also pays for what it sends and receives, which predictions take to be free, and
-whoever has used it up answers no message until the next period of 10 ms.
+where it finds something else, the best plan of at least two stages that are all on groups. Milliseconds, medians
+with quartiles; "error" is predicted over measured, less 1; "this / best" is a step over that of the fastest way of a
+single level in the same round. A device's quota also pays for what it sends and receives, which predictions take to be
+free, and whoever has used it up answers no message until the next period of 10 ms.
 
 What follows for the case of 50 Mbit/s was read once, by hand, from TensorFlow's traces of single steps of another run,
 which isn't in the file. FD-DPS' placement on one host splits operators, so that 25 tensors of 2.6 MB go from one device
@@ -55,10 +55,12 @@ they wait for is the link between the hosts, on which the results of two micro-b
 were predicted for one alone. The planner takes sending to be free for devices, which favours whatever sends much, and
 chose one host.
 
-Earlier runs of the same case: 1.070 (1.049 to 1.137) times as fast as the best way of a single level at a818a67, before
-a range with the loss let its backward wait for its forward when operators are placed, too (decision 0046). On a machine
-that others used for 1.5 of its 2 cores, and without precedence for the devices' quotas, 1.109 (1.071 to 1.131) and
-0.948 (0.934 to 0.989), which don't agree.
+Earlier runs of the same case: two stages on groups were 1.087 (1.044 to 1.096) times as fast as the best way of a
+single level at b0285ea, and 1.070 (1.049 to 1.137) at a818a67, before a range with the loss let its backward wait for
+its forward when operators are placed, too (decision 0046). On a machine that others used for 1.5 of its 2 cores, and
+without precedence for the devices' quotas, 1.109 (1.071 to 1.131) and 0.948 (0.934 to 0.989), which don't agree. At
+7dffdb0 the best plan of several stages had one stage on a group and one without (1 x 2:2, 1 micro-batch): 0.942 (0.885
+to 1.023) times as fast, and by trial it chose operators on one host; stages that are all on groups are tried since.
 """
 
 
