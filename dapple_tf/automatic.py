@@ -197,7 +197,7 @@ def _operator_costs(model: keras.Model, cluster: Cluster, plan: Plan, **examples
     try:
         return profile_operators(model, cluster, plan, **examples)
     except (PlanError, tf.errors.ResourceExhaustedError) as error:
-        logger.info("times of operators are estimated, as a step to measure them doesn't fit: %s", reason(error))
+        logger.warning("times of operators are estimated, as a step to measure them doesn't fit: %s", reason(error))
         return OperatorCosts()
 
 

@@ -39,7 +39,7 @@ from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.metrics import in_order
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
-from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods

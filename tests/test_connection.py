@@ -23,10 +23,11 @@ from workers import PATIENCE, children, client, expect, status, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters import remote_session
-from dapple_tf.clusters.connection import Connection, acquire, connected, open_session, release
+from dapple_tf.clusters import remote_session, shared_connections
+from dapple_tf.clusters.connection import Connection
 from dapple_tf.clusters.remote_session import Call, RemoteSession
 from dapple_tf.clusters.session import collective_keys
+from dapple_tf.clusters.shared_connections import acquire, connected, open_session, release
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError
@@ -45,7 +46,7 @@ def cluster(workers: LocalWorkers) -> Iterator[dapple.Cluster]:
     addresses = workers.addresses[:2]
     wait_until(lambda: all(reachable(addresses, PATIENCE)))
     yield dapple.Cluster.of_servers(addresses)
-    assert not connection_module._connections
+    assert not shared_connections._connections
 
 
 @contextlib.contextmanager
@@ -295,7 +296,7 @@ def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> No
 IS_REFUSED = """
 import sys
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.network.inquiry import reachable
 
 cluster = dapple.Cluster.of_servers(sys.argv[1:])
@@ -436,7 +437,7 @@ FORKS = """
 import gc, os, sys
 import tensorflow as tf
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import acquire, open_session
+from dapple_tf.clusters.shared_connections import acquire, open_session
 
 cluster = dapple.Cluster.of_servers(sys.argv[1:])
 policy = dapple.FaultPolicy(notice_seconds=5.0)
@@ -643,7 +644,7 @@ LEAVES = """
 import sys, threading
 import tensorflow as tf
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import acquire, open_session
+from dapple_tf.clusters.shared_connections import acquire, open_session
 
 how, *addresses = sys.argv[1:]
 cluster = dapple.Cluster.of_servers(addresses)

@@ -16,8 +16,8 @@ from workers import PATIENCE, children, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import ends
-from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.ends import End, memory_kills
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan_report import StageReport
 from dapple_tf.errors import WorkerLostError

@@ -17,7 +17,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.group_search import LEAST_GROUP_GAIN
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.planner import find, plan, rivals
+from dapple_tf.planning.planner import find, plan
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate
 from graph_passes.ir.tasks import Phase, Task
@@ -243,26 +243,3 @@ def test_options_that_placed_operators_lack_leave_groups_out(options: dict[str, 
     cluster = cluster_of(4, memory=10**12)
     assert plan(profile, cluster, 4).spread_stages
     assert not plan(profile, cluster, 4, **options).spread_stages
-
-
-def test_rivals_are_the_best_plans_of_each_kind() -> None:
-    """Where a group of all devices is the best by far, no other plan was within reach of a trial."""
-    cluster = cluster_of(2, 2)
-    request = PlanRequest.of(profile_with([3.0] * 4, parameters=10**8, size=10.0), cluster, 8)
-    plans = rivals(request)
-    best = find(request)
-    assert best in plans and len(set(plans)) == len(plans)
-    assert any(chosen.operator_devices is None for chosen in plans)
-    several = [chosen for chosen in plans if chosen.spread_stages and chosen.num_stages > 1]
-    assert several and all(chosen.report is not None for chosen in (best, *several))
-    whole = dataclasses.replace(request, features=request.features - {"operator_groups"})
-    assert all(chosen.operator_devices is None for chosen in rivals(whole))
-
-
-def test_simple_plans_are_rivals_unless_they_would_take_twice_as_long() -> None:
-    cluster = cluster_of(4, inside=1e12)
-    light = rivals(PlanRequest.of(profile_of(4, parameters=100), cluster, 8))
-    assert any(chosen.replicas == (4,) for chosen in light)
-    assert not any(chosen.replicas == (1,) for chosen in light), "one device takes four times as long"
-    heavy = rivals(PlanRequest.of(profile_of(4, parameters=10**9), cluster_of(1, 1, 1, 1), 8))
-    assert not any(chosen.replicas == (4,) for chosen in heavy)

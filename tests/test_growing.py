@@ -12,7 +12,7 @@ import pytest
 from hardware import cluster_of
 
 import dapple_tf as dapple
-from dapple_tf.clusters import connection
+from dapple_tf.clusters import shared_connections
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.execution import growing
 from dapple_tf.execution.growing import Growing
@@ -128,7 +128,7 @@ def test_workers_of_other_models_in_this_process(
     there: set[str], monkeypatch: pytest.MonkeyPatch, held: int, users: int, lost: bool, grows: bool
 ) -> None:
     other = types.SimpleNamespace(users=users, lost=RuntimeError() if lost else None)
-    monkeypatch.setattr(connection, "_connections", {deployment(held).cluster.addresses: other})
+    monkeypatch.setattr(shared_connections, "_connections", {deployment(held).cluster.addresses: other})
     own = Growing(10.0)
     own.left(deployment(3))
     there.add("10.0.0.3:1")

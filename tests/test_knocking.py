@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from workers import PATIENCE
 
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.network import knocking
 from dapple_tf.network.knocking import unreachable

@@ -24,7 +24,7 @@ from workers import PATIENCE, children, mend, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters import remote_session
+from dapple_tf.clusters import remote_session, shared_connections
 from dapple_tf.execution import recovery
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.network.inquiry import reachable
@@ -48,7 +48,7 @@ def _free_workers(workers: LocalWorkers) -> Iterator[None]:
     """Nobody uses the workers before a test, nor after it."""
     wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
     yield
-    assert not connection_module._connections
+    assert not shared_connections._connections
 
 
 def build(optimizer: keras.Optimizer | None = None) -> keras.Model:
@@ -445,7 +445,7 @@ def test_collected_with_its_model_it_asks_nothing_of_its_session(
     train(holder.pipelined, range(1))
     del holder
     gc.collect()
-    wait_until(lambda: not connection_module._connections)
+    wait_until(lambda: not shared_connections._connections)
     assert "Exception ignored" not in capfd.readouterr().err
 
 
@@ -557,7 +557,7 @@ def test_closing_frees_workers_also_when_one_is_lost(workers: LocalWorkers, acti
         time.sleep(0.01)
     with pytest.raises(dapple.WorkerLostError, match=r"worker 1 .* keeps the values of its last sync"):
         pipelined.close()
-    assert not connection_module._connections
+    assert not shared_connections._connections
     pipelined.close()
     mend(workers)
     train(pipelined, range(2))

@@ -12,6 +12,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.group_costs import GroupCosts, PlacedRange
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
+from dapple_tf.planning.group_search import several_on_groups
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find, rivals
 
@@ -67,6 +68,14 @@ def test_without_k_of_reverse_first_k_there_are_no_rivals_of_plans_with_it() -> 
     assert plans and all(plan.reverse_first_k == 1 for plan in plans)
 
 
+def test_simple_plans_that_would_take_twice_as_long_are_no_rivals() -> None:
+    alike = rivals_of(cluster_of(4, intra_bandwidth=1e12), parameters=100)
+    assert any(plan.replicas == (4,) for plan in alike)
+    assert not any(plan.replicas == (1,) for plan in alike), "one device takes four times as long"
+    slow = rivals_of(cluster_of(1, 1, 1, 1, intra_bandwidth=1e9, inter_bandwidth=1e9), parameters=10**9)
+    assert not any(plan.replicas == (4,) for plan in slow)
+
+
 def test_one_device_is_the_fastest() -> None:
     """It was the first, however slow: three times as slow as both, so that it wasn't tried."""
     plans = rivals_of(cluster_of(2, speeds=[0.25, 1.0], intra_bandwidth=1e10), parameters=1000)
@@ -109,7 +118,7 @@ def test_groups_of_devices_and_all_operators_are_rivals_if_groups_are_known() ->
     plans = rivals(request)
     assert len(plans) == len(set(plans))
     assert any(plan.operator_devices is None for plan in plans)
-    assert any(plan.spread_stages and plan.num_stages > 1 for plan in plans)
+    assert any(several_on_groups(plan) for plan in plans)
     latencies = [plan.report.latency for plan in plans[:-1] if plan.report is not None]
     assert latencies == sorted(latencies) and len(latencies) == len(plans) - 1
     assert plans[0].spread_stages

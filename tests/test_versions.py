@@ -15,7 +15,7 @@ import tensorflow as tf
 from workers import client, expect
 
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.network.versions import are_versions, own_versions, version_difference
 from dapple_tf.tools.hosts import free_ports
 

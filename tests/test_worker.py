@@ -35,10 +35,10 @@ from workers import (
 
 import dapple_tf as dapple
 from dapple_tf import worker as worker_module
-from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.machine_report import MachineReport, report
 from dapple_tf.clusters.serving import Lease, Machine
 from dapple_tf.clusters.session import session_config
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.network.control import Channel, ControlError, split_address
@@ -385,7 +385,7 @@ IN_MID_STEP = """
 import sys
 import tensorflow as tf
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.shared_connections import connected, open_session
 
 cluster = dapple.Cluster.of_servers(sys.argv[1:])
 with tf.Graph().as_default() as graph:

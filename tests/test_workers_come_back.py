@@ -20,6 +20,7 @@ from workers import PATIENCE, wait_until, wish
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
+from dapple_tf.clusters import shared_connections
 from dapple_tf.clusters.returning import Returning
 from dapple_tf.execution import growing
 from dapple_tf.network.control import Channel
@@ -46,7 +47,7 @@ def _free_workers(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(growing, "Returning", lambda seconds, pause: Returning(seconds, 0.0))
     wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
     yield
-    assert not connection_module._connections
+    assert not shared_connections._connections
 
 
 def build() -> keras.Model:

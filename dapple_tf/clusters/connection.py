@@ -9,25 +9,22 @@ the devices that need them, and no worker is more important than another.
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 
-from dapple_tf.clusters.client_server import any_started, client_server, close_tunnels, forget
+from dapple_tf.clusters.client_server import client_server
 from dapple_tf.clusters.clocks import ClockSample
 from dapple_tf.clusters.loan import Loan
 from dapple_tf.clusters.open_ports import check_ports
-from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_all_calls, wait_for_former_calls
+from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
-from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.faults import FaultPolicy
@@ -38,7 +35,6 @@ from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_EXIT_SECONDS = 3.0
 _START_SECONDS = 1.0
 _LOADING_SECONDS = 30.0
 """The least seconds for a worker's process to load TensorFlow's library and start a server, on a busy machine, too."""
@@ -52,6 +48,8 @@ _END_SECONDS = 1.0
 """Maximum seconds for asking how a worker's process has ended."""
 _TIME = 0.3
 """Share of `notice_seconds` for telling the time."""
+_ports: dict[str, int] = {}
+"""Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
 
 
 class Connection:
@@ -63,6 +61,7 @@ class Connection:
         notice_seconds: a worker that is silent for this long is lost.
         step_seconds: a run that takes longer counts as hung.
         lost: the worker that was lost first; None while all are there.
+        users: how many share it, which `shared_connections` counts.
     """
 
     def __init__(self, cluster: Cluster, faults: FaultPolicy) -> None:
@@ -76,7 +75,7 @@ class Connection:
             ClusterError: a worker isn't there, is used by another process, has fewer devices than the cluster or
                 others, its server doesn't start, or can't be reached from another one's machine.
         """
-        self.addresses, self._known = cluster.located(), cluster.addresses
+        self.addresses = cluster.located()
         self._kinds = [
             collections.Counter(kind_and_number(cluster.devices[device].name)[0] for device in own)
             for own in map(cluster.devices_of_worker, range(len(self.addresses)))
@@ -352,8 +351,6 @@ class Connection:
     def close(self) -> None:
         """Gives the devices back, which ends the workers' servers."""
         self._closed = True
-        if _connections.get(self._known) is self:  # not a newer one, opened because this one was lost
-            del _connections[self._known]
         for lease in self._leases:
             lease.channel.interrupt()  # wakes its watcher, which closes it
         with self._changed:
@@ -364,139 +361,3 @@ def _counted(kinds: Mapping[str, int]) -> str:
     """Returns "1 CPU and 2 GPU devices", say."""
     text = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     return f"{text} device{'s' * (sum(kinds.values()) > 1)}"
-
-
-# ---- the connections of this process
-
-_lock = threading.RLock()
-_connections: dict[tuple[str, ...], Connection] = {}
-_ports: dict[str, int] = {}
-"""Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
-_forked = False
-"""Whether this process was forked from one with a TensorFlow server."""
-
-
-def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
-    """Returns the connection to a cluster's workers, opened if necessary; `release` gives it back.
-
-    An already open connection keeps its own `FaultPolicy`.
-
-    Raises:
-        ClusterError: see `Connection`; or this process has some of the workers in another cluster's connection, or
-            can't use TensorFlow's servers.
-    """
-    if _forked:
-        raise ClusterError(
-            "this process was forked from one that uses workers, and lacks the threads of TensorFlow's server there: "
-            'start it anew instead, by multiprocessing.get_context("spawn"), say'
-        )
-    with _lock:
-        connection = _connections.get(cluster.addresses)
-        if connection is None or connection.lost is not None:
-            for addresses in _connections:
-                shared = set(addresses) & set(cluster.addresses)
-                if shared and addresses != cluster.addresses:
-                    raise ClusterError(
-                        f"worker {min(shared)} is in use by this process already, in another cluster of "
-                        f"{len(addresses)} workers: close() that model first"
-                    )
-            if connection is not None:
-                connection.close()
-            connection = _connections[cluster.addresses] = Connection(cluster, faults)
-        connection.users += 1
-        return connection
-
-
-def release(connection: Connection) -> None:
-    """Gives a connection back; once nobody uses it, others can have the workers."""
-    with _lock:
-        connection.users -= 1
-        if connection.users <= 0:
-            connection.close()
-
-
-def others_use(wanted: Cluster, own: Cluster) -> bool:
-    """Whether somebody else in this process has workers of ``wanted``, of which the caller has those of ``own``."""
-
-    def prevents(addresses: tuple[str, ...], connection: Connection) -> bool:
-        if addresses == own.addresses:
-            return connection.users > 1
-        return addresses != wanted.addresses or connection.lost is None
-
-    with _lock:
-        return any(
-            prevents(addresses, connection)
-            for addresses, connection in _connections.items()
-            if set(addresses) & set(wanted.addresses)
-        )
-
-
-def give_back(cluster: Cluster) -> None:
-    """Gives the workers of a cluster back, whoever in this process was about to use them."""
-    with _lock:
-        if (connection := _connections.get(cluster.addresses)) is not None:
-            connection.close()
-
-
-@contextlib.contextmanager
-def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[Connection | None]:
-    """Keeps a cluster's workers for this process within the ``with`` block; does nothing for local devices.
-
-    Yields:
-        The connection to the workers; None for local devices.
-
-    Raises:
-        ClusterError: see `acquire`.
-    """
-    if not cluster.addresses:
-        yield None
-        return
-    connection = acquire(cluster, faults or FaultPolicy())
-    try:
-        yield connection
-    finally:
-        release(connection)
-
-
-def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | None = None) -> Any:
-    """Returns a session on a cluster's devices: TensorFlow's own, or one that watches the workers.
-
-    Workers must stay `connected` while it is used: once they are given back, each run raises a `WorkerLostError`.
-
-    Args:
-        cluster: the cluster to run on.
-        graph: the graph to run.
-        connection: connection to the workers; None is the one that this process holds.
-
-    Raises:
-        WorkerLostError: the connection has lost a worker.
-    """
-    config = session_config(cluster)
-    if not cluster.addresses:
-        return tf.compat.v1.Session(graph=graph, config=config)
-    connection = connection or _connections[cluster.addresses]
-    if connection.lost is not None:
-        raise connection.lost.anew()
-    return RemoteSession(connection, graph, config)
-
-
-def _leave_all() -> None:
-    """Leaves all workers to the process that this one was forked from, whatever ends first."""
-    global _lock, _forked
-    _lock = threading.RLock()
-    _forked = _forked or any_started()
-    for connection in _connections.values():
-        connection.disown()
-    _connections.clear()
-    forget()
-
-
-os.register_at_fork(after_in_child=_leave_all)
-
-
-@atexit.register
-def _give_all_back() -> None:
-    for connection in list(_connections.values()):
-        connection.close()
-    wait_for_all_calls(_EXIT_SECONDS)
-    close_tunnels()

@@ -21,7 +21,7 @@ from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import kept_metrics

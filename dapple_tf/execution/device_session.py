@@ -11,9 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.clusters.clocks import Offset, estimate
-from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import PreparedRun, add_to_graph
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError

@@ -28,7 +28,7 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import CapturedProgram, on_host
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.on_workers import Address, address_of, read_by
-from dapple_tf.frontend.optimizer import check_clipping, check_shards, needs_all_gradients
+from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards, needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tracing.step_nodes import replaced_bytes

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Mapping
 
-from dapple_tf.clusters.connection import others_use
 from dapple_tf.clusters.returning import Returning
+from dapple_tf.clusters.shared_connections import others_use
 from dapple_tf.planning.replanning import Deployment, Growth, Replanner
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration
 from dapple_tf.checkpoints.saver import Saver
-from dapple_tf.clusters.connection import give_back
+from dapple_tf.clusters.shared_connections import give_back
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
@@ -34,7 +34,7 @@ from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
-from dapple_tf.frontend.optimizer import needs_all_gradients
+from dapple_tf.frontend.optimizer_checks import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.keras_private import compute_loss, tensorflow_variable

@@ -13,7 +13,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.frontend.batch import Batches
 from dapple_tf.frontend.capture import check_model
-from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.operators.op_costs import OperatorCosts
 
 

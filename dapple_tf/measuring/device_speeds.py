@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.capture import Mode, build, capture, check_model

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.session import collective_keys
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster, ClusterError, Link, ReductionLinks, Server
 from graph_passes.ir.collectives import all_reduce
 from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, STAGE_ATTR, Builder, Ref

@@ -17,7 +17,7 @@ from dapple_tf.execution.builds import StepKind
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.metrics import RunningMetrics
-from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measure_operators import add_step_stats

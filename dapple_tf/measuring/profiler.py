@@ -22,7 +22,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
 from dapple_tf.describe.profile import METHODS, Profile
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.flat_step import flat_step

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.session import add_to_graph
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.timed_step import LAST, ItemKey, TimedStep

@@ -49,7 +49,8 @@ Kind = Callable[[Plan], bool]
 """Returns whether a plan is of a kind."""
 
 
-def _any(plan: Plan) -> bool:
+def any_plan(plan: Plan) -> bool:
+    """Returns True."""
     return True
 
 
@@ -64,15 +65,15 @@ def several_on_groups(plan: Plan) -> bool:
 
 
 def with_groups(
-    request: PlanRequest, alone: float | None, exact: Exact | None, suits: Kind | None = None
+    request: PlanRequest, alone: float | None, exact: Exact | None, suits: Kind = any_plan
 ) -> Choice | None:
     """Returns the best plan with groups of devices if it gains enough over stages alone, or if these don't fit.
 
     Args:
         request: the request, which allows groups.
-        alone: simulated seconds of the best plan without groups; None if nothing fits, or whatever it is.
+        alone: simulated seconds of the best plan without groups; None if nothing fits, or if nothing is to be gained.
         exact: searches the ranges of a plan as a whole; None takes what is composed of pieces for granted.
-        suits: which plans with groups are meant; None for all.
+        suits: which plans with groups are meant.
 
     Returns:
         None if no such plan gains enough.
@@ -82,7 +83,7 @@ def with_groups(
     best: Choice | None = None
     settled: list[Choice] = []  # plans whose ranges have been searched as a whole
     for _ in range(_ROUNDS):
-        best = _GroupSearch(request, limit, suits or _any).best()
+        best = _GroupSearch(request, limit, suits).best()
         known = None if best is None or exact is None else exact(request.profile, best.plan)
         if known is None:
             break

@@ -26,7 +26,7 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
-from dapple_tf.planning.group_search import Exact, several_on_groups, several_stages, with_groups
+from dapple_tf.planning.group_search import Exact, any_plan, several_on_groups, several_stages, with_groups
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -210,7 +210,7 @@ def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
         plain, simple = _stages_alone(request)
         plans.append(plain)
     if request.places_operators:
-        for suits in (None, several_stages, several_on_groups):
+        for suits in (any_plan, several_stages, several_on_groups):
             best = with_groups(request, None, exact, suits)
             plans += [] if best is None else [_reported(request, best, plain)]
         plans += _all_operators(request) if plans else []

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.optimizer import ShardsAsked, capture_updates, check_averages, check_optimizer
+from dapple_tf.frontend.optimizer import ShardsAsked, capture_updates
+from dapple_tf.frontend.optimizer_checks import check_averages, check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import Graph

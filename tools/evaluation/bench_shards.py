@@ -24,7 +24,7 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.tools import command

@@ -23,7 +23,7 @@ from typing import Any
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.describe.plan import ALL_REDUCE, Plan
 from dapple_tf.measuring.links import all_reduces, measure_links
 from dapple_tf.simulation.all_reduce import all_reduce_time

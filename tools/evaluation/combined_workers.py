@@ -38,7 +38,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.automatic import plan_model
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.measuring.group_profiler import GroupProfiler
 from dapple_tf.measuring.links import measure_links

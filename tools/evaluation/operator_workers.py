@@ -30,7 +30,7 @@ from typing import Any
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.planning.stage_cuts import balanced
 from dapple_tf.text_table import table

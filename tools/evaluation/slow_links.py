@@ -31,7 +31,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.schedules.policy import Placement
 from dapple_tf.schedules.schedules import POLICIES, policy_of

@@ -46,7 +46,7 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf import text_table
-from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.models.resnet import resnet
 from dapple_tf.models.vgg import vgg
 from dapple_tf.tools import command

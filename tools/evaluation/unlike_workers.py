@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile
 from dapple_tf.models.resnet import resnet
