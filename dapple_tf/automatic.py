@@ -29,7 +29,8 @@ from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.planner import find, rivals
+from dapple_tf.planning.planner import find
+from dapple_tf.planning.rivals import rivals
 from dapple_tf.simulation.cost import CostModel
 
 logger = logging.getLogger(__name__)

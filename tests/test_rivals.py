@@ -14,7 +14,8 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.group_search import several_on_groups
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.planner import find, rivals
+from dapple_tf.planning.planner import find
+from dapple_tf.planning.rivals import rivals
 
 
 def pipelined() -> Cluster:

@@ -8,7 +8,6 @@ devices between neighbouring stages as long as that helps.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,7 +25,7 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
-from dapple_tf.planning.group_search import Exact, any_plan, several_on_groups, several_stages, with_groups
+from dapple_tf.planning.group_search import Exact, with_groups
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -57,10 +56,6 @@ _STRIDE = 4
 """The second best plan of a kind is simulated after at most this many others."""
 _ALIKE = 2
 """The most simulated plans with the same replicas and micro-batches; the local search varies their cuts."""
-_RIVAL = 2.0
-"""Simple plans that are expected to take this many times as long as the best one aren't tried."""
-_MOST_OPERATOR_DEVICES = 8
-"""The most devices over which all operators are placed for a trial: searching that grows with them."""
 _FEW_PLANS = 300
 """The most candidates for which all are simulated, if work is left."""
 _FIRST = 3
@@ -173,10 +168,10 @@ def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
         PlanError: as `plan`.
     """
     if not request.places_operators:
-        return _stages_alone(request).best
+        return stages_alone(request).best
     plain, alone = None, None
     try:
-        plain = _stages_alone(request).best
+        plain = stages_alone(request).best
         alone = plain.report
     except PlanError:
         best = with_groups(request, None, exact)
@@ -186,51 +181,17 @@ def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
         best = with_groups(request, None if alone is None else alone.latency, exact)
         if best is None:
             return plain
-    return _reported(request, best, plain)
+    return with_report(request, best, plain)
 
 
-def rivals(request: PlanRequest, exact: Exact | None = None) -> list[Plan]:
-    """Finds the best plans of the kinds that there are, to be tried for real.
+def with_report(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
+    """Returns a plan with its report: what is expected of it, beside the best one whose stages run as a whole.
 
     Args:
         request: the request.
-        exact: as for `find`.
-
-    Returns:
-        The best plan whose stages run as a whole; with groups of devices for single operators the best one, that of at
-        least two stages, that of at least two which are all on groups, and all operators on all devices, up to 8; data
-        parallelism and one device, unless they are expected to take twice as long. Those that there are, each once, and
-        none if nothing fits by what is predicted; what is expected to be the fastest comes first, and all operators on
-        all devices, whose time isn't predicted, last.
+        best: the plan, simulated.
+        plain: that other one, with its report; None if there is none.
     """
-    plans: list[Plan] = []
-    simple: list[Choice] = []
-    plain: Plan | None = None
-    with contextlib.suppress(PlanError):  # It doesn't fit.
-        plain, simple = _stages_alone(request)
-        plans.append(plain)
-    if request.places_operators:
-        for suits in (any_plan, several_stages, several_on_groups):
-            best = with_groups(request, None, exact, suits)
-            plans += [] if best is None else [_reported(request, best, plain)]
-        plans += _all_operators(request) if plans else []
-    limit = _RIVAL * min((plan.report.latency for plan in plans if plan.report is not None), default=math.inf)
-    plans += [_reported(request, choice, plain) for choice in simple if choice.latency <= limit]
-    plans.sort(key=lambda plan: math.inf if plan.report is None else plan.report.latency)
-    return list(dict.fromkeys(plans))
-
-
-def _all_operators(request: PlanRequest) -> list[Plan]:
-    """Returns the plan that places all operators on all devices, if there aren't too many and the request allows it."""
-    count, policies = request.cluster.num_devices, request.for_one_stage
-    if count > _MOST_OPERATOR_DEVICES or not policies or 1 not in request.micro_batches or "none" not in request.modes:
-        return []
-    plan = Plan.by_operators(count, request.batch, jit_compile=request.jit_compile)
-    return [plan if plan.policy in policies else dataclasses.replace(plan, schedule=policies[0])]
-
-
-def _reported(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
-    """Returns a plan with its report, beside the best one whose stages run as a whole."""
     own = dataclasses.replace(request, profile=best.costs.profile)
     alone = None if plain is None else plain.report
     reasons = report(
@@ -243,7 +204,7 @@ def _reported(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
     return dataclasses.replace(best.plan, report=reasons)
 
 
-class _StagesAlone(NamedTuple):
+class StagesAlone(NamedTuple):
     """Plans whose stages run as a whole.
 
     Attributes:
@@ -255,7 +216,7 @@ class _StagesAlone(NamedTuple):
     simple: list[Choice]
 
 
-def _stages_alone(request: PlanRequest) -> _StagesAlone:
+def stages_alone(request: PlanRequest) -> StagesAlone:
     """Finds the best plans whose stages run as a whole.
 
     Raises:
@@ -309,7 +270,7 @@ class _Planner:
         # The one with the fewest.
         self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
 
-    def plans(self) -> _StagesAlone:
+    def plans(self) -> StagesAlone:
         started = time.perf_counter()
         candidates = self._candidates()
         self._data_parallel()
@@ -344,7 +305,7 @@ class _Planner:
         logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
         if derived is not None:
             best = derived.choice
-        return _StagesAlone(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
+        return StagesAlone(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
 
     # ---- candidates
 
