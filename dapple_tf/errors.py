@@ -18,6 +18,10 @@ class ClusterError(ValueError):
     """A cluster isn't available on this machine, or its description is wrong."""
 
 
+class PortTakenError(ClusterError):
+    """Another process has the port at which a server was to start."""
+
+
 class UnusableWorkersError(ClusterError):
     """Workers answer, but some can't be used: the others don't reach them, or they lack devices.
 

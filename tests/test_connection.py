@@ -22,6 +22,7 @@ import tensorflow as tf
 from workers import PATIENCE, children, client, expect, status, wait_until
 
 import dapple_tf as dapple
+from dapple_tf.clusters import client_server as client_server_module
 from dapple_tf.clusters import connection as connection_module
 from dapple_tf.clusters import remote_session, shared_connections
 from dapple_tf.clusters.connection import Connection
@@ -256,7 +257,7 @@ def test_whole_seconds_of_patience(cluster: dapple.Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_starts_on_no_port_is_told(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another port is tried once; then the client is told, and the other worker is given back."""
+    """All attempts are tried; then the client is told, and the other worker is given back."""
     first, second = cluster.addresses
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -291,6 +292,34 @@ def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> No
         connection_module._ports[second] = port = taken.getsockname()[1]
         assert works(cluster)
     assert connection_module._ports[second] not in (port, known[second])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["the client's", "a worker's"])
+def test_a_free_port_that_somebody_takes_before_the_server_starts(
+    server: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine hands a port out again within the second: training ended with "is it taken?" at its first step."""
+    _, second = cluster.addresses
+    connection_module._ports.pop(second, None)
+    borrow, free_port = Connection._borrow, client_server_module.free_port
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = [port]
+
+        def borrow_on_that_port(connection: Connection, task: int) -> Any:
+            if task == 1 and ports:
+                connection_module._ports[second] = ports.pop()
+            return borrow(connection, task)
+
+        if server == "a worker's":
+            monkeypatch.setattr(Connection, "_borrow", borrow_on_that_port)
+        else:
+            monkeypatch.setattr(client_server_module, "free_port", lambda host: ports.pop() if ports else free_port(host))
+        assert works(cluster)
+    assert not ports
 
 
 IS_REFUSED = """

@@ -28,7 +28,7 @@ from dapple_tf.clusters.serving import LONGEST_SILENCE
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.errors import UnusableWorkersError, WorkerLostError, reason
+from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
 
@@ -48,6 +48,8 @@ _END_SECONDS = 1.0
 """Maximum seconds for asking how a worker's process has ended."""
 _TIME = 0.3
 """Share of `notice_seconds` for telling the time."""
+_ATTEMPTS = 3
+"""Attempts to start all servers: between choosing a port and listening at it, another process may take it."""
 _ports: dict[str, int] = {}
 """Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
 
@@ -90,13 +92,13 @@ class Connection:
         self._clock_requests = 0  # number of questions to workers for the time
         self._closed = False
         wait_for_former_calls(self.addresses)
-        remembered = _ports.keys() & set(self.addresses)
-        try:
-            self._leases, self.target = self._open()
-        except ClusterError:
-            if remembered <= _ports.keys():
-                raise
-            self._leases, self.target = self._open()  # A server's former port is taken: it gets another one.
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._leases, self.target = self._open()
+                break
+            except PortTakenError:
+                if attempt == _ATTEMPTS:
+                    raise
         for lease in self._leases:
             lease.confirmed = time.monotonic()
             threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()
@@ -165,8 +167,8 @@ class Connection:
                 )
             except ControlError as error:
                 raise ClusterError(f"worker {index} ({lease.address}) {error}") from error
-            except ClusterError:
-                _ports.pop(lease.address, None)  # Another process may have taken the port: use another one next time.
+            except PortTakenError:
+                _ports.pop(lease.address, None)
                 raise
             _ports[lease.address] = lease.port
             if type(process := answer.get("serving")) is not int:

@@ -29,6 +29,7 @@ from dapple_tf.clusters.server_definition import ServerSettings, serialized
 from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind
+from dapple_tf.errors import PortTakenError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.knocking import unreachable
@@ -205,8 +206,8 @@ def attend(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
     try:
         try:
             _serve(channel, hello, machine)
-        except _RefusedError as error:
-            channel.send({"error": str(error)}, _ANSWER_SECONDS)
+        except (PortTakenError, _RefusedError) as error:
+            channel.send({"error": str(error), "taken": isinstance(error, PortTakenError)}, _ANSWER_SECONDS)
     except ControlError as error:
         logging.info("a client %s", error)
 
@@ -349,6 +350,8 @@ def _start(
             )
             start_server(tunnels.cluster, "worker", task, settings, tunnels.server_port, resolve(LOOPBACK))
             view = tunnels.cluster
+    except PortTakenError:
+        raise
     except ClusterError as error:
         raise _RefusedError(str(error)) from error
     pairs = [pair for job, addresses in cluster.items() for pair in zip(addresses, view[job], strict=True)]
@@ -375,7 +378,8 @@ def start_server(
     """Starts a TensorFlow server that can be reached only at these addresses; None is all of the machine's.
 
     Raises:
-        ClusterError: the port is taken, or the server can't be confined to these addresses.
+        PortTakenError: the port is taken.
+        ClusterError: the server can't be confined to these addresses.
     """
     try:
         with contextlib.nullcontext() if addresses is None else keep_closed(port):
@@ -384,7 +388,7 @@ def start_server(
                 confine(port, addresses)
         server.start()
     except LibraryError as error:
-        raise ClusterError(f"no server can be started on port {port}: is it taken? ({error})") from error
+        raise PortTakenError(f"no server can be started on port {port}: is it taken? ({error})") from error
     return server
 
 

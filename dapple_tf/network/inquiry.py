@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dapple_tf.errors import ClusterError
+from dapple_tf.errors import ClusterError, PortTakenError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.versions import are_versions, version_difference
@@ -145,10 +145,12 @@ def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
     """Returns a worker's answer unless it is an error.
 
     Raises:
-        ClusterError: it is an error.
+        PortTakenError: the worker's server got no port.
+        ClusterError: it is another error.
     """
     if "error" in answer:
-        raise ClusterError(f"worker {task} ({address}): {answer['error']}")
+        kind = PortTakenError if answer.get("taken") is True else ClusterError
+        raise kind(f"worker {task} ({address}): {answer['error']}")
     return answer
 
 

@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dapple_tf.errors import ClusterError
+from dapple_tf.errors import ClusterError, PortTakenError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -274,7 +274,7 @@ def _bound(port: int) -> socket.socket:
             made.close()
             if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
                 continue  # IPv6 is switched off.
-            raise ClusterError(f"no server can be started on port {port}: is it taken? ({error})") from error
+            raise PortTakenError(f"no server can be started on port {port}: is it taken? ({error})") from error
         except OverflowError as error:
             made.close()
             raise ClusterError(f"port {port} is no port; they go to 65535") from error

@@ -28,7 +28,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dapple_tf.errors import ClusterError
+from dapple_tf.errors import ClusterError, PortTakenError
 from dapple_tf.network.acceptor import Acceptor
 from dapple_tf.network.control import ControlError, split_address
 from dapple_tf.network.keys import Keys, fingerprint
@@ -286,7 +286,7 @@ def _listeners(hosts: Sequence[str], port: int, *, all_interfaces: bool) -> list
                 return sockets
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise ClusterError(
+                    raise PortTakenError(
                         f"no tunnel can end at port {port} of {', '.join(hosts)}: is it taken? ({error})"
                     ) from error
         time.sleep(0.02)
@@ -296,7 +296,7 @@ def start_relay(order: Mapping[str, Any]) -> Relay:
     """Starts the relays of an order.
 
     Raises:
-        ClusterError: the keys or the addresses can't be used.
+        ClusterError: the keys or the addresses can't be used; a `PortTakenError` if it is the port.
     """
     keys = Keys(order["directory"], order["files"])
     listeners = _listeners(order["hosts"], order["port"], all_interfaces=order["all_interfaces"])
@@ -313,7 +313,7 @@ def main() -> None:
     try:
         relay = start_relay(order)
     except ClusterError as error:
-        answer: dict[str, Any] = {"error": str(error)}
+        answer: dict[str, Any] = {"error": str(error), "taken": isinstance(error, PortTakenError)}
     else:
         answer = {"ports": relay.ports}
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import dapple_tf.network.relay as relay_program
-from dapple_tf.errors import ClusterError
+from dapple_tf.errors import ClusterError, PortTakenError
 from dapple_tf.network.control import join_address
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.relay import LOOPBACK
@@ -58,7 +58,8 @@ class Tunnels:
             silence: seconds for which a link may be down without being broken off, if they are more than 50.
 
         Raises:
-            ClusterError: the port is taken, or the address isn't this machine's.
+            PortTakenError: the port is taken.
+            ClusterError: the address isn't this machine's.
         """
         with socket.socket() as trial:
             trial.bind((LOOPBACK, 0))
@@ -119,7 +120,7 @@ class Tunnels:
                 f"the relays of the tunnels ended at once, with code {self._process.wait()}; their process has said why"
             ) from error
         if "error" in answer:
-            raise ClusterError(answer["error"])
+            raise (PortTakenError if answer["taken"] else ClusterError)(answer["error"])
         return list(answer["ports"])
 
 
