@@ -206,8 +206,10 @@ def attend(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
     try:
         try:
             _serve(channel, hello, machine)
-        except (PortTakenError, _RefusedError) as error:
-            channel.send({"error": str(error), "taken": isinstance(error, PortTakenError)}, _ANSWER_SECONDS)
+        except _RefusedError as error:
+            channel.send({"error": str(error)}, _ANSWER_SECONDS)
+        except PortTakenError as error:
+            channel.send({"error": str(error), "taken": True}, _ANSWER_SECONDS)
     except ControlError as error:
         logging.info("a client %s", error)
 
