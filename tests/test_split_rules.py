@@ -514,6 +514,8 @@ CASES = {
         {"batch": 2, "axis3": 5},
     ),
     "Reshape to a row": Case(lambda x: raw.Reshape(tensor=x, shape=[1, 1, 6], name="op"), [(6,)], {"channel": 6}),
+    "Reshape to a vector": Case(lambda x: raw.Reshape(tensor=x, shape=[6], name="op"), [(1, 1, 6)], {"channel": 6}),
+    "Reshape of a column": Case(lambda x: raw.Reshape(tensor=x, shape=[6], name="op"), [(6, 1)], {"batch": 6}),
     "ExpandDims": Case(lambda x: raw.ExpandDims(input=x, axis=1, name="op"), [(5, 3)], {"batch": 5, "channel": 3}),
     "ExpandDims at the end": Case(lambda x: raw.ExpandDims(input=x, axis=-1, name="op"), [(5, 3)], {"batch": 5}),
     "Squeeze": Case(lambda x: raw.Squeeze(input=x, axis=[1, 2], name="op"), [(5, 1, 1, 3)], {"batch": 5, "channel": 3}),
