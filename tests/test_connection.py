@@ -295,11 +295,14 @@ def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["the client's", "a worker's"])
+@pytest.mark.parametrize("server", ["the client's", "a worker's", "both workers'"])
 def test_a_free_port_that_somebody_takes_before_the_server_starts(
     server: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy machine hands a port out again within the second: training ended with "is it taken?" at its first step."""
+    """A busy machine hands a port out again within the second: training ended with "is it taken?" at its first step.
+
+    Also to two of its workers, each of which asks for itself.
+    """
     _, second = cluster.addresses
     connection_module._ports.pop(second, None)
     borrow, free_port = Connection._borrow, client_server_module.free_port
@@ -310,14 +313,19 @@ def test_a_free_port_that_somebody_takes_before_the_server_starts(
         ports = [port]
 
         def borrow_on_that_port(connection: Connection, task: int) -> Any:
-            if task == 1 and ports:
-                connection_module._ports[second] = ports.pop()
+            if ports and (task == 1 or server == "both workers'"):
+                connection_module._ports[cluster.addresses[task]] = ports.pop()
             return borrow(connection, task)
 
-        if server == "a worker's":
-            monkeypatch.setattr(Connection, "_borrow", borrow_on_that_port)
+        def taken_at_first(host: str) -> int:
+            return ports.pop() if ports else free_port(host)
+
+        if server == "the client's":
+            monkeypatch.setattr(client_server_module, "free_port", taken_at_first)
         else:
-            monkeypatch.setattr(client_server_module, "free_port", lambda host: ports.pop() if ports else free_port(host))
+            monkeypatch.setattr(Connection, "_borrow", borrow_on_that_port)
+        if server == "both workers'":
+            ports[:] = [free_ports(1)[0]] * 2
         assert works(cluster)
     assert not ports
 

@@ -617,7 +617,7 @@ def test_a_flat_step_is_whole_and_has_its_shapes() -> None:
 
 
 def test_the_graph_of_data_parallelism_cuts_no_vectors_of_channels() -> None:
-    """The gradient of [4] to [1, 1, 1, 4] was taken for samples: its cuts and joins slowed opponents down, by up to 6 %."""
+    """The gradient of [4] to [1, 1, 1, 4] was taken for samples: cuts and joins slowed opponents by up to 6 %."""
     step = flatten_step(small(), 16, dapple.Plan.manual([], [[0]], 1, 16), cluster_of(1))
     topology = Topology.of(cluster_of(2))
     start = by_batch(variant_of(build_op_graph(step.graph, topology, OperatorCosts.p100(), step.shapes), topology, {}))

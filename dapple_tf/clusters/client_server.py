@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dapple_tf.clusters.server_definition import ServerSettings
 from dapple_tf.clusters.serving import free_port, start_server
 from dapple_tf.describe.cluster import ClusterError
-from dapple_tf.network.control import join_address
+from dapple_tf.network.control import join_address, split_address
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.listening import check_private, resolve
 from dapple_tf.network.relay import LOOPBACK
@@ -69,7 +69,9 @@ def _start(
     silence: float,
 ) -> ClientServer:
     own = [resolve(host)[0] for host in hosts]
-    port = free_port(hosts[0])
+    taken = {split_address(worker)[1] for worker in workers}  # Workers on this machine listen there in a moment.
+    while (port := free_port(hosts[0])) in taken:
+        pass
     cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
     settings = ServerSettings()
     if keys is None:
@@ -84,7 +86,11 @@ def _start(
         return ClientServer(port, start_server(cluster, "client", 0, settings, port, own).target, None)
     all_fingerprints = {"client": [""], "worker": fingerprints}
     tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0), silence=silence)
-    server = start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
+    try:
+        server = start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
+    except BaseException:
+        tunnels.close()
+        raise
     return ClientServer(port, server.target, tunnels)
 
 

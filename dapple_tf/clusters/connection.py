@@ -145,6 +145,13 @@ class Connection:
 
     def _serve(self, leases: Sequence[Loan]) -> str:
         servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
+        for task, lease in enumerate(leases):
+            if servers.index(servers[task]) < task:  # Workers of one machine were handed the same free port.
+                _ports.pop(lease.address, None)
+                raise PortTakenError(
+                    f"worker {task} ({lease.address}): its server would have another's address, {servers[task]}; give "
+                    f"the workers of a machine different ports, --server_port"
+                )
         hosts = tuple(dict.fromkeys(lease.host for lease in leases))
         fingerprints = [lease.channel.fingerprint for lease in leases]
         silence = min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE)

@@ -327,7 +327,7 @@ def all_reduces(
     Without the time that a message takes to the other devices, which begin, and back, when they have ended.
 
     Args:
-        cluster: real devices, with a connection (`dapple_tf.clusters.connection.connected`).
+        cluster: real devices, with a connection (`dapple_tf.clusters.shared_connections.connected`).
         devices: the members.
         sizes: floats of each all-reduce.
         by_server: whether they are hierarchical (`graph_passes.passes.reduce_by_server`).

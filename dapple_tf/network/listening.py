@@ -274,7 +274,8 @@ def _bound(port: int) -> socket.socket:
             made.close()
             if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
                 continue  # IPv6 is switched off.
-            raise PortTakenError(f"no server can be started on port {port}: is it taken? ({error})") from error
+            kind = PortTakenError if error.errno == errno.EADDRINUSE else ClusterError
+            raise kind(f"no server can be started on port {port}: is it taken? ({error})") from error
         except OverflowError as error:
             made.close()
             raise ClusterError(f"port {port} is no port; they go to 65535") from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -286,7 +287,8 @@ def _listeners(hosts: Sequence[str], port: int, *, all_interfaces: bool) -> list
                 return sockets
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise PortTakenError(
+                    kind = PortTakenError if error.errno == errno.EADDRINUSE else ClusterError
+                    raise kind(
                         f"no tunnel can end at port {port} of {', '.join(hosts)}: is it taken? ({error})"
                     ) from error
         time.sleep(0.02)
