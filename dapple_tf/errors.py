@@ -19,7 +19,7 @@ class ClusterError(ValueError):
 
 
 class PortTakenError(ClusterError):
-    """Another process has the port at which a server was to start."""
+    """Another process has the port at which a server was to start, or another server of the cluster."""
 
 
 class UnusableWorkersError(ClusterError):

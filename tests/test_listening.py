@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import platform
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.errors import ClusterError, PortTakenError
 from dapple_tf.network import listening
-from dapple_tf.network.listening import Address, check_private, confine, keep_closed, resolve
+from dapple_tf.network.listening import Address, check_private, confine, keep_closed, port_error, resolve
 from dapple_tf.tools.hosts import free_ports
 
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
@@ -330,3 +331,11 @@ def test_several_sockets_on_one_port_are_refused() -> None:
         second.listen()
         with pytest.raises(ClusterError, match=r"2 sockets of this process listen on port \d+, .* use TensorFlow 2.20"):
             confine(first.getsockname()[1], [LOOPBACK])
+
+
+def test_only_a_port_that_somebody_has_is_taken() -> None:
+    """An address of another machine was told to be taken, too, and tried three times."""
+    taken = port_error("nothing listens at port 1", OSError(errno.EADDRINUSE, "in use"))
+    assert type(taken) is PortTakenError and "port 1: is it taken?" in str(taken)
+    elsewhere = port_error("nothing listens at port 1", OSError(errno.EADDRNOTAVAIL, "no such address"))
+    assert type(elsewhere) is ClusterError and "taken" not in str(elsewhere)

@@ -616,7 +616,7 @@ def test_a_flat_step_is_whole_and_has_its_shapes() -> None:
     assert graph.topological()
 
 
-def test_the_graph_of_data_parallelism_cuts_no_vectors_of_channels() -> None:
+def test_the_graph_of_data_parallelism_cuts_no_reshape_to_a_vector_of_channels() -> None:
     """The gradient of [4] to [1, 1, 1, 4] was taken for samples: cuts and joins slowed opponents by up to 6 %."""
     step = flatten_step(small(), 16, dapple.Plan.manual([], [[0]], 1, 16), cluster_of(1))
     topology = Topology.of(cluster_of(2))

@@ -212,6 +212,18 @@ def confine(port: int, addresses: Sequence[Address]) -> None:
         )
 
 
+def port_error(text: str, error: OSError) -> ClusterError:
+    """Returns the error for a port at which nothing can listen, a `PortTakenError` if another process has it.
+
+    Args:
+        text: what can't be done at which port.
+        error: the system's.
+    """
+    if error.errno == errno.EADDRINUSE:
+        return PortTakenError(f"{text}: is it taken? ({error})")
+    return ClusterError(f"{text}: {error}")
+
+
 def listen(address: Address, port: int) -> socket.socket:
     """Returns a socket that listens at one address, for packets from that address's network device or this machine.
 
@@ -274,8 +286,7 @@ def _bound(port: int) -> socket.socket:
             made.close()
             if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
                 continue  # IPv6 is switched off.
-            kind = PortTakenError if error.errno == errno.EADDRINUSE else ClusterError
-            raise kind(f"no server can be started on port {port}: is it taken? ({error})") from error
+            raise port_error(f"no server can be started on port {port}", error) from error
         except OverflowError as error:
             made.close()
             raise ClusterError(f"port {port} is no port; they go to 65535") from error

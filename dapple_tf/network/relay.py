@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import os
@@ -33,7 +32,7 @@ from dapple_tf.errors import ClusterError, PortTakenError
 from dapple_tf.network.acceptor import Acceptor
 from dapple_tf.network.control import ControlError, split_address
 from dapple_tf.network.keys import Keys, fingerprint
-from dapple_tf.network.listening import listen, resolve
+from dapple_tf.network.listening import listen, port_error, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -287,10 +286,7 @@ def _listeners(hosts: Sequence[str], port: int, *, all_interfaces: bool) -> list
                 return sockets
             except OSError as error:
                 if time.monotonic() > deadline:
-                    kind = PortTakenError if error.errno == errno.EADDRINUSE else ClusterError
-                    raise kind(
-                        f"no tunnel can end at port {port} of {', '.join(hosts)}: is it taken? ({error})"
-                    ) from error
+                    raise port_error(f"no tunnel can end at port {port} of {', '.join(hosts)}", error) from error
         time.sleep(0.02)
 
 

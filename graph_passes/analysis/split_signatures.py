@@ -298,9 +298,10 @@ def reshape_signatures(operator: Operator) -> tuple[Signature, ...]:
     before, after = ["_"] * len(source), ["_"] * len(output)
     for letter, (first, place) in zip(string.ascii_lowercase, _equal_runs(source, output), strict=False):
         before[first] = after[place] = letter
-    read, made = "".join(before), "".join(after)
+    source_term, output_term = "".join(before), "".join(after)
     # A vector's axis keeps its name: of [1, 1, 1, 8] to [8], sums over a batch, say, it is the channel.
-    return (Signature((read, made), (made,), _axes(made if len(output) > 1 else read), frozenset({1})),)
+    dimensions = _axes(output_term if len(output) > 1 else source_term)
+    return (Signature((source_term, output_term), (output_term,), dimensions, frozenset({1})),)
 
 
 def _equal_runs(source: Known, output: Known) -> Iterator[tuple[int, int]]:
