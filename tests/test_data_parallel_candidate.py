@@ -57,6 +57,50 @@ def test_nothing_is_data_parallel_without_a_batch() -> None:
     assert by_batch(variant_of(normalised(9), topology(9), {})) is None  # of 8 samples
 
 
+def interrupted(behind_seconds: float) -> OpGraph:
+    """A step with an operator that can't be split, a vector of as many channels as there are samples between others."""
+    builder = Builder(2)
+    read = builder.add("Read", 1e-6, 4e3, group="v")
+    builder.stored["v"] = 4e3
+    samples = SplitRule("batch", 8, (0, None), (0,))
+    x = builder.add("Conv", 1.0, 8e3, (read,), rules=(SplitRule("batch", 8, (None,), (0,)),))
+    mean = builder.add("Mean", 0.1, 32.0, (x,), rules=(SplitRule("batch", 8, (0,), (None,), divisor=8),))
+    scale = builder.add("Rsqrt", 1.1 * LAUNCH, 32.0, (mean,), rules=(SplitRule("batch", 8, (0,), (0,)),))
+    y = builder.add("Mul", 0.1, 8e3, (x, scale), rules=(samples,))
+    order = builder.add("Sort", 0.1, 8e3, (y,))
+    z = builder.add("Conv", behind_seconds, 8e3, (order, read), rules=(samples,))
+    loss = builder.add("Loss", 0.1, 4.0, (z,))
+    gradient = builder.add("Grad", 0.1, 4e3, (y, loss), rules=(SplitRule("batch", 8, (0, None), (None,)),))
+    builder.add("Assign", 0.01, 0.0, (gradient, read), group="v")
+    return builder.graph()
+
+
+def test_what_the_batch_isnt_linked_with_is_split_where_that_pays() -> None:
+    """Vectors of channels were cut, too, which made the graphs that opponents begin with up to 7 % slower."""
+    links = topology(2)
+    for seconds, split in ((0.8, {"Conv_6"}), (1.1 * LAUNCH, set())):
+        start = by_batch(variant_of(interrupted(seconds), links, {}))
+        assert start is not None
+        assert start.variant.splits.keys() == {"Conv_1", "Mean_2", "Mul_4", "Grad_8"} | split
+
+
+def test_an_operator_is_split_along_the_axis_that_samples_have_there() -> None:
+    """Where time comes first, as in recurrent layers' loops, the first axis was cut."""
+    builder = Builder(2)
+    x = builder.add("Conv", 1.0, 8e3, rules=(SplitRule("batch", 8, (), (0,)),))
+    turned = (SplitRule("batch", 6, (1,), (0,)), SplitRule("axis1", 8, (0,), (1,)))
+    time_major = builder.add("Transpose", 0.1, 8e3, (x,), rules=turned)
+    first = (SplitRule("batch", 6, (0,), (0,)), SplitRule("axis1", 8, (1,), (1,)))
+    builder.add("Relu", 0.1, 8e3, (time_major,), rules=first)
+    start = by_batch(variant_of(builder.graph(), topology(2), {}))
+    assert start is not None
+    assert {name: split.dimension for name, split in start.variant.splits.items()} == {
+        "Conv_0": "batch",
+        "Transpose_1": "axis1",
+        "Relu_2": "axis1",
+    }
+
+
 def test_sums_over_the_batch_are_exchanged_unless_replicas_have_their_own() -> None:
     graph, links = normalised(), topology(2, bandwidth=1e6, latency=1e-3)
     same, own = data_parallel(graph, links), data_parallel(graph, links, own_statistics=True)

@@ -616,16 +616,19 @@ def test_a_flat_step_is_whole_and_has_its_shapes() -> None:
     assert graph.topological()
 
 
-def test_the_graph_of_data_parallelism_cuts_no_reshape_to_a_vector_of_channels() -> None:
-    """The gradient of [4] to [1, 1, 1, 4] was taken for samples: cuts and joins slowed opponents by up to 6 %."""
+def test_the_graph_of_data_parallelism_cuts_samples_only() -> None:
+    """Vectors of channels were taken for samples, by [4] or [1, 1, 1, 4]: opponents' steps were up to 7 % slower."""
     step = flatten_step(small(), 16, dapple.Plan.manual([], [[0]], 1, 16), cluster_of(1))
     topology = Topology.of(cluster_of(2))
     start = by_batch(variant_of(build_op_graph(step.graph, topology, OperatorCosts.p100(), step.shapes), topology, {}))
     assert start is not None
-    shapes = {node.name: step.shapes[Ref(node.name)] for node in step.graph.node if node.op == "Reshape"}
-    split = {name: shape for name, shape in shapes.items() if name in start.variant.splits}
-    assert (4,) in shapes.values() and split
-    assert all(shape is not None and shape[0] == 16 for shape in split.values())
+    vectors = 0
+    for node in step.graph.node:
+        shapes = [step.shapes.get(ref) for ref in (Ref(node.name), *data_inputs(node))]
+        vectors += shapes[0] == (4,)
+        if node.name in start.variant.splits:
+            assert any(shape and shape[0] == 16 for shape in shapes), node.name
+    assert vectors > 10 and len(start.variant.splits) > 20
 
 
 def test_graphs_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

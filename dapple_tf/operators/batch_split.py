@@ -9,36 +9,47 @@ from dapple_tf.operators.split_layouts import Layout, Layouts
 
 
 def batch_layout(layouts: Layouts) -> Layout:
-    """Returns the layout in which every operator on samples that can be split by the batch is; none without any."""
-    problem = layouts.problem
+    """Returns the layout of data parallelism: operators on samples are split by the batch; none of them can: no splits.
+
+    Split are the operators that can be split together with the heaviest one, each along the axis that its neighbours'
+    parts have, and regions of others between them, such as those behind an operator that can't be split, where that is
+    cheaper: what can be split by batch in itself needn't be samples, but a vector of channels, which each replica
+    computes whole.
+    """
     try:
-        inside = samples_operators(problem, layouts)
+        linked = _linked_with_heaviest(layouts)
     except PlacementError:
         return layouts.none()
-    return [layouts.rule(op, "batch") if inside[op] else -1 for op in range(problem.count)]
+    between = _between(layouts.problem, linked)
+    layout = [rule if rule >= 0 or not between[op] else layouts.rule(op, "batch") for op, rule in enumerate(linked)]
+    return layouts.pruned(layout, kept={op for op, rule in enumerate(linked) if rule >= 0})
 
 
-def samples_operators(problem: PlacementProblem, layouts: Layouts | None = None) -> np.ndarray:
+def samples_operators(problem: PlacementProblem) -> np.ndarray:
     """Returns which operators work on samples: bool [n].
 
     These are the operators that can be split by batch together with the heaviest one that can, and all between them.
 
-    Args:
-        problem: the operators.
-        layouts: their ways to be split, if they are known already.
-
     Raises:
         PlacementError: there are none.
     """
-    layouts = layouts or Layouts(problem, 2)
-    seeds = [op for op, rules in enumerate(layouts.reads.rules) if any(rule.dimension == "batch" for rule in rules)]
+    return _between(problem, _linked_with_heaviest(Layouts(problem, 2)))
+
+
+def _linked_with_heaviest(layouts: Layouts) -> Layout:
+    """Splits the heaviest operator that can be by batch, and what is linked with it by tensors that are cut alike."""
+    seconds = layouts.problem.mean_seconds
+    seeds = [op for op in range(layouts.problem.count) if layouts.rule(op, "batch") >= 0]
     if not seeds:
         raise PlacementError(
             "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators "
             "their splits"
         )
-    heaviest = max(seeds, key=lambda op: (problem.mean_seconds[op], -op))
-    layout = layouts.grown(layouts.none(), "batch", problem.mean_seconds[heaviest])
+    return layouts.grown(layouts.none(), "batch", max(seconds[op] for op in seeds))
+
+
+def _between(problem: PlacementProblem, layout: Layout) -> np.ndarray:
+    """Returns which operators are split, or both need and are needed by some that are: bool [n]."""
     inside = np.array(layout) >= 0
     before, behind = inside.copy(), inside.copy()
     for op in range(problem.count):

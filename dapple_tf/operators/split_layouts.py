@@ -15,6 +15,7 @@ import heapq
 import itertools
 import math
 from collections import deque
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -276,10 +277,18 @@ class Layouts:
                 again |= {other for op in ops for other in self._around(op)}
         return again
 
-    def pruned(self, layout: Layout, discount: float = 1.0) -> Layout:
-        """Drops the regions that cost more, as a whole, than they save; the lightest are tried first."""
+    def pruned(self, layout: Layout, discount: float = 1.0, kept: AbstractSet[int] = frozenset()) -> Layout:
+        """Drops the regions that cost more, as a whole, than they save; the lightest are tried first.
+
+        Args:
+            layout: the regions.
+            discount: see `refined`.
+            kept: operators whose regions stay.
+        """
         layout = list(layout)
         for region in reversed(self.regions(layout)):
+            if not kept.isdisjoint(region):
+                continue
             tensors = {tensor for op in region for tensor, _ in self.reads.inputs[op]}
             tensors |= {tensor for op in region for tensor in self.reads.outputs[op]}
             rules = [layout[op] for op in region]
