@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from tls_keys import new_authority, new_machine
 from workers import PATIENCE, children, client, wait_until, wish
 
 import dapple_tf as dapple
+from dapple_tf.clusters import connection as connection_module
+from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import PROTOCOL, Channel
 from dapple_tf.network.inquiry import reachable
@@ -168,6 +171,19 @@ def test_what_a_client_is_told(workers: LocalWorkers, keys: pathlib.Path) -> Non
     assert cluster.tls == str(keys / "client")
     assert reachable([address], PATIENCE, Keys(keys / "client")) == [True]
     assert reachable([address], PATIENCE) == [False]
+
+
+def test_tunnels_to_a_worker_without_a_port_end(workers: LocalWorkers, keys: pathlib.Path) -> None:
+    """Each attempt left a process of relays behind, to the end of this one."""
+    cluster = dapple.Cluster.of_servers(workers.addresses, tls=keys / "client")
+    with socket.socket() as taken, pytest.MonkeyPatch.context() as patch:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        patch.setitem(connection_module._ports, cluster.addresses[1], taken.getsockname()[1])
+        before = {*children(os.getpid())}
+        with connected(cluster):
+            (tunnels,) = {*children(os.getpid())} - before
+            assert "relay" in pathlib.Path(f"/proc/{tunnels}/cmdline").read_text()
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ _TIME = 0.3
 """Share of `notice_seconds` for telling the time."""
 _ATTEMPTS = 3
 """Attempts to start all servers: between choosing a port and listening at it, another process may take it."""
+
 _ports: dict[str, int] = {}
 """Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
 
@@ -96,9 +97,10 @@ class Connection:
             try:
                 self._leases, self.target = self._open()
                 break
-            except PortTakenError:
+            except PortTakenError as error:
                 if attempt == _ATTEMPTS:
                     raise
+                logger.info("%s; another port is tried", error)
         for lease in self._leases:
             lease.confirmed = time.monotonic()
             threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()
@@ -182,7 +184,12 @@ class Connection:
                 raise ClusterError(f"worker {index} ({lease.address}) {garbled(answer, 'serving')}")
             lease.process = process
 
-        for_each(start, len(leases))
+        try:
+            for_each(start, len(leases))
+        except PortTakenError:
+            if client.tunnels is not None:  # They lead to these ports; the next attempt has others.
+                client.tunnels.close()
+            raise
         channels = [lease.channel for lease in leases]
         clients = [join_address(lease.host, client.port) for lease in leases]
         ends = servers if client.tunnels is None else client.tunnels.cluster["worker"]

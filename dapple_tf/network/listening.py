@@ -146,7 +146,10 @@ def keep_closed(port: int) -> Iterator[None]:
         _attach(gate, _ATTACH_FILTER, [(_RETURN, 0, 0, _DROP)])
         # Only now: a port of another process that would share it still counts as taken.
         gate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        gate.listen()
+        try:
+            gate.listen()
+        except OSError as error:  # Another that shares it listens since we were bound to it.
+            raise port_error(f"no server can be started on port {port}", error) from error
         # Of the sockets that share the port, take the first for every connection.
         _attach(gate, _ATTACH_REUSEPORT_FILTER, [(_RETURN, 0, 0, 0)])
         _lock(gate)

@@ -50,7 +50,7 @@ Kind = Callable[[Plan], bool]
 
 
 def any_plan(plan: Plan) -> bool:
-    """Returns True."""
+    """Returns whether a plan is of the kind that a search of all plans means: each is."""
     return True
 
 
@@ -71,7 +71,8 @@ def with_groups(
 
     Args:
         request: the request, which allows groups.
-        alone: simulated seconds of the best plan without groups; None if nothing fits, or if nothing is to be gained.
+        alone: simulated seconds of the best plan without groups, which those with groups must undercut; None if no such
+            plan fits, or if any with groups will do.
         exact: searches the ranges of a plan as a whole; None takes what is composed of pieces for granted.
         suits: which plans with groups are meant.
 
