@@ -74,11 +74,12 @@ def largest_reverse_first_k(plan: Plan, profile: Profile, cluster: Cluster) -> i
         except PlanError:
             return False  # not even one micro-batch
 
-    # More delayed weight gradients keep more: the largest k that fits, by bisection.
+    # More delayed weight gradients keep more: the largest k that fits, by bisection, and all mostly do.
     low, high = 0, plan.num_stages
+    middle = high
     while low < high:
-        middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        middle = (low + high + 1) // 2
     return low
 
 
