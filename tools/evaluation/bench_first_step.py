@@ -2,10 +2,13 @@
 
     python -m tools.evaluation.bench_first_step --json=first_step.json                      # some minutes
     python -m tools.evaluation.bench_first_step --models=ResNet50 --rounds=1
+    python -m tools.evaluation.bench_first_step --jit_compile --json=first_step.json        # a quarter of an hour
 
 Models of keras.applications with random weights, on two logical devices of a process, cut near the middle; 8 samples in
 4 micro-batches. The first step counts from the compiled model to the end of the first ``train_on_batch``, `transform`
-included, less what a later step takes, which is computation. Each has its own process, and ways take turns.
+included, less what a later step takes, which is computation. Each has its own process, and ways take turns. With XLA
+each way runs a second time, with the programs that its first run left in a folder
+(``TF_XLA_FLAGS=--tf_xla_persistent_cache_directory``).
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -34,25 +38,30 @@ CUTS = {
     "EfficientNetB0": "block4c_add",
 }
 """Model of keras.applications -> the last layer of its first stage."""
+NAME = "first_step"
+"""Name of these results; with XLA it has an addition."""
 _SIZE, _CLASSES, _SAMPLES, _MICRO_BATCHES = 96, 10, 8, 4
 
 _MODELS = flags.DEFINE_list("models", list(CUTS), "Models of keras.applications.", flag_values=FLAGS)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Processes of each way.", 1, flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
+_JIT = flags.DEFINE_boolean("jit_compile", False, "With XLA, and once more with what it kept.", flag_values=FLAGS)
 _WAY = flags.DEFINE_enum("way", None, ["keras", "ours"], "Internal: what this process runs.", flag_values=FLAGS)
 
+_KEEPS = "--tf_xla_persistent_cache_directory="
 
-def measured(name: str, way: str) -> dict[str, Any]:
+
+def measured(name: str, way: str, *, jit_compile: bool) -> dict[str, Any]:
     """Builds a model and runs two steps; returns the seconds of the first, on the clock and of one core."""
     keras.utils.set_random_seed(0)
     model = getattr(keras.applications, name)(weights=None, classes=_CLASSES, input_shape=(_SIZE, _SIZE, 3))
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy())
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(), jit_compile=jit_compile)
     draw = np.random.default_rng(0)
     x = draw.random((_SAMPLES, _SIZE, _SIZE, 3)).astype("float32")
     y = draw.integers(0, _CLASSES, _SAMPLES)
     times = [(time.perf_counter(), time.process_time())]
     if way == "ours":
-        plan = dapple.Plan.manual([CUTS[name]], [[0], [1]], _MICRO_BATCHES, _SAMPLES)
+        plan = dapple.Plan.manual([CUTS[name]], [[0], [1]], _MICRO_BATCHES, _SAMPLES, jit_compile=jit_compile)
         model = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
     for _ in range(2):
         model.train_on_batch(x, y)
@@ -64,15 +73,30 @@ def measured(name: str, way: str) -> dict[str, Any]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the medians of each model for people."""
 
-    def median(name: str, way: str, key: str) -> float:
-        return statistics.median(row[key] for row in rows if (row["model"], row["way"]) == (name, way))
+    def median(name: str, way: str, key: str = "first_step_s", *, again: bool = False) -> float:
+        own = [row for row in rows if (row["model"], row["way"], row.get("again", False)) == (name, way, again)]
+        return statistics.median(row[key] for row in own)
 
-    cells: list[tuple[object, ...]] = [("model", "plain Keras (s)", "ours (s)", "times as long", "of one core, times")]
+    kept = any(row.get("again") for row in rows)
+    head = ("model", "plain Keras (s)", "ours (s)", "times as long", "of one core, times")
+    cells: list[tuple[object, ...]] = [(*head, *(("Keras again (s)", "ours again (s)") if kept else ()))]
     for name in dict.fromkeys(row["model"] for row in rows):
-        theirs, ours = (median(name, way, "first_step_s") for way in ("keras", "ours"))
+        theirs, ours = (median(name, way) for way in ("keras", "ours"))
         of_core = median(name, "ours", "first_step_processor_s") / median(name, "keras", "first_step_processor_s")
-        cells.append((name, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}", f"{of_core:.2f}"))
+        again = [f"{median(name, way, again=True):.1f}" for way in ("keras", "ours")] if kept else []
+        cells.append((name, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}", f"{of_core:.2f}", *again))
     return markdown(cells)
+
+
+def _rows(name: str, way: str, began: float) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one way's turn."""
+    options = (f"--models={name}", f"--way={way}", f"--jit_compile={_JIT.value}")
+    with tempfile.TemporaryDirectory() as folder:
+        for again in (False, True) if _JIT.value else (False,):
+            environment = {"TF_XLA_FLAGS": _KEEPS + folder} if _JIT.value else {}
+            for row in rows_apart("tools.evaluation.bench_first_step", *options, environment=environment):
+                command.say(f"{name}, {way}{', again' * again}: {row['first_step_s']:.1f} s", began)
+                yield row | {"again": again}
 
 
 def main() -> None:
@@ -81,17 +105,17 @@ def main() -> None:
     unknown = [name for name in _MODELS.value if name not in CUTS]
     command.check(not unknown, f"--models: {', '.join(unknown)}; there are {', '.join(CUTS)}")
     if _WAY.value:
-        sys.stdout.write(json.dumps(measured(_MODELS.value[0], _WAY.value)) + "\n")
+        row = measured(_MODELS.value[0], _WAY.value, jit_compile=_JIT.value)
+        sys.stdout.write(json.dumps(row) + "\n")
         return
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
     for name in _MODELS.value:
         for _ in range(_ROUNDS.value):
             for way in ("keras", "ours"):
-                rows += rows_apart("tools.evaluation.bench_first_step", f"--models={name}", f"--way={way}")
-                command.say(f"{name}, {way}: {rows[-1]['first_step_s']:.1f} s", began)
+                rows += _rows(name, way, began)
         if _JSON.value:  # Measurements are kept even after an error.
-            write_results(_JSON.value, "first_step", rows)
+            write_results(_JSON.value, f"{NAME} XLA" if _JIT.value else NAME, rows)
     sys.stdout.write(table(rows) + "\n")
 
 

@@ -185,14 +185,20 @@ def own_commit(root: pathlib.Path = _ROOT) -> str | None:
     return commit.stdout.strip() + ("+" if changed.stdout or changed.returncode else "")
 
 
-def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
+def rows_apart(module: str, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """Yields rows that a program prints as lines of JSON, in a separate process, whose memory is freed afterwards.
+
+    Args:
+        module: the program.
+        options: its flags.
+        environment: variables that it has besides this process's.
 
     Raises:
         RuntimeError: the process failed; its output has gone to standard error.
     """
     line = [sys.executable, "-m", module, *options]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+    variables = {**os.environ, **(environment or {})}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None
         yield from map(json.loads, process.stdout)
     if process.returncode:

@@ -68,6 +68,11 @@ beside plain Keras: from the compiled model to the end of the first step, less w
 processes that take turns; all measured. Most of it is TensorFlow's Python, which makes each operator: once for Keras'
 forward, twice for ours, whose `transform` examines the model before there is data; and once for the gradients of both.
 """
+_FIRST_STEP_XLA = """### With XLA, and again
+
+The same with `jit_compile`, and a second process with the programs that the first one left in a folder
+([how to](../tools.md#compiled-programs-that-are-kept)).
+"""
 _PLANNER = """## Planning against layers and devices
 
 All measured, of one core; what is planned for, V100s, is a description. In parentheses: over the first cell. A star:
@@ -152,9 +157,10 @@ def report(results: Mapping[str, Any]) -> str:
     if "preparation" in results:
         entry = results["preparation"]
         sections += [_PREPARATION, bench_preparation.table(entry["records"]), "", _origin([entry])]
-    if "first_step" in results:
-        entry = results["first_step"]
-        sections += [_FIRST_STEP, bench_first_step.table(entry["records"]), "", _origin([entry])]
+    for name, text in ((bench_first_step.NAME, _FIRST_STEP), (f"{bench_first_step.NAME} XLA", _FIRST_STEP_XLA)):
+        if name in results:
+            entry = results[name]
+            sections += [text, bench_first_step.table(entry["records"]), "", _origin([entry])]
     if "planner" in results:
         entry = results["planner"]
         sections += [_PLANNER, bench_planner.table(entry["records"]), "", _origin([entry])]
