@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -11,6 +13,7 @@ import dapple_tf as dapple
 from dapple_tf.models.registry import MODELS, find_model
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import (
+    bench_checkouts,
     bench_first_step,
     bench_many_devices,
     bench_memory,
@@ -204,3 +207,32 @@ def test_first_steps_stand_beside_plain_keras() -> None:
         for taken in all_taken
     ]
     assert bench_first_step.table(rows).splitlines()[2] == "| ResNet50 | 12.0 | 20.0 | 1.67 | 1.67 |"
+    again = [row | {"again": True, "first_step_s": row["first_step_s"] / 4} for row in rows]
+    assert (
+        bench_first_step.table(rows + again).splitlines()[2] == "| ResNet50 | 12.0 | 20.0 | 1.67 | 1.67 | 3.0 | 5.0 |"
+    )
+
+
+def test_an_older_checkout_stands_beside_this_one(tmp_path: pathlib.Path) -> None:
+    """Each runs its own program: their numbers differ as their sources do."""
+    case = bench_checkouts.Case("bench_made_up", ("--of=3",), "taken_s")
+    rounds: dict[str, list[float]] = {}
+    for name, seconds in (("before", 8.0), ("now", 2.0)):
+        folder = tmp_path / name / "tools" / "evaluation"
+        folder.mkdir(parents=True)
+        for package in (folder, folder.parent):
+            (package / "__init__.py").touch()
+        (folder / "bench_made_up.py").write_text(
+            "import json, sys\n"
+            "of, file = (argument.partition('=')[2] for argument in sys.argv[1:])\n"
+            f"json.dump({{'made up': {{'kind': 'measured', 'records': [{{'taken_s': {seconds} * int(of)}}]}}}}, open(file, 'w'))\n"
+        )
+        rounds[name] = [bench_checkouts.seconds_of(case, tmp_path / name) for _ in range(2)]
+    record = bench_checkouts.record_of("it", rounds["before"], rounds["now"], "1a2b3c4")
+    row = "| it | 24.00 | 6.00 | 0.250 (0.250 to 0.250) |"
+    assert bench_checkouts.table([record]).splitlines()[2] == row
+    stored = json.loads(json.dumps(record, default=dataclasses.asdict))
+    assert bench_checkouts.table([stored]).splitlines()[2] == row
+    (tmp_path / "now" / "tools" / "evaluation" / "bench_made_up.py").write_text("raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match=r"bench_made_up of .*now ended with code 3"):
+        bench_checkouts.seconds_of(case, tmp_path / "now")

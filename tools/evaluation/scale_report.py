@@ -3,7 +3,8 @@
     python -m tools.evaluation.scale_report
 
 The benchmarks put their numbers there: `bench_memory`, `bench_preparation`, `bench_planner`, `bench_many_devices`,
-`bench_recompute`, `bench_first_step` and `rewrite_models`, each with ``--json=docs/results/scale.json``.
+`bench_recompute`, `bench_first_step`, `bench_checkouts` and `rewrite_models`, each with
+``--json=docs/results/scale.json``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from absl import flags
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import (
+    bench_checkouts,
     bench_first_step,
     bench_many_devices,
     bench_memory,
@@ -60,6 +62,12 @@ _PREPARATION = """## Preparing a step against devices and micro-batches
 BERT of 48 layers at reduced width, a stage on each logical device, each line in a process of its own; all measured.
 Parts are seconds on the clock; preparation is from `transform` to the end of the first step, less what a later step
 takes. The first run is TensorFlow's own preparation.
+"""
+_CHECKOUTS = """### Before and now
+
+What these programs take now beside {before}, a commit from before any of this was made faster: each in a process of its
+own, checkouts in turns; seconds are medians, ratios those of each round, with quartiles. Preparation on the clock,
+planning of one core.
 """
 _FIRST_STEP = """## The first step of image models
 
@@ -157,6 +165,10 @@ def report(results: Mapping[str, Any]) -> str:
     if "preparation" in results:
         entry = results["preparation"]
         sections += [_PREPARATION, bench_preparation.table(entry["records"]), "", _origin([entry])]
+    if bench_checkouts.NAME in results:
+        entry = results[bench_checkouts.NAME]
+        before = entry["records"][0]["before"]
+        sections += [_CHECKOUTS.format(before=before), bench_checkouts.table(entry["records"]), "", _origin([entry])]
     for name, text in ((bench_first_step.NAME, _FIRST_STEP), (f"{bench_first_step.NAME} XLA", _FIRST_STEP_XLA)):
         if name in results:
             entry = results[name]
