@@ -225,7 +225,8 @@ def test_an_older_checkout_stands_beside_this_one(tmp_path: pathlib.Path) -> Non
         (folder / "bench_made_up.py").write_text(
             "import json, sys\n"
             "of, file = (argument.partition('=')[2] for argument in sys.argv[1:])\n"
-            f"json.dump({{'made up': {{'kind': 'measured', 'records': [{{'taken_s': {seconds} * int(of)}}]}}}}, open(file, 'w'))\n"
+            f"records = [{{'taken_s': {seconds} * int(of)}}]\n"
+            "json.dump({'made up': {'kind': 'measured', 'records': records}}, open(file, 'w'))\n"
         )
         rounds[name] = [bench_checkouts.seconds_of(case, tmp_path / name) for _ in range(2)]
     record = bench_checkouts.record_of("it", rounds["before"], rounds["now"], "1a2b3c4")
