@@ -9,12 +9,11 @@ from dapple_tf.operators.split_layouts import Layout, Layouts
 
 
 def batch_layout(layouts: Layouts) -> Layout:
-    """Returns the layout of data parallelism: operators on samples are split by the batch; none of them can: no splits.
+    """Returns the layout in which operators on samples are split by the batch; without splits if none can be.
 
-    Split are the operators that can be split together with the heaviest one, each along the axis that its neighbours'
-    parts have, and regions of others between them, such as those behind an operator that can't be split, where that is
-    cheaper: what can be split by batch in itself needn't be samples, but a vector of channels, which each replica
-    computes whole.
+    What can be split together with the heaviest operator is, along the axis by which its neighbours' parts are cut. Of
+    what lies between, regions of their own, such as those behind an operator that can't be split, are split where that
+    is cheaper: some compute with vectors of channels rather than samples, of which each replica needs all.
     """
     try:
         linked = _linked_with_heaviest(layouts)

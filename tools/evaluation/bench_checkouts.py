@@ -21,13 +21,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import (
-    check_output,
-    markdown,
-    own_commit,
-    read_results,
-    write_results,
-)
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, own_commit, read_results, write_results
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios
 
 FLAGS = flags.FlagValues()
