@@ -11,17 +11,20 @@ from dapple_tf.operators.split_layouts import Layout, Layouts
 def batch_layout(layouts: Layouts) -> Layout:
     """Returns the layout in which operators on samples are split by the batch; without splits if none can be.
 
-    What can be split together with the heaviest operator is, along the axis by which its neighbours' parts are cut. Of
-    what lies between, regions of their own, such as those behind an operator that can't be split, are split where that
-    is cheaper: some compute with vectors of channels rather than samples, of which each replica needs all.
+    What can be split by batch together with the heaviest operator is, along the axis by which its neighbours' parts are
+    cut. Of what lies between, regions of their own, such as those behind an operator that can't be split, are split
+    where that is cheaper: some compute with vectors of channels rather than samples, of which each replica needs all.
     """
     try:
         linked = _linked_with_heaviest(layouts)
     except PlacementError:
         return layouts.none()
     between = _between(layouts.problem, linked)
-    layout = [rule if rule >= 0 or not between[op] else layouts.rule(op, "batch") for op, rule in enumerate(linked)]
-    return layouts.pruned(layout, kept={op for op, rule in enumerate(linked) if rule >= 0})
+    layout = [layouts.rule(op, "batch") if between[op] else -1 for op in range(layouts.problem.count)]
+    split = {op for op, rule in enumerate(layout) if rule >= 0 and linked[op] >= 0}
+    for op in split:
+        layout[op] = linked[op]  # Samples needn't be along the first axis.
+    return layouts.pruned(layout, kept=split)
 
 
 def samples_operators(problem: PlacementProblem) -> np.ndarray:
