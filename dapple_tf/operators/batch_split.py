@@ -1,4 +1,4 @@
-"""Data parallelism as a split: all operators that work on samples are split by the batch."""
+"""Data parallelism as a split: operators that work on samples are split by the batch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dapple_tf.operators.placement_problem import PlacementError, PlacementProbl
 from dapple_tf.operators.split_layouts import Layout, Layouts
 
 
-def batch_layout(layouts: Layouts) -> Layout:
-    """Returns the layout in which operators on samples are split by the batch; without splits if none can be.
+def batch_layouts(layouts: Layouts) -> list[Layout]:
+    """Returns the layouts by which operators on samples may be split by the batch; none if none of them can be.
 
-    What can be split by batch together with the heaviest operator is, along the axis by which its neighbours' parts are
-    cut. Of what lies between, regions of their own, such as those behind an operator that can't be split, are split
-    where that is cheaper: some compute with vectors of channels rather than samples, of which each replica needs all.
+    All between what is split together with the heaviest operator on samples is split that can be, in one of them.
+    Some of it computes with vectors of channels rather than samples, of which each replica needs all: in the other
+    layout, regions that aren't linked with the heaviest operator are split only where that seems cheaper.
     """
     try:
         linked = _linked_with_heaviest(layouts)
     except PlacementError:
-        return layouts.none()
+        return []
     between = _between(layouts.problem, linked)
-    layout = [layouts.rule(op, "batch") if between[op] else -1 for op in range(layouts.problem.count)]
-    split = {op for op, rule in enumerate(layout) if rule >= 0 and linked[op] >= 0}
-    for op in split:
-        layout[op] = linked[op]  # Samples needn't be along the first axis.
-    return layouts.pruned(layout, kept=split)
+    everything = [layouts.rule(op, "batch") if between[op] else -1 for op in range(layouts.problem.count)]
+    staying = {op for op, rule in enumerate(linked) if rule >= 0 and rule == everything[op]}
+    fewer = layouts.pruned(everything, staying=staying)
+    return [everything] if fewer == everything else [fewer, everything]
 
 
 def samples_operators(problem: PlacementProblem) -> np.ndarray:
     """Returns which operators work on samples: bool [n].
 
-    These are the operators that can be split by batch together with the heaviest one that can, and all between them.
+    These are the operators that can be split by batch together with the heaviest one that works on samples, and all
+    between them.
 
     Raises:
         PlacementError: there are none.
@@ -39,15 +39,43 @@ def samples_operators(problem: PlacementProblem) -> np.ndarray:
 
 
 def _linked_with_heaviest(layouts: Layouts) -> Layout:
-    """Splits the heaviest operator that can be by batch, and what is linked with it by tensors that are cut alike."""
-    seconds = layouts.problem.mean_seconds
+    """Splits the heaviest operator on samples by batch, and what is linked with it by tensors that are cut alike."""
     seeds = [op for op in range(layouts.problem.count) if layouts.rule(op, "batch") >= 0]
     if not seeds:
         raise PlacementError(
             "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators "
             "their splits"
         )
-    return layouts.grown(layouts.none(), "batch", max(seconds[op] for op in seeds))
+    from_batch = _from_fed_batch(layouts)
+    # The rows of a variable, of its gradient and of its update are called a batch, too.
+    seeds = [op for op in seeds if from_batch[op]] or seeds
+    seconds = layouts.problem.mean_seconds
+    layout, most = layouts.none(), max(seconds[op] for op in seeds)
+    for op in seeds:
+        if layout[op] < 0 and seconds[op] == most:
+            layouts.grow(layout, op, layouts.rule(op, "batch"))
+    return layout
+
+
+def _from_fed_batch(layouts: Layouts) -> list[bool]:
+    """Returns which operators need what is fed, other than by sums over the batch."""
+    problem, reads = layouts.problem, layouts.reads
+    needing = [False] * problem.count
+    for op in range(problem.count):
+        rule = layouts.rule(op, "batch")
+        if rule >= 0:
+            made = {argument for _, argument in reads.inputs[op]}
+            cut = {argument for argument, axis in enumerate(reads.rules[op][rule].input_axes) if axis is not None}
+            needing[op] = not cut <= made  # No operator makes what is fed.
+        for tensor, _ in reads.inputs[op]:
+            producer = reads.producer[tensor]
+            needing[op] |= needing[producer] and not _sums_over_batch(layouts, producer)
+    return needing
+
+
+def _sums_over_batch(layouts: Layouts, op: int) -> bool:
+    rule = layouts.rule(op, "batch")
+    return rule >= 0 and all(axis is None for axis in layouts.reads.rules[op][rule].output_axes)
 
 
 def _between(problem: PlacementProblem, layout: Layout) -> np.ndarray:

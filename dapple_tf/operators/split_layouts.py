@@ -277,17 +277,17 @@ class Layouts:
                 again |= {other for op in ops for other in self._around(op)}
         return again
 
-    def pruned(self, layout: Layout, discount: float = 1.0, kept: AbstractSet[int] = frozenset()) -> Layout:
+    def pruned(self, layout: Layout, discount: float = 1.0, staying: AbstractSet[int] = frozenset()) -> Layout:
         """Drops the regions that cost more, as a whole, than they save; the lightest are tried first.
 
         Args:
             layout: the regions.
             discount: see `refined`.
-            kept: operators whose regions stay.
+            staying: operators whose regions stay.
         """
         layout = list(layout)
         for region in reversed(self.regions(layout)):
-            if not kept.isdisjoint(region):
+            if not staying.isdisjoint(region):
                 continue
             tensors = {tensor for op in region for tensor, _ in self.reads.inputs[op]}
             tensors |= {tensor for op in region for tensor in self.reads.outputs[op]}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.batch_split import batch_layout
+from dapple_tf.operators.batch_split import batch_layouts
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.op_graph import OpGraph
@@ -88,7 +88,7 @@ def placed_cost(count: int) -> float:
 
 
 def by_batch(base: Variant) -> Candidate | None:
-    """Splits all operators on samples by the batch, part k on device k: data parallelism as a placement.
+    """Splits operators on samples by the batch, part k on device k: data parallelism as a placement.
 
     Each variable stays on one device, which sends it to the others and updates it, and sums over the batch are over all
     of it, so that it is the step that one device would run.
@@ -97,7 +97,8 @@ def by_batch(base: Variant) -> Candidate | None:
         The placement; None if no operator can be split into as many parts as there are devices.
     """
     layouts = Layouts(base.problem, base.problem.devices)
-    return by_layout(base, layouts, batch_layout(layouts))
+    tried = (by_layout(base, layouts, layout) for layout in batch_layouts(layouts))
+    return min((one for one in tried if one is not None), key=lambda one: one.rank, default=None)
 
 
 def by_layout(base: Variant, layouts: Layouts, layout: Layout) -> Candidate | None:
