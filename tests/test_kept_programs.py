@@ -45,7 +45,7 @@ def trained(folder: pathlib.Path | None) -> str:
 def test_kept_programs_train_bit_for_bit(tmp_path: pathlib.Path) -> None:
     """A second run compiles nothing that the first one did: names in its graph don't differ from run to run."""
     first = trained(tmp_path)
-    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(kept) >= 4  # forward and backward of two stages
+    programs = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(programs) >= 4  # forward and backward of two stages
     assert trained(tmp_path) == first == trained(None)
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == programs

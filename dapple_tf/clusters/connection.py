@@ -100,7 +100,7 @@ class Connection:
             except PortTakenError as error:
                 if attempt == _ATTEMPTS:
                     raise
-                logger.info("%s; another port is tried", error)
+                logger.info("%s; trying again", error)
         for lease in self._leases:
             lease.confirmed = time.monotonic()
             threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()

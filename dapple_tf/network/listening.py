@@ -148,7 +148,7 @@ def keep_closed(port: int) -> Iterator[None]:
         gate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             gate.listen()
-        except OSError as error:  # Another that shares it listens since we were bound to it.
+        except OSError as error:  # Another socket, bound to the port as well, has begun to listen.
             raise port_error(f"no server can be started on port {port}", error) from error
         # Of the sockets that share the port, take the first for every connection.
         _attach(gate, _ATTACH_REUSEPORT_FILTER, [(_RETURN, 0, 0, 0)])

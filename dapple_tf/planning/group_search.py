@@ -50,7 +50,7 @@ Kind = Callable[[Plan], bool]
 
 
 def any_plan(plan: Plan) -> bool:
-    """Returns whether a plan is of the kind that a search of all plans means: each is."""
+    """Returns True: the kind of all plans."""
     return True
 
 

@@ -74,7 +74,7 @@ def largest_reverse_first_k(plan: Plan, profile: Profile, cluster: Cluster) -> i
         except PlanError:
             return False  # not even one micro-batch
 
-    # More delayed weight gradients keep more: the largest k that fits, by bisection, and all mostly do.
+    # More delayed weight gradients keep more: the largest k that fits, by bisection, all stages first.
     low, high = 0, plan.num_stages
     middle = high
     while low < high:

@@ -67,7 +67,7 @@ def seconds_of(case: Case, checkout: pathlib.Path) -> float:
     """Runs a program of a checkout; returns the seconds that it tells.
 
     Raises:
-        RuntimeError: it failed; its output has gone to standard error.
+        RuntimeError: it failed; what it told of that has gone to standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "numbers.json")
@@ -121,6 +121,7 @@ def main() -> None:
         (before / "tools" / "evaluation").is_dir(),
         f"--before={_BEFORE.value}: it isn't a checkout of this repository; make one with `git worktree add`",
     )
+    command.check(before != _ROOT, f"--before={_BEFORE.value}: it is this checkout; give an older one")
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
     for what, case in CASES.items():

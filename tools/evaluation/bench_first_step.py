@@ -14,6 +14,7 @@ each way runs a second time, with the programs that its first run left in a fold
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -77,13 +78,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         own = [row for row in rows if (row["model"], row["way"], row.get("again", False)) == (name, way, again)]
         return statistics.median(row[key] for row in own)
 
-    kept = any(row.get("again") for row in rows)
+    with_again = any(row.get("again") for row in rows)
     head = ("model", "plain Keras (s)", "ours (s)", "times as long", "of one core, times")
-    cells: list[tuple[object, ...]] = [(*head, *(("Keras again (s)", "ours again (s)") if kept else ()))]
+    cells: list[tuple[object, ...]] = [(*head, *(("Keras again (s)", "ours again (s)") if with_again else ()))]
     for name in dict.fromkeys(row["model"] for row in rows):
         theirs, ours = (median(name, way) for way in ("keras", "ours"))
         of_core = median(name, "ours", "first_step_processor_s") / median(name, "keras", "first_step_processor_s")
-        again = [f"{median(name, way, again=True):.1f}" for way in ("keras", "ours")] if kept else []
+        again = [f"{median(name, way, again=True):.1f}" for way in ("keras", "ours")] if with_again else []
         cells.append((name, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}", f"{of_core:.2f}", *again))
     return markdown(cells)
 
@@ -93,7 +94,8 @@ def _rows(name: str, way: str, began: float) -> Iterator[dict[str, Any]]:
     options = (f"--models={name}", f"--way={way}", f"--jit_compile={_JIT.value}")
     with tempfile.TemporaryDirectory() as folder:
         for again in (False, True) if _JIT.value else (False,):
-            environment = {"TF_XLA_FLAGS": _KEEPS + folder} if _JIT.value else {}
+            own = os.environ.get("TF_XLA_FLAGS", "")
+            environment = {"TF_XLA_FLAGS": f"{own} {_KEEPS}{folder}"} if _JIT.value else {}
             for row in rows_apart("tools.evaluation.bench_first_step", *options, environment=environment):
                 command.say(f"{name}, {way}{', again' * again}: {row['first_step_s']:.1f} s", began)
                 yield row | {"again": again}

@@ -65,9 +65,8 @@ takes. The first run is TensorFlow's own preparation.
 """
 _CHECKOUTS = """### Before and now
 
-What these programs take now beside {before}, a commit from before any of this was made faster: each in a process of its
-own, checkouts in turns; seconds are medians, ratios those of each round, with quartiles. Preparation on the clock,
-planning of one core.
+What these programs take now beside an older commit, {before}: each in a process of its own, checkouts in turns; seconds
+are medians, ratios those of each round, with quartiles. Preparation on the clock, planning of one core.
 """
 _FIRST_STEP = """## The first step of image models
 
