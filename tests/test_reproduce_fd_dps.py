@@ -549,10 +549,10 @@ def test_other_steps_of_towers_are_differences() -> None:
     whole = stored(STORED)
     assert changed_sweep(whole, whole.sweep) == []
     first, second = whole.sweep[:2]
-    before = whole._replace(sweep=[first, second])
-    assert changed_sweep(before, [first._replace(copies=first.copies * 1.03), second._replace(devices=3)]) == [
-        f"towers, 256 samples, 2 devices: copies: {first.copies:.6g} is stored, {first.copies * 1.03:.6g} computed",
-        "towers, 256 samples, 3 devices: isn't stored",
+    before, longer = whole._replace(sweep=[first, second]), first.copies * 1.03
+    assert changed_sweep(before, [first._replace(copies=longer), second._replace(devices=3)]) == [
+        f"towers, {first.samples} samples, 2 devices: copies: {first.copies:.6g} is stored, {longer:.6g} computed",
+        f"towers, {second.samples} samples, 3 devices: isn't stored",
         f"towers, {second.samples} samples, {second.devices} devices: is stored only",
     ]
 

@@ -276,8 +276,7 @@ def _where_it_pays(sweep: Sequence[Towers]) -> str:
     return (
         f"The model *wide_towers* of [operator_workers.md](operator_workers.md), which reads little and has "
         f"{size / 1e6:.0f} MB of gradients, whatever the batch. FD-DPS is faster than both forms of data "
-        f"parallelism by more than {_PAYS - 1:.0%} {'; '.join(texts)}. With 16 and 64 samples `data_parallel` doesn't "
-        f"reduce all gradients, so that they aren't here. No claim of the paper's."
+        f"parallelism by more than {_PAYS - 1:.0%} {'; '.join(texts)}. No claim of the paper's."
     )
 
 
