@@ -11,9 +11,9 @@ from dapple_tf.operators.split_layouts import Layout, Layouts
 def batch_layouts(layouts: Layouts) -> list[Layout]:
     """Returns the layouts by which operators on samples may be split by the batch; none if none of them can be.
 
-    All between what is split together with the heaviest operator on samples is split that can be, in one of them.
-    Some of it computes with vectors of channels rather than samples, of which each replica needs all: in the other
-    layout, regions that aren't linked with the heaviest operator are split only where that seems cheaper.
+    The last one splits all `samples_operators` that have a rule for it. Some of these compute with vectors of channels,
+    of which each replica needs all: where that makes a difference, another layout, the first, splits regions that
+    aren't linked with the heaviest operator only where that seems cheaper.
     """
     try:
         linked = _linked_with_heaviest(layouts)
@@ -64,9 +64,9 @@ def _from_fed_batch(layouts: Layouts) -> list[bool]:
     for op in range(problem.count):
         rule = layouts.rule(op, "batch")
         if rule >= 0:
-            made = {argument for _, argument in reads.inputs[op]}
+            computed = {argument for _, argument in reads.inputs[op]}
             cut = {argument for argument, axis in enumerate(reads.rules[op][rule].input_axes) if axis is not None}
-            needing[op] = not cut <= made  # No operator makes what is fed.
+            needing[op] = not cut <= computed  # No operator computes what is fed.
         for tensor, _ in reads.inputs[op]:
             producer = reads.producer[tensor]
             needing[op] |= needing[producer] and not _sums_over_batch(layouts, producer)

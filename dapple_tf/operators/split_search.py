@@ -94,7 +94,8 @@ def by_batch(base: Variant) -> Candidate | None:
     of it, so that it is the step that one device would run.
 
     Returns:
-        The placement; None if no operator can be split into as many parts as there are devices.
+        The better placement of `batch_layouts`; None if no operator can be split into as many parts as there are
+        devices.
     """
     layouts = Layouts(base.problem, base.problem.devices)
     tried = (by_layout(base, layouts, layout) for layout in batch_layouts(layouts))

@@ -114,13 +114,14 @@ Columns; all but one compute the step that one device computes, up to rounding:
   what is mostly run, TF-Slim's clones do it, is faster, and trains another way; no placement may do that. **Updates
   shared out**: the same, if each device made 1/N of the updates, as with ZeRO-1, and a reduce-scatter and an all-gather
   sent as many bytes: its step less (1 - 1/N) of the updates. That is arithmetic, not simulated, and counts nowhere.
-* **DP's graph**: all operators on samples split by the batch, part k on device k, as a placement: each variable is on
-  one device, which sends it to the others, adds their gradients and updates it once. That is where FastT, MP-DPS and
-  D-DPS(-F) begin. TF-Slim's clones have one copy and one update, too, but on the host's CPU (its `model_deploy.py`
-  has variables and the optimizer on `/device:CPU:0`), which isn't among our devices. **DP's step**, the unit below, is
-  the faster of this form and own statistics, in each row. In the paper D-DPS(-F), which splits nothing itself, takes
-  {_D_DPS} of data parallelism's step (tables 7 and 5), as only a graph that is divided already can: one copy placed
-  without splits takes much longer (table 7, here).
+* **DP's graph**: operators on samples split by the batch, part k on device k, as a placement: each variable is on one
+  device, which sends it to the others, adds their gradients and updates it once. Regions that aren't linked with the
+  heaviest operator by tensors that are cut alike, such as vectors of channels, are split all or only where that seems
+  cheaper, by the shorter step. That is where FastT, MP-DPS and D-DPS(-F) begin. TF-Slim's clones have one copy and one
+  update, too, but on the host's CPU (its `model_deploy.py` has variables and the optimizer on `/device:CPU:0`), which
+  isn't among our devices. **DP's step**, the unit below, is the faster of this form and own statistics, in each row.
+  In the paper D-DPS(-F), which splits nothing itself, takes {_D_DPS} of data parallelism's step (tables 7 and 5), as
+  only a graph that is divided already can: one copy placed without splits takes much longer (table 7, here).
 * **DPOS**: FastT's placement and order of that graph alone. **FastT**: with OS-DPOS, which splits operators on the
   critical path one at a time, and going back to data parallelism's graph where that is faster, as FastT does.
 * **MP-DPS**: merged nodes and predicted paths, by the same group; rebuilt from FD-DPS's description of it
