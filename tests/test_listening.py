@@ -339,3 +339,24 @@ def test_only_a_port_that_somebody_has_is_taken() -> None:
     assert type(taken) is PortTakenError and "port 1: is it taken?" in str(taken)
     elsewhere = port_error("nothing listens at port 1", OSError(errno.EADDRNOTAVAIL, "no such address"))
     assert type(elsewhere) is ClusterError and "taken" not in str(elsewhere)
+
+
+@linux_only
+def test_a_port_at_which_another_begins_to_listen_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are bound to it before: that ended training with a bare OSError, and no other port was tried."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", 0))
+
+        def bound_before_the_other_listens(port: int) -> socket.socket:
+            gate = socket.socket()
+            gate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            gate.bind(("", port))
+            other.listen()
+            return gate
+
+        monkeypatch.setattr(listening, "_bound", bound_before_the_other_listens)
+        port = other.getsockname()[1]
+        told = f"no server can be started on port {port}: is it taken"
+        with pytest.raises(PortTakenError, match=told), keep_closed(port):
+            pytest.fail("both listen at the port")
