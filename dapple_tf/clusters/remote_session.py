@@ -226,7 +226,8 @@ def _close_aside(session: Any, workers: Collection[str]) -> None:
     """Closes a session in a thread that nobody waits for, and lets Python free it then.
 
     First its calls end: they need a lock to return, which closing keeps until the workers serve anew, as TensorFlow
-    then has them clean up after the last step.
+    then has them clean up after the last step. For that it waits without end, also for a worker that is lost for good:
+    such a session's thread stays until a server listens at the worker's former port, or this process ends.
     """
 
     def close() -> None:
