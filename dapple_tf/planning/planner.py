@@ -258,6 +258,7 @@ class _Planner:
         self.request, self.handed_on = request, RelayGuess(request)
         self.profile, self.cluster = request.profile, request.cluster
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
+        self.even_cuts: dict[int, list[str]] = {}
         self.work = 0.0
         self.fastest = math.inf
         # Time may grow with the cluster: 1 s on 16 devices, 10 s on 64, a minute on thousands.
@@ -398,8 +399,9 @@ class _Planner:
             return
         groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
         speeds = [sum(self.cluster.devices[device].speed for device in group) for group in groups]
-        cuts = by_time(self.profile, stages, None if self.cluster.alike else speeds)
-        plan = self.request.plan(cuts, groups, micro_batches, recompute)
+        if stages not in self.even_cuts:  # asked for with each number of micro-batches and each recomputation
+            self.even_cuts[stages] = by_time(self.profile, stages, None if self.cluster.alike else speeds)
+        plan = self.request.plan(self.even_cuts[stages], groups, micro_batches, recompute)
         if relayed and not (plan := self.handed_on(plan)).relays:
             return
         costs = self.request.costs(plan)
