@@ -56,7 +56,7 @@ each much for one device and cut by no layer, a batch of 2, and two machines of 
 FD-DPS had a tenth of the search that it has in a real step, so that a placement may be some percent slower than it
 could be, on whatever devices: more of them don't always come out faster. Operators that run one by one, without
 fusion across them, cost more than their kernels on a real machine; nothing here has run on GPUs, and on CPU workers
-placing operators was the fastest way in none of eight measured settings ([operator_workers.md](operator_workers.md)).
+placing operators was the fastest way in one of eight measured settings ([operator_workers.md](operator_workers.md)).
 Groups are of one server; a placement over several servers is in the column "operators" alone.
 """
 

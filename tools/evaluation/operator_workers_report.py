@@ -5,6 +5,7 @@ python -m tools.evaluation.operator_workers_report    # docs/results/operator_wo
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,8 @@ long; *planned* is what `dapple.plan` finds with everything; *fd_dps* places ope
 from layers, operators and links measured before. *inception* is Inception-V3 on 96 x 96 images, *towers* four towers of
 convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read. A worker's core
 also sends and receives, which predictions take to be free, as on a GPU: what sends much is slower than predicted.
-Measured before updates lost a node that waited for all gradients.
+Seconds of one way differ by the machine's speed on the day; ways of one table took turns. A machine that computes at
+half its speed has links that are twice as fast beside it, which helps what sends much.
 On workers, with which other operators, links and devices FD-DPS would begin to pay wasn't searched for; of GPUs
 [fd_dps.md](fd_dps.md) has a small simulated sweep.
 
@@ -53,7 +55,7 @@ def document(results: Mapping[str, Any]) -> str:
     records = [record for entry in results.values() for record in entry["records"]]
     machine = next(iter(results.values()))["machine"]
     head = _HEAD.format(
-        commands="\n".join(f"    {entry['command']}" for entry in results.values()),
+        commands="\n".join(f"    {entry['command']}  # {entry['machine']['date']}" for entry in results.values()),
         cpu=f"{machine['cores']} cores of an {machine['cpu']}",
         tensorflow=machine["versions"]["tensorflow"],
         tally=tally(records),
@@ -67,6 +69,18 @@ def document(results: Mapping[str, Any]) -> str:
 def medians(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the measured step of each way, in seconds."""
     return {row["way"]: statistics.median(row["steps"]) for row in record["rows"]}
+
+
+def noise(records: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the largest relative difference of two ways that trained by the same plan; 0 if none did."""
+    largest = 0.0
+    for record in records:
+        times = medians(record)
+        for one, other in itertools.combinations(record["rows"], 2):
+            if (one["plan"], one["predicted"]) == (other["plan"], other["predicted"]):
+                low, high = sorted((times[one["way"]], times[other["way"]]))
+                largest = max(largest, high / low - 1)
+    return largest
 
 
 def tally(records: Sequence[Mapping[str, Any]]) -> str:
@@ -89,6 +103,8 @@ def tally(records: Sequence[Mapping[str, Any]]) -> str:
     ):
         lines += [f"{title}: {len(texts)} of {len(records)}.", "", *(f"* {text}" for text in texts)]
         lines += [""] if texts else []
+    if limit := noise(records):
+        lines.append(f"Two ways that trained by the same plan differ by up to {limit:.0%}: gains below that are noise.")
     return "\n".join(lines).rstrip()
 
 
