@@ -612,6 +612,7 @@ def test_no_worker_serves_anew_before_a_former_call_has_ended(
 
     with held(cluster) as connection:
         failures: list[BaseException] = []
+        earlier = set(remote_session._running)
 
         def run() -> None:
             try:
@@ -621,7 +622,7 @@ def test_no_worker_serves_anew_before_a_former_call_has_ended(
 
         thread = threading.Thread(target=run)
         thread.start()
-        wait_until(lambda: remote_session._running)
+        wait_until(lambda: remote_session._running - earlier)
         (child,) = children(workers.processes[1].pid)
         os.kill(child, signal.SIGKILL)
         thread.join(PATIENCE)
@@ -639,6 +640,7 @@ def test_a_former_call_that_never_ends_is_waited_for_once(
     call = Call(ended.wait, threading.Condition(), cluster.addresses[:1])
     other = Call(ended.wait, threading.Condition(), ["elsewhere:1"])
     awaited: list[Call] = []
+    earlier = set(remote_session._running)
     monkeypatch.setattr(Call, "wait", lambda call, seconds: awaited.append(call))
     for running in call, other:
         running.start()
@@ -649,7 +651,7 @@ def test_a_former_call_that_never_ends_is_waited_for_once(
                 assert awaited == [call]
     finally:
         ended.set()
-    wait_until(lambda: not remote_session._running)
+    wait_until(lambda: remote_session._running <= earlier)
 
 
 def test_a_session_is_closed_behind_its_former_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,6 +665,7 @@ def test_a_session_is_closed_behind_its_former_calls(monkeypatch: pytest.MonkeyP
             self.closed.set()
 
     monkeypatch.setattr(remote_session, "_FORMER_CALLS_SECONDS", PATIENCE)
+    earlier = set(remote_session._running)
     ended = threading.Event()
     call = Call(ended.wait, threading.Condition(), ["worker:1"])
     call.start()
@@ -670,11 +673,11 @@ def test_a_session_is_closed_behind_its_former_calls(monkeypatch: pytest.MonkeyP
     session = Session()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
     remote_session._close_aside(session, ["worker:1"])
-    wait_until(lambda: len(remote_session._running) == 2)
+    wait_until(lambda: len(remote_session._running - earlier) == 2)
     assert not session.closed.is_set()
     ended.set()
     assert session.closed.wait(PATIENCE)
-    wait_until(lambda: not remote_session._running)
+    wait_until(lambda: remote_session._running <= earlier)
 
 
 LEAVES = """

@@ -23,21 +23,37 @@ def record(fd_dps: float, planned: float, rate: float = 0) -> dict[str, Any]:
     return {"model": "towers", "hosts": 2, "cores": 1.0, "rate_mbit": rate, "rows": rows}
 
 
+def unlike(*records: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records whose ways have plans of their own."""
+    return [one | {"rows": [row | {"plan": row["way"]} for row in one["rows"]]} for one in records]
+
+
 def test_where_it_pays_is_counted() -> None:
-    text = tally([record(0.5, 0.6), record(0.7, 0.6, 200), record(1.0, 0.6), record(0.599, 0.6)])
-    assert "FD-DPS is the fastest by more than 2 %: 1 of 4." in text
-    assert "It is faster than one worker, but not than all other ways: 2 of 4." in text
-    assert "It doesn't pay: 1 of 4." in text
+    text = tally(unlike(record(0.5, 0.6), record(0.7, 0.6, 200), record(1.0, 0.6), record(0.599, 0.6)))
+    assert "FD-DPS is the fastest by more than 2%: 1 of 4." in text
+    assert "It is within 2% of the fastest of the others: 1 of 4." in text
+    assert "It is slower: 2 of 4." in text
     assert "* towers, 2 hosts of a core each, links of 200 Mbit/s: 0.86 times as fast as planned" in text
+    assert "may be noise" not in text
 
 
-def test_the_same_plan_twice_shows_what_is_noise() -> None:
+def test_a_plan_that_is_faster_over_slower_links_is_an_opponent_over_quicker_ones() -> None:
+    """Without a limit the planner chose worse than with one, and FD-DPS shone beside it."""
+    text = tally(unlike(record(0.4, 0.6), record(0.55, 0.44, 200)))
+    assert "links without a limit: 1.10 times as fast as planned over links of 200 Mbit/s" in text
+    assert "links of 200 Mbit/s: 0.80 times as fast as planned" in text
+
+
+def test_the_same_plan_twice_shows_what_may_be_noise() -> None:
     ways = record(0.5, 0.6)
-    assert "noise" not in tally([ways | {"rows": [row | {"plan": row["way"]} for row in ways["rows"]]}])
     again = {"way": "data_parallel", "plan": "a plan", "predicted": 0.9, "steps": [0.63]}
-    other = {"way": "fd_dps", "plan": "placed", "predicted": 0.9, "steps": [0.5]}
-    text = tally([ways | {"rows": [row for row in ways["rows"] if row["way"] == "planned"] + [again, other]}])
-    assert "differ by up to 5%: gains below that are noise." in text
+    placed = {"way": "fd_dps", "plan": "placed", "predicted": 0.9, "steps": [0.58]}
+    planned = next(row for row in ways["rows"] if row["way"] == "planned")
+    other = {"way": "stages", "plan": "a plan", "predicted": 0.8, "steps": [0.9]}  # of other links, say
+    text = tally([ways | {"rows": [planned, again, placed, other]}])
+    assert "FD-DPS is the fastest by more than 5%: 0 of 1." in text
+    assert "It is within 5% of the fastest of the others: 1 of 1." in text
+    assert "differ by up to 5%: less may be noise." in text
 
 
 def test_errors_and_gains_are_shown() -> None:

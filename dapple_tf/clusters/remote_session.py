@@ -226,8 +226,8 @@ def _close_aside(session: Any, workers: Collection[str]) -> None:
     """Closes a session in a thread that nobody waits for, and lets Python free it then.
 
     First its calls end: they need a lock to return, which closing keeps until the workers serve anew, as TensorFlow
-    then has them clean up after the last step. For that it waits without end, also for a worker that is lost for good:
-    such a session's thread stays until a server listens at the worker's former port, or this process ends.
+    then has them clean up after the last step. TensorFlow waits for that without end, also if a worker is lost for
+    good: the thread then stays until a server listens at the worker's former port, or this process ends.
     """
 
     def close() -> None:
@@ -242,8 +242,9 @@ def _close_aside(session: Any, workers: Collection[str]) -> None:
 def wait_for_all_calls(seconds: float) -> None:
     """Waits at most ``seconds`` for running calls, when Python exits.
 
-    A thread that returns from TensorFlow while Python shuts down aborts the process. Threads that wait for a
-    worker that is gone for good are likely to return now; threads that wait for a hanging worker aren't.
+    A thread that returns from TensorFlow while Python shuts down aborts the process. Steps that wait for a worker that
+    is gone for good are likely to return now; steps that wait for a hanging worker, and sessions that are being closed
+    without their workers, aren't.
     """
     _wait_for(list(_running), seconds)
 

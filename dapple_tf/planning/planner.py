@@ -261,7 +261,7 @@ class _Planner:
         self.even_cuts: dict[int, list[str]] = {}
         self.work = 0.0
         self.fastest = math.inf
-        # Time may grow with the cluster: 1 s on 16 devices, 10 s on 64, a minute on thousands.
+        # Time may grow with the cluster: on a quick core 1 s on 16 devices, 5 s on 64, a minute on thousands.
         size = max(1.0, self.cluster.num_devices / 16)
         self.allowed, self.deriving = _WORK * min(30.0, size), _DERIVING * _WORK * min(8.0, size)
         self.bar = Progress("planning")

@@ -15,7 +15,7 @@ from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import run
 
 _MOST_DEVICES = 16
-"""The most devices for which the planner searches while a model trains: about a second."""
+"""The most devices for which the planner searches while a model trains: one to four seconds."""
 
 
 class NewPlan(NamedTuple):
