@@ -39,8 +39,8 @@ from layers, operators and links measured before. *inception* is Inception-V3 on
 convolutions, *wide_towers* four towers of dense layers, whose gradients outweigh what the towers read. A worker's core
 also sends and receives, which predictions take to be free, as on a GPU: what sends much is slower than predicted.
 Seconds of one way differ by the machine's speed on the day; ways of one table took turns. A machine that computes at
-half its speed has links that are twice as fast beside it, which helps what sends much. Inception's tables are older than
-the others, from before batches' layouts were searched: to be measured again by `--models=inception`.
+half its speed has links that are twice as fast beside it, which helps what sends much. Inception's tables are older
+than the others, from before batches' layouts were searched: to be measured again by `--models=inception`.
 On workers, with which other operators, links and devices FD-DPS would begin to pay wasn't searched for; of GPUs
 [fd_dps.md](fd_dps.md) has a small simulated sweep.
 
