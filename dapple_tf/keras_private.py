@@ -12,6 +12,8 @@ from typing import Any
 import keras
 from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.backend.common.variables import get_autocast_scope
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
@@ -28,6 +30,8 @@ __all__ = [
     "Makeup",
     "PyDatasetAdapter",
     "adds_loss",
+    "attributes_of_calls",
+    "autocast_dtype",
     "build_for",
     "can_convert_arrays",
     "check_compiled",
@@ -40,6 +44,7 @@ __all__ = [
     "fresh_loss",
     "functional_graph",
     "get_data_adapter",
+    "has_mask",
     "initialize",
     "inner_optimizer",
     "input_structure",
@@ -91,6 +96,34 @@ def items_of(model: keras.Model) -> list[Any]:
 def seeds_of(model: keras.Model) -> list[Any]:
     """Returns the states of all seed generators that layers hold."""
     return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
+
+
+_BOOKKEEPING = frozenset(
+    """
+    _auto_config _build_shapes_dict _call_context_args _call_has_context_arg _call_signature _called _inbound_nodes
+    _input_spec _layers _lock _loss_ids _losses _losses_override _metrics _non_trainable_variables _outbound_nodes
+    _parent_path _path _saved_model_arg_spec _saved_model_inputs_spec _seed_generators _tracked _tracker
+    _trainable_variables activity_regularizer build built call call_signature_parameters name quantize seed
+    """.split()
+)
+"""Attributes of layers that calls of Keras' own layers don't read, or that have what others have, too."""
+
+
+def attributes_of_calls(layer: Any) -> list[tuple[str, Any]]:
+    """Returns names and values of the attributes on which a call of one of Keras' own layers may depend."""
+    own = vars(layer).items()
+    return [(name, value) for name, value in own if name not in _BOOKKEEPING and not name.startswith("_self_")]
+
+
+def autocast_dtype() -> str | None:
+    """Returns the dtype in which layers read variables now; None for each variable's own."""
+    scope = get_autocast_scope()
+    return None if scope is None else scope.dtype
+
+
+def has_mask(tensor: Any) -> bool:
+    """Returns whether a layer has given a tensor a mask."""
+    return get_keras_mask(tensor) is not None
 
 
 _LISTS = ("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers", "_metrics")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import itertools
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -21,6 +20,7 @@ from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_v
 from dapple_tf.frontend.functional import outputs_as_declared
 from dapple_tf.frontend.functions import functions_traced
 from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
+from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.losses import GlobalNormalizers
 from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
 from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_own_step
@@ -33,10 +33,13 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, takes_training
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
+from graph_passes.ir.tensorflow_private import number_of_nodes
 from graph_passes.passes.scale_losses import scale_losses
 
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
 _SEED_STRIDE = 2654435769
+_REFUSED = (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError, KeyError)
+"""What TensorFlow and Keras raise for models that can't be traced."""
 
 
 class Mode(enum.Enum):
@@ -155,24 +158,36 @@ class _Tracing:
     ) -> None:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
         self.own = own  # whether it is the model's own step
-        self.calls: list[LayerCall] = []
-        self.path: list[str] = []
-        self.failed_in: str | None = None
+        # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
+        share = not own and all(leaf.dtype != "string" for leaf in spec.leaves)
+        self.calls = LayerCalls(model, share=share)
         self.logs: TracedLogs | None = None
 
     def run(self) -> Program:
         function = tf.function(self._trace, autograph=False)
         try:
             graph = function.get_concrete_function().graph
-        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError, KeyError) as error:
-            raise self._explained(error) from error
+        except Exception as error:
+            if self.calls.repeats:
+                return self._again(LayerCalls(self.model, share=False))  # Perhaps what stands in for calls isn't enough.
+            if isinstance(error, _REFUSED):
+                raise self._explained(error) from error
+            raise
         if self._has_new_metrics:
-            return _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own).run()
+            return self._again()
         if self.logs is not None and self.logs.missing:
             for place, dtype in self.logs.missing.items():
                 self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
-            return _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own).run()
+            return self._again()
         return self._program(graph)
+
+    def _again(self, calls: LayerCalls | None = None) -> Program:
+        """Traces the model once more, with other calls if there are any."""
+        tracing = _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own)
+        tracing.calls = calls or tracing.calls
+        program = tracing.run()
+        self.structure = tracing.structure
+        return program
 
     @property
     def _has_new_metrics(self) -> bool:
@@ -180,7 +195,7 @@ class _Tracing:
         return self.mode is not Mode.PREDICT and not all(map(self.table.knows, self.model.metrics_variables))
 
     def _explained(self, error: Exception) -> CaptureError:
-        where = f"layer {self.failed_in!r}" if self.failed_in else f"model {self.model.name!r}"
+        where = f"layer {self.calls.failed_in!r}" if self.calls.failed_in else f"model {self.model.name!r}"
         if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) or "SymbolicTensor" in str(error):
             return CaptureError(
                 f"{where} uses the value of a tensor in Python control flow (if, while, for, int()), which a graph "
@@ -190,7 +205,6 @@ class _Tracing:
         return CaptureError(f"{where} can't be traced: {reason(error)}")
 
     def _trace(self) -> None:
-        self.calls.clear()  # TensorFlow traces a function again if it has made variables.
         self.graph = tf.compat.v1.get_default_graph()
         placeholder = tf.compat.v1.placeholder
         self.inputs = [
@@ -222,7 +236,7 @@ class _Tracing:
                 outputs = self._trace_model(x, y, sample_weight, normalizers)
             elif self.mode is Mode.PREDICT:
                 outputs = predicted(self.model, data)
-                self.model_end = len(self.graph.get_operations())
+                self.model_end = number_of_nodes(self.graph)
             else:
                 scope.provide = reads
                 with normalizers.recording():
@@ -238,7 +252,7 @@ class _Tracing:
     def _trace_model(self, x: Any, y: Any, sample_weight: Any, normalizers: GlobalNormalizers) -> Any:
         """Traces what Keras' own steps do, and returns the outputs."""
         outputs = self.model(x, training=self.training) if takes_training(self.model) else self.model(x)
-        self.model_end = len(self.graph.get_operations())
+        self.model_end = number_of_nodes(self.graph)
         self._check_losses()
         if self.mode is not Mode.PREDICT:
             with normalizers.recording():
@@ -253,7 +267,7 @@ class _Tracing:
     def _trace_own_step(self, scope: TraceScope, reads: OptimizerReads, data: Any) -> None:
         """Traces the model's own ``train_step`` or ``test_step``."""
         logs, terms = run_own_step(self.model, self.table, f"{self.mode.value}_step", scope, reads, data)
-        self.model_end = max((call.stop for call in self.calls), default=len(self.graph.get_operations()))
+        self.model_end = self.calls.end or number_of_nodes(self.graph)
         if self.mode is Mode.TRAIN:
             # A tape differentiates the sum of one number per sample; the slices' sums add up to it.
             parts = [
@@ -321,7 +335,7 @@ class _Tracing:
         """Gives variables the values of a scope inside the context, and records and traces calls of layers."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(scope)
-            stack.enter_context(self._recording())
+            stack.enter_context(self.calls.recording(self.graph, scope))
             stack.enter_context(functions_traced(scope))
             stack.enter_context(gradients_of_variables(scope))
             stack.enter_context(weighted_means(self.weight))
@@ -372,64 +386,29 @@ class _Tracing:
             updates[name] = tf.identity(new)
         return updates
 
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Records calls of layers, and of the operations of functional models, inside the context."""
-        items: dict[int, Any] = {}
-        for layer in layers_of(self.model):
-            for item in (layer, *getattr(layer, "operations", ())):
-                if item is not self.model:
-                    items[id(item)] = item
-        kept = {}
-        for item in items.values():
-            kept[id(item)] = vars(item).get("call")
-            vars(item)["call"] = self._recorded(item, item.call)
-        try:
-            yield
-        finally:
-            for item in items.values():
-                if kept[id(item)] is None:
-                    del vars(item)["call"]
-                else:
-                    vars(item)["call"] = kept[id(item)]
-
-    def _recorded(self, item: Any, original: Any) -> Any:
-        counts = itertools.count()
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if tf.compat.v1.get_default_graph() is not self.graph:  # the inside of a loop or a branch
-                return original(*args, **kwargs)
-            self.path.append(item.name)
-            path = "/".join(self.path)
-            start = len(self.graph.get_operations())
-            try:
-                result = original(*args, **kwargs)
-            except Exception:
-                self.failed_in = self.failed_in or path
-                raise
-            finally:
-                self.path.pop()
-            self.calls.append(LayerCall(path, start, len(self.graph.get_operations()), next(counts)))
-            return result
-
-        return call
-
     def _program(self, graph: tf.Graph) -> Program:
         gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
         tables = tables_of(graph)
         graph_def = without_captures(graph, tables)
         write_gradients(graph_def, gradients)
         own_gradients(graph_def)
+        expanded = self.calls.expanded(graph_def)
+        if expanded is None or (tables and self.calls.repeats):
+            return self._again(LayerCalls(self.model, share=False))
+        graph_def = expanded.graph
+        loss = None if self.loss is None else _ref(self.loss)
+        outputs = [expanded.tensors.get(_ref(tensor), _ref(tensor)) for tensor in self.outputs]
         if self.logs is not None:
             self.table.logs[self.mode.value] = StepLogs(graph_def, self.logs.logs, self.logs.sources)
         metrics = metric_names(self.model)
         variables = [self._variable(name, metrics) for name in self.table.keras_variables]
         present = [variable for variable in variables if variable is not None]
         inputs, example_shapes, host = [_ref(tensor) for tensor in self.inputs], self.spec.sizes, None
-        results = [*self.updates.values(), *self.outputs, *([] if self.loss is None else [self.loss])]
-        paths = self.paths_of_nodes()
+        calls = self.calls.calls(expanded.starts)
+        paths = _paths_of_nodes(calls)
         if tables or any(leaf.dtype == "string" for leaf in self.spec.leaves):
-            wanted = [*map(_ref, results), *(normalizer.of_whole_batch for normalizer in self.normalizers)]
+            wanted = [*map(_ref, self.updates.values()), *outputs, *([] if loss is None else [loss])]
+            wanted += [normalizer.of_whole_batch for normalizer in self.normalizers]
             graph_def, inputs, host = split_host_part(
                 graph_def, graph, inputs, tables, wanted, lambda position: paths.get(position, self.model.name)
             )
@@ -439,10 +418,10 @@ class _Tracing:
             slice=Slice(_ref(self.weight), _ref(self.number), _ref(self.samples)),
             normalizers=self.normalizers,
             peers=self.peers,
-            outputs=tuple(_ref(tensor) for tensor in self.outputs) if self.mode is Mode.PREDICT else (),
-            loss=None if self.loss is None else _ref(self.loss),
-            calls=tuple(sorted(self.calls, key=lambda call: (call.start, -call.stop))),
-            model_end=self.model_end,
+            outputs=tuple(outputs) if self.mode is Mode.PREDICT else (),
+            loss=loss,
+            calls=calls,
+            model_end=expanded.starts[self.model_end],
             example_shapes=example_shapes if host is None else host.device_shapes(example_shapes),
         )
         program = pruned(graph_def, roles, paths)
@@ -450,14 +429,7 @@ class _Tracing:
         vague = any(tensor.shape.rank is None or None in tensor.shape[1:] for tensor in self.outputs)
         if self.mode is Mode.PREDICT and not self.training and not self.updates and not vague:
             return program
-        return scale_losses(program, [_ref(tensor) for tensor in self.outputs])
-
-    def paths_of_nodes(self) -> dict[int, str]:
-        """Returns position of a node -> path of the innermost layer call that made it."""
-        paths: dict[int, str] = {}
-        for call in sorted(self.calls, key=lambda call: call.start - call.stop):
-            paths |= dict.fromkeys(range(call.start, call.stop), call.path)
-        return paths
+        return scale_losses(program, outputs)
 
     def _variable(self, name: str, metrics: Mapping[int, str]) -> Variable | None:
         value, update = self.values.get(name), self.updates.get(name)
@@ -465,6 +437,14 @@ class _Tracing:
             return None
         described = self.table.describe(name, _ref(value), None if update is None else _ref(update))
         return dataclasses.replace(described, metric=metrics.get(id(self.table.keras_variables[name])))
+
+
+def _paths_of_nodes(calls: Iterable[LayerCall]) -> dict[int, str]:
+    """Returns position of a node -> path of the innermost layer call that made it."""
+    paths: dict[int, str] = {}
+    for call in sorted(calls, key=lambda call: call.start - call.stop):
+        paths |= dict.fromkeys(range(call.start, call.stop), call.path)
+    return paths
 
 
 def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variable]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -66,6 +66,15 @@ class TraceScope(keras.StatelessScope):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._entered.close()
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody sees now which variables are read, or what is computed of them."""
+        return bool(self._tapes or self._watchers or self._closed)
+
+    def role_of(self, variable: keras.Variable) -> Hashable:
+        """Returns what readers of a variable get besides its value, equal for variables that are read alike."""
+        return tuple(id(variable) in ids for ids in (self.state, self.parameters, self.assigned))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[tf.Tensor]]:

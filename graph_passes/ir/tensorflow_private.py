@@ -28,9 +28,11 @@ __all__ = [
     "eager_mode",
     "functions_of",
     "global_seed",
+    "has_scopes",
     "iterator_resource",
     "local_devices",
     "looked_up_run",
+    "number_of_nodes",
     "op_def_registry",
     "prepared_run",
     "python_body",
@@ -103,6 +105,25 @@ def captured_inputs(function: Any) -> list[Any]:
 def functions_of(graph: tf.Graph) -> dict[str, Any]:
     """Returns the functions that a graph calls, by name."""
     return dict(graph._functions)
+
+
+def has_scopes(graph: tf.Graph) -> bool:
+    """Returns whether operations that are made in a graph now get more than they ask for.
+
+    Control inputs, attributes, another gradient, or a place beside other operations.
+    """
+    return bool(
+        graph._current_control_dependencies()
+        or graph._attr_scope_map
+        or graph._gradient_override_map
+        or list(graph._colocation_stack.peek_objs())
+        or graph._get_control_flow_context() is not None
+    )
+
+
+def number_of_nodes(graph: tf.Graph) -> int:
+    """Returns how many operations a graph has, without a list of them."""
+    return int(graph.num_operations())
 
 
 def replace_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> None:
