@@ -98,14 +98,13 @@ def seeds_of(model: keras.Model) -> list[Any]:
     return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
 
 
-_BOOKKEEPING = frozenset(
-    """
+_NOT_READ = """
     _auto_config _build_shapes_dict _call_context_args _call_has_context_arg _call_signature _called _inbound_nodes
     _input_spec _layers _lock _loss_ids _losses _losses_override _metrics _non_trainable_variables _outbound_nodes
     _parent_path _path _saved_model_arg_spec _saved_model_inputs_spec _seed_generators _tracked _tracker
     _trainable_variables activity_regularizer build built call call_signature_parameters name quantize seed
-    """.split()
-)
+"""
+_BOOKKEEPING = frozenset(_NOT_READ.split())
 """Attributes of layers that calls of Keras' own layers don't read, or that have what others have, too."""
 
 

@@ -16,9 +16,8 @@ from dapple_tf.frontend import optimizer as optimizers
 from dapple_tf.frontend.alike_groups import AlikeGroups
 from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis.repeated_update import repeated_update
-from graph_passes.ir.graph import Graph, Ref, control_inputs
+from graph_passes.ir.graph import COLOCATION, Graph, Ref, control_inputs
 from graph_passes.ir.group_update import Captured, GroupUpdate
-from graph_passes.ir.outline import COLOCATION
 
 _OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1),

@@ -11,7 +11,7 @@ import tensorflow as tf
 from programs import run
 
 from graph_passes.analysis import gradient_pieces
-from graph_passes.analysis.gradient_pieces import add_gradients_by_pieces
+from graph_passes.analysis.gradient_pieces import gradients_by_pieces
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import Gradient, add_gradients
 
@@ -113,7 +113,7 @@ def assert_same(model: Model, seed: int = 0) -> None:
     with model.graph.as_default():
         graph, outputs, sources = model.gradients()
     before = graph.SerializeToString(deterministic=True)
-    by_pieces, gradients = add_gradients_by_pieces(graph, outputs, sources)
+    by_pieces, gradients = add_gradients(graph, outputs, sources, gradients_by_pieces)
     whole, expected = add_gradients(graph, outputs, sources)
     assert graph.SerializeToString(deterministic=True) == before
     assert list(by_pieces.node)[: len(graph.node)] == list(graph.node)
@@ -231,7 +231,7 @@ def test_an_output_before_what_has_no_gradient(sent: bool) -> None:
             x = residual(x, model.input)
         model.outputs.append(x)
         graph, outputs, sources = model.gradients()
-    _, gradients = add_gradients_by_pieces(graph, outputs, sources)
+    _, gradients = add_gradients(graph, outputs, sources, gradients_by_pieces)
     assert [gradient is None for gradient in gradients] == [False] * 7 + [True] * 4 + [False] * 6
     assert_same(model)
 
@@ -272,5 +272,5 @@ def test_loops_keep_the_graph_together(differentiated: list[int]) -> None:
             x = tf.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, tf.sin(v) * v), (0, x))[1]
         model.outputs.append(tf.reduce_sum(x))
         graph, outputs, sources = model.gradients()
-    _, gradients = add_gradients_by_pieces(graph, outputs, sources)
+    _, gradients = add_gradients(graph, outputs, sources, gradients_by_pieces)
     assert len(differentiated) == 1 and None not in gradients

@@ -162,14 +162,15 @@ class _Tracing:
         share = not own and all(leaf.dtype != "string" for leaf in spec.leaves)
         self.calls = LayerCalls(model, share=share)
         self.logs: TracedLogs | None = None
+        self.structure: Any = None
 
     def run(self) -> Program:
         function = tf.function(self._trace, autograph=False)
         try:
             graph = function.get_concrete_function().graph
         except Exception as error:
-            if self.calls.repeats:
-                return self._again(LayerCalls(self.model, share=False))  # Perhaps what stands in for calls isn't enough.
+            if self.calls.repeats:  # Perhaps somebody looked at more of them than their tensors.
+                return self._again(LayerCalls(self.model, share=False))
             if isinstance(error, _REFUSED):
                 raise self._explained(error) from error
             raise

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.repeated_calls import Expansion, RepeatedCalls, TracedCall
+from dapple_tf.frontend.repeated_calls import Expansion, Nodes, RepeatedCalls, TracedCall
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.keras_private import items_of
 from graph_passes.ir.graph import GraphDef
@@ -93,7 +93,8 @@ class LayerCalls:
                 return original(*args, **kwargs)
             self._inside.append(item)
             layers = tuple(self._inside)
-            start, nested = number_of_nodes(graph), ()
+            start = number_of_nodes(graph)
+            nested: Sequence[tuple[Sequence[Any], Nodes]] = ()
             try:
                 if self._repeated is None:
                     result = original(*args, **kwargs)

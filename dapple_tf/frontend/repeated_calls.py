@@ -30,7 +30,6 @@ Nodes = tuple[int, int]
 """Positions of the first of some nodes, and after the last one."""
 
 
-
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
     """A call of a layer in a trace.
@@ -168,7 +167,8 @@ class RepeatedCalls:
         Args:
             layer: the layer.
             original: what its ``call`` is.
-            args, kwargs: the arguments.
+            args: its arguments.
+            kwargs: those with names.
             calls: the calls that were traced; ``original`` adds those inside this one.
             depth: the number of layers around this call, and its own.
 
@@ -282,12 +282,12 @@ class RepeatedCalls:
             dataclasses.replace(call, start=call.start - first.start, stop=call.stop - first.start)
             for call in first.nested
         ]
-        outputs = {places[id(tensor)]: (tensor.dtype, tensor.shape) for tensor in wanted}
+        told = {places[id(tensor)]: (tensor.dtype, tensor.shape) for tensor in wanted}
         return _Template(
             name=f"{_PREFIX}{len(self.templates)}",
             nodes=nodes,
             used=sorted({place.output for node in nodes for place in node.inputs if place.node < 0}),
-            outputs={place: told for place, told in outputs.items() if place.node >= 0},
+            outputs={place: spec for place, spec in told.items() if place.node >= 0},
             result=keras.tree.map_structure(lambda leaf: None if leaf is None else places[id(leaf)], first.result),
             updates={place: places[id(value)] for place, value in first.updates.items()},
             nested=[([numbers[id(layer)] for layer in call.layers], call.nodes(starts)) for call in moved],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -149,29 +150,34 @@ class _Folding:
         """Returns the values of tensors that follow from shapes."""
         asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _ASKING}
         graph = GraphDef(versions=self.view.graph.versions)
+        labels: dict[str, str] = {}
         constants: dict[Ref, str] = {}
-        names = Names(self.view.nodes)
         for name in self.folded:
             if name in asked:
                 continue
-            node = graph.node.add()
-            node.CopyFrom(self.view.nodes[name])
-            node.device = ""
-            for key in [key for key in node.attr if key.startswith("_")]:
-                del node.attr[key]
-            del node.input[:]
+            inputs = []
             for ref in self.view.inputs(name):
                 producer = self.view.nodes[ref.node]
                 if producer.op != "Const" and ref.node not in asked:
-                    node.input.append(str(ref))
+                    inputs.append(str(Ref(labels[ref.node], ref.output)))
                     continue
                 if ref not in constants:
-                    constants[ref] = names.fresh(ref.node)
+                    constants[ref] = f"c{len(constants)}"
                     value = constant_value(producer) if producer.op == "Const" else asked[ref.node][ref.output]
                     make_constant(graph.node.add(name=constants[ref]), value)
-                node.input.append(constants[ref])
-        computed = evaluate(graph, [ref for ref in wanted if ref.node not in asked])
-        return {ref: asked[ref.node][ref.output] if ref.node in asked else computed[ref] for ref in wanted}
+                inputs.append(constants[ref])
+            labels[name] = f"n{len(labels)}"
+            node = graph.node.add(name=labels[name], op=self.view.nodes[name].op, input=inputs)
+            for key, attr in self.view.nodes[name].attr.items():
+                if not key.startswith("_"):
+                    node.attr[key].CopyFrom(attr)
+        computed = [ref for ref in wanted if ref.node not in asked]
+        values = _evaluated(
+            graph.SerializeToString(deterministic=True),
+            tuple(Ref(labels[ref.node], ref.output) for ref in computed),
+        )
+        known = dict(zip(computed, values, strict=True))
+        return {ref: asked[ref.node][ref.output] if ref.node in asked else known[ref] for ref in wanted}
 
     def _asked(self, name: str) -> list[np.ndarray]:
         """Returns the values of a node that reads shapes."""
@@ -191,3 +197,10 @@ class _Folding:
             if key.startswith(OWN_ATTRS):
                 node.attr[key].CopyFrom(attr)
         return node
+
+
+@functools.lru_cache(maxsize=64)
+def _evaluated(graph: bytes, wanted: Sequence[Ref]) -> tuple[np.ndarray, ...]:
+    """Returns the values of tensors of a serialized graph: stages of equal layers differ in names only."""
+    values = evaluate(GraphDef.FromString(graph), wanted)
+    return tuple(values[ref] for ref in wanted)

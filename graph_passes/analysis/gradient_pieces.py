@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
+    COLOCATION,
     OWN_ATTRS,
     Graph,
     GraphDef,
@@ -30,8 +31,14 @@ from graph_passes.ir.graph import (
     renamed_input,
     shape_attr,
 )
-from graph_passes.ir.outline import COLOCATION
-from graph_passes.ir.tensorflow_bridge import Gradient, Shape, add_gradients, output_dtypes, takes_functions
+from graph_passes.ir.tensorflow_bridge import (
+    Gradient,
+    Shape,
+    add_gradients,
+    gradients_of_twin,
+    output_dtypes,
+    takes_functions,
+)
 from graph_passes.ir.tensorflow_private import shapes_of_outputs
 
 _TRAINABLE = frozenset(
@@ -106,22 +113,23 @@ def _shapes_of(graph: GraphDef) -> dict[Ref, Shape | None]:
     }
 
 
-def add_gradients_by_pieces(
-    graph: GraphDef, outputs: _Outputs, sources: Sequence[Ref]
-) -> tuple[GraphDef, list[Gradient | None]]:
-    """Extends a graph by the gradients of its outputs, as `add_gradients`, to the same numbers.
+def gradients_by_pieces(
+    serialized: bytes, outputs: tuple[tuple[Ref, Ref], ...], sources: tuple[Ref, ...]
+) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
+    """Extends a graph by the gradients of its outputs, as `add_gradients` (whose ``differentiate`` it is).
 
     A piece ends where all gradients go through one tensor, so that each sum of gradients has the summands that it has
     in the whole graph, in their order. What doesn't repeat is differentiated at once.
 
     Args:
-        graph: a flat graph.
+        serialized: the twin of a flat graph.
         outputs: pairs of an output and the tensor (of the same shape) that holds the gradient with respect to it.
         sources: tensors to differentiate with respect to.
 
     Returns:
         The extended graph and, for each source, its gradient (None when no output depends on it differentiably).
     """
+    graph = GraphDef.FromString(serialized)
     view = Graph(graph)
     cuts = _cuts(view, outputs, sources)
     if cuts:
@@ -131,7 +139,7 @@ def add_gradients_by_pieces(
         extended = _joined(view, shapes, outputs, sources, cuts)
         if extended is not None:
             return extended
-    return add_gradients(graph, outputs, sources)
+    return gradients_of_twin(serialized, outputs, sources)
 
 
 def _cuts(view: Graph, outputs: _Outputs, sources: Sequence[Ref]) -> list[_Cut]:
@@ -251,8 +259,8 @@ def _piece(
 
 def _joined(
     view: Graph, shapes: _Shapes, outputs: _Outputs, sources: Sequence[Ref], cuts: Sequence[_Cut]
-) -> tuple[GraphDef, list[Gradient | None]] | None:
-    """Returns what `add_gradients_by_pieces` does; None if a piece has to know what is outside of it."""
+) -> tuple[GraphDef, tuple[Gradient | None, ...]] | None:
+    """Returns what `gradients_by_pieces` does; None if a piece has to know what is outside of it."""
     extended, names = copied(view.graph), Names(view.nodes)
     gradients: dict[Ref, Gradient] = {}
     inferred: dict[object, list[Shape | None]] = {}
@@ -278,7 +286,7 @@ def _joined(
             if arriving is None or arriving.slices is not None:
                 return None  # Outputs before it may have gradients; or the operator before it would take the rows.
         gradients |= {ref: each for ref, each in zip(used, of_piece, strict=True) if each is not None}
-    return extended, [gradients.get(source) for source in sources]
+    return extended, tuple(gradients.get(source) for source in sources)
 
 
 def _added(
@@ -316,12 +324,4 @@ def _added(
                 f"^{located(Ref(text[1:])).node}" if text.startswith("^") else str(located(Ref.parse(text)))
                 for text in original.input
             ]
-    return [
-        None
-        if gradient is None
-        else Gradient(
-            located(gradient.dense),
-            None if gradient.slices is None else (located(gradient.slices[0]), located(gradient.slices[1])),
-        )
-        for gradient in gradients
-    ]
+    return [None if gradient is None else gradient.located(located) for gradient in gradients]

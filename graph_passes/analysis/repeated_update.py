@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from graph_passes.ir.graph import GraphDef, Names, NodeDef, Ref, control_inputs, data_inputs, renamed_input
+from graph_passes.ir.graph import COLOCATION, GraphDef, Names, NodeDef, Ref, control_inputs, data_inputs, renamed_input
 from graph_passes.ir.group_update import Captured
-from graph_passes.ir.outline import COLOCATION
 from graph_passes.ir.program import Variable
 
 _Copies = Mapping[str, Mapping[str, Mapping[Ref, Variable]]]

@@ -9,6 +9,7 @@ from tensorflow.core.framework import function_pb2, types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    COLOCATION,
     COMPILED_ATTR,
     LAYER_ATTR,
     AttrValue,
@@ -28,8 +29,6 @@ FunctionDef: TypeAlias = function_pb2.FunctionDef
 
 # One call is one node of the executor: without this attribute Grappler inlines the body into the step's graph.
 _NOINLINE = "_noinline"
-COLOCATION = "_class"
-"""Colocation attribute: it names nodes of the flat graph, which a function's body doesn't have."""
 
 
 def dtype_of(graph: Graph, ref: Ref) -> int:

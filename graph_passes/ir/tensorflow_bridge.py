@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,21 +17,16 @@ from tensorflow.core.framework import function_pb2, op_def_pb2, tensor_pb2, type
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     COMPILED_ATTR,
-    OWN_ATTRS,
     AttrValue,
     GraphDef,
-    Names,
     NodeDef,
     Ref,
-    copied,
-    renamed_input,
 )
 from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
+from graph_passes.ir.twin import Twin
 
 FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
 Shape = tuple[int | None, ...]
-_Place = tuple[int, int]
-"""Number of a node and of its output."""
 
 
 @functools.cache
@@ -186,9 +180,21 @@ class Gradient(NamedTuple):
     dense: Ref
     slices: tuple[Ref, Ref] | None
 
+    def located(self, place: Callable[[Ref], Ref]) -> Gradient:
+        """Returns it as tensors of another graph."""
+        return Gradient(place(self.dense), self.slices and (place(self.slices[0]), place(self.slices[1])))
+
+
+_Pairs = tuple[tuple[Ref, Ref], ...]
+Differentiate = Callable[[bytes, _Pairs, tuple[Ref, ...]], tuple[GraphDef, tuple[Gradient | None, ...]]]
+"""Adds gradients to the twin of a graph; see `add_gradients`."""
+
 
 def add_gradients(
-    graph: GraphDef, outputs: Sequence[tuple[Ref, Ref]], sources: Sequence[Ref]
+    graph: GraphDef,
+    outputs: Sequence[tuple[Ref, Ref]],
+    sources: Sequence[Ref],
+    differentiate: Differentiate | None = None,
 ) -> tuple[GraphDef, list[Gradient | None]]:
     """Extends a graph by the gradients of its outputs.
 
@@ -196,69 +202,24 @@ def add_gradients(
         graph: a flat graph.
         outputs: pairs of an output and the tensor (of the same shape) that holds the gradient with respect to it.
         sources: tensors to differentiate with respect to.
+        differentiate: does so for the serialized twin of the graph; by default TensorFlow, for all of it at once.
 
     Returns:
         The extended graph and, for each source, its gradient (None when no output depends on it differentiably).
     """
-    numbers = {node.name: number for number, node in enumerate(graph.node)}
-    names = [node.name for node in graph.node]
-
-    def numbered(ref: Ref) -> _Place:
-        return numbers[ref.node], ref.output
-
-    numbered_names = {name: f"n{number}" for name, number in numbers.items()}
-    anonymous = copied(graph)
-    for node in anonymous.node:
-        _rename(node, numbered_names)
-        for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == "_class"]:
-            del node.attr[attr]
-    extended, gradients = _gradients(
-        anonymous.SerializeToString(deterministic=True),
-        tuple((numbered(output), numbered(gradient)) for output, gradient in outputs),
-        tuple(map(numbered, sources)),
+    twin = Twin(graph)
+    extended, gradients = (differentiate or gradients_of_twin)(
+        twin.serialized,
+        tuple((twin.of(output), twin.of(gradient)) for output, gradient in outputs),
+        tuple(map(twin.of, sources)),
     )
-    renaming = {label: name for name, label in numbered_names.items()}
-    taken = Names(names)
-    result = copied(extended)
-    for node in result.node:
-        if node.name not in renaming:
-            # n3_grad is TensorFlow's name for the gradient of node n3.
-            told = re.sub(r"(?<![^/])n(\d+)_grad", lambda match: f"{names[int(match[1])]}_grad", node.name)
-            renaming[node.name] = taken.fresh(told)
-    for node in result.node:
-        _rename(node, renaming)
-        if node.name in numbers:
-            for attr, value in graph.node[numbers[node.name]].attr.items():
-                if attr not in node.attr:
-                    node.attr[attr].CopyFrom(value)
-        elif "_class" in node.attr:
-            del node.attr["_class"]
-
-    def named(ref: Ref) -> Ref:
-        return Ref(renaming[ref.node], ref.output)
-
-    return result, [
-        None
-        if gradient is None
-        else Gradient(
-            named(gradient.dense),
-            None if gradient.slices is None else (named(gradient.slices[0]), named(gradient.slices[1])),
-        )
-        for gradient in gradients
-    ]
-
-
-def _rename(node: NodeDef, names: Mapping[str, str]) -> None:
-    """Renames a node, and the nodes that it names."""
-    node.name = names[node.name]
-    node.input[:] = [renamed_input(text, names) for text in node.input]
+    result, named = twin.named(extended)
+    return result, [None if gradient is None else gradient.located(named) for gradient in gradients]
 
 
 @functools.lru_cache(maxsize=64)
-def _gradients(
-    serialized: bytes,
-    outputs: tuple[tuple[_Place, _Place], ...],
-    sources: tuple[_Place, ...],
+def gradients_of_twin(
+    serialized: bytes, outputs: _Pairs, sources: tuple[Ref, ...]
 ) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
     """Adds gradients to a graph with nodes n0, n1, ...: stages of equal layers differ in names only, and share it."""
     graph = GraphDef.FromString(serialized)
@@ -266,8 +227,8 @@ def _gradients(
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="")
 
-        def tensor(place: _Place) -> tf.Tensor:
-            return scope.get_tensor_by_name(f"n{place[0]}:{place[1]}")
+        def tensor(ref: Ref) -> tf.Tensor:
+            return scope.get_tensor_by_name(f"{ref.node}:{ref.output}")
 
         stopped = _without_stopped(scope)
         gradients = tf.gradients(

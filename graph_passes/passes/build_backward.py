@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from graph_passes.analysis.gradient_pieces import add_gradients_by_pieces
+from graph_passes.analysis.gradient_pieces import gradients_by_pieces
 from graph_passes.ir.graph import Graph, Names, Ref, copied, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import (
@@ -21,6 +22,8 @@ from graph_passes.ir.program import (
     ValueKind,
     VariableKind,
 )
+from graph_passes.ir.tensorflow_bridge import Differentiate, add_gradients
+from graph_passes.ir.twin import KINDS_OF_STAGES
 from graph_passes.passes.call_gradients import differentiable_calls
 from graph_passes.passes.row_sets import Rows, refusal, row_sets
 
@@ -57,9 +60,10 @@ class BuildBackward:
             PassError: it is unknown which rows of a gradient belong to samples, and a stage has several slices.
         """
         arriving: set[Ref] = set()  # boundary tensors for which some later stage computes a gradient
+        differentiate = functools.lru_cache(maxsize=KINDS_OF_STAGES)(gradients_by_pieces)
         stages: list[Stage] = []
         for stage in reversed(program.stages):
-            stages.append(self._stage(program, stage, arriving))
+            stages.append(self._stage(program, stage, arriving, differentiate))
             arriving |= {value.ref for value in stages[-1].results if value.kind is ValueKind.GRADIENT}
         sliced = {value.ref for stage in stages for value in stage.results if value.kind is ValueKind.SLICE_VALUES}
         dense = {
@@ -101,7 +105,7 @@ class BuildBackward:
                 raise refusal(name, why, stage.index, slices)
         return dataclasses.replace(stage, graph=graph, results=results, undecided_rows=undecided)
 
-    def _stage(self, program: Program, stage: Stage, arriving: set[Ref]) -> Stage:
+    def _stage(self, program: Program, stage: Stage, arriving: set[Ref], differentiate: Differentiate) -> Stage:
         graph = copied(stage.own_graph)
         view = Graph(stage.own_graph)
         names = Names(view.nodes)
@@ -124,7 +128,7 @@ class BuildBackward:
         if outputs and sources:
             graph = differentiable_calls(graph)
             arguments_of_sources = [stage.arguments[Value(ref)] for ref in sources]
-            graph, gradients = add_gradients_by_pieces(graph, outputs, arguments_of_sources)
+            graph, gradients = add_gradients(graph, outputs, arguments_of_sources, differentiate)
             for ref, gradient in zip(sources, gradients, strict=True):
                 if gradient is None:
                     continue

@@ -11,6 +11,7 @@ from graph_passes.ir.call_order import CALLS, CallOrder, Touch
 from graph_passes.ir.graph import (
     BRACKET_ATTR,
     CALL_ATTR,
+    COLOCATION,
     COMPILED_ATTR,
     MICRO_BATCH_ATTR,
     OWN_ATTRS,
@@ -23,7 +24,7 @@ from graph_passes.ir.graph import (
     control_inputs,
 )
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import COLOCATION, FunctionDef
+from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.resource_use import ResourceUse, called_functions
 from graph_passes.ir.tasks import Task

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from tensorflow.core.framework import types_pb2
 
@@ -14,13 +15,14 @@ from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, Ref, shape_attr
+from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
 from graph_passes.ir.outline import dtype_of, outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
+from graph_passes.ir.twin import KINDS_OF_STAGES, Twin
 from graph_passes.passes.drop_no_ops import drop_no_ops
 
 logger = logging.getLogger(__name__)
@@ -104,9 +106,10 @@ class Partition:
             if policy not in POLICIES:
                 raise PassError(f"recompute={policy!r} is unknown; use one of {', '.join(POLICIES)}")
         reasons = {} if self.keepers is None else row_tables(program, self.keepers)
-        return program.replace(stages=tuple(self._stage(program, stage, reasons) for stage in program.stages))
+        fold = functools.lru_cache(maxsize=KINDS_OF_STAGES)(_folded)
+        return program.replace(stages=tuple(self._stage(program, stage, reasons, fold) for stage in program.stages))
 
-    def _stage(self, program: Program, stage: Stage, reasons: Mapping[str, str]) -> Stage:
+    def _stage(self, program: Program, stage: Stage, reasons: Mapping[str, str], fold: _Fold) -> Stage:
         whole, samples = stage, self.samples[stage.index] if self.samples else None
         if not self.replicas or self.replicas[stage.index] == 1:
             stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
@@ -118,7 +121,7 @@ class Partition:
         sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
         if samples is not None:
-            stage, shapes = _of_samples(program, stage, shapes_of, samples)
+            stage, shapes = _of_samples(program, stage, shapes_of, samples, fold)
         graph = Graph(stage.own_graph)
         given = set(stage.arguments.values())
         forward, indices, gradients = dict[Value, Ref](), dict[Value, Ref](), dict[Value, Ref]()
@@ -199,22 +202,59 @@ class Partition:
         return dataclasses.replace(whole, **changes)
 
 
+class _FoldedTwin(NamedTuple):
+    """The twin of a stage's graph for slices of some size.
+
+    Attributes:
+        graph: the twin, with values from shapes as constants, and without what does nothing.
+        wanted: what the wanted tensors are now.
+        shapes: of the tensors of the twin, and of the new ones.
+    """
+
+    graph: GraphDef
+    wanted: tuple[Ref, ...]
+    shapes: Mapping[Ref, Shape | None]
+
+
+_Assumed = tuple[tuple[str, tuple[int | None, ...]], ...]
+_Fold = Callable[[bytes, _Assumed, tuple[tuple[Ref, int], ...], tuple[Ref, ...]], _FoldedTwin]
+
+
 def _of_samples(
-    program: Program, stage: Stage, shapes_of: ShapesOf, samples: int
+    program: Program, stage: Stage, shapes_of: ShapesOf, samples: int, fold: _Fold
 ) -> tuple[Stage, Mapping[Ref, Shape | None]]:
     """Returns the stage for slices of ``samples`` samples, with values from shapes as constants; and these shapes."""
-    wanted = [*stage.results.values(), *stage.metric_results.values()]
-    folded = fold_shapes(stage.own_graph, _inferred(program, stage, shapes_of, samples), results=wanted)
-    graph, moved = drop_no_ops(folded.graph, folded.shapes)
-
-    def now(ref: Ref) -> Ref:
-        ref = folded.moved.get(ref, ref)
-        return moved.get(ref, ref)
-
+    wanted = list(dict.fromkeys([*stage.results.values(), *stage.metric_results.values()]))
+    twin, assumed = Twin(stage.own_graph), _assumed(program, stage, shapes_of, samples)
+    count = program.roles.slice.samples
+    try:
+        folded = fold(
+            twin.serialized,
+            tuple((twin.name(name), tuple(shape)) for name, shape in assumed.items()),
+            ((twin.of(count), samples),) if count.node in twin else (),
+            tuple(map(twin.of, wanted)),
+        )
+    except PassError:
+        shapes_of.under(assumed, {count: samples})  # Names the layer.
+        raise
+    graph, named = twin.named(folded.graph)
+    now = dict(zip(wanted, map(named, folded.wanted), strict=True))
     results, metrics = (
-        {value: now(ref) for value, ref in results.items()} for results in (stage.results, stage.metric_results)
+        {value: now[ref] for value, ref in results.items()} for results in (stage.results, stage.metric_results)
     )
-    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), folded.shapes
+    shapes = {named(ref): shape for ref, shape in folded.shapes.items()}
+    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), shapes
+
+
+def _folded(
+    serialized: bytes, assumed: _Assumed, values: tuple[tuple[Ref, int], ...], wanted: tuple[Ref, ...]
+) -> _FoldedTwin:
+    """Does for the twin of a stage's graph what `_of_samples` does."""
+    twin = GraphDef.FromString(serialized)
+    folded = fold_shapes(twin, ShapesOf(twin).under(dict(assumed), dict(values)), results=wanted)
+    graph, moved = drop_no_ops(folded.graph, folded.shapes)
+    replaced = [folded.moved.get(ref, ref) for ref in wanted]
+    return _FoldedTwin(graph, tuple(moved.get(ref, ref) for ref in replaced), folded.shapes)
 
 
 def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:
@@ -225,10 +265,10 @@ def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes
             function.function.arg_attr[index].attr["_output_shapes"].list.shape.add().CopyFrom(shape_attr(shape).shape)
 
 
-def _inferred(
+def _assumed(
     program: Program, stage: Stage, shapes_of: ShapesOf, samples: int, *, example: bool = False
-) -> dict[Ref, Shape | None]:
-    """Returns the shapes of a stage's tensors for slices of ``samples`` samples.
+) -> dict[str, Sequence[int | None]]:
+    """Returns the shapes of a stage's arguments for slices of ``samples`` samples, by node.
 
     Args:
         program: the stage's program.
@@ -253,7 +293,7 @@ def _inferred(
             assumed[ref.node] = input_shape(node, samples, examples.get(value.ref))
         elif not known.unknown_rank:
             assumed[ref.node] = [None if dim.size < 0 else dim.size for dim in known.dim]
-    return shapes_of.under(assumed, {program.roles.slice.samples: samples})
+    return assumed
 
 
 def _is_kept(value: Value, received: Container[Ref]) -> bool:
@@ -390,11 +430,13 @@ def _counted(program: Program, stage: Stage, shapes_of: ShapesOf) -> dict[int, _
 
     Nothing is known of a stage that works on slices of certain sizes only.
     """
+    count = program.roles.slice.samples
     for pair in SAMPLES:
         try:
+            assumed = {samples: _assumed(program, stage, shapes_of, samples, example=True) for samples in pair}
             return {
-                samples: _Bytes(shapes_of, _inferred(program, stage, shapes_of, samples, example=True))
-                for samples in pair
+                samples: _Bytes(shapes_of, shapes_of.under(shapes, {count: samples}))
+                for samples, shapes in assumed.items()
             }
         except PassError as error:
             logger.debug("bytes of stage %d can't be counted for %s samples: %s", stage.index, pair, error)
