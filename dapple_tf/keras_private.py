@@ -12,7 +12,6 @@ from typing import Any
 import keras
 from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
-from keras.src.backend.common.masking import get_keras_mask
 from keras.src.backend.common.variables import get_autocast_scope
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -44,7 +43,6 @@ __all__ = [
     "fresh_loss",
     "functional_graph",
     "get_data_adapter",
-    "has_mask",
     "initialize",
     "inner_optimizer",
     "input_structure",
@@ -118,11 +116,6 @@ def autocast_dtype() -> str | None:
     """Returns the dtype in which layers read variables now; None for each variable's own."""
     scope = get_autocast_scope()
     return None if scope is None else scope.dtype
-
-
-def has_mask(tensor: Any) -> bool:
-    """Returns whether a layer has given a tensor a mask."""
-    return get_keras_mask(tensor) is not None
 
 
 _LISTS = ("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers", "_metrics")

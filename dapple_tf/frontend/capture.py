@@ -151,15 +151,28 @@ def capture(
 
 
 class _Tracing:
-    """One trace."""
+    """One trace.
+
+    Args:
+        model, table, mode, spec, training: see `capture`.
+        own: whether it is the model's own step.
+        share: whether equal calls of layers may be traced once.
+    """
 
     def __init__(
-        self, model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, training: bool, own: bool
+        self,
+        model: keras.Model,
+        table: VariableTable,
+        mode: Mode,
+        spec: BatchSpec,
+        training: bool,
+        own: bool,
+        share: bool = True,
     ) -> None:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
-        self.own = own  # whether it is the model's own step
+        self.own = own
         # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
-        share = not own and all(leaf.dtype != "string" for leaf in spec.leaves)
+        share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
         self.calls = LayerCalls(model, share=share)
         self.logs: TracedLogs | None = None
         self.structure: Any = None
@@ -170,7 +183,7 @@ class _Tracing:
             graph = function.get_concrete_function().graph
         except Exception as error:
             if self.calls.repeats:  # Perhaps somebody looked at more of them than their tensors.
-                return self._again(LayerCalls(self.model, share=False))
+                return self._again(share=False)
             if isinstance(error, _REFUSED):
                 raise self._explained(error) from error
             raise
@@ -182,10 +195,9 @@ class _Tracing:
             return self._again()
         return self._program(graph)
 
-    def _again(self, calls: LayerCalls | None = None) -> Program:
-        """Traces the model once more, with other calls if there are any."""
-        tracing = _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own)
-        tracing.calls = calls or tracing.calls
+    def _again(self, *, share: bool = True) -> Program:
+        """Traces the model once more."""
+        tracing = _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own, share)
         program = tracing.run()
         self.structure = tracing.structure
         return program
@@ -395,7 +407,7 @@ class _Tracing:
         own_gradients(graph_def)
         expanded = self.calls.expanded(graph_def)
         if expanded is None or (tables and self.calls.repeats):
-            return self._again(LayerCalls(self.model, share=False))
+            return self._again(share=False)
         graph_def = expanded.graph
         loss = None if self.loss is None else _ref(self.loss)
         outputs = [expanded.tensors.get(_ref(tensor), _ref(tensor)) for tensor in self.outputs]

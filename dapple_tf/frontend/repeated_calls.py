@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.layer_kinds import LayerKind, layer_kind
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.keras_private import autocast_dtype, has_mask
+from dapple_tf.keras_private import autocast_dtype
 from graph_passes.ir.graph import GraphDef, NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import is_stateful
 from graph_passes.ir.tensorflow_private import has_scopes, number_of_nodes
@@ -82,11 +82,24 @@ class _FirstCall:
 
 @dataclasses.dataclass(frozen=True)
 class _Node:
-    """A node of a template: its name within the scope, and its inputs as tensors of the template."""
+    """A node of a template.
+
+    Attributes:
+        node: the node.
+        scopes: its name within the layer's scope, by parts.
+        layers: number of a part -> place in the kind of the layer whose name comes before it.
+        inputs: tensors of the template.
+    """
 
     node: NodeDef
-    name: str
+    scopes: Sequence[str]
+    layers: Mapping[int, int]
     inputs: Sequence[_Place]
+
+    def name(self, layers: Sequence[Any]) -> str:
+        """Returns its name for a call of a layer with these layers inside."""
+        names = {number: layers[place].name for number, place in self.layers.items()}
+        return "/".join(names.get(number, "") + part for number, part in enumerate(self.scopes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +165,7 @@ class RepeatedCalls:
         self._graph, self._scope, self._replaced = graph, scope, replaced
         self._first: dict[Hashable, _FirstCall | None] = {}
         self._template_of: dict[Hashable, _Template | None] = {}
+        self._layers: dict[str, Sequence[Any]] = {}  # stand-in -> the layers inside the one that was called
 
     def call(
         self,
@@ -218,7 +232,7 @@ class RepeatedCalls:
         given: list[tf.Tensor] = []
         arguments: list[Hashable] = []
         for leaf in keras.tree.flatten((args, kwargs)):
-            if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is self._graph and not has_mask(leaf):
+            if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is self._graph and _is_plain(leaf):
                 given.append(leaf)
                 sizes = None if leaf.shape.rank is None else tuple(leaf.shape.as_list())
                 arguments.append((leaf.dtype, sizes))
@@ -254,16 +268,31 @@ class RepeatedCalls:
     def _made(self, first: _FirstCall) -> _Template | None:
         operations = self._graph.get_operations()[first.start : first.stop]
         places = {id(tensor): _Place(-1, place) for place, tensor in reversed(list(enumerate(first.given)))}
+        numbers = {id(layer): number for number, layer in enumerate(first.kind.layers)}
+        if any(id(layer) not in numbers for call in first.nested for layer in call.layers):
+            return None
+        inside: list[Sequence[Any]] = [()] * len(operations)
+        for call in sorted(first.nested, key=lambda call: len(call.layers)):
+            if call.inside is None:
+                chain = [call.layers] * (call.stop - call.start)
+                inside[call.start - first.start : call.stop - first.start] = chain
         nodes: list[_Node] = []
         starts: list[int] = []
         tensors: list[tf.Tensor] = []  # Keeps them alive: places go by identity.
-        for operation in operations:
+        for operation, layers in zip(operations, inside, strict=True):
             starts.append(len(nodes))
             inputs = [places.get(id(tensor)) for tensor in operation.inputs]
             known = [place for place in inputs if place is not None]
             if len(known) < len(inputs) or operation.control_inputs:
                 return None
-            copied = self._copied(operation, first.scope, known, len(nodes))
+            scopes = operation.name.removeprefix(first.scope).split("/")
+            of_layers: dict[int, int] = {}
+            for number, layer in enumerate(layers):
+                if not scopes[number].startswith(layer.name) or number + 1 == len(scopes):
+                    break
+                scopes[number] = scopes[number].removeprefix(layer.name)
+                of_layers[number] = numbers[id(layer)]
+            copied = self._copied(operation, scopes, of_layers, numbers, known, len(nodes))
             if copied is None:
                 return None
             own, outputs = copied
@@ -273,10 +302,7 @@ class RepeatedCalls:
         starts.append(len(nodes))
         results = keras.tree.flatten(first.result)
         wanted = [*(leaf for leaf in results if leaf is not None), *first.updates.values()]
-        if len(nodes) < _SHORTEST or any(id(tensor) not in places for tensor in wanted) or any(map(has_mask, results)):
-            return None
-        numbers = {id(layer): number for number, layer in enumerate(first.kind.layers)}
-        if any(id(layer) not in numbers for call in first.nested for layer in call.layers):
+        if len(nodes) < _SHORTEST or not all(id(tensor) in places and _is_plain(tensor) for tensor in wanted):
             return None
         moved = [
             dataclasses.replace(call, start=call.start - first.start, stop=call.stop - first.start)
@@ -294,24 +320,48 @@ class RepeatedCalls:
         )
 
     def _copied(
-        self, operation: Any, scope: str, inputs: Sequence[_Place], start: int
+        self,
+        operation: Any,
+        scopes: Sequence[str],
+        layers: Mapping[int, int],
+        numbers: Mapping[int, int],
+        inputs: Sequence[_Place],
+        start: int,
     ) -> tuple[list[_Node], list[_Place]] | None:
-        """Returns an operation's nodes and outputs in a template; None if a copy might not do the same."""
-        node, name = operation.node_def, operation.name.removeprefix(scope)
+        """Returns an operation's nodes and outputs in a template; None if a copy might not do the same.
+
+        Args:
+            operation: the operation, or a stand-in.
+            scopes: its name, see `_Node`.
+            layers: see `_Node`.
+            numbers: id of a layer -> its place in the kind.
+            inputs: what it reads.
+            start: nodes before it.
+        """
+        node = operation.node_def
         inner = self._stands_for(node)
         if inner is None:
             functions = any(attr.HasField("func") or attr.list.func for attr in node.attr.values())
             own = any(attr.startswith("_") for attr in node.attr)
             if functions or own or node.op.startswith("Placeholder") or is_stateful(node.op):
                 return None
-            return [_Node(node, name, inputs)], [_Place(start, number) for number in range(len(operation.outputs))]
+            outputs = [_Place(start, number) for number in range(len(operation.outputs))]
+            return [_Node(node, scopes, layers, inputs)], outputs
         given = dict(zip(inner.used, inputs, strict=True))
 
         def moved(place: _Place) -> _Place:
             return given[place.output] if place.node < 0 else _Place(start + place.node, place.output)
 
-        prefix = f"{name.rpartition('/')[0]}/".removeprefix("/")
-        nodes = [_Node(each.node, prefix + each.name, [*map(moved, each.inputs)]) for each in inner.nodes]
+        around, own = scopes[:-1], self._layers[operation.name]
+        nodes = [
+            _Node(
+                each.node,
+                [*around, *each.scopes],
+                {**layers, **{len(around) + part: numbers[id(own[place])] for part, place in each.layers.items()}},
+                [*map(moved, each.inputs)],
+            )
+            for each in inner.nodes
+        ]
         return nodes, [moved(place) for place in inner.outputs]
 
     def _stands_for(self, node: NodeDef) -> _Template | None:
@@ -328,6 +378,7 @@ class RepeatedCalls:
             f=template.name,
             name="repeated",
         )
+        self._layers[tensors[0].op.name] = kind.layers
         made = dict(zip(template.outputs, tensors, strict=True))
         for tensor, (_, shape) in zip(tensors, template.outputs.values(), strict=True):
             tensor.set_shape(shape)
@@ -376,7 +427,7 @@ class RepeatedCalls:
                 return f"{own[place.node]}:{place.output}" if place.output else own[place.node]
 
             for each in template.nodes:
-                own.append(_unused(scope + each.name, names))
+                own.append(_unused(scope + each.name(self._layers[node.name]), names))
                 names.add(own[-1])
                 copy = expanded.node.add()
                 copy.CopyFrom(each.node)
@@ -392,6 +443,11 @@ class RepeatedCalls:
             return None
         refs = {Ref.parse(text): Ref.parse(now) for text, now in tensors.items()}
         return Expansion(expanded, refs, starts)
+
+
+def _is_plain(tensor: tf.Tensor) -> bool:
+    """Returns whether a layer has noted nothing at a tensor: masks, or the logits for a loss."""
+    return all(value is None for value in vars(tensor).values())
 
 
 def _calls_template(node: NodeDef) -> bool:

@@ -1,0 +1,304 @@
+"""Equal calls of Keras' own layers are traced once: the captured graph is that of a trace of each, node for node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.batch import declared_spec, spec_of
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.layer_calls import LayerCalls
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.models import bert
+from graph_passes.ir.program import Program
+
+_MODEL_OWN = "_gradient_op_type"
+"""Has a number that TensorFlow counts up with each trace."""
+
+
+class _Traces:
+    """Traces of one model, with and without equal calls shared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.share = True
+        self.made: list[LayerCalls] = []
+        original = LayerCalls.__init__
+
+        def init(calls: LayerCalls, model: keras.Model, *, share: bool) -> None:
+            self.made.append(calls)
+            original(calls, model, share=share and self.share)
+
+        monkeypatch.setattr(LayerCalls, "__init__", init)
+
+    def of(self, model: keras.Model, *, training: bool, share: bool = True) -> Program:
+        spec = declared_spec(model)
+        assert spec is not None
+        self.share = share
+        self.made.clear()
+        return capture(model, VariableTable(model), Mode.PREDICT, spec, training=training)
+
+    @property
+    def stand_ins(self) -> list[str]:
+        """The layers whose calls the last trace had nodes stand in for."""
+        calls = self.made[-1]
+        repeated = calls._repeated
+        if repeated is None:
+            return []
+        nodes = repeated._graph.as_graph_def().node
+        names = {node.name for node in nodes if repeated._stands_for(node) is not None}
+        return sorted(name.rpartition("/")[0] for name in names)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Traces]:
+    return _Traces(monkeypatch)
+
+
+def _assert_same(one: Program, other: Program) -> None:
+    for program in (one, other):
+        for node in program.graph.node:
+            node.attr.pop(_MODEL_OWN, None)
+    assert list(one.graph.node) == list(other.graph.node)
+    assert one.graph.library == other.graph.library
+    assert one.roles == other.roles
+
+
+def _both(traces: _Traces, model: keras.Model) -> list[str]:
+    """Compares a model's programs, for prediction and for training; returns the layers that weren't traced."""
+    names: list[str] = []
+    for training in (False, True):
+        shared = traces.of(model, training=training)
+        names = traces.stand_ins
+        _assert_same(shared, traces.of(model, training=training, share=False))
+        assert not traces.stand_ins
+    return names
+
+
+def _bert() -> keras.Model:
+    config = bert.BertConfig(depth=3, width=8, heads=2, inner=16, vocabulary=11, sequence=4)
+    return bert.build(config)
+
+
+def _convolutional(**options: Any) -> keras.Model:
+    inputs = x = keras.Input((8, 8, 4))
+    for number in range(3):
+        y = keras.layers.Conv2D(4, 3, padding="same", use_bias=number > 0, activation="relu", **options)(x)
+        y = keras.layers.BatchNormalization(momentum=0.9, **options)(y)
+        y = keras.layers.DepthwiseConv2D(3, padding="same", **options)(y)
+        y = keras.layers.GroupNormalization(2, **options)(y)
+        y = keras.layers.SpatialDropout2D(0.1, seed=number, **options)(y)
+        x = keras.layers.Add()([x, keras.layers.Activation("gelu", **options)(y)])
+    return keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(x))
+
+
+def _masked() -> keras.Model:
+    inputs = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(7, 8, mask_zero=True)(inputs)
+    for _ in range(3):
+        attended = keras.layers.MultiHeadAttention(2, 4, dropout=0.1)(x, x, use_causal_mask=True)
+        x = keras.layers.LayerNormalization()(x + attended)
+        x = keras.layers.Dense(8, activation="silu", kernel_regularizer="l2", activity_regularizer="l1")(x)
+    return keras.Model(inputs, x)
+
+
+def _twice() -> keras.Model:
+    """Layers that are called several times: what the first call assigns, the second reads."""
+    inputs = x = keras.Input((6,))
+    norm, drop, other = (
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.BatchNormalization(),
+    )
+    dense = keras.layers.Dense(6, activation="tanh")
+    for _ in range(3):
+        x = drop(norm(dense(x)))
+        x = other(dense(x))
+    return keras.Model(inputs, x)
+
+
+def _attention() -> keras.Model:
+    inputs = keras.Input((4, 6))
+    x = inputs
+    for _ in range(3):
+        x, scores = keras.layers.MultiHeadAttention(2, 3)(x, inputs, return_attention_scores=True)
+        x = x + keras.ops.mean(scores, axis=(1, 2, 3), keepdims=True)[:, 0]
+    return keras.Model(inputs, x)
+
+
+@pytest.mark.parametrize(
+    ("build", "shared"),
+    [
+        (_bert, 2 * 6),
+        (_convolutional, 2 * 4 + 1),
+        (lambda: _convolutional(dtype="mixed_bfloat16"), 2 * 4 + 1),
+        (_masked, 2),
+        (_twice, 3),
+        (_attention, 2),
+    ],
+    ids=["bert", "convolutional", "mixed precision", "masked", "twice", "attention"],
+)
+def test_the_graph_is_that_of_a_trace_of_each_call(
+    build: Callable[[], keras.Model], shared: int, traces: _Traces
+) -> None:
+    """Names, order, attributes, calls of layers and updates of variables included."""
+    assert len(_both(traces, build())) >= shared
+
+
+def test_calls_inside_a_stand_in_are_recorded(traces: _Traces) -> None:
+    """Cuts may name them."""
+    program = traces.of(_bert(), training=False)
+    paths = [call.path for call in program.roles.calls]
+    attention = [path for path in paths if path.endswith("attention/query")]
+    assert len(attention) == 3
+    assert any("attention" in name for name in traces.stand_ins)
+
+
+class _OwnDense(keras.layers.Dense):
+    """Depends on something that no attribute tells."""
+
+    calls = 0
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        type(self).calls += 1
+        return super().call(inputs) * float(self.calls)
+
+
+def _replaced() -> keras.layers.Layer:
+    layer = keras.layers.Dense(4)
+    original, number = layer.call, float(len(_REPLACED))
+    _REPLACED.append(layer)
+    vars(layer)["call"] = lambda inputs, training=None: original(inputs) * number
+    return layer
+
+
+_REPLACED: list[keras.layers.Layer] = []
+
+
+def _activated() -> keras.layers.Layer:
+    number = float(len(_REPLACED))
+    _REPLACED.append(keras.layers.Dense(4, activation=lambda x: x * number))
+    return _REPLACED[-1]
+
+
+class _OwnSoftmax(keras.layers.Softmax):
+    """Depends on something that no attribute tells, too."""
+
+    def call(self, inputs: Any, mask: Any = None) -> Any:
+        _REPLACED.append(self)
+        return super().call(inputs, mask=mask) * float(len(_REPLACED))
+
+
+def _with_own_layer() -> keras.layers.Layer:
+    layer = keras.layers.MultiHeadAttention(2, 2)
+    layer.build((None, 3, 4), (None, 3, 4))
+    vars(layer)["_softmax"] = _OwnSoftmax()
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: _OwnDense(4), _replaced, _activated], ids=["class", "call", "activation"])
+def test_what_the_user_wrote_is_traced_each_time(make: Callable[[], keras.layers.Layer], traces: _Traces) -> None:
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        x = make()(x)
+    traces.of(keras.Model(inputs, x), training=False)
+    assert not traces.stand_ins
+
+
+def test_a_layer_of_the_users_inside_one_of_keras_is_traced_each_time(traces: _Traces) -> None:
+    inputs = x = keras.Input((3, 4))
+    for _ in range(3):
+        x = _with_own_layer()(x, x)
+    traces.of(keras.Model(inputs, x), training=False)
+    assert not [name for name in traces.stand_ins if name.endswith("attention")]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"use_bias": False},
+        {"activation": "relu"},
+        {"dtype": "float64"},
+        {"units": 5},
+        {"trainable": False},
+    ],
+    ids=str,
+)
+def test_layers_that_differ_are_traced(changed: dict[str, Any], traces: _Traces) -> None:
+    inputs = keras.Input((4,))
+    layers = [keras.layers.Dense(**({"units": 4, "activation": "tanh"} | options)) for options in ({}, changed)]
+    model = keras.Model(inputs, [layer(inputs) for layer in layers])
+    traces.of(model, training=True)
+    assert not traces.stand_ins
+
+
+def test_arguments_of_other_shapes_are_traced(traces: _Traces) -> None:
+    inputs = [keras.Input((length, 4)) for length in (2, 3)]
+    dense = keras.layers.Dense(4, activation="tanh")
+    traces.of(keras.Model(inputs, [dense(each) for each in inputs]), training=True)
+    assert not traces.stand_ins
+
+
+class _Slope(keras.layers.Layer):
+    """Differentiates what other layers have computed, by the graph."""
+
+    def compute_output_spec(self, pair: Any) -> Any:
+        return keras.KerasTensor(pair[0].shape)
+
+    def call(self, pair: Any) -> Any:
+        inputs, result = pair
+        return tf.gradients(result, [inputs])[0]
+
+
+def test_a_layer_may_differentiate_what_others_have_computed(traces: _Traces) -> None:
+    """`tf.gradients` met nodes without a gradient."""
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh")(x)
+    _both(traces, keras.Model(inputs, _Slope()([inputs, x])))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_losses_find_the_logits(activation: str, traces: _Traces) -> None:
+    """Keras notes them at the outputs of these activations."""
+    inputs = keras.Input((4,))
+    outputs = [keras.layers.Dense(3, activation=activation)(inputs) for _ in range(3)]
+    model = keras.Model(inputs, outputs)
+    loss = "categorical_crossentropy" if activation == "softmax" else "binary_crossentropy"
+    model.compile("sgd", [loss] * 3)
+    logits: list[Any] = []
+    original = model.compute_loss
+
+    def compute_loss(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+        logits.extend(getattr(output, "_keras_logits", None) for output in y_pred)
+        return original(x, y, y_pred, *args, **kwargs)
+
+    model.compute_loss = compute_loss
+    x, y = np.zeros((2, 4), "float32"), np.zeros((2, 3), "float32")
+    capture(model, VariableTable(model), Mode.TRAIN, spec_of(model, x, [y] * 3))
+    assert logits
+    assert None not in logits
+
+
+def test_an_error_is_that_of_a_trace_of_each_call(traces: _Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(keras.layers.Layer):
+        def compute_output_spec(self, inputs: Any) -> Any:
+            return keras.KerasTensor(inputs.shape)
+
+        def call(self, inputs: Any) -> Any:
+            if inputs:
+                return inputs
+            return -inputs
+
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh")(x)
+    model = keras.Model(inputs, Fails(name="fails")(x))
+    with pytest.raises(CaptureError, match="layer 'fails' uses the value of a tensor"):
+        traces.of(model, training=True)
+    assert [calls._share for calls in traces.made] == [True, False]
