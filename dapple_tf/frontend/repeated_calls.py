@@ -342,8 +342,8 @@ class RepeatedCalls:
         inner = self._stands_for(node)
         if inner is None:
             functions = any(attr.HasField("func") or attr.list.func for attr in node.attr.values())
-            own = any(attr.startswith("_") for attr in node.attr)
-            if functions or own or node.op.startswith("Placeholder") or is_stateful(node.op):
+            private = any(attr.startswith("_") for attr in node.attr)
+            if functions or private or node.op.startswith("Placeholder") or is_stateful(node.op):
                 return None
             outputs = [_Place(start, number) for number in range(len(operation.outputs))]
             return [_Node(node, scopes, layers, inputs)], outputs
@@ -352,12 +352,12 @@ class RepeatedCalls:
         def moved(place: _Place) -> _Place:
             return given[place.output] if place.node < 0 else _Place(start + place.node, place.output)
 
-        around, own = scopes[:-1], self._layers[operation.name]
+        around, inside = scopes[:-1], self._layers[operation.name]
         nodes = [
             _Node(
                 each.node,
                 [*around, *each.scopes],
-                {**layers, **{len(around) + part: numbers[id(own[place])] for part, place in each.layers.items()}},
+                {**layers, **{len(around) + part: numbers[id(inside[place])] for part, place in each.layers.items()}},
                 [*map(moved, each.inputs)],
             )
             for each in inner.nodes
