@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf import keras_private
+from dapple_tf.frontend.layer_kinds import layer_kind
 from graph_passes.ir import tensorflow_private
 
 
@@ -120,6 +121,64 @@ def test_names_are_counted_from_the_start() -> None:
     keras.layers.ReLU()
     with keras_private.names_from_start():
         assert [keras.layers.ReLU().name for _ in range(2)] == ["re_lu", "re_lu_1"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.layers.Dense(4, activation="relu"),
+        keras.layers.BatchNormalization,
+        lambda: keras.layers.Dropout(0.5, seed=3),
+        lambda: keras.layers.MultiHeadAttention(2, 2),
+    ],
+    ids=["dense", "normalization", "dropout", "attention"],
+)
+def test_attributes_of_equal_layers_are_equal(make: Callable[[], keras.layers.Layer]) -> None:
+    """What Keras keeps at a layer beside them would make each layer another one."""
+    layers = [make(), make()]
+    for layer in layers:
+        shape = (None, 3, 4)
+        layer.build(*([shape, shape] if isinstance(layer, keras.layers.MultiHeadAttention) else [shape]))
+    kinds = [layer_kind(layer, ()) for layer in layers]
+    assert kinds[0] is not None
+    assert kinds[1] is not None
+    assert kinds[0].key == kinds[1].key
+    assert len(kinds[0].variables) == len(layers[0].variables)
+    names = [name for name, _ in keras_private.attributes_of_calls(layers[0])]
+    assert "autocast" in names
+    assert "name" not in names
+
+
+def test_the_dtype_in_which_variables_are_read() -> None:
+    dtypes = []
+
+    class Asks(keras.layers.Layer):
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            dtypes.append(keras_private.autocast_dtype())
+            return inputs
+
+    for policy in ("float32", "mixed_float16"):
+        Asks(dtype=policy)(np.zeros((1, 2), "float32"))
+    assert dtypes == [None, "float16"]
+
+
+def test_what_operations_get_more_than_they_ask_for() -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        operation = tf.constant(1.0).op
+        assert tensorflow_private.number_of_nodes(graph) == 1
+        assert not tensorflow_private.has_scopes(graph)
+        with graph.device("CPU:0"):
+            assert not tensorflow_private.has_scopes(graph)
+        for scope in (
+            graph.control_dependencies([operation]),
+            graph.gradient_override_map({"Relu": "Other"}),
+            graph.colocate_with(operation),
+            tf.xla.experimental.jit_scope(),
+        ):
+            with scope:
+                assert tensorflow_private.has_scopes(graph)
+        assert not tensorflow_private.has_scopes(graph)
 
 
 def test_shapes_of_a_graph_with_unknown_lengths_and_ranks() -> None:
