@@ -6,12 +6,13 @@ import collections
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import get_autocast_scope
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -43,10 +44,14 @@ __all__ = [
     "fresh_loss",
     "functional_graph",
     "get_data_adapter",
+    "inherit_arguments",
+    "inherited_arguments",
     "initialize",
     "inner_optimizer",
     "input_structure",
     "inverted_residual_block",
+    "is_cast",
+    "is_current",
     "items_of",
     "layers_of",
     "learning_rate_of",
@@ -103,7 +108,10 @@ _NOT_READ = """
     _trainable_variables activity_regularizer build built call call_signature_parameters name quantize seed
 """
 _BOOKKEEPING = frozenset(_NOT_READ.split())
-"""Attributes of layers that calls of Keras' own layers don't read, or that have what others have, too."""
+"""Attributes of layers that ``call`` of Keras' own layers doesn't read, or that have what others have, too.
+
+Activity regularizers are for what calls ``call``; seeds are in generators.
+"""
 
 
 def attributes_of_calls(layer: Any) -> list[tuple[str, Any]]:
@@ -116,6 +124,27 @@ def autocast_dtype() -> str | None:
     """Returns the dtype in which layers read variables now; None for each variable's own."""
     scope = get_autocast_scope()
     return None if scope is None else scope.dtype
+
+
+def is_cast(variable: keras.Variable) -> bool:
+    """Returns whether layers read a variable in `autocast_dtype`."""
+    return bool(variable._autocast)
+
+
+def is_current(scope: keras.StatelessScope) -> bool:
+    """Returns whether layers read and assign the values of a scope now, not those of another one inside it."""
+    return get_stateless_scope() is scope
+
+
+def inherited_arguments() -> dict[str, Any]:
+    """Returns what layers get that are called without an argument such as ``training``, inside the layer at hand."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    return {} if context is None else {name: value for name, value in vars(context).items() if name != "entry_layer"}
+
+
+def inherit_arguments(values: Mapping[str, Any]) -> None:
+    """Sets what layers inherit from now on, as calls of layers do."""
+    vars(global_state.get_global_attribute("current_call_ctx")).update(values)
 
 
 _LISTS = ("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers", "_metrics")

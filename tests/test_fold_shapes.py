@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from graph_passes.analysis.constant_folding import Folded, fold_shapes
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.static_shapes import infer_shapes
@@ -128,3 +129,12 @@ def test_the_pass_keeps_what_the_step_names() -> None:
     rewritten = FoldShapes(infer_shapes(program.graph, {}, {})).run(program)
     assert [node.name for node in rewritten.graph.node] == ["x", "loss", "train"]
     assert rewritten.step is step and np.all(constant_value(rewritten.graph.node[1]) == 24.0)
+
+
+def test_a_value_that_cannot_be_computed_is_told_by_its_node() -> None:
+    """Values are computed in a graph with other names, which the error had."""
+    with tf.Graph().as_default() as graph:
+        size = tf.raw_ops.Size(input=placeholder(), name="size")
+        tf.cast(tf.raw_ops.FloorDiv(x=size, y=size - size, name="quotient"), tf.float32, name="y")
+    with pytest.raises(PassError, match=r"node 'quotient' can't compute FloorDiv .* Integer division by zero"):
+        folded(graph.as_graph_def(), "y")

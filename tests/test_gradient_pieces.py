@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from programs import run
 from graph_passes.analysis import gradient_pieces
 from graph_passes.analysis.gradient_pieces import gradients_by_pieces
 from graph_passes.ir.graph import GraphDef, Ref
-from graph_passes.ir.tensorflow_bridge import Gradient, add_gradients
+from graph_passes.ir.tensorflow_bridge import Gradient, add_gradients, gradients_of_twin
 
 WIDTH = 4
 Parameter = Callable[..., tf.Tensor]
@@ -153,7 +154,12 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(graph.node))
         return add_gradients(graph, outputs, sources)
 
+    def noted_whole(serialized: bytes, *arguments: Any) -> Any:
+        sizes.append(len(GraphDef.FromString(serialized).node))
+        return gradients_of_twin(serialized, *arguments)
+
     monkeypatch.setattr(gradient_pieces, "add_gradients", noted)
+    monkeypatch.setattr(gradient_pieces, "gradients_of_twin", noted_whole)
     return sizes
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +46,8 @@ from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Phase
 from graph_passes.ir.tensorflow_bridge import is_stateful
-from graph_passes.ir.text import functions_text
+from graph_passes.ir.text import function_text, functions_text
+from graph_passes.passes import build_backward, partition
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -555,3 +558,48 @@ def test_a_stage_with_branches_is_not_compiled_and_trains() -> None:
     values, labels = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
     for _ in range(2):
         assert pipelined.train_on_batch(values, labels) == pytest.approx(plain.train_on_batch(values, labels), rel=1e-5)
+
+
+def test_equal_stages_are_differentiated_and_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of stage, the first, the last and those between, and each of these has its own names."""
+    counts = collections.Counter[str]()
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        return call
+
+    for module, name in ((build_backward, "gradients_by_pieces"), (partition, "_folded")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    stages = apply(
+        mlp(5),
+        AssignStages([f"dense_{number}" for number in range(4)]),
+        BuildForward(),
+        BuildBackward(),
+        Partition(samples=[2] * 5),
+    ).stages
+    assert counts == {"gradients_by_pieces": 3, "_folded": 3}
+    texts = ["\n".join(map(function_text, stage.functions)) for stage in stages[1:4]]
+    for number, text in enumerate(texts, 1):
+        assert f"dense_{number}" in text
+        assert re.sub(r"dense_\d|stage\d|dense_0", "", text) == re.sub(r"dense_\d|stage\d|dense_0", "", texts[0])
+
+
+class Divides(keras.layers.Layer):
+    """Can't be computed for four samples."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * tf.cast(12 // (tf.shape(inputs)[0] - 4), inputs.dtype)
+
+
+def test_a_layer_that_cannot_be_computed_for_a_slice_is_named() -> None:
+    """Stages are folded with numbers in place of names, which errors had."""
+    inputs = keras.Input((3,))
+    divides = Divides(name="divides", dtype="float64")
+    model = compiled(inputs, divides(dense("second")(dense("first")(inputs))))
+    program = apply(captured(model, np.zeros((2, 3)), np.zeros((2, 3))), AssignStages(["first"]), BuildForward())
+    Partition(training=False, samples=[2, 2]).run(program)
+    with pytest.raises(PassError, match=r"^layer 'divides' can't compute FloorDiv .* Integer division by zero"):
+        Partition(training=False, samples=[4, 4]).run(program)

@@ -162,6 +162,53 @@ def test_the_dtype_in_which_variables_are_read() -> None:
     assert dtypes == [None, "float16"]
 
 
+def test_what_layers_inherit() -> None:
+    inherited = []
+
+    class Asks(keras.layers.Layer):
+        def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+            inherited.append(keras_private.inherited_arguments().get("training"))
+            return inputs
+
+    class Calls(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Asks(), Asks()
+
+        def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+            inputs = self.first(inputs)
+            keras_private.inherit_arguments({"training": False})
+            return self.second(inputs)
+
+    assert keras_private.inherited_arguments() == {}
+    Calls()(np.zeros((1, 2), "float32"), training=True)
+    assert inherited[-2:] == [True, False]  # Building the layer may call it, too.
+
+
+def test_whose_values_layers_read() -> None:
+    layer = keras.layers.Dense(2)
+    layer.build((None, 2))
+    assert keras_private.is_cast(layer.kernel)
+    assert not keras_private.is_cast(keras.Variable(1.0, autocast=False))
+    with keras.StatelessScope() as outer:
+        assert keras_private.is_current(outer)
+        with keras.StatelessScope():
+            assert not keras_private.is_current(outer)
+
+
+def test_who_looks_behind_a_tensor() -> None:
+    looked: list[bool] = []
+    with tf.Graph().as_default():
+        tensor = tf.identity(tf.constant([1.0, 2.0]))
+        tensorflow_private.watch_operation(tensor, lambda: looked.append(True))
+        assert (tensor + 1).op.inputs[0] is tensor
+        assert tf.get_static_value(tensor) is not None
+        assert keras.ops.relu(tensor).shape == (2,)
+        assert not looked
+        assert tensor.op.type == "Identity"
+    assert looked == [True]
+
+
 def test_what_operations_get_more_than_they_ask_for() -> None:
     graph = tf.Graph()
     with graph.as_default():

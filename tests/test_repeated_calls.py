@@ -1,7 +1,11 @@
-"""Equal calls of Keras' own layers are traced once: the captured graph is that of a trace of each, node for node."""
+"""Equal calls of Keras' own layers are traced once: the captured graph is that of a trace of each, node for node.
+
+Names are the same, too, but for numbers that TensorFlow appends where one is taken.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +15,15 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.batch import declared_spec, spec_of
+from dapple_tf.frontend.batch import BatchSpec, declared_spec, spec_of
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.models import bert
+from graph_passes.ir.graph import renamed_input
 from graph_passes.ir.program import Program
 
-_MODEL_OWN = "_gradient_op_type"
+_GRADIENT_TYPE = "_gradient_op_type"
 """Has a number that TensorFlow counts up with each trace."""
 
 
@@ -36,12 +41,20 @@ class _Traces:
 
         monkeypatch.setattr(LayerCalls, "__init__", init)
 
-    def of(self, model: keras.Model, *, training: bool, share: bool = True) -> Program:
-        spec = declared_spec(model)
+    def of(
+        self,
+        model: keras.Model,
+        *,
+        training: bool,
+        share: bool = True,
+        spec: BatchSpec | None = None,
+        mode: Mode = Mode.PREDICT,
+    ) -> Program:
+        spec = spec or declared_spec(model)
         assert spec is not None
         self.share = share
         self.made.clear()
-        return capture(model, VariableTable(model), Mode.PREDICT, spec, training=training)
+        return capture(model, VariableTable(model), mode, spec, training=training)
 
     @property
     def stand_ins(self) -> list[str]:
@@ -63,7 +76,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Traces]:
 def _assert_same(one: Program, other: Program) -> None:
     for program in (one, other):
         for node in program.graph.node:
-            node.attr.pop(_MODEL_OWN, None)
+            node.attr.pop(_GRADIENT_TYPE, None)
     assert list(one.graph.node) == list(other.graph.node)
     assert one.graph.library == other.graph.library
     assert one.roles == other.roles
@@ -194,8 +207,8 @@ class _OwnSoftmax(keras.layers.Softmax):
         return super().call(inputs, mask=mask) * float(len(_REPLACED))
 
 
-def _with_own_layer() -> keras.layers.Layer:
-    layer = keras.layers.MultiHeadAttention(2, 2)
+def _with_own_layer(name: str) -> keras.layers.Layer:
+    layer = keras.layers.MultiHeadAttention(2, 2, name=name)
     layer.build((None, 3, 4), (None, 3, 4))
     vars(layer)["_softmax"] = _OwnSoftmax()
     return layer
@@ -212,10 +225,13 @@ def test_what_the_user_wrote_is_traced_each_time(make: Callable[[], keras.layers
 
 def test_a_layer_of_the_users_inside_one_of_keras_is_traced_each_time(traces: _Traces) -> None:
     inputs = x = keras.Input((3, 4))
-    for _ in range(3):
-        x = _with_own_layer()(x, x)
+    for number in range(3):
+        x = _with_own_layer(f"own_{number}")(x, x)
+        x = keras.layers.MultiHeadAttention(2, 2, name=f"plain_{number}")(x, x)
     traces.of(keras.Model(inputs, x), training=False)
-    assert not [name for name in traces.stand_ins if name.endswith("attention")]
+    outer = [name for name in traces.stand_ins if name.count("/") == 1]
+    assert [name for name in outer if "/plain_" in name]
+    assert not [name for name in outer if "/own_" in name]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +301,199 @@ def test_losses_find_the_logits(activation: str, traces: _Traces) -> None:
     assert None not in logits
 
 
-def test_an_error_is_that_of_a_trace_of_each_call(traces: _Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+class Inside(keras.layers.Layer):
+    def __init__(self, inner: keras.layers.Layer) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        return self.inner(inputs)
+
+
+class Calls(keras.layers.Layer):
+    """Calls equal convolutions, whose activation inherits ``training``, under other layers."""
+
+    def __init__(self, activation: Callable[[], keras.layers.Layer]) -> None:
+        super().__init__()
+        self.convolutions = [keras.layers.Conv1D(4, 1, activation=activation()) for _ in range(4)]
+        self.outer = [Inside(layer) for layer in self.convolutions]
+
+    def build(self, shape: Any) -> None:
+        for layer in self.convolutions:
+            layer.build(shape)
+
+    def call(self, inputs: Any) -> Any:
+        for layer, training in zip(self.outer, (True, True, False, False), strict=True):
+            inputs = layer(inputs, training=training)
+        return inputs
+
+
+@pytest.mark.parametrize("activation", [lambda: keras.layers.Dropout(0.5), keras.layers.BatchNormalization])
+def test_layers_inside_inherit_arguments(activation: Callable[[], keras.layers.Layer], traces: _Traces) -> None:
+    """``Conv1D.call`` takes no ``training``, the activation does: a third convolution dropped out in prediction."""
+    inputs = keras.Input((3, 4))
+    _both(traces, keras.Model(inputs, Calls(activation)(inputs)))
+
+
+def test_a_step_with_losses_and_metrics(traces: _Traces) -> None:
+    """Regularizers of activities make nodes of equal names in turns."""
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(x)
+    model = keras.Model(inputs, x)
+    model.compile("sgd", "mse", metrics=["mae"])
+    spec = spec_of(model, np.zeros((2, 4), "float32"), np.zeros((2, 4), "float32"))
+    programs = [traces.of(model, training=True, share=share, spec=spec, mode=Mode.TRAIN) for share in (True, False)]
+    numbered = []
+    for program in programs:
+        names = {node.name: f"n{number}" for number, node in enumerate(program.graph.node)}
+        for node in program.graph.node:
+            node.name = names[node.name]
+            node.input[:] = [renamed_input(text, names) for text in node.input]
+        numbered.append(list(program.graph.node))
+    assert numbered[0] == numbered[1]
+    assert programs[0].roles.calls == programs[1].roles.calls
+
+
+class Perturbed(keras.layers.Layer):
+    """Calls a layer with its own weights, and with others: a stand-in took its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(4, activation="tanh")
+        self.norm = keras.layers.BatchNormalization()
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        self.norm.build(shape)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        own = self.norm(self.dense(inputs, training=True), training=True)
+        values = [(variable, variable.value * 2) for variable in (*self.dense.variables, *self.norm.variables)]
+        with keras.StatelessScope(state_mapping=values):
+            return own + self.norm(self.dense(inputs, training=True), training=True)
+
+
+def test_a_scope_of_the_users_has_its_own_values(traces: _Traces) -> None:
+    inputs = keras.Input((4,))
+    _both(traces, keras.Model(inputs, Perturbed()(inputs)))
+    assert not traces.stand_ins
+
+
+@pytest.mark.parametrize("make", [keras.constraints.UnitNorm, keras.constraints.NonNeg])
+def test_constraints_may_be_activations(make: Callable[[], Any], traces: _Traces) -> None:
+    """All constraints were one and the same."""
+    inputs = x = keras.Input((4,))
+    for activation in (keras.constraints.MaxNorm(2.0), make(), keras.constraints.MaxNorm(0.5)):
+        x = keras.layers.Dense(4, activation=activation)(x)
+    _both(traces, keras.Model(inputs, x))
+
+
+class Shaped(keras.layers.Layer):
+    """Tells the length of one of two inputs of a layer: the other's was it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(4, activation="tanh")
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape[0])
+
+    def call(self, pair: Any) -> Any:
+        first, second = self.dense(pair[0]), self.dense(pair[0] + 1)
+        first.set_shape([None, 5, 4])
+        third = self.dense(pair[1])
+        return tf.reduce_sum(first) + tf.reduce_sum(second) + third * tf.cast(tf.shape(third)[1], third.dtype)
+
+    def compute_output_spec(self, pair: Any) -> Any:
+        return keras.KerasTensor((None, None, 4))
+
+
+def test_shapes_that_are_told_later_are_the_tensors_own(traces: _Traces) -> None:
+    inputs = [keras.Input((None, 4)) for _ in range(2)]
+    _both(traces, keras.Model(inputs, Shaped()(inputs)))
+    assert traces.of(keras.Model(inputs, Shaped()(inputs)), training=False)
+    assert traces.stand_ins
+
+
+class Looks(keras.layers.Layer):
+    """Looks behind the tensor that a layer has computed."""
+
+    def __init__(self, look: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.look = look
+
+    def call(self, pair: Any) -> Any:
+        return self.look(*pair)
+
+    def compute_output_spec(self, pair: Any) -> Any:
+        return keras.KerasTensor(pair[1].shape)
+
+
+def _slope(inputs: Any, outputs: Any) -> Any:
+    try:
+        return tf.gradients(outputs, [inputs])[0]
+    except LookupError:
+        return inputs
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda _, outputs: outputs * float(len(outputs.op.type)),
+        lambda _, outputs: outputs + outputs.op.inputs[0],
+        _slope,
+    ],
+    ids=["type", "inputs", "gradients"],
+)
+def test_who_looks_behind_a_tensor_finds_the_operation(look: Callable[[Any, Any], Any], traces: _Traces) -> None:
+    """A stand-in, or none, was there, and where the error was caught, nobody knew."""
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh")(x)
+    _both(traces, keras.Model(inputs, Looks(look)([inputs, x])))
+    assert not traces.stand_ins
+
+
+class _Scoped(keras.layers.Layer):
+    """Calls equal layers in scopes that give operations more than they ask for, or that watch them."""
+
+    def __init__(self, scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.scope = scope
+        self.dense = [keras.layers.Dense(4, activation="tanh") for _ in range(3)]
+
+    def build(self, shape: Any) -> None:
+        for layer in self.dense:
+            layer.build(shape)
+
+    def call(self, inputs: Any) -> Any:
+        for layer in self.dense:
+            with self.scope(inputs):
+                inputs = layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        lambda tensor: tf.control_dependencies([tensor]),
+        lambda tensor: tf.xla.experimental.jit_scope(),
+        lambda tensor: tf.compat.v1.get_default_graph().gradient_override_map({"Relu": "Other"}),
+        lambda tensor: tf.compat.v1.colocate_with(tensor),
+        lambda tensor: tf.GradientTape(),
+    ],
+    ids=["control inputs", "attributes", "gradients", "places", "tape"],
+)
+def test_scopes_are_for_each_call(
+    scope: Callable[[Any], contextlib.AbstractContextManager[Any]], traces: _Traces
+) -> None:
+    inputs = keras.Input((4,))
+    traces.of(keras.Model(inputs, _Scoped(scope)(inputs)), training=False)
+    assert not traces.stand_ins
+
+
+def test_an_error_is_that_of_a_trace_of_each_call(traces: _Traces) -> None:
     class Fails(keras.layers.Layer):
         def compute_output_spec(self, inputs: Any) -> Any:
             return keras.KerasTensor(inputs.shape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from slice_programs import program_of, scalar
 
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.ir.graph import Ref
-from graph_passes.ir.spreads import Coupling, Spread
+from graph_passes.ir.spreads import Coupling, Spread, degree_of
 
 
 def behind_a_loop(x: Any, w: Any) -> Any:
@@ -169,3 +170,21 @@ def test_a_branch_with_a_sum_over_samples_is_a_coupling() -> None:
         return tf.cond(total > 0, lambda: tf.sqrt(total), lambda: 0 * total, name="part")
 
     assert ("part", Coupling.NOT_LINEAR) in interpreted(guarded, LOSS).couplings
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "degree"),
+    [
+        ([3.0, 0.0], [3.0, 0.0], 0),
+        ([3.0, np.nan], [6.0, np.nan], 1),
+        ([8.0], [4.0 * (1 + 1e-12)], -1),
+        ([3.0], [3.0 * (1 + 1e-6)], None),
+        ([1.0, 2.0], [1.0, np.inf], None),
+        ([np.inf], [np.inf], 0),
+        ([3.0], [-np.inf], None),
+        ([1.0], [1.0, 1.0], None),
+    ],
+)
+def test_the_power_that_a_value_grows_with(few: list[float], many: list[float], degree: int | None) -> None:
+    """Nothing finite is near infinity."""
+    assert degree_of(np.array(few), np.array(many), 2.0) == degree

@@ -62,3 +62,23 @@ def test_a_node_that_became_a_constant_keeps_what_is_noted_but_no_place() -> Non
     node = Twin(graph).named(changed)[0].node[1]
     assert (node.name, node.op, node.attr[LAYER_ATTR].s) == ("a/y", "Const", b"first")
     assert COLOCATION not in node.attr
+
+
+def test_a_constant_for_a_further_output_has_what_is_noted_at_its_node() -> None:
+    """Messages said "(no layer)"."""
+    graph = _graph("a", "first")
+    changed = GraphDef.FromString(Twin(graph).serialized)
+    changed.node.append(make_const("n1/output1", 3, 3))
+    changed.node.append(make_node("n1/other", "Neg", ["n1/output1"]))
+    constant, other = list(Twin(graph).named(changed)[0].node)[3:]
+    assert (constant.name, constant.attr[LAYER_ATTR].s) == ("a/y/output1", b"first")
+    assert LAYER_ATTR not in other.attr
+
+
+def test_attributes_that_an_import_drops_are_there_again() -> None:
+    graph = _graph("a", "first")
+    graph.node[0].attr["_output_shapes"].list.shape.add(unknown_rank=True)
+    twin = Twin(graph)
+    changed = GraphDef.FromString(twin.serialized)
+    del changed.node[0].attr["_output_shapes"]
+    assert twin.named(changed)[0] == graph

@@ -173,8 +173,8 @@ class _Tracing:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
         self.own = own
         # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
-        share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
-        self.calls = LayerCalls(model, share=share)
+        self.share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
+        self.calls = LayerCalls(model, share=self.share)
         self.logs: TracedLogs | None = None
         self.structure: Any = None
 
@@ -189,14 +189,14 @@ class _Tracing:
                 raise self._explained(error) from error
             raise
         if self._has_new_metrics:
-            return self._again()
+            return self._again(share=self.share)
         if self.logs is not None and self.logs.missing:
             for place, dtype in self.logs.missing.items():
                 self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
-            return self._again()
+            return self._again(share=self.share)
         return self._program(graph)
 
-    def _again(self, *, share: bool = True) -> Program:
+    def _again(self, *, share: bool) -> Program:
         """Traces the model once more."""
         tracing = _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own, share)
         program = tracing.run()
@@ -404,7 +404,7 @@ class _Tracing:
         write_gradients(graph_def, gradients)
         own_gradients(graph_def)
         expanded = self.calls.expanded(graph_def)
-        if expanded is None or (tables and self.calls.repeats):
+        if expanded is None or (tables and self.calls.repeats):  # The host's part is found in the traced graph.
             return self._again(share=False)
         graph_def = expanded.graph
         loss = None if self.loss is None else _ref(self.loss)

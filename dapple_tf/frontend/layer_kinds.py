@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from dapple_tf.keras_private import attributes_of_calls
+from dapple_tf.keras_private import attributes_of_calls, is_cast
 
 _NAMES = """
 Activation AdditiveAttention AlphaDropout Attention BatchNormalization Conv1D Conv1DTranspose Conv2D Conv2DTranspose
@@ -20,8 +20,12 @@ SeparableConv1D SeparableConv2D Softmax SpatialDropout1D SpatialDropout2D Spatia
 """
 _CLASSES = frozenset(getattr(keras.layers, name) for name in _NAMES.split() if hasattr(keras.layers, name))
 """Layers whose calls follow from their attributes, variables and arguments, and run nobody else's code."""
-_OF_VALUES = (keras.Initializer, keras.Regularizer, keras.constraints.Constraint)
-"""What calls don't use."""
+_NOT_CALLED = {
+    "_initializer": keras.Initializer,
+    "_regularizer": keras.Regularizer,
+    "_constraint": keras.constraints.Constraint,
+}
+"""End of an attribute's name -> objects that calls don't use; elsewhere, as activations say, they do."""
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes, np.dtype})
 
 
@@ -80,7 +84,13 @@ class _Description:
         if self.layers and layer.activity_regularizer is not None:
             raise _UnknownError
         self.layers.append(layer)
-        return cls, tuple((name, self.of(value)) for name, value in attributes_of_calls(layer))
+        return cls, tuple((name, self._of_attribute(name, value)) for name, value in attributes_of_calls(layer))
+
+    def _of_attribute(self, name: str, value: Any) -> Hashable:
+        for end, base in _NOT_CALLED.items():
+            if name.endswith(end) and isinstance(value, base):
+                return end
+        return self.of(value)
 
     def of(self, value: Any) -> Hashable:
         """Describes an attribute's value.
@@ -94,8 +104,6 @@ class _Description:
             return self._of_variable(value)
         if isinstance(value, keras.Layer):
             return self.of_layer(value)
-        if isinstance(value, _OF_VALUES):
-            return "value"
         if type(value) is keras.random.SeedGenerator:
             return self.of(value.state)
         if type(value) is keras.DTypePolicy:
@@ -116,7 +124,7 @@ class _Description:
             if other is variable:
                 return "variable", number
         self.variables.append(variable)
-        return tuple(variable.shape), variable.dtype, variable.trainable
+        return tuple(variable.shape), variable.dtype, variable.trainable, is_cast(variable)
 
 
 def _is_of_keras(function: Any) -> bool:

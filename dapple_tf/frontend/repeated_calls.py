@@ -9,6 +9,8 @@ known for Keras' own layers only (`layer_kinds.py`); layers of the user are trac
 from __future__ import annotations
 
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +19,12 @@ import tensorflow as tf
 
 from dapple_tf.frontend.layer_kinds import LayerKind, layer_kind
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.keras_private import autocast_dtype
-from graph_passes.ir.graph import GraphDef, NodeDef, Ref
+from dapple_tf.keras_private import autocast_dtype, inherit_arguments, inherited_arguments, is_current
+from graph_passes.ir.graph import COLOCATION, GraphDef, NodeDef, Ref, control_inputs
 from graph_passes.ir.tensorflow_bridge import is_stateful
-from graph_passes.ir.tensorflow_private import has_scopes, number_of_nodes
+from graph_passes.ir.tensorflow_private import has_scopes, number_of_nodes, watch_operation
 
-_STAND_IN, _PREFIX = "PartitionedCall", "dapple_repeated_call_"
+_STAND_IN, _PREFIX, _GRADIENT = "PartitionedCall", "dapple_repeated_call_", "DappleRepeatedCall"
 _SHORTEST = 3
 """Nodes of a call from which on one node in their place is less work."""
 
@@ -62,11 +64,13 @@ class _FirstCall:
 
     Attributes:
         kind: what was called.
-        given: arguments and values of variables; see `_Given`.
+        given: the tensors among its arguments, then the values of the kind's variables.
         scope: name of the scope in which the layer was called, with "/" at its end.
         start, stop: positions of its first node and after its last one.
         result: what the call returned.
+        shapes: id of each tensor that the call returned or assigned -> its static shape then, which may be set later.
         updates: place of a variable -> what the call assigned to it.
+        inherited: arguments that layers called after it inherit.
         nested: calls inside it, with the layers inside it.
     """
 
@@ -76,7 +80,9 @@ class _FirstCall:
     start: int
     stop: int
     result: Any
+    shapes: Mapping[int, tf.TensorShape]
     updates: Mapping[int, tf.Tensor]
+    inherited: Mapping[str, Any]
     nested: Sequence[TracedCall]
 
 
@@ -121,6 +127,7 @@ class _Template:
         outputs: tensors of the stand-ins, with dtype and static shape.
         result: structure of the result, with tensors of the template.
         updates: place of a variable -> what is assigned to it.
+        inherited: see `_FirstCall`.
         nested: layers around a call inside, and its own, by their places in the kind, and the call's nodes.
     """
 
@@ -130,6 +137,7 @@ class _Template:
     outputs: Mapping[_Place, tuple[tf.DType, tf.TensorShape]]
     result: Any
     updates: Mapping[int, _Place]
+    inherited: Mapping[str, Any]
     nested: Sequence[tuple[Sequence[int], Nodes]]
 
 
@@ -166,6 +174,7 @@ class RepeatedCalls:
         self._first: dict[Hashable, _FirstCall | None] = {}
         self._template_of: dict[Hashable, _Template | None] = {}
         self._layers: dict[str, Sequence[Any]] = {}  # stand-in -> the layers inside the one that was called
+        self._given_up = _GIVEN_UP[graph] = threading.Event()
 
     def call(
         self,
@@ -204,7 +213,9 @@ class RepeatedCalls:
         assigned = self._scope.updates[updates:]
         places = {id(variable): place for place, variable in enumerate(kind.variables)}
         self._first[key] = None
-        if len(self._scope.losses) == losses and all(id(variable) in places for variable, _ in assigned):
+        tensors = [*keras.tree.flatten(result), *(value for _, value in assigned)]
+        complete = len(self._scope.losses) == losses and all(id(variable) in places for variable, _ in assigned)
+        if complete and all(tensor is None or _is_plain(tensor) for tensor in tensors):
             self._first[key] = _FirstCall(
                 kind,
                 given,
@@ -212,7 +223,9 @@ class RepeatedCalls:
                 start,
                 self.position,
                 result,
+                {id(tensor): tensor.shape for tensor in tensors if tensor is not None},
                 {places[id(variable)]: value for variable, value in assigned},
+                inherited_arguments(),
                 [dataclasses.replace(call, layers=call.layers[depth:]) for call in calls[traced:]],
             )
         return result, ()
@@ -227,11 +240,12 @@ class RepeatedCalls:
     ) -> tuple[Hashable, LayerKind, list[tf.Tensor]] | None:
         """Returns all that a call depends on, and the tensors among it; None if that can't be told."""
         kind = layer_kind(layer, self._replaced)
-        if kind is None or self._scope.observed or has_scopes(self._graph):
+        if kind is None or self._scope.observed or not is_current(self._scope) or has_scopes(self._graph):
             return None
         given: list[tf.Tensor] = []
         arguments: list[Hashable] = []
-        for leaf in keras.tree.flatten((args, kwargs)):
+        inherited = inherited_arguments()
+        for leaf in keras.tree.flatten((args, kwargs, inherited)):
             if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is self._graph and _is_plain(leaf):
                 given.append(leaf)
                 sizes = None if leaf.shape.rank is None else tuple(leaf.shape.as_list())
@@ -240,7 +254,7 @@ class RepeatedCalls:
                 arguments.append((type(leaf), repr(leaf)))
             else:
                 return None
-        structure = repr(keras.tree.map_structure(lambda _: 0, (args, kwargs)))
+        structure = repr(keras.tree.map_structure(lambda _: 0, (args, kwargs, inherited)))
         roles = []
         for variable in kind.variables:
             value = self._scope.state_mapping.get(id(variable))
@@ -302,13 +316,13 @@ class RepeatedCalls:
         starts.append(len(nodes))
         results = keras.tree.flatten(first.result)
         wanted = [*(leaf for leaf in results if leaf is not None), *first.updates.values()]
-        if len(nodes) < _SHORTEST or not all(id(tensor) in places and _is_plain(tensor) for tensor in wanted):
+        if len(nodes) < _SHORTEST or any(id(tensor) not in places for tensor in wanted):
             return None
         moved = [
             dataclasses.replace(call, start=call.start - first.start, stop=call.stop - first.start)
             for call in first.nested
         ]
-        told = {places[id(tensor)]: (tensor.dtype, tensor.shape) for tensor in wanted}
+        told = {places[id(tensor)]: (tensor.dtype, first.shapes[id(tensor)]) for tensor in wanted}
         return _Template(
             name=f"{_PREFIX}{len(self.templates)}",
             nodes=nodes,
@@ -316,6 +330,7 @@ class RepeatedCalls:
             outputs={place: spec for place, spec in told.items() if place.node >= 0},
             result=keras.tree.map_structure(lambda leaf: None if leaf is None else places[id(leaf)], first.result),
             updates={place: places[id(value)] for place, value in first.updates.items()},
+            inherited=first.inherited,
             nested=[([numbers[id(layer)] for layer in call.layers], call.nodes(starts)) for call in moved],
         )
 
@@ -372,16 +387,18 @@ class RepeatedCalls:
     def _stand_in(
         self, template: _Template, kind: LayerKind, given: Sequence[tf.Tensor]
     ) -> tuple[Any, Sequence[tuple[Sequence[Any], Nodes]]]:
-        tensors = tf.raw_ops.PartitionedCall(
-            args=[given[place] for place in template.used],
-            Tout=[dtype for dtype, _ in template.outputs.values()],
-            f=template.name,
-            name="repeated",
-        )
+        with self._graph.gradient_override_map({_STAND_IN: _GRADIENT}):
+            tensors = tf.raw_ops.PartitionedCall(
+                args=[given[place] for place in template.used],
+                Tout=[dtype for dtype, _ in template.outputs.values()],
+                f=template.name,
+                name="repeated",
+            )
         self._layers[tensors[0].op.name] = kind.layers
         made = dict(zip(template.outputs, tensors, strict=True))
         for tensor, (_, shape) in zip(tensors, template.outputs.values(), strict=True):
             tensor.set_shape(shape)
+            watch_operation(tensor, self._given_up.set)
 
         def here(place: _Place | None) -> Any:
             if place is None:
@@ -390,68 +407,95 @@ class RepeatedCalls:
 
         for number, value in template.updates.items():
             self._scope.add_update((kind.variables[number], here(value)))
+        inherit_arguments(template.inherited)
         nested = [([kind.layers[number] for number in numbers], nodes) for numbers, nodes in template.nested]
         return keras.tree.map_structure(here, template.result), nested
 
     def expand(self, graph_def: GraphDef) -> Expansion | None:
         """Replaces stand-ins in the traced graph; returns None if something else than their tensors was used."""
+        if self._given_up.is_set() or self._is_used_otherwise(graph_def):
+            return None
         names = {node.name for node in graph_def.node}
         expanded = GraphDef(versions=graph_def.versions, library=graph_def.library)
         tensors: dict[str, str] = {}
-        waits: dict[str, list[str]] = {}
         starts = []
-
-        def inputs_of(node: NodeDef) -> list[str]:
-            texts = []
-            for text in node.input:
-                texts += waits.get(text, [tensors.get(text, text)])
-            return texts
-
         for node in graph_def.node:
             starts.append(len(expanded.node))
+            inputs = [tensors.get(text, text) for text in node.input]
             template = self._stands_for(node)
-            if template is None:
-                copy = expanded.node.add()
-                copy.CopyFrom(node)
-                if any(text in tensors or text in waits for text in node.input):
-                    del copy.input[:]
-                    copy.input.extend(inputs_of(node))
+            if template is not None:
+                tensors |= self._copied_nodes(expanded, node, template, inputs, names)
                 continue
-            given = dict(zip(template.used, inputs_of(node), strict=False))  # control inputs are behind
-            scope = f"{node.name.rpartition('/')[0]}/".removeprefix("/")
-            own: list[str] = []
-
-            def text_of(place: _Place, given: Mapping[int, str] = given, own: Sequence[str] = own) -> str:
-                if place.node < 0:
-                    return given[place.output]
-                return f"{own[place.node]}:{place.output}" if place.output else own[place.node]
-
-            for each in template.nodes:
-                own.append(_unused(scope + each.name(self._layers[node.name]), names))
-                names.add(own[-1])
-                copy = expanded.node.add()
-                copy.CopyFrom(each.node)
-                copy.name = own[-1]
-                del copy.input[:]
-                copy.input.extend(map(text_of, each.inputs))
-            for number, place in enumerate(template.outputs):
-                tensors[f"{node.name}:{number}" if number else node.name] = text_of(place)
-            waits[f"^{node.name}"] = [f"^{own[place.node]}" for place in template.outputs]
+            copy = expanded.node.add()
+            copy.CopyFrom(node)
+            copy.input[:] = inputs
         starts.append(len(expanded.node))
         inside = [node for function in expanded.library.function for node in function.node_def]
         if any(_calls_template(node) for node in (*expanded.node, *inside)):
             return None
-        refs = {Ref.parse(text): Ref.parse(now) for text, now in tensors.items()}
+        refs = {Ref.parse(text): Ref.parse(now) for text, now in tensors.items() if not text.startswith("^")}
         return Expansion(expanded, refs, starts)
+
+    def _is_used_otherwise(self, graph_def: GraphDef) -> bool:
+        """Returns whether nodes stand beside stand-ins, or it isn't known which of their nodes they wait for."""
+        beside, waiting = set[bytes](), set[str]()
+        for node in graph_def.node:
+            template = self._stands_for(node)
+            if template is not None:
+                beside.add(f"loc:@{node.name}".encode())
+                if len({place.node for place in template.outputs}) > 1:
+                    waiting.add(f"^{node.name}")
+                if control_inputs(node):
+                    return True
+        return any(
+            not waiting.isdisjoint(node.input)
+            or (COLOCATION in node.attr and not beside.isdisjoint(node.attr[COLOCATION].list.s))
+            for node in graph_def.node
+        )
+
+    def _copied_nodes(
+        self, expanded: GraphDef, stand_in: NodeDef, template: _Template, inputs: Sequence[str], names: set[str]
+    ) -> dict[str, str]:
+        """Adds the nodes that a stand-in stands for; returns its tensors -> theirs, as inputs name them."""
+        given = dict(zip(template.used, inputs, strict=True))
+        scope = f"{stand_in.name.rpartition('/')[0]}/".removeprefix("/")
+        layers = self._layers[stand_in.name]
+        own: list[str] = []
+
+        def text_of(place: _Place) -> str:
+            if place.node < 0:
+                return given[place.output]
+            return str(Ref(own[place.node], place.output))
+
+        for each in template.nodes:
+            own.append(_unused(scope + each.name(layers), names))
+            names.add(own[-1])
+            copy = expanded.node.add()
+            copy.CopyFrom(each.node)
+            copy.name = own[-1]
+            copy.input[:] = map(text_of, each.inputs)
+        tensors = {str(Ref(stand_in.name, number)): text_of(place) for number, place in enumerate(template.outputs)}
+        waiting = {f"^{stand_in.name}": f"^{own[place.node]}" for place in template.outputs}
+        return tensors | waiting
+
+
+_GIVEN_UP: weakref.WeakKeyDictionary[tf.Graph, threading.Event] = weakref.WeakKeyDictionary()
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _refuse(operation: Any, *_: Any) -> None:
+    """Gives up sharing in a trace that differentiates (by ``tf.gradients``, say) what a stand-in stands for."""
+    _GIVEN_UP[operation.graph].set()
+    raise LookupError(f"{operation.name!r} has no gradient: it stands in for a call that is to be traced")
+
+
+def _calls_template(node: NodeDef) -> bool:
+    return any(attr.func.name.startswith(_PREFIX) for attr in node.attr.values() if attr.HasField("func"))
 
 
 def _is_plain(tensor: tf.Tensor) -> bool:
     """Returns whether a layer has noted nothing at a tensor: masks, or the logits for a loss."""
     return all(value is None for value in vars(tensor).values())
-
-
-def _calls_template(node: NodeDef) -> bool:
-    return any(attr.func.name.startswith(_PREFIX) for attr in node.attr.values() if attr.HasField("func"))
 
 
 def _unused(name: str, names: Collection[str]) -> str:

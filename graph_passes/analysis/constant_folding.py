@@ -11,7 +11,9 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.split_signatures import Shape
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    LAYER_ATTR,
     OWN_ATTRS,
     Graph,
     GraphDef,
@@ -22,6 +24,7 @@ from graph_passes.ir.graph import (
     make_node,
 )
 from graph_passes.ir.tensorflow_bridge import (
+    EvaluationError,
     constant_value,
     evaluate,
     is_stateful,
@@ -33,6 +36,8 @@ from graph_passes.ir.tensorflow_bridge import (
 _ASKING = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _LARGEST = 1024
 """The most elements of a tensor that may become a constant: shapes, axes and counts are small."""
+_SMALL = 2**17
+"""Bytes of a graph that is remembered with its values."""
 _NUMBERS = frozenset(
     {types_pb2.DT_BOOL, types_pb2.DT_INT32, types_pb2.DT_INT64, types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE}
 )
@@ -172,12 +177,21 @@ class _Folding:
                 if not key.startswith("_"):
                     node.attr[key].CopyFrom(attr)
         computed = [ref for ref in wanted if ref.node not in asked]
-        values = _evaluated(
-            graph.SerializeToString(deterministic=True),
-            tuple(Ref(labels[ref.node], ref.output) for ref in computed),
-        )
-        known = dict(zip(computed, values, strict=True))
+        labelled = tuple(Ref(labels[ref.node], ref.output) for ref in computed)
+        try:
+            known = dict(zip(computed, _evaluated(graph, labelled), strict=True))
+        except EvaluationError as error:
+            name = next((name for name, label in labels.items() if label == error.node), "")
+            raise self._explained(name, error.why) from error
         return {ref: asked[ref.node][ref.output] if ref.node in asked else known[ref] for ref in wanted}
+
+    def _explained(self, name: str, why: str) -> PassError:
+        node = self.view.nodes.get(name)
+        if node is None:
+            return PassError(f"a value that follows from shapes can't be computed: {why}")
+        layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
+        where = f"layer {layer!r}" if layer else f"node {name!r}"
+        return PassError(f"{where} can't compute {node.op} ({name!r}) of values that follow from shapes: {why}")
 
     def _asked(self, name: str) -> list[np.ndarray]:
         """Returns the values of a node that reads shapes."""
@@ -199,8 +213,14 @@ class _Folding:
         return node
 
 
+def _evaluated(graph: GraphDef, wanted: tuple[Ref, ...]) -> tuple[np.ndarray, ...]:
+    serialized = graph.SerializeToString(deterministic=True)
+    evaluated = _evaluated_once if len(serialized) <= _SMALL else _evaluated_once.__wrapped__
+    return evaluated(serialized, wanted)
+
+
 @functools.lru_cache(maxsize=64)
-def _evaluated(graph: bytes, wanted: Sequence[Ref]) -> tuple[np.ndarray, ...]:
+def _evaluated_once(graph: bytes, wanted: tuple[Ref, ...]) -> tuple[np.ndarray, ...]:
     """Returns the values of tensors of a serialized graph: stages of equal layers differ in names only."""
     values = evaluate(GraphDef.FromString(graph), wanted)
     return tuple(values[ref] for ref in wanted)

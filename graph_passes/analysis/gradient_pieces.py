@@ -18,8 +18,6 @@ from typing import NamedTuple
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
-    COLOCATION,
-    OWN_ATTRS,
     Graph,
     GraphDef,
     Names,
@@ -28,7 +26,6 @@ from graph_passes.ir.graph import (
     copied,
     dtype_attr,
     make_node,
-    renamed_input,
     shape_attr,
 )
 from graph_passes.ir.tensorflow_bridge import (
@@ -40,6 +37,7 @@ from graph_passes.ir.tensorflow_bridge import (
     takes_functions,
 )
 from graph_passes.ir.tensorflow_private import shapes_of_outputs
+from graph_passes.ir.twin import Twin
 
 _TRAINABLE = frozenset(
     {
@@ -82,47 +80,31 @@ class _Piece:
     sources: Sequence[Ref]
 
     @functools.cached_property
-    def numbered(self) -> tuple[bytes, tuple[tuple[int, int], ...]]:
-        """What equal pieces share: the graph with nodes n0, n1, ..., and the places of outputs and sources in it."""
-        places = {node.name: number for number, node in enumerate(self.graph.node)}
-        refs = (*itertools.chain.from_iterable(self.outputs), *self.sources)
-        return _numbered(self.graph), tuple((places[ref.node], ref.output) for ref in refs)
-
-
-def _numbered(graph: GraphDef) -> bytes:
-    """Returns a graph with nodes n0, n1, ..., without what passes note at nodes, serialized."""
-    names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
-    anonymous = GraphDef(versions=graph.versions)
-    for node in graph.node:
-        twin = anonymous.node.add(name=names[node.name], op=node.op)
-        twin.input.extend(renamed_input(text, names) for text in node.input)
-        for key, value in node.attr.items():
-            if not key.startswith(OWN_ATTRS) and key != COLOCATION:
-                twin.attr[key].CopyFrom(value)
-    serialized: bytes = anonymous.SerializeToString(deterministic=True)
-    return serialized
+    def twin(self) -> tuple[bytes, tuple[Ref, ...]]:
+        """What equal pieces share: the graph's twin, and the outputs and sources in it."""
+        twin = Twin(self.graph)
+        return twin.serialized, tuple(map(twin.of, (*itertools.chain.from_iterable(self.outputs), *self.sources)))
 
 
 def _shapes_of(graph: GraphDef) -> dict[Ref, Shape | None]:
     """Returns the static shape of every tensor; unlike `infer_shapes`, it remembers no graph."""
-    shapes = shapes_of_outputs(_numbered(graph))
+    twin = Twin(graph)
+    shapes = shapes_of_outputs(twin.serialized)
     return {
-        Ref(node.name, index): shape
-        for number, node in enumerate(graph.node)
-        for index, shape in enumerate(shapes[f"n{number}"])
+        Ref(node.name, index): shape for node in graph.node for index, shape in enumerate(shapes[twin.name(node.name)])
     }
 
 
 def gradients_by_pieces(
     serialized: bytes, outputs: tuple[tuple[Ref, Ref], ...], sources: tuple[Ref, ...]
 ) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
-    """Extends a graph by the gradients of its outputs, as `add_gradients` (whose ``differentiate`` it is).
+    """Extends a graph by the gradients of its outputs, as `add_gradients` does; it is for ``differentiate`` there.
 
     A piece ends where all gradients go through one tensor, so that each sum of gradients has the summands that it has
     in the whole graph, in their order. What doesn't repeat is differentiated at once.
 
     Args:
-        serialized: the twin of a flat graph.
+        serialized: the twin of a flat graph, with nodes n0, n1, ...
         outputs: pairs of an output and the tensor (of the same shape) that holds the gradient with respect to it.
         sources: tensors to differentiate with respect to.
 
@@ -193,8 +175,8 @@ def _cuts(view: Graph, outputs: _Outputs, sources: Sequence[Ref]) -> list[_Cut]:
 
 def _beside_repeated(cuts: Sequence[_Cut], pieces: Sequence[_Piece]) -> list[_Cut]:
     """Returns the cuts beside pieces that occur again; the others stay together, since each has its costs."""
-    counts = collections.Counter(piece.numbered for piece in pieces)
-    again = [counts[piece.numbered] > 1 for piece in pieces]
+    counts = collections.Counter(piece.twin for piece in pieces)
+    again = [counts[piece.twin] > 1 for piece in pieces]
     return [cut for cut, before, behind in zip(cuts, again, again[1:], strict=False) if before or behind]
 
 
@@ -266,7 +248,7 @@ def _joined(
     inferred: dict[object, list[Shape | None]] = {}
     arriving: Gradient | None = None
     for piece in reversed(_pieces(view, shapes, outputs, sources, cuts)):
-        key = piece.numbered
+        key = piece.twin
         if key not in inferred:
             inferred[key] = list(_shapes_of(piece.graph).values())
         refs = (Ref(node.name, index) for node in piece.graph.node for index in range(len(output_dtypes(node))))

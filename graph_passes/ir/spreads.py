@@ -100,7 +100,8 @@ def degree_of(few: np.ndarray, many: np.ndarray, ratio: float) -> int | None:
     for degree in (0, 1, -1, 2, -2):
         grown = few * ratio**degree
         with np.errstate(invalid="ignore"):  # infinity less itself
-            if np.all((grown == many) | (np.abs(grown - many) <= 1e-9 * np.abs(many))):
+            near = np.isfinite(many) & (np.abs(grown - many) <= 1e-9 * np.abs(many))
+            if np.all((grown == many) | near):
                 return degree
     return None
 

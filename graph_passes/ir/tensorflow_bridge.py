@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -440,8 +441,25 @@ def numpy_dtype(dtype: int) -> np.dtype[Any]:
     return np.dtype(tf.dtypes.as_dtype(dtype).as_numpy_dtype)
 
 
+class EvaluationError(PassError):
+    """A node of a graph without inputs can't be computed.
+
+    Attributes:
+        node: its name; empty if TensorFlow doesn't tell.
+        why: what TensorFlow says.
+    """
+
+    def __init__(self, node: str, why: str) -> None:
+        super().__init__(f"node {node!r} can't be computed: {why}")
+        self.node, self.why = node, why
+
+
 def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
-    """Returns the values of tensors of a graph without inputs, computed on the CPU without optimization."""
+    """Returns the values of tensors of a graph without inputs, computed on the CPU without optimization.
+
+    Raises:
+        EvaluationError: a node can't be computed.
+    """
     if not wanted:
         return {}
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
@@ -449,5 +467,10 @@ def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="")
         with tf.compat.v1.Session(graph=scope, config=config) as session:
-            values = session.run([f"{ref.node}:{ref.output}" for ref in wanted])
+            try:
+                values = session.run([f"{ref.node}:{ref.output}" for ref in wanted])
+            except tf.errors.OpError as error:
+                said = re.search(r"^Node: .*\n(.*)", str(error.message), re.MULTILINE)  # before it, where it was made
+                why = said[1] if said else str(error.message).partition("\n")[0]
+                raise EvaluationError("" if error.op is None else error.op.name, why) from error
     return dict(zip(wanted, map(np.asarray, values), strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +43,7 @@ __all__ = [
     "replace_input",
     "seeded",
     "shapes_of_outputs",
+    "watch_operation",
     "watches_variables",
 ]
 
@@ -156,6 +159,33 @@ def shapes_of_outputs(graph: bytes) -> dict[str, tuple[tuple[int | None, ...] | 
         shapes = [output._shape for output in operation.outputs]  # A TensorShape takes as long as all else here.
         shapes_of[operation.name] = tuple(None if unknown else tuple(sizes) for sizes, unknown in shapes)
     return shapes_of
+
+
+class _WatchedTensor(ops.SymbolicTensor):
+    """A tensor that tells who looks at the operation behind it."""
+
+    @property
+    def op(self) -> Any:
+        reader = str(sys._getframe(1).f_globals.get("__name__"))
+        if not reader.startswith(_LIBRARIES):
+            _LOOKED_AT[self.graph]()
+        return super().op
+
+
+_LIBRARIES = ("tensorflow.", "keras.")
+"""Packages that look at operations for what they need, such as the values of constants."""
+_LOOKED_AT: weakref.WeakKeyDictionary[tf.Graph, Callable[[], None]] = weakref.WeakKeyDictionary()
+
+
+def watch_operation(tensor: tf.Tensor, looked: Callable[[], None]) -> None:
+    """Calls ``looked`` when code of others than TensorFlow and Keras looks at the operation behind a tensor.
+
+    Args:
+        tensor: a tensor of a graph.
+        looked: the same for all tensors of a graph, which it mustn't keep alive.
+    """
+    _LOOKED_AT[tensor.graph] = looked
+    tensor.__class__ = _WatchedTensor
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from graph_passes.ir.graph import COLOCATION, OWN_ATTRS, GraphDef, Names, NodeDef, Ref, copied, renamed_input
 
 KINDS_OF_STAGES = 8
-"""So many last stages are remembered while a pass goes through all: those of equal layers have few kinds."""
+"""Kinds of stages that are remembered while a pass goes through all: those of equal layers have few."""
 _DERIVED = re.compile(r"(?<![^/])n(\d+)(?=_|/|$)")
 """Names of new nodes begin with that of an old one: n3_grad is TensorFlow's for the gradient of node n3."""
 
@@ -65,12 +65,14 @@ class Twin:
                 renaming[node.name] = taken.fresh(_DERIVED.sub(lambda match: names[int(match[1])], node.name))
         for node in graph.node:
             original = own.get(node.name)
-            _rename(node, renaming)
             if original is None:
                 node.attr.pop(COLOCATION, None)
-                continue
-            for attr in _noted(original):
-                if attr.startswith(OWN_ATTRS) or node.op == original.op:
+                # A further output that has become a constant, see `fold_shapes`.
+                original = own.get(node.name.partition("/")[0]) if node.op == "Const" else None
+            _rename(node, renaming)
+            for attr in () if original is None else original.attr:
+                # Importing drops some, too.
+                if attr not in node.attr and (attr.startswith(OWN_ATTRS) or node.op == original.op):
                     node.attr[attr].CopyFrom(original.attr[attr])
         return graph, lambda ref: Ref(renaming[ref.node], ref.output)
 

@@ -208,7 +208,7 @@ class _FoldedTwin(NamedTuple):
     Attributes:
         graph: the twin, with values from shapes as constants, and without what does nothing.
         wanted: what the wanted tensors are now.
-        shapes: of the tensors of the twin, and of the new ones.
+        shapes: of the tensors that the twin had, and of the new ones.
     """
 
     graph: GraphDef
@@ -234,9 +234,8 @@ def _of_samples(
             ((twin.of(count), samples),) if count.node in twin else (),
             tuple(map(twin.of, wanted)),
         )
-    except PassError:
-        shapes_of.under(assumed, {count: samples})  # Names the layer.
-        raise
+    except PassError as error:
+        raise _with_names(error, stage, shapes_of, assumed, {count: samples}, wanted) from None
     graph, named = twin.named(folded.graph)
     now = dict(zip(wanted, map(named, folded.wanted), strict=True))
     results, metrics = (
@@ -244,6 +243,22 @@ def _of_samples(
     )
     shapes = {named(ref): shape for ref, shape in folded.shapes.items()}
     return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), shapes
+
+
+def _with_names(
+    error: PassError,
+    stage: Stage,
+    shapes_of: ShapesOf,
+    assumed: Mapping[str, Sequence[int | None]],
+    values: Mapping[Ref, int],
+    wanted: Sequence[Ref],
+) -> PassError:
+    """Returns an error of a stage's twin with the names of the stage."""
+    try:
+        fold_shapes(stage.own_graph, shapes_of.under(assumed, values), results=wanted)
+    except PassError as named:
+        return named
+    return error
 
 
 def _folded(
