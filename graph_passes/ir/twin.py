@@ -70,10 +70,12 @@ class Twin:
                 # A further output that has become a constant, see `fold_shapes`.
                 original = own.get(node.name.partition("/")[0]) if node.op == "Const" else None
             _rename(node, renaming)
-            for attr in () if original is None else original.attr:
+            if original is None:
+                continue
+            for attr, value in original.attr.items():
                 # Importing drops some, too.
                 if attr not in node.attr and (attr.startswith(OWN_ATTRS) or node.op == original.op):
-                    node.attr[attr].CopyFrom(original.attr[attr])
+                    node.attr[attr].CopyFrom(value)
         return graph, lambda ref: Ref(renaming[ref.node], ref.output)
 
 
