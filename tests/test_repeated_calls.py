@@ -64,7 +64,7 @@ class _Traces:
         if repeated is None:
             return []
         nodes = repeated._graph.as_graph_def().node
-        names = {node.name for node in nodes if repeated._stands_for(node) is not None}
+        names = {node.name for node in nodes if repeated.templates.stands_for(node) is not None}
         return sorted(name.rpartition("/")[0] for name in names)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.repeated_calls import Expansion, Nodes, RepeatedCalls, TracedCall
+from dapple_tf.frontend.call_templates import Expansion, Nodes, TracedCall
+from dapple_tf.frontend.repeated_calls import RepeatedCalls
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.keras_private import items_of
 from graph_passes.ir.graph import GraphDef
@@ -41,7 +42,7 @@ class LayerCalls:
     @property
     def repeats(self) -> bool:
         """Whether nodes stand in for calls that repeat others."""
-        return self._repeated is not None and bool(self._repeated.templates)
+        return self._repeated is not None and len(self._repeated.templates) > 0
 
     @property
     def end(self) -> int:
@@ -97,9 +98,9 @@ class LayerCalls:
             nested: Sequence[tuple[Sequence[Any], Nodes]] = ()
             try:
                 if self._repeated is None:
-                    result = original(*args, **kwargs)
+                    returned = original(*args, **kwargs)
                 else:
-                    result, nested = self._repeated.call(item, original, args, kwargs, self._calls, len(layers))
+                    returned, nested = self._repeated.call(item, original, args, kwargs, self._calls, len(layers))
             except Exception:
                 self.failed_in = self.failed_in or _path(layers)
                 raise
@@ -109,7 +110,7 @@ class LayerCalls:
             for inner, nodes in nested:
                 self._calls.append(TracedCall((*layers, *inner), start, stop, self._next(inner[-1]), nodes))
             self._calls.append(TracedCall(layers, start, stop, self._next(item)))
-            return result
+            return returned
 
         return call
 
