@@ -147,7 +147,7 @@ def _attention() -> keras.Model:
 @pytest.mark.parametrize(
     ("build", "shared"),
     [
-        (_bert, 2 * 6),
+        (_bert, 2 * 5),
         (_convolutional, 2 * 4 + 1),
         (lambda: _convolutional(dtype="mixed_bfloat16"), 2 * 4 + 1),
         (_masked, 2),
