@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.frontend.layer_kinds import LayerKind
-from graph_passes.ir.graph import COLOCATION, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.ir.graph import COLOCATION, GraphDef, Names, NodeDef, Ref, control_inputs
 from graph_passes.ir.tensorflow_bridge import is_stateful, output_dtypes
 
 STAND_IN = "PartitionedCall"
@@ -256,7 +256,7 @@ class Templates:
         """Replaces stand-ins in the traced graph; returns None if something else than their tensors was used."""
         if self._are_used_otherwise(graph_def):
             return None
-        names = {node.name for node in graph_def.node}
+        names = Names(node.name for node in graph_def.node)
         expanded = GraphDef(versions=graph_def.versions, library=graph_def.library)
         tensors: dict[str, str] = {}
         starts = []
@@ -295,7 +295,7 @@ class Templates:
         )
 
     def _add_copies(
-        self, expanded: GraphDef, stand_in: str, template: Template, inputs: Sequence[str], names: set[str]
+        self, expanded: GraphDef, stand_in: str, template: Template, inputs: Sequence[str], names: Names
     ) -> dict[str, str]:
         """Adds the nodes that a stand-in stands for; returns its tensors -> theirs, as inputs name them."""
         read = dict(zip(template.used, inputs, strict=True))
@@ -306,8 +306,7 @@ class Templates:
             return read[place.output] if place.node < 0 else str(Ref(own[place.node], place.output))
 
         for node in template.nodes:
-            own.append(_unused(scope + node.name(self._layers[stand_in]), names))
-            names.add(own[-1])
+            own.append(names.fresh(scope + node.name(self._layers[stand_in])))
             copy = expanded.node.add()
             copy.CopyFrom(node.node)
             copy.name = own[-1]
@@ -339,11 +338,3 @@ def _scopes(name: str, layers: Sequence[Any], numbers: Mapping[int, int]) -> tup
 
 def _names_template(node: NodeDef) -> bool:
     return any(attr.func.name.startswith(_PREFIX) for attr in node.attr.values() if attr.HasField("func"))
-
-
-def _unused(name: str, names: set[str]) -> str:
-    number, free = 0, name
-    while free in names:
-        number += 1
-        free = f"{name}_{number}"
-    return free

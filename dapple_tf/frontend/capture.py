@@ -295,7 +295,7 @@ class _Tracing:
             return
         self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, reads, logs)
         self.values |= self.logs.values
-        self.given |= self.logs.values
+        self.initial |= self.logs.values
         self.more_updates = self.logs.updates
 
     def _warn_of_lost(self, results: dict[str, Any]) -> None:
@@ -329,11 +329,11 @@ class _Tracing:
             elif self.table.knows(variable):
                 variables.setdefault(self.table.name_of(variable), variable)
         self.values |= dict(zip(variables, _placeholders(variables), strict=True))
-        self.given = {
+        self.initial = {
             name: self._shifted_seed(self.values[name]) if id(variable) in seeds else self.values[name]
             for name, variable in variables.items()
         }
-        return mapping + [(variable, self.given[name]) for name, variable in variables.items()]
+        return mapping + [(variable, self.initial[name]) for name, variable in variables.items()]
 
     def _of_kind(self, kind: VariableKind) -> set[int]:
         """Returns the ids of the floating-point variables of a kind; layers assign those of STATE."""
@@ -385,7 +385,7 @@ class _Tracing:
             variable = self.table.keras_variables[name]
             new = scope.assigned.get(id(variable))
             kind = self.table.describe(name).kind
-            if new is None or new is self.given[name]:
+            if new is None or new is self.initial[name]:
                 continue
             new = tf.convert_to_tensor(new, dtype=value.dtype)
             if kind is VariableKind.PARAMETER:

@@ -80,19 +80,20 @@ class _Piece:
     sources: Sequence[Ref]
 
     @functools.cached_property
-    def twin(self) -> tuple[bytes, tuple[Ref, ...]]:
-        """What equal pieces share: the graph's twin, and the outputs and sources in it."""
-        twin = Twin(self.graph)
-        return twin.serialized, tuple(map(twin.of, (*itertools.chain.from_iterable(self.outputs), *self.sources)))
+    def twin(self) -> Twin:
+        """The graph's twin."""
+        return Twin(self.graph)
 
+    @property
+    def key(self) -> tuple[bytes, tuple[Ref, ...]]:
+        """What equal pieces share: the twin, and the outputs and sources in it."""
+        refs = (*itertools.chain.from_iterable(self.outputs), *self.sources)
+        return self.twin.serialized, tuple(map(self.twin.of, refs))
 
-def _shapes_of(graph: GraphDef) -> dict[Ref, Shape | None]:
-    """Returns the static shape of every tensor; unlike `infer_shapes`, it remembers no graph."""
-    twin = Twin(graph)
-    shapes = shapes_of_outputs(twin.serialized)
-    return {
-        Ref(node.name, index): shape for node in graph.node for index, shape in enumerate(shapes[twin.name(node.name)])
-    }
+    def shapes(self) -> list[Shape | None]:
+        """Returns the static shapes of its tensors, in the order of the graph."""
+        shapes = shapes_of_outputs(self.twin.serialized)
+        return [shape for node in self.graph.node for shape in shapes[self.twin.name(node.name)]]
 
 
 def gradients_by_pieces(
@@ -115,7 +116,8 @@ def gradients_by_pieces(
     view = Graph(graph)
     cuts = _cuts(view, outputs, sources)
     if cuts:
-        shapes = _shapes_of(graph)
+        of_nodes = shapes_of_outputs(serialized).items()
+        shapes = {Ref(name, index): shape for name, own in of_nodes for index, shape in enumerate(own)}
         cuts = _beside_repeated(cuts, _pieces(view, shapes, outputs, sources, cuts))
     if cuts:
         extended = _joined(view, shapes, outputs, sources, cuts)
@@ -175,8 +177,8 @@ def _cuts(view: Graph, outputs: _Outputs, sources: Sequence[Ref]) -> list[_Cut]:
 
 def _beside_repeated(cuts: Sequence[_Cut], pieces: Sequence[_Piece]) -> list[_Cut]:
     """Returns the cuts beside pieces that occur again; the others stay together, since each has its costs."""
-    counts = collections.Counter(piece.twin for piece in pieces)
-    again = [counts[piece.twin] > 1 for piece in pieces]
+    counts = collections.Counter(piece.key for piece in pieces)
+    again = [counts[piece.key] > 1 for piece in pieces]
     return [cut for cut, before, behind in zip(cuts, again, again[1:], strict=False) if before or behind]
 
 
@@ -248,11 +250,10 @@ def _joined(
     inferred: dict[object, list[Shape | None]] = {}
     arriving: Gradient | None = None
     for piece in reversed(_pieces(view, shapes, outputs, sources, cuts)):
-        key = piece.twin
-        if key not in inferred:
-            inferred[key] = list(_shapes_of(piece.graph).values())
+        if piece.key not in inferred:
+            inferred[piece.key] = piece.shapes()
         refs = (Ref(node.name, index) for node in piece.graph.node for index in range(len(output_dtypes(node))))
-        if any(shapes.get(ref, shape) != shape for ref, shape in zip(refs, inferred[key], strict=True)):
+        if any(shapes.get(ref, shape) != shape for ref, shape in zip(refs, inferred[piece.key], strict=True)):
             return None  # A length is computed elsewhere.
         part, of_sources = add_gradients(piece.graph, piece.outputs, piece.sources)
         there = dict(piece.outside)
