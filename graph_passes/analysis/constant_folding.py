@@ -13,7 +13,6 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.split_signatures import Shape
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
-    LAYER_ATTR,
     OWN_ATTRS,
     Graph,
     GraphDef,
@@ -21,6 +20,7 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
+    layer_or_node,
     make_node,
 )
 from graph_passes.ir.tensorflow_bridge import (
@@ -189,9 +189,9 @@ class _Folding:
         node = self.view.nodes.get(name)
         if node is None:
             return PassError(f"a value that follows from shapes can't be computed: {why}")
-        layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
-        where = f"layer {layer!r}" if layer else f"node {name!r}"
-        return PassError(f"{where} can't compute {node.op} ({name!r}) of values that follow from shapes: {why}")
+        return PassError(
+            f"{layer_or_node(node)} can't compute {node.op} ({name!r}) of values that follow from shapes: {why}"
+        )
 
     def _asked(self, name: str) -> list[np.ndarray]:
         """Returns the values of a node that reads shapes."""

@@ -107,6 +107,12 @@ def control_inputs(node: NodeDef) -> list[str]:
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
+def layer_or_node(node: NodeDef) -> str:
+    """Returns the layer that made a node, for messages; the node itself if it is none's."""
+    layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
+    return f"layer {layer!r}" if layer else f"node {node.name!r}"
+
+
 class Graph:
     """An index over the top level of a GraphDef, which it doesn't change.
 

@@ -10,11 +10,11 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
-    LAYER_ATTR,
     GraphDef,
     NodeDef,
     Ref,
     copied_node,
+    layer_or_node,
     make_const,
     renamed_input,
     shape_attr,
@@ -103,9 +103,7 @@ def _contradiction(graph: GraphDef, text: str) -> str:
     if said is None:
         return f"the shapes of the model's tensors contradict each other: {text}"
     node = graph.node[int(said[2])]
-    layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
-    where = f"layer {layer!r}" if layer else f"node {node.name!r}"
-    return f"{where} can't compute {node.op} of tensors of shapes {said[3]}: {said[1]}"
+    return f"{layer_or_node(node)} can't compute {node.op} of tensors of shapes {said[3]}: {said[1]}"
 
 
 _shapes_of_outputs = functools.lru_cache(maxsize=8)(shapes_of_outputs)
