@@ -9,7 +9,8 @@ from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2
 
 import dapple_tf as dapple
-from dapple_tf.clusters.session import add_to_graph, session_config
+from dapple_tf.clusters.session import session_config
+from dapple_tf.clusters.session_graph import SessionGraph
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import call_node, outline
 
@@ -43,9 +44,9 @@ def calls(count: int, *, jit_compile: bool = False, between: bool = True) -> Gra
 
 
 def added(graph: GraphDef) -> tf.Graph:
-    target = tf.Graph()
-    add_to_graph(target, set(), graph, "step")
-    return target
+    content = SessionGraph()
+    content.add(graph, "step")
+    return content.graph
 
 
 def ancestors(graph: tf.Graph, name: str) -> set[str]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import types_pb2
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.core.protobuf import config_pb2
 
 from dapple_tf.clusters.server_definition import threads, worker_name
 from dapple_tf.describe.cluster import Cluster
-from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import COMPILED_ATTR, GraphDef, Names, data_inputs, dtype_attr, make_node, shape_attr
 from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run
 
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
@@ -25,8 +21,6 @@ _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 _KEYS = 100_000
 """Minimum number of keys of collective operations for a graph: one for each parameter group, each bucket, and each
 part of a bucket in a hierarchical all-reduce."""
-_MANY_CALLS = 50
-"""Number of calls of functions in a graph from which on searching through each of them takes noticeable time."""
 _next_key = 1
 _keys_lock = threading.Lock()
 
@@ -171,57 +165,3 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
             ]
         )
     return gpus
-
-
-def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
-    """Adds nodes under ``name/``, and the functions that aren't in ``library``, whose names it adds there."""
-    fresh = GraphDef(node=graph.node, versions=graph.versions)
-    for node in fresh.node:
-        if "f" in node.attr:
-            # Nobody needs the shapes of calls' results, and TensorFlow would infer them for each call.
-            node.attr["_disable_call_shape_inference"].b = True
-            if node.op in CALLS and not node.attr["config_proto"].s:
-                node.attr["config_proto"].s = _calls_config()
-    for function in graph.library.function:
-        if function.signature.name not in library:
-            library.add(function.signature.name)
-            fresh.library.function.add().CopyFrom(function)
-    fresh.library.gradient.extend(graph.library.gradient)
-    _spare_searching_calls(fresh)
-    with target.as_default():
-        tf.graph_util.import_graph_def(fresh, name=name)
-
-
-@functools.cache
-def _calls_config() -> bytes:
-    """Returns the configuration by which a function is optimized at its first call, serialized.
-
-    Grappler looks at each function twice by default, and once more in another form (TFG). Functions of steps are small
-    and have no shapes left to compute: the first look finds everything, operators to fuse above all.
-    """
-    config = config_pb2.ConfigProto()
-    options = config.graph_options.rewrite_options
-    options.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
-    options.disable_tfg_optimizer = True
-    return config.SerializeToString(deterministic=True)
-
-
-def _spare_searching_calls(graph: GraphDef) -> None:
-    """Adds a reference variable that the nodes which cut the batch come after, and so nearly all calls of functions.
-
-    One of TensorFlow's passes (`EncapsulateSubgraphsPass`) finds the nodes that depend on reference variables. It
-    instantiates the function of each call for that, of a thousand calls a thousand times, unless the call depends on
-    such a variable anyway. What it finds is for nodes that XLA compiles one by one, and for calls that XLA compiles:
-    graphs with these are left as they are.
-    """
-    calls = [node for node in graph.node if "f" in node.attr]
-    fed = {node.name for node in graph.node if node.op == "Placeholder"}
-    cuts = [node for node in graph.node if "f" not in node.attr and any(ref.node in fed for ref in data_inputs(node))]
-    if len(calls) < _MANY_CALLS or not cuts or any(COMPILED_ATTR in node.attr for node in calls):
-        return
-    name = Names(node.name for node in graph.node).fresh("reference")
-    attrs = {"dtype": dtype_attr(types_pb2.DT_FLOAT), "shape": shape_attr([])}
-    graph.node.append(make_node(name, "VariableV2", [], device=cuts[0].device, attrs=attrs))
-    for node in cuts:
-        if node.device == cuts[0].device:
-            node.input.append(f"^{name}")

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from dapple_tf.clusters.clocks import Offset, estimate
 from dapple_tf.clusters.remote_session import RemoteSession
-from dapple_tf.clusters.session import PreparedRun, add_to_graph
+from dapple_tf.clusters.session import PreparedRun
+from dapple_tf.clusters.session_graph import SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
@@ -34,7 +35,6 @@ class DeviceSession:
     Attributes:
         cluster: the devices.
         faults: how long to wait for workers.
-        graph: everything that can be run.
         generation: number of sessions opened before: what workers keep besides the graph goes with each.
         reading: held while batches are read on workers, beside a step: no session is closed or opened meanwhile.
     """
@@ -53,8 +53,7 @@ class DeviceSession:
         self._open()
 
     def _open(self) -> None:
-        self.graph = tf.Graph()
-        self._library: set[str] = set()
+        self._content = SessionGraph()
         self._session = open_session(self.cluster, self.graph, self._connection)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced: set[str] = set()
@@ -105,6 +104,11 @@ class DeviceSession:
         return session
 
     @property
+    def graph(self) -> tf.Graph:
+        """Everything that can be run."""
+        return self._content.graph
+
+    @property
     def lost(self) -> WorkerLostError | None:
         """The error of the lost worker, without a traceback; None if all are there."""
         lost = self._session.connection.lost if isinstance(self._session, RemoteSession) else None
@@ -122,7 +126,7 @@ class DeviceSession:
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds a graph to the session's, under a name."""
-        add_to_graph(self.graph, self._library, graph, name)
+        self._content.add(graph, name)
 
     def run(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.clusters.session import add_to_graph
+from dapple_tf.clusters.session_graph import SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.frontend.variables import VariableTable
@@ -34,13 +34,12 @@ class TimedSession:
 
     def __init__(self, cluster: Cluster, device: str, metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
         self.device, self.metrics = device, metrics
-        self._graph = tf.Graph()
+        self._content = SessionGraph()
         with contextlib.ExitStack() as opened:
             connection = opened.enter_context(connected(cluster))
-            self.session = open_session(cluster, self._graph, connection)
+            self.session = open_session(cluster, self._content.graph, connection)
             opened.callback(self.session.close)
             self._opened = opened.pop_all()
-        self._library: set[str] = set()
 
     def __enter__(self) -> TimedSession:
         return self
@@ -50,7 +49,7 @@ class TimedSession:
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds nodes under ``name/``, and functions that are missing."""
-        add_to_graph(self._graph, self._library, graph, name)
+        self._content.add(graph, name)
 
     def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
         """Copies Keras' values to the device."""

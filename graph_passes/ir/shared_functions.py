@@ -1,0 +1,112 @@
+"""Functions that differ in names only, as those of stages of equal layers do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from tensorflow.core.framework import attr_value_pb2, function_pb2
+
+from graph_passes.ir.graph import GraphDef, NodeDef
+from graph_passes.ir.tensorflow_bridge import is_stateful, takes_functions
+from graph_passes.ir.tensorflow_private import op_def_registry
+
+FunctionDef: TypeAlias = function_pb2.FunctionDef
+
+
+class SharedFunctions:
+    """The functions of graphs that come one after the other, where the first of equal ones stands for all.
+
+    Equal functions differ in names only, their own and those of their nodes. Only functions without state are shared:
+    a stateful operator belongs to one place of the model.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}  # function -> the first that is equal, itself perhaps
+        self._digests: dict[bytes, str] = {}  # digest of what a first function computes -> its name
+
+    def share(self, graph: GraphDef) -> None:
+        """Leaves a graph the functions that are new, and lets its nodes call these and earlier ones.
+
+        Args:
+            graph: the graph; a function with a name that has come before is the same one.
+        """
+        functions = {function.signature.name: function for function in graph.library.function}
+        apart = {name for pair in graph.library.gradient for name in (pair.function_name, pair.gradient_func)}
+        # Where the function is an operator, nodes read its results by the names that it gives them.
+        apart |= {node.op for nodes in (graph.node, *(f.node_def for f in functions.values())) for node in nodes}
+        fresh = []
+        for name in _callees_first(functions):
+            if name in self._first:
+                continue
+            function = functions[name]
+            self._rename_calls(function.node_def)
+            self._first[name] = name
+            if name not in apart and not any(_may_have_state(node.op) for node in function.node_def):
+                self._first[name] = self._digests.setdefault(_digest(function), name)
+            if self._first[name] == name:
+                fresh.append(function)
+        self._rename_calls(graph.node)
+        graph.library.CopyFrom(function_pb2.FunctionDefLibrary(function=fresh, gradient=graph.library.gradient))
+
+    def _rename_calls(self, nodes: Iterable[NodeDef]) -> None:
+        for node in nodes:
+            for called in _called(node):
+                called.name = self._first.get(called.name, called.name)
+
+
+def _called(node: NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
+    """Yields the functions that a node's attributes name."""
+    if _is_primitive(node.op) and takes_functions(node.op):
+        for value in node.attr.values():
+            yield from (called for called in (value.func, *value.list.func) if called.name)
+
+
+def _is_primitive(op: str) -> bool:
+    return op_def_registry.get(op) is not None
+
+
+def _may_have_state(op: str) -> bool:
+    return not _is_primitive(op) or is_stateful(op)
+
+
+def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
+    """Returns the names of functions, each after those that it calls."""
+    order: dict[str, None] = {}
+    entered: set[str] = set()
+
+    def visit(name: str) -> None:
+        if name in functions and name not in entered:
+            entered.add(name)
+            for node in functions[name].node_def:
+                visit(node.op)
+                for called in _called(node):
+                    visit(called.name)
+            order[name] = None
+
+    for name in functions:
+        visit(name)
+    return list(order)
+
+
+def _digest(function: FunctionDef) -> bytes:
+    """Returns what equal functions have in common: all but their names and those of nodes."""
+    twin = FunctionDef()
+    twin.CopyFrom(function)
+    twin.signature.name = ""
+    names = {node.name: f"n{number}" for number, node in enumerate(twin.node_def)}
+
+    def renamed(text: str) -> str:  # node:result:number, an argument, or a node that is waited for
+        wait = "^" if text.startswith("^") else ""
+        name, colon, rest = text.removeprefix("^").partition(":")
+        return f"{wait}{names.get(name, name)}{colon}{rest}"
+
+    for node in twin.node_def:
+        node.name = names[node.name]
+        node.input[:] = map(renamed, node.input)
+        node.ClearField("experimental_debug_info")
+    for results in (twin.ret, twin.control_ret):
+        for result in list(results):
+            results[result] = renamed(results[result])
+    return hashlib.sha256(twin.SerializeToString(deterministic=True)).digest()
