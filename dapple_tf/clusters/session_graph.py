@@ -73,13 +73,15 @@ def _calls_config(optimized: bool) -> bytes:
     """Returns the configuration by which a function is optimized at its first call, or isn't, serialized.
 
     Grappler looks at each function twice by default, and once more in another form (TFG). Functions of steps are small
-    and have no shapes left to compute: the first look finds everything, operators to fuse above all.
+    and have no shapes left to compute: the first look finds everything, operators to fuse above all. What is in memory
+    when is the plan's to say: a search for tensors to swap out took a tenth of the time of all this.
     """
     config = config_pb2.ConfigProto()
     options = config.graph_options.rewrite_options
     options.disable_meta_optimizer = not optimized
     options.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
     options.disable_tfg_optimizer = True
+    options.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
     return config.SerializeToString(deterministic=True)
 
 

@@ -13,13 +13,15 @@ import numpy as np
 
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
+from dapple_tf.garbage import without_collection
 from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
 from dapple_tf.variables.device_values import Holding, StorageNodes, load_each, save_each
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import buckets, by_dtype
+from graph_passes.ir.tensorflow_bridge import dtype_size
 
-# Bytes fetched at once where the client may have no place for all values.
+# Bytes fetched or fed at once where the client may have no place for all values.
 _BUCKET_BYTES = 2**26
 
 
@@ -63,6 +65,7 @@ class StoredValues:
         """Whether devices may have values."""
         return self._nodes is not None
 
+    @without_collection
     def load(self, rate: keras.Variable | None, given: Mapping[str, Any] | None = None) -> None:
         """Copies Keras values -> devices, which initialise variables without one themselves (see `deferred_init`).
 
@@ -99,13 +102,21 @@ class StoredValues:
         self._feed(nodes, given)
 
     def _feed(self, nodes: StorageNodes, given: Mapping[str, Any]) -> None:
-        for holding, feeds, loads in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
-            feed = {}
-            for place, (_, group) in zip(feeds, by_dtype(holding.variables).items(), strict=True):
+        """Loads some holdings at once, as the client has memory for them: TensorFlow prepares each run anew."""
+        feed: dict[str, np.ndarray] = {}
+        loads: list[str] = []
+        for holding, places, own in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
+            size = sum(math.prod(v.shape) * dtype_size(v.dtype) for v in holding.variables)
+            if feed and size + sum(vector.nbytes for vector in feed.values()) > _BUCKET_BYTES:
+                self._run(loads, feed)
+                feed, loads = {}, []
+            for place, group in zip(places, by_dtype(holding.variables).values(), strict=True):
                 values = [np.asarray(given[v.name]) if v.name in given else self._table.value(v.name) for v in group]
                 feed[f"{nodes.prefix}/{place}:0"] = np.concatenate([value.ravel() for value in values])
-            if feed:
-                self._run([f"{nodes.prefix}/{node}" for node in loads], feed)
+            if places:
+                loads += [f"{nodes.prefix}/{node}" for node in own]
+        if feed:
+            self._run(loads, feed)
 
     def rearrange(self, before: Sequence[Holding]) -> None:
         """Lets devices pass values on to the devices of the changed holdings.

@@ -119,12 +119,12 @@ def _verify_stage(stage: Stage) -> None:
     """Checks that F and B of a stage agree in dtypes with each other and with the whole."""
     if stage.forward is None or stage.graph is None:
         return
-    graph = Graph(stage.graph)
+    nodes = {node.name: node for node in stage.graph.node}
     whole = {**stage.arguments, **stage.results, **stage.metric_results}
 
     def dtype(value: Value) -> int:
         ref = whole.get(value, value.ref)
-        return output_dtypes(graph.nodes[ref.node])[ref.output]
+        return output_dtypes(nodes[ref.node])[ref.output]
 
     produced: dict[Value, int] = {}
     for function in stage.functions:
