@@ -177,6 +177,30 @@ def test_no_stage_function_is_made_twice() -> None:
     assert sorted(stages) == sorted(f"train0_{own}_{phase}" for own in sized for phase in ("backward", "forward"))
 
 
+def test_stages_of_equal_layers_are_one_function_for_tensorflow() -> None:
+    """Preparing 32 stages of equal layers took TensorFlow as long as 32 models, and as much memory."""
+    model, plain = chain(5), chain(5)
+    plain.set_weights(model.get_weights())
+    cuts = [f"dense_{index}" for index in range(5)]
+    pipelined = dapple.transform(
+        model, dapple.Cluster.local(6, kind="cpu"), dapple.Plan.manual(cuts, [[d] for d in range(6)], 2, 8)
+    )
+    generator = np.random.default_rng(0)
+    for _ in range(2):
+        x, y = generator.normal(size=(8, 8)), generator.normal(size=(8, 1))
+        assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-5)
+    for own, its in zip(pipelined.sync().get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, its, rtol=1e-5, atol=1e-6)
+    library = pipelined._engine.session.graph.as_graph_def().library.function
+    names = [function.signature.name for function in library]
+    # The first stage casts its input, and gives it no gradient; the last one has the loss.
+    assert sum(name.endswith("_forward") for name in names) == 3
+    assert sum(name.endswith("_backward") for name in names) == 3
+    (built,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
+    own = [f.signature.name for graph in built.graphs.values() for f in graph.library.function]
+    assert sum(name.endswith("_forward") for name in own) == 6  # as dumps show it
+
+
 @pytest.mark.slow
 def test_device_memory_limits_micro_batches_in_flight() -> None:
     """D of P_A and P_B: fewer micro-batches are warmed up when memory holds fewer; none is an error."""

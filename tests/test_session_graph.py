@@ -11,8 +11,21 @@ from tensorflow.core.protobuf import config_pb2
 import dapple_tf as dapple
 from dapple_tf.clusters.session import session_config
 from dapple_tf.clusters.session_graph import SessionGraph
-from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.ir.graph import (
+    LAYER_ATTR,
+    OWN_ATTRS,
+    POSITION_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    Ref,
+    dtype_attr,
+    make_node,
+    shape_attr,
+)
 from graph_passes.ir.outline import call_node, outline
+from graph_passes.ir.program import Variable, VariableKind
+from graph_passes.ir.storage import read_function
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -73,8 +86,50 @@ def test_other_graphs_have_none(graph: GraphDef) -> None:
 
 
 def test_functions_are_optimized_once() -> None:
+    """Grappler searched each function three times, and for tensors to swap out, which is the plan's to say."""
     graph = added(calls(4)).as_graph_def()
     serialized = {node.attr["config_proto"].s for node in graph.node if "f" in node.attr}
     (config,) = map(config_pb2.ConfigProto.FromString, serialized)
     options = config.graph_options.rewrite_options
     assert options.meta_optimizer_iterations == options.ONE and options.disable_tfg_optimizer
+    assert options.memory_optimization == options.NO_MEM_OPT and not options.disable_meta_optimizer
+
+
+def test_functions_that_only_move_values_are_not_optimized() -> None:
+    variables = [Variable(name, types_pb2.DT_FLOAT, (2,), VariableKind.PARAMETER) for name in ("a", "b")]
+    graph = GraphDef()
+    builder = Builder(graph)
+    reading = read_function("read", variables)
+    builder.append(call_node("call", reading, [], device=CPU))
+    graph.library.function.append(reading)
+    (call,) = (node for node in added(graph).as_graph_def().node if "f" in node.attr)
+    config = config_pb2.ConfigProto.FromString(call.attr["config_proto"].s)
+    assert config.graph_options.rewrite_options.disable_meta_optimizer
+
+
+def test_passes_notes_stay_behind() -> None:
+    """TensorFlow copied the layer and the position of each node a dozen times, a tenth of a graph's bytes."""
+    graph = calls(4)
+    for nodes in (graph.node, graph.library.function[0].node_def):
+        for number, node in enumerate(nodes):
+            node.attr[LAYER_ATTR].s, node.attr[POSITION_ATTR].i = b"layer", number
+    before = graph.SerializeToString(deterministic=True)
+    session_graph = added(graph).as_graph_def()
+    assert graph.SerializeToString(deterministic=True) == before
+    every = [session_graph.node, *(function.node_def for function in session_graph.library.function)]
+    assert not [attr for nodes in every for node in nodes for attr in node.attr if attr.startswith(OWN_ATTRS)]
+
+
+def test_graphs_with_equal_functions_share_them() -> None:
+    content = SessionGraph()
+    content.add(calls(4), "first")
+    other = calls(3)
+    other.library.function[0].signature.name = "same"
+    for node in other.node:
+        if "f" in node.attr:
+            node.attr["f"].func.name = "same"
+    content.add(other, "second")
+    assert [f.signature.name for f in content.graph.as_graph_def().library.function] == ["double"]
+    with tf.compat.v1.Session(graph=content.graph) as session:
+        batch = np.arange(3, dtype="float32")
+        np.testing.assert_array_equal(session.run("second/all:0", {"second/batch:0": batch}), 2 * batch)

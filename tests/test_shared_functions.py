@@ -1,0 +1,168 @@
+"""Functions that differ in names only: graphs that come one after the other have each once, and compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import Builder, Graph, GraphDef, dtype_attr, make_const, make_node
+from graph_passes.ir.outline import FunctionDef, call_node, outline
+from graph_passes.ir.shared_functions import SharedFunctions
+
+FLOAT = dtype_attr(types_pb2.DT_FLOAT)
+
+
+def affine(name: str, prefix: str, factor: float = 2.0, op: str = "AddV2", *, backwards: bool = False) -> FunctionDef:
+    """``factor * x`` and another operator on x and that product, with nodes ``prefix/...``."""
+    body = GraphDef()
+    builder = Builder(body)
+    x = builder.append(make_node(f"{prefix}/x", "Placeholder", attrs={"dtype": FLOAT}))
+    scale = builder.append(make_const(f"{prefix}/factor", factor, types_pb2.DT_FLOAT))
+    product = builder.add(f"{prefix}/product", "Mul", [x, scale], T=FLOAT)
+    result = builder.add(f"{prefix}/result", op, [product, x] if backwards else [x, product], T=FLOAT)
+    return outline(name, Graph(body), [x], [result])
+
+
+def of_functions(functions: Sequence[FunctionDef], calls: Sequence[int] = ()) -> GraphDef:
+    """A graph with a call of each function (by number in ``calls``) on one placeholder."""
+    graph = GraphDef()
+    builder = Builder(graph)
+    x = builder.append(make_node("x", "Placeholder", attrs={"dtype": FLOAT}))
+    for number in calls or range(len(functions)):
+        builder.append(call_node(f"call{number}", functions[number], [x], device=""))
+    graph.library.function.extend(functions)
+    return graph
+
+
+def shared(graph: GraphDef, functions: SharedFunctions | None = None) -> GraphDef:
+    copy = GraphDef()
+    copy.CopyFrom(graph)
+    (functions or SharedFunctions()).share(copy)
+    return copy
+
+
+def names(graph: GraphDef) -> list[str]:
+    return [function.signature.name for function in graph.library.function]
+
+
+def called(graph: GraphDef) -> list[str]:
+    return [node.attr["f"].func.name for node in graph.node if "f" in node.attr]
+
+
+def results(graph: GraphDef) -> list[float]:
+    with tf.Graph().as_default() as scope, tf.compat.v1.Session(graph=scope) as session:
+        tf.graph_util.import_graph_def(graph, name="")
+        calls = [f"{node.name}:0" for node in graph.node if "f" in node.attr]
+        return [float(value) for value in session.run(calls, {"x:0": np.float32(3.0)})]
+
+
+def test_equal_functions_are_there_once() -> None:
+    """Stages of equal layers had functions of their own, which TensorFlow copied and searched 32 times."""
+    graph = of_functions([affine("stage0", "layer_0"), affine("stage1", "layer_1"), affine("stage2", "layer_7/sub")])
+    result = shared(graph)
+    assert names(result) == ["stage0"]
+    assert called(result) == ["stage0"] * 3
+    assert results(result) == results(graph) == [9.0] * 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        affine("other", "b", factor=3.0),
+        affine("other", "b", op="Sub"),
+        affine("other", "b", op="Sub", backwards=True),
+    ],
+    ids=["another constant", "another operator", "inputs the other way round"],
+)
+def test_functions_that_differ_in_more_than_names_stay(other: FunctionDef) -> None:
+    graph = of_functions([affine("one", "a", op="AddV2"), other])
+    result = shared(graph)
+    assert names(result) == ["one", "other"]
+    assert results(result) == results(graph)
+
+
+def test_which_result_is_which_matters() -> None:
+    def split(name: str, order: Sequence[int]) -> FunctionDef:
+        body = GraphDef()
+        builder = Builder(body)
+        x = builder.append(make_node("x", "Placeholder", attrs={"dtype": FLOAT}))
+        more = builder.add("more", "AddV2", [x, x], T=FLOAT)
+        less = builder.add("less", "Sub", [more, x], T=FLOAT)
+        return outline(name, Graph(body), [x], [[more, less][place] for place in order])
+
+    assert names(shared(of_functions([split("one", (0, 1)), split("other", (1, 0))]))) == ["one", "other"]
+
+
+def test_what_waits_is_part_of_a_function() -> None:
+    def ordered(name: str, prefix: str, *, waits: bool) -> FunctionDef:
+        function = affine(name, prefix)
+        if waits:
+            function.node_def[-1].input.append(f"^{function.node_def[0].name}")
+        return function
+
+    functions = [
+        ordered("one", "a", waits=True),
+        ordered("same", "b", waits=True),
+        ordered("other", "c", waits=False),
+    ]
+    result = shared(of_functions(functions))
+    assert names(result) == ["one", "other"]
+    assert called(result) == ["one", "one", "other"]
+
+
+@pytest.mark.parametrize("op", ["RandomUniform", "EagerPyFunc"])
+def test_functions_with_state_stay(op: str) -> None:
+    """Two layers draw numbers of their own, even where both have the same seed."""
+
+    def drawn(name: str) -> FunctionDef:
+        function = affine(name, name)
+        node = function.node_def.add(name=f"{name}/more", op=op)
+        node.input.append(f"^{name}/product")
+        return function
+
+    assert names(shared(of_functions([drawn("one"), drawn("other")]))) == ["one", "other"]
+
+
+def nested(name: str, inner: FunctionDef) -> FunctionDef:
+    """A function that calls another."""
+    body = GraphDef()
+    builder = Builder(body)
+    x = builder.append(make_node(f"{name}/x", "Placeholder", attrs={"dtype": FLOAT}))
+    result = builder.append(call_node(f"{name}/call", inner, [x], device=""))
+    return outline(name, Graph(body), [x], [result])
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["callees first", "callers first"])
+def test_functions_that_call_equal_ones_are_equal(reverse: bool) -> None:
+    inner = [affine("inner0", "a"), affine("inner1", "b"), affine("inner2", "c", factor=5.0)]
+    outer = [nested(f"outer{number}", function) for number, function in enumerate(inner)]
+    graph = of_functions([*outer, *inner] if reverse else [*inner, *outer], range(3) if reverse else range(3, 6))
+    result = shared(graph)
+    assert sorted(names(result)) == ["inner0", "inner2", "outer0", "outer2"]
+    assert called(result) == ["outer0", "outer0", "outer2"]
+    assert results(result) == results(graph) == [9.0, 9.0, 18.0]
+
+
+def test_later_graphs_call_earlier_ones_functions() -> None:
+    functions = SharedFunctions()
+    first = shared(of_functions([affine("one", "a")]), functions)
+    later = shared(of_functions([affine("other", "b"), affine("new", "c", factor=4.0), affine("one", "a")]), functions)
+    assert names(first) == ["one"]
+    assert names(later) == ["new"]
+    assert called(later) == ["one", "new", "one"]
+
+
+def test_functions_that_nodes_know_by_name_stay() -> None:
+    """Of an operator of a function's name others read ``node:result``, by the function's own word for its result."""
+    first, operator, own = affine("first", "a"), affine("operator", "b"), affine("own_gradient", "c")
+    user = affine("user", "d")
+    user.node_def.add(name="d/direct", op="operator").input.append("d/product:z:0")
+    graph = of_functions([first, operator, own, user], [0, 2])
+    graph.library.gradient.add(function_name="first", gradient_func="own_gradient")
+    result = shared(graph)
+    assert names(result) == ["first", "operator", "own_gradient", "user"]
+    assert [(pair.function_name, pair.gradient_func) for pair in result.library.gradient] == [("first", "own_gradient")]
