@@ -67,6 +67,10 @@ _CHECKOUTS = """### Before and now
 
 What these programs take now beside an older commit, {before}: each in a process of its own, checkouts in turns; seconds
 are medians, ratios those of each round, with quartiles. Preparation on the clock, planning of one core.
+
+Ratios depend on the machine: where Python took 2.5 times as long, the commit before the last change to preparation had
+0.419 (0.408 to 0.429) and, in one round, 0.359. Ten seconds of the full-size model's first run are the kernel's, which
+clears 12 GB, page by page, as values, gradients and residuals first need them.
 """
 _FIRST_STEP = """## The first step of image models
 
@@ -83,9 +87,8 @@ The same with `jit_compile`, and a second process with the programs that the fir
 _PLANNER = """## Planning against layers and devices
 
 All measured, of one core; what is planned for, V100s, is a description. In parentheses: over the first cell. A star:
-nothing fits the devices' memory, which is what the planner says then. Cores differ: on an Intel Xeon, at an earlier
-commit, 16 devices took 1.04 to 1.74 s and 64 devices 2.6 to 4.9 s. The lines of "Before and now" are medians, of other
-hours.
+nothing fits the devices' memory, which is what the planner says then. Cores differ: the day before, another machine of
+this kind took 2.9 to 4.4 s for 16 devices. The lines of "Before and now" are medians, of other hours.
 """
 _MANY = """## A step of 4 to 64 devices, and what 256 and 1,024 would need
 
