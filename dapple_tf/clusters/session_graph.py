@@ -20,7 +20,8 @@ from graph_passes.ir.graph import (
     make_node,
     shape_attr,
 )
-from graph_passes.ir.shared_functions import FunctionDef, SharedFunctions
+from graph_passes.ir.outline import FunctionDef
+from graph_passes.ir.shared_functions import SharedFunctions
 
 _MANY_CALLS = 50
 """Number of calls of functions in a graph from which on searching through each of them takes noticeable time."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
 
 from tensorflow.core.framework import attr_value_pb2, function_pb2
 
 from graph_passes.ir.graph import GraphDef, NodeDef
+from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.tensorflow_bridge import is_stateful, takes_functions
 from graph_passes.ir.tensorflow_private import op_def_registry
-
-FunctionDef: TypeAlias = function_pb2.FunctionDef
 
 
 class SharedFunctions:
