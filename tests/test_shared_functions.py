@@ -166,3 +166,23 @@ def test_functions_that_nodes_know_by_name_stay() -> None:
     result = shared(graph)
     assert names(result) == ["first", "operator", "own_gradient", "user"]
     assert [(pair.function_name, pair.gradient_func) for pair in result.library.gradient] == [("first", "own_gradient")]
+
+
+def test_a_function_that_was_left_out_comes_back_where_it_is_known_by_name() -> None:
+    """As an operator of a later graph, it was missing."""
+    functions = SharedFunctions()
+    first = shared(of_functions([affine("one", "a"), affine("other", "b")]), functions)
+    user = affine("user", "d")
+    user.node_def.add(name="d/direct", op="other").input.append("d/product:z:0")
+    later = shared(of_functions([affine("other", "b"), user], [1]), functions)
+    assert (names(first), names(later)) == (["one"], ["other", "user"])
+    last = shared(of_functions([affine("other", "b"), affine("third", "c")]), functions)
+    assert (names(last), called(last)) == ([], ["other", "one"])
+
+
+def test_functions_that_called_ones_are_given_are_renamed_too() -> None:
+    graph = of_functions([affine("one", "a"), affine("other", "b"), affine("third", "c", factor=7.0)])
+    graph.node[-1].attr["f"].func.attr["given"].func.name = "other"
+    result = shared(graph)
+    assert names(result) == ["one", "third"]
+    assert result.node[-1].attr["f"].func.attr["given"].func.name == "one"

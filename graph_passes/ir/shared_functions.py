@@ -36,7 +36,8 @@ class SharedFunctions:
         apart |= {node.op for nodes in (graph.node, *(f.node_def for f in functions.values())) for node in nodes}
         fresh = []
         for name in _callees_first(functions):
-            if name in self._first:
+            known = self._first.get(name)
+            if known == name or (known is not None and name not in apart):
                 continue
             function = functions[name]
             self._rename_calls(function.node_def)
@@ -55,10 +56,14 @@ class SharedFunctions:
 
 
 def _called(node: NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
-    """Yields the functions that a node's attributes name."""
-    if _is_primitive(node.op) and takes_functions(node.op):
-        for value in node.attr.values():
-            yield from (called for called in (value.func, *value.list.func) if called.name)
+    """Yields the functions that a node's attributes name, and those that these are given."""
+    pending = list(node.attr.values()) if _is_primitive(node.op) and takes_functions(node.op) else []
+    while pending:
+        value = pending.pop()
+        for called in (value.func, *value.list.func):
+            if called.name:
+                yield called
+                pending += called.attr.values()
 
 
 def _is_primitive(op: str) -> bool:
@@ -93,7 +98,7 @@ def _digest(function: FunctionDef) -> bytes:
     twin = FunctionDef()
     twin.CopyFrom(function)
     twin.signature.name = ""
-    names = {node.name: f"n{number}" for number, node in enumerate(twin.node_def)}
+    names = {node.name: str(number) for number, node in enumerate(twin.node_def)}  # No argument is called so.
 
     def renamed(text: str) -> str:  # node:result:number, an argument, or a node that is waited for
         wait = "^" if text.startswith("^") else ""
