@@ -159,7 +159,8 @@ class Inspection(abc.ABC):
     def session_graph(self) -> tuple[GraphDef, tuple[StepRequest, ...]]:
         """Returns the graph of this process's session, and feeds and fetches of the steps that have run in it.
 
-        Steps on workers aren't among them.
+        Steps on workers aren't among them. The graph is TensorFlow's: equal functions are there once, under the name of
+        one of them, and what passes note at nodes isn't; `dump` has both.
         """
         session = self._engine.session
         return session.graph.as_graph_def(), session.requests

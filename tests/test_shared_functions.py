@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import Builder, Graph, GraphDef, dtype_attr, make_const, make_node
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, make_const, make_node
 from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.shared_functions import SharedFunctions
 
@@ -73,16 +73,19 @@ def test_equal_functions_are_there_once() -> None:
     "other",
     [
         affine("other", "b", factor=3.0),
-        affine("other", "b", op="Sub"),
         affine("other", "b", op="Sub", backwards=True),
     ],
-    ids=["another constant", "another operator", "inputs the other way round"],
+    ids=["another constant", "inputs the other way round"],
 )
 def test_functions_that_differ_in_more_than_names_stay(other: FunctionDef) -> None:
-    graph = of_functions([affine("one", "a", op="AddV2"), other])
+    graph = of_functions([affine("one", "a", op=other.node_def[-1].op), other])
     result = shared(graph)
     assert names(result) == ["one", "other"]
     assert results(result) == results(graph)
+
+
+def test_functions_of_other_operators_stay() -> None:
+    assert names(shared(of_functions([affine("one", "a"), affine("other", "b", op="Sub")]))) == ["one", "other"]
 
 
 def test_which_result_is_which_matters() -> None:
@@ -158,13 +161,14 @@ def test_later_graphs_call_earlier_ones_functions() -> None:
 
 def test_functions_that_nodes_know_by_name_stay() -> None:
     """Of an operator of a function's name others read ``node:result``, by the function's own word for its result."""
-    first, operator, own = affine("first", "a"), affine("operator", "b"), affine("own_gradient", "c")
-    user = affine("user", "d")
+    plain, gradient = affine("plain", "p"), affine("own_gradient", "c")
+    first, operator, user = affine("first", "a"), affine("operator", "b"), affine("user", "d")
     user.node_def.add(name="d/direct", op="operator").input.append("d/product:z:0")
-    graph = of_functions([first, operator, own, user], [0, 2])
+    graph = of_functions([plain, first, operator, gradient, user], [0, 1])
     graph.library.gradient.add(function_name="first", gradient_func="own_gradient")
     result = shared(graph)
-    assert names(result) == ["first", "operator", "own_gradient", "user"]
+    assert names(result) == ["plain", "first", "operator", "own_gradient", "user"]
+    assert called(result) == ["plain", "first"]
     assert [(pair.function_name, pair.gradient_func) for pair in result.library.gradient] == [("first", "own_gradient")]
 
 
@@ -186,3 +190,39 @@ def test_functions_that_called_ones_are_given_are_renamed_too() -> None:
     result = shared(graph)
     assert names(result) == ["one", "third"]
     assert result.node[-1].attr["f"].func.attr["given"].func.name == "one"
+
+
+def test_branches_are_renamed_too() -> None:
+    """They are a list of functions."""
+    graph = of_functions([affine("one", "a"), affine("other", "b")], [0])
+    node = graph.node.add(name="case", op="StatelessCase")
+    node.attr["branches"].list.func.add(name="one")
+    node.attr["branches"].list.func.add(name="other")
+    assert [f.name for f in shared(graph).node[-1].attr["branches"].list.func] == ["one", "one"]
+
+
+def test_effects_have_their_node_by_another_name() -> None:
+    def with_effect(name: str, effect: str) -> FunctionDef:
+        function = affine(name, name)
+        function.signature.control_output.append("done")
+        function.control_ret["done"] = f"{name}/{effect}"
+        return function
+
+    functions = [with_effect("one", "result"), with_effect("same", "result"), with_effect("other", "product")]
+    assert names(shared(of_functions(functions))) == ["one", "other"]
+
+
+def test_functions_that_call_each_other_in_turn_call_what_is_there() -> None:
+    def calling(name: str, *others: str) -> FunctionDef:
+        function = affine(name, name)
+        for other in others:
+            call = call_node(f"{name}/{other}", affine(other, other), [Ref("x0")], device="")
+            function.node_def.add().CopyFrom(call)
+        return function
+
+    g, h, f = calling("g", "f"), calling("h", "f"), calling("f", "g", "h")
+    for order in ([h, f, g], [f, g, h], [g, h, f]):
+        result = shared(of_functions(order, [0]))
+        bodies = [node for function in result.library.function for node in function.node_def]
+        calls = {node.attr["f"].func.name for node in bodies if "f" in node.attr}
+        assert {*names(result)} >= {*calls, *called(result)}

@@ -21,8 +21,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     run = DeviceSession.run
 
     def noted(self: DeviceSession, fetches: Any, feed: Any = None, *others: Any) -> Any:
-        if feed:
-            fed.append({name: np.array(value) for name, value in feed.items()})
+        fed.append({name: np.array(value) for name, value in (feed or {}).items()})
         return run(self, fetches, feed, *others)
 
     monkeypatch.setattr(DeviceSession, "run", noted)

@@ -20,7 +20,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.example_batch import ExampleBatch
-from graph_passes.ir.graph import POSITION_ATTR, NodeDef
+from graph_passes.ir.graph import POSITION_ATTR, NodeDef, renamed_in_body
 from graph_passes.ir.program import Program
 
 logger = logging.getLogger(__name__)
@@ -140,15 +140,10 @@ def graph_hash(program: Program) -> str:
                 names = {arg.name: f"a{index}" for index, arg in enumerate(function.signature.input_arg)}
                 names |= {node.name: f"n{index}" for index, node in enumerate(function.node_def)}
                 lines = [of_node(node, names) for node in function.node_def]
-                lines += [of_input(function.ret[arg.name], names) for arg in function.signature.output_arg]
+                lines += [renamed_in_body(function.ret[arg.name], names) for arg in function.signature.output_arg]
                 lines += [str(arg.type) for arg in function.signature.input_arg]
                 hashes[name] = _hash("\n".join(lines))
         return hashes[name]
-
-    def of_input(text: str, names: Mapping[str, str]) -> str:
-        control = text.startswith("^")
-        name, colon, rest = text.removeprefix("^").partition(":")
-        return ("^" if control else "") + names.get(name, name) + colon + rest
 
     def of_attr(value: Any) -> str:
         if value.HasField("func"):
@@ -164,7 +159,7 @@ def graph_hash(program: Program) -> str:
             # Hints and roles; the calls' positions are part of the key as far as they matter.
             if not key.startswith("_") and key != POSITION_ATTR
         ]
-        return " ".join([names[node.name], node.op, *(of_input(text, names) for text in node.input), *attrs])
+        return " ".join([names[node.name], node.op, *(renamed_in_body(text, names) for text in node.input), *attrs])
 
     names = {node.name: f"n{index}" for index, node in enumerate(program.graph.node)}
     roles = program.roles

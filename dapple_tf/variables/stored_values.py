@@ -65,7 +65,7 @@ class StoredValues:
         """Whether devices may have values."""
         return self._nodes is not None
 
-    @without_collection
+    @without_collection  # The first load makes the graph that loads and saves all variables.
     def load(self, rate: keras.Variable | None, given: Mapping[str, Any] | None = None) -> None:
         """Copies Keras values -> devices, which initialise variables without one themselves (see `deferred_init`).
 
@@ -102,7 +102,7 @@ class StoredValues:
         self._feed(nodes, given)
 
     def _feed(self, nodes: StorageNodes, given: Mapping[str, Any]) -> None:
-        """Loads some holdings at once, as the client has memory for them: TensorFlow prepares each run anew."""
+        """Loads as many holdings at once as have 64 MiB together, or one: TensorFlow prepares each run anew."""
         feed: dict[str, np.ndarray] = {}
         loads: list[str] = []
         for holding, places, own in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
@@ -113,8 +113,7 @@ class StoredValues:
             for place, group in zip(places, by_dtype(holding.variables).values(), strict=True):
                 values = [np.asarray(given[v.name]) if v.name in given else self._table.value(v.name) for v in group]
                 feed[f"{nodes.prefix}/{place}:0"] = np.concatenate([value.ravel() for value in values])
-            if places:
-                loads += [f"{nodes.prefix}/{node}" for node in own]
+            loads += [f"{nodes.prefix}/{node}" for node in own]
         if feed:
             self._run(loads, feed)
 

@@ -93,6 +93,12 @@ def renamed_input(text: str, names: Mapping[str, str]) -> str:
     return str(Ref(names[ref.node], ref.output))
 
 
+def renamed_in_body(text: str, names: Mapping[str, str]) -> str:
+    """Returns an input of a function's node (``node:result:0``, an argument, or ``^node``) by the new name, if any."""
+    name, colon, rest = text.removeprefix("^").partition(":")
+    return ("^" if text.startswith("^") else "") + names.get(name, name) + colon + rest
+
+
 def function_names(node: NodeDef) -> list[str]:
     """Returns the functions that attributes of a node name: loops, branches, calls.
 

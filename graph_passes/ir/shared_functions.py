@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from tensorflow.core.framework import attr_value_pb2, function_pb2
 
-from graph_passes.ir.graph import GraphDef, NodeDef
+from graph_passes.ir.graph import GraphDef, NodeDef, renamed_in_body
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.tensorflow_bridge import is_stateful, takes_functions
 from graph_passes.ir.tensorflow_private import op_def_registry
@@ -17,7 +17,7 @@ class SharedFunctions:
     """The functions of graphs that come one after the other, where the first of equal ones stands for all.
 
     Equal functions differ in names only, their own and those of their nodes. Only functions without state are shared:
-    a stateful operator belongs to one place of the model.
+    a stateful operator belongs to one place of the model. Calls of functions with state are such operators, too.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class SharedFunctions:
                 self._first[name] = self._digests.setdefault(_digest(function), name)
             if self._first[name] == name:
                 fresh.append(function)
-        self._rename_calls(graph.node)
+        for nodes in (graph.node, *(function.node_def for function in fresh)):  # Functions may call each other in turn.
+            self._rename_calls(nodes)
         graph.library.CopyFrom(function_pb2.FunctionDefLibrary(function=fresh, gradient=graph.library.gradient))
 
     def _rename_calls(self, nodes: Iterable[NodeDef]) -> None:
@@ -57,7 +58,7 @@ class SharedFunctions:
 
 def _called(node: NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
     """Yields the functions that a node's attributes name, and those that these are given."""
-    pending = list(node.attr.values()) if _is_primitive(node.op) and takes_functions(node.op) else []
+    pending = list(node.attr.values()) if not _is_primitive(node.op) or takes_functions(node.op) else []
     while pending:
         value = pending.pop()
         for called in (value.func, *value.list.func):
@@ -83,7 +84,6 @@ def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
         if name in functions and name not in entered:
             entered.add(name)
             for node in functions[name].node_def:
-                visit(node.op)
                 for called in _called(node):
                     visit(called.name)
             order[name] = None
@@ -94,22 +94,16 @@ def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
 
 
 def _digest(function: FunctionDef) -> bytes:
-    """Returns what equal functions have in common: all but their names and those of nodes."""
+    """Returns a digest that equal functions have in common: of all but their names and those of their nodes."""
     twin = FunctionDef()
     twin.CopyFrom(function)
     twin.signature.name = ""
     names = {node.name: str(number) for number, node in enumerate(twin.node_def)}  # No argument is called so.
-
-    def renamed(text: str) -> str:  # node:result:number, an argument, or a node that is waited for
-        wait = "^" if text.startswith("^") else ""
-        name, colon, rest = text.removeprefix("^").partition(":")
-        return f"{wait}{names.get(name, name)}{colon}{rest}"
-
     for node in twin.node_def:
         node.name = names[node.name]
-        node.input[:] = map(renamed, node.input)
+        node.input[:] = [renamed_in_body(text, names) for text in node.input]
         node.ClearField("experimental_debug_info")
     for results in (twin.ret, twin.control_ret):
         for result in list(results):
-            results[result] = renamed(results[result])
+            results[result] = renamed_in_body(results[result], names)
     return hashlib.sha256(twin.SerializeToString(deterministic=True)).digest()
