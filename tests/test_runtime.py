@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import keras
@@ -172,7 +173,11 @@ def test_no_stage_function_is_made_twice() -> None:
     (built,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
     libraries = [graph.library.function for graph in built.graphs.values()]
     assert all(len({f.signature.name for f in library}) == len(library) for library in libraries)
-    names = {function.signature.name for library in libraries for function in library}
+    bodies: dict[str, set[bytes]] = collections.defaultdict(set)
+    for function in itertools.chain.from_iterable(libraries):
+        bodies[function.signature.name].add(function.SerializeToString(deterministic=True))
+    assert all(len(own) == 1 for own in bodies.values()), "one name for different functions"
+    names = list(bodies)
     stages = [name for name in names if name.endswith(("_forward", "_backward"))]
     sized = ("stage0_of2", "stage0", "stage1_of4", "stage1_of3")  # The last batch: 2 times 3, on 2 replicas and on one.
     assert sorted(stages) == sorted(f"train0_{own}_{phase}" for own in sized for phase in ("backward", "forward"))

@@ -23,9 +23,9 @@ from graph_passes.ir.graph import (
     make_node,
     shape_attr,
 )
-from graph_passes.ir.outline import call_node, outline
+from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.program import Variable, VariableKind
-from graph_passes.ir.storage import read_function
+from graph_passes.ir.storage import accumulate_function, load_function, read_function, save_function
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -95,16 +95,37 @@ def test_functions_are_optimized_once() -> None:
     assert options.memory_optimization == options.NO_MEM_OPT and not options.disable_meta_optimizer
 
 
-def test_functions_that_only_move_values_are_not_optimized() -> None:
-    variables = [Variable(name, types_pb2.DT_FLOAT, (2,), VariableKind.PARAMETER) for name in ("a", "b")]
+def stored(*, shards: int = 1) -> list[Variable]:
+    """Variables of two dtypes, one of whose shards end with padding."""
+    described = [("a", types_pb2.DT_FLOAT, (2, 3)), ("b", types_pb2.DT_INT32, (5,))]
+    return [Variable(*told, VariableKind.PARAMETER, shards=shards) for told in described]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        read_function("read", stored()),
+        read_function("read_shards", stored(shards=2)),
+        load_function("load", stored()),
+        load_function("load_shards", stored(shards=2)),
+        save_function("save", stored()),
+        *(accumulate_function(mode, stored(), mode) for mode in ("first", "next", "none")),
+    ],
+    ids=lambda function: function.signature.name,
+)
+def test_functions_that_only_move_values_are_not_optimized(function: FunctionDef) -> None:
+    """They are most of a step's functions: Grappler searched each on each device, and there is nothing to find."""
     graph = GraphDef()
     builder = Builder(graph)
-    reading = read_function("read", variables)
-    builder.append(call_node("call", reading, [], device=CPU))
-    graph.library.function.append(reading)
+    arguments = [
+        builder.append(make_node(arg.name, "Placeholder", attrs={"dtype": dtype_attr(arg.type)}))
+        for arg in function.signature.input_arg
+    ]
+    builder.append(call_node("call", function, arguments, device=CPU))
+    graph.library.function.append(function)
     (call,) = (node for node in added(graph).as_graph_def().node if "f" in node.attr)
     config = config_pb2.ConfigProto.FromString(call.attr["config_proto"].s)
-    assert config.graph_options.rewrite_options.disable_meta_optimizer
+    assert config.graph_options.rewrite_options.disable_meta_optimizer, {node.op for node in function.node_def}
 
 
 def test_passes_notes_stay_behind() -> None:

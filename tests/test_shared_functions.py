@@ -226,3 +226,18 @@ def test_functions_that_call_each_other_in_turn_call_what_is_there() -> None:
         bodies = [node for function in result.library.function for node in function.node_def]
         calls = {node.attr["f"].func.name for node in bodies if "f" in node.attr}
         assert {*names(result)} >= {*calls, *called(result)}
+        assert len(names(result)) == 3  # Whether one of them has state isn't known before the others.
+
+
+def test_functions_that_call_one_with_state_stay() -> None:
+    """Though by an operator without: TensorFlow says that of branches, whatever is in them."""
+    drawn = affine("drawn", "a")
+    drawn.node_def.add(name="a/more", op="RandomUniform")
+
+    def branching(name: str) -> FunctionDef:
+        function = affine(name, name)
+        node = function.node_def.add(name=f"{name}/case", op="StatelessCase")
+        node.attr["branches"].list.func.add(name="drawn")
+        return function
+
+    assert names(shared(of_functions([drawn, branching("one"), branching("other")]))) == ["drawn", "one", "other"]

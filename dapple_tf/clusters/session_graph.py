@@ -1,4 +1,4 @@
-"""A session's graph: what is added to it keeps TensorFlow's own preparation short, and changes no result."""
+"""A session's graph, to which others are added so that TensorFlow prepares them soon; no result depends on how."""
 
 from __future__ import annotations
 
@@ -71,11 +71,14 @@ def _only_moves(function: FunctionDef) -> bool:
 
 @functools.cache
 def _calls_config(optimized: bool) -> bytes:
-    """Returns the configuration by which a function is optimized at its first call, or isn't, serialized.
+    """Returns the configuration by which a function is optimized at its first call, serialized.
 
     Grappler looks at each function twice by default, and once more in another form (TFG). Functions of steps are small
     and have no shapes left to compute: the first look finds everything, operators to fuse above all. What is in memory
     when is the plan's to say: tensors to swap out aren't searched for.
+
+    Args:
+        optimized: whether it is looked at at all.
     """
     config = config_pb2.ConfigProto()
     options = config.graph_options.rewrite_options

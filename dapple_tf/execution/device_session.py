@@ -53,7 +53,7 @@ class DeviceSession:
         self._open()
 
     def _open(self) -> None:
-        self._content = SessionGraph()
+        self._session_graph = SessionGraph()
         self._session = open_session(self.cluster, self.graph, self._connection)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced: set[str] = set()
@@ -106,7 +106,7 @@ class DeviceSession:
     @property
     def graph(self) -> tf.Graph:
         """Everything that can be run."""
-        return self._content.graph
+        return self._session_graph.graph
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -126,7 +126,7 @@ class DeviceSession:
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds a graph to the session's, under a name."""
-        self._content.add(graph, name)
+        self._session_graph.add(graph, name)
 
     def run(
         self,

@@ -34,10 +34,10 @@ class TimedSession:
 
     def __init__(self, cluster: Cluster, device: str, metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
         self.device, self.metrics = device, metrics
-        self._content = SessionGraph()
+        self._session_graph = SessionGraph()
         with contextlib.ExitStack() as opened:
             connection = opened.enter_context(connected(cluster))
-            self.session = open_session(cluster, self._content.graph, connection)
+            self.session = open_session(cluster, self._session_graph.graph, connection)
             opened.callback(self.session.close)
             self._opened = opened.pop_all()
 
@@ -49,7 +49,7 @@ class TimedSession:
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds nodes under ``name/``, and functions that are missing."""
-        self._content.add(graph, name)
+        self._session_graph.add(graph, name)
 
     def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
         """Copies Keras' values to the device."""

@@ -65,7 +65,6 @@ class StoredValues:
         """Whether devices may have values."""
         return self._nodes is not None
 
-    @without_collection  # The first load makes the graph that loads and saves all variables.
     def load(self, rate: keras.Variable | None, given: Mapping[str, Any] | None = None) -> None:
         """Copies Keras values -> devices, which initialise variables without one themselves (see `deferred_init`).
 
@@ -105,15 +104,17 @@ class StoredValues:
         """Loads as many holdings at once as have 64 MiB together, or one: TensorFlow prepares each run anew."""
         feed: dict[str, np.ndarray] = {}
         loads: list[str] = []
+        pending = 0  # bytes
         for holding, places, own in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
             size = sum(math.prod(v.shape) * dtype_size(v.dtype) for v in holding.variables)
-            if feed and size + sum(vector.nbytes for vector in feed.values()) > _BUCKET_BYTES:
+            if pending and pending + size > _BUCKET_BYTES:
                 self._run(loads, feed)
-                feed, loads = {}, []
+                feed, loads, pending = {}, [], 0
             for place, group in zip(places, by_dtype(holding.variables).values(), strict=True):
                 values = [np.asarray(given[v.name]) if v.name in given else self._table.value(v.name) for v in group]
                 feed[f"{nodes.prefix}/{place}:0"] = np.concatenate([value.ravel() for value in values])
             loads += [f"{nodes.prefix}/{node}" for node in own]
+            pending += size
         if feed:
             self._run(loads, feed)
 
@@ -238,6 +239,7 @@ class StoredValues:
         self._rate = float(read_value(rate))
         self.load_some({self._table.name_of(rate): self._rate})
 
+    @without_collection
     def _made(self) -> StorageNodes:
         if self._nodes is None:
             self._nodes = StorageNodes(self._holdings(), self._prefix())

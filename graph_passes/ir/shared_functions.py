@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 
-from tensorflow.core.framework import attr_value_pb2, function_pb2
+from tensorflow.core.framework import attr_value_pb2
 
 from graph_passes.ir.graph import GraphDef, NodeDef, renamed_in_body
 from graph_passes.ir.outline import FunctionDef
@@ -16,13 +16,15 @@ from graph_passes.ir.tensorflow_private import op_def_registry
 class SharedFunctions:
     """The functions of graphs that come one after the other, where the first of equal ones stands for all.
 
-    Equal functions differ in names only, their own and those of their nodes. Only functions without state are shared:
-    a stateful operator belongs to one place of the model. Calls of functions with state are such operators, too.
+    Equal functions differ in names only, their own and those of their nodes. Only functions without state are shared,
+    in what they call, too: a stateful operator belongs to one place of the model. Functions that call each other in
+    turn, that nodes call as operators, or that a graph registers a gradient of or as one, are left alone.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}  # function -> the first that is equal, itself perhaps
         self._digests: dict[bytes, str] = {}  # digest of what a first function computes -> its name
+        self._stateless: set[str] = set()
 
     def share(self, graph: GraphDef) -> None:
         """Leaves a graph the functions that are new, and lets its nodes call these and earlier ones.
@@ -34,7 +36,7 @@ class SharedFunctions:
         apart = {name for pair in graph.library.gradient for name in (pair.function_name, pair.gradient_func)}
         # Where the function is an operator, nodes read its results by the names that it gives them.
         apart |= {node.op for nodes in (graph.node, *(f.node_def for f in functions.values())) for node in nodes}
-        fresh = []
+        fresh: set[str] = set()
         for name in _callees_first(functions):
             known = self._first.get(name)
             if known == name or (known is not None and name not in apart):
@@ -42,18 +44,28 @@ class SharedFunctions:
             function = functions[name]
             self._rename_calls(function.node_def)
             self._first[name] = name
-            if name not in apart and not any(_may_have_state(node.op) for node in function.node_def):
-                self._first[name] = self._digests.setdefault(_digest(function), name)
+            if not any(map(self._may_have_state, function.node_def)):
+                self._stateless.add(name)
+                if name not in apart:
+                    self._first[name] = self._digests.setdefault(_digest(function), name)
             if self._first[name] == name:
-                fresh.append(function)
-        for nodes in (graph.node, *(function.node_def for function in fresh)):  # Functions may call each other in turn.
-            self._rename_calls(nodes)
-        graph.library.CopyFrom(function_pb2.FunctionDefLibrary(function=fresh, gradient=graph.library.gradient))
+                fresh.add(name)
+        self._rename_calls(graph.node)
+        library = graph.library.function
+        for number in reversed(range(len(library))):
+            if library[number].signature.name not in fresh:
+                del library[number]
 
     def _rename_calls(self, nodes: Iterable[NodeDef]) -> None:
         for node in nodes:
             for called in _called(node):
                 called.name = self._first.get(called.name, called.name)
+
+    def _may_have_state(self, node: NodeDef) -> bool:
+        """Whether a node has state, or runs a function that does; one that hasn't come yet may."""
+        if not _is_primitive(node.op) or is_stateful(node.op):
+            return True
+        return any(called.name not in self._stateless for called in _called(node))
 
 
 def _called(node: NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
@@ -71,12 +83,8 @@ def _is_primitive(op: str) -> bool:
     return op_def_registry.get(op) is not None
 
 
-def _may_have_state(op: str) -> bool:
-    return not _is_primitive(op) or is_stateful(op)
-
-
 def _callees_first(functions: dict[str, FunctionDef]) -> list[str]:
-    """Returns the names of functions, each after those that it calls."""
+    """Returns the names of functions, each after those that it calls, unless these call it."""
     order: dict[str, None] = {}
     entered: set[str] = set()
 
