@@ -42,6 +42,7 @@ __all__ = [
     "dataset_of",
     "decays",
     "fresh_loss",
+    "fresh_metrics",
     "functional_graph",
     "get_data_adapter",
     "inherit_arguments",
@@ -243,9 +244,15 @@ def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterato
 
 
 def fresh_loss(model: keras.Model) -> Any:
-    """Returns a copy of the model's compiled loss that isn't built for any structure of labels yet."""
+    """Returns a copy of the model's compiled loss that isn't built for any structure of labels yet; None without one."""
     own = model._compile_loss
-    return type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
+    return own and type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
+
+
+def fresh_metrics(model: keras.Model) -> Any:
+    """Returns the model's compiled metrics, not built for any structure of labels yet; None without any."""
+    own = model._compile_metrics
+    return own and type(own)(own._user_metrics, own._user_weighted_metrics, output_names=own.output_names)
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
@@ -289,8 +296,9 @@ def input_structure(model: keras.Model) -> Any:
 
 
 def output_structure(model: keras.Model) -> Any:
-    """Returns the outputs of a functional or sequential model as symbolic tensors, in their structure."""
-    return getattr(model, "_functional", model)._outputs_struct
+    """Returns the result of a functional or sequential model's call as symbolic tensors: of a single output, itself."""
+    outputs = getattr(model, "_functional", model)._outputs_struct
+    return outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
 
 
 def nodes_in_order(graph: Any) -> list[Any]:
