@@ -15,12 +15,19 @@ from dapple_tf.checkpoints.checkpoint import variables_of
 from dapple_tf.errors import DappleError, reason
 from dapple_tf.execution.notes import Note, NoteKind, notes_of
 from dapple_tf.execution.runtime import Runtime
-from dapple_tf.float64_models import FLOATS, doubled, in_float64
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
-from dapple_tf.keras_private import compute_loss, inner_optimizer, seeds_of, slots_by_parameter, takes_training
-from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest
+from dapple_tf.keras_private import (
+    compute_loss,
+    inner_optimizer,
+    recompiled,
+    seeds_of,
+    slots_by_parameter,
+    takes_training,
+)
+from dapple_tf.model_copies import FLOATS, coarsest, copy_of, doubled
+from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference
 
 _FEW = 1e-3
 """Smallest change by which a variable's difference is scaled, relative to the largest change of its kind."""
@@ -70,7 +77,7 @@ def restored(model: keras.Model) -> Iterator[None]:
 
 
 def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, training: bool) -> Outcome:
-    """Runs some steps of plain Keras on a batch; the model is unchanged afterwards.
+    """Runs some steps of plain Keras, losses and metrics compiled anew; the model is unchanged afterwards.
 
     Args:
         model: a compiled model with built optimizer and metrics.
@@ -93,7 +100,7 @@ def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, t
         weights = model.trainable_weights
         model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
 
-    with restored(model):
+    with restored(model), recompiled(model):
         traced = step.get_concrete_function()
         for _ in range(steps):
             traced()
@@ -301,6 +308,7 @@ Run: TypeAlias = Callable[[tuple[Any, Any, Any], int, bool], Outcome]
 
 def compare_steps(
     model: keras.Model,
+    plain_model: keras.Model,
     run: Run,
     data: tuple[Any, Any, Any],
     count: int,
@@ -315,6 +323,7 @@ def compare_steps(
 
     Args:
         model: the model, with the devices' values, before and afterwards.
+        plain_model: plain Keras' model, with the same values (`PlainSide`).
         run: runs the pipeline's steps.
         data: inputs, labels and sample weights of a batch.
         count: number of steps.
@@ -324,13 +333,13 @@ def compare_steps(
     """
     before, descriptions, dtype = _values(model), descriptions_of(model), coarsest(model)
     kinds = {key: own.kind for key, own in descriptions.items()}
-    own, plain = run(data, count, True), plain_steps(model, data, count, training=True)
+    own, plain = run(data, count, True), plain_steps(plain_model, data, count, training=True)
     logs = {name: (own.logs[name], value) for name, value in plain.logs.items() if name in own.logs}
     inference = reasons.inference
     trained = unlike(own.values, plain.values, before, kinds)
     checked = trained
     if inference:
-        plain = plain_steps(model, data, count, training=False)
+        plain = plain_steps(plain_model, data, count, training=False)
         checked = unlike(run(data, count, False).values, plain.values, before, kinds)
     exact, missing = None, "it wasn't asked for"
     if dtype == "float64":
@@ -339,7 +348,7 @@ def compare_steps(
         exact, missing = _exactly(model, data, count, pipelined, training=not inference)
     bounds = dict.fromkeys(checked, EXACT)
     if exact is None:
-        turned = plain_steps(model, of_arrays(data, lambda array: array[::-1]), count, training=not inference)
+        turned = plain_steps(plain_model, of_arrays(data, lambda array: array[::-1]), count, training=not inference)
         noise = unlike(turned.values, plain.values, before, kinds)
         bounds = {
             key: 0.1 * TOLERANCES[dtype] + 10 * noise[key].difference + 16 * one.unit for key, one in checked.items()
@@ -367,16 +376,16 @@ def _exactly(
     training: bool,
 ) -> tuple[dict[str, Unlike] | None, str]:
     """Returns the differences of the same steps in float64, or None and why they couldn't be made."""
-    twin = in_float64(model)
-    if isinstance(twin, str):
+    twin, plain_twin = copy_of(model, float64=True), copy_of(model, float64=True)
+    if isinstance(twin, str) or isinstance(plain_twin, str):
         return None, f"the model can't be made again in float64: {twin}"
     wide = of_arrays(data, doubled)
     kinds = {key: own.kind for key, own in descriptions_of(twin).items()}
     before = _values(twin)
     try:
-        plain = plain_steps(twin, wide, count, training=training)
+        plain = plain_steps(plain_twin, wide, count, training=training)
         with pipelined(twin) as run:
             own = run(wide, count, training)
-    except (DappleError, tf.errors.OpError, TypeError, ValueError) as error:
+    except (DappleError, tf.errors.OpError, TypeError, ValueError, NameError) as error:
         return None, f"steps in float64 failed: {reason(error)}"
     return unlike(own.values, plain.values, before, kinds), ""

@@ -34,7 +34,7 @@ from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.prediction import Prediction
 from dapple_tf.tracing.step_profile import StepProfile
-from dapple_tf.verification import Verification, compare
+from dapple_tf.verification import PlainSide, Verification, compare
 from graph_passes.ir.graph import GraphDef
 
 
@@ -96,7 +96,8 @@ class Inspection(abc.ABC):
         The steps compare every variable, optimizer slot and metric, in the model's dtype and again in float64, which
         separates rounding from real differences. Layers that draw random numbers or normalise by the batch compute
         something else on slices than on the whole batch; where a plan cuts the batch, a model with such layers is also
-        compared in inference behaviour (``training=False``), and the result says so.
+        compared in inference behaviour (``training=False``), and the result says so. Plain Keras runs a copy of the
+        model, made from its configuration; where there is none, the model itself, and the result says so, too.
         Nothing changes, except that the user's model gets the devices' values (``sync``).
 
         Args:
@@ -124,13 +125,13 @@ class Inspection(abc.ABC):
             return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
         reasons = Reasons.of(self._runtime, batch)
-        verification = compare(run, self.model, self._engine.table, *data, reason=reasons.first)
+        plain = PlainSide.of(self.model, data, training=not reasons.first)
+        verification = compare(run, self.model, self._engine.table, plain, data, reason=reasons.first)
         if not steps:
             return verification
         twin = self._twin if float64 else None
-        return dataclasses.replace(
-            verification, steps=compare_steps(self.model, self._steps_apart, data, steps, reasons, pipelined=twin)
-        )
+        compared = compare_steps(self.model, plain.model, self._steps_apart, data, steps, reasons, pipelined=twin)
+        return dataclasses.replace(verification, steps=compared)
 
     def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:
         """Returns the outcome of some steps on a batch, which don't count as training."""

@@ -36,13 +36,13 @@ __all__ = [
     "can_convert_arrays",
     "check_compiled",
     "checks_by_keras",
+    "compile_arguments",
     "compiled_loss",
     "compiled_metrics",
     "compute_loss",
     "dataset_of",
     "decays",
     "fresh_loss",
-    "fresh_metrics",
     "functional_graph",
     "get_data_adapter",
     "inherit_arguments",
@@ -65,6 +65,7 @@ __all__ = [
     "parameters_of",
     "plain_on_batch",
     "python_logs",
+    "recompiled",
     "replaced_compilation",
     "resnet",
     "restricted",
@@ -232,6 +233,14 @@ def compiled_metrics(model: keras.Model) -> Any:
     return model._compile_metrics
 
 
+def compile_arguments(model: keras.Model) -> list[Any]:
+    """Returns the losses and metrics that `compile` got, but for names."""
+    loss, metrics = model._compile_loss, model._compile_metrics
+    given = [] if loss is None else [loss._user_loss]
+    given += [] if metrics is None else [metrics._user_metrics, metrics._user_weighted_metrics]
+    return [item for item in keras.tree.flatten(given) if item is not None and not isinstance(item, str)]
+
+
 @contextlib.contextmanager
 def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterator[None]:
     """Replaces a model's `compiled_loss` and `compiled_metrics` inside the context."""
@@ -244,15 +253,16 @@ def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterato
 
 
 def fresh_loss(model: keras.Model) -> Any:
-    """Returns a copy of the model's compiled loss that isn't built for any structure of labels yet; None without one."""
+    """Returns the model's compiled loss, not built for any structure of labels yet; None without one."""
     own = model._compile_loss
     return own and type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
 
 
-def fresh_metrics(model: keras.Model) -> Any:
-    """Returns the model's compiled metrics, not built for any structure of labels yet; None without any."""
+def recompiled(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Replaces a model's losses and metrics by ones that aren't built for any structure of labels, in the context."""
     own = model._compile_metrics
-    return own and type(own)(own._user_metrics, own._user_weighted_metrics, output_names=own.output_names)
+    metrics = own and type(own)(own._user_metrics, own._user_weighted_metrics, output_names=own.output_names)
+    return replaced_compilation(model, fresh_loss(model), metrics)
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,11 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import VerificationError
+from dapple_tf.errors import reason as reason_of
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import compute_loss, layers_of, seeds_of, takes_training
+from dapple_tf.keras_private import compute_loss, recompiled, seeds_of, takes_training
+from dapple_tf.model_copies import coarsest, copy_of
 from dapple_tf.text_table import table
 from dapple_tf.view.notebook import Table, notebook_html
 
@@ -108,6 +110,7 @@ class Verification:
         reason: why it wasn't; empty if it was.
         steps: comparison of every variable and slot after some steps; None if only gradients were compared.
         tolerance: largest relative difference of gradients and logs taken as rounding.
+        remark: about plain Keras' model, if it isn't a copy that computes what the user's model does; else empty.
     """
 
     loss: tuple[float, float]
@@ -118,6 +121,7 @@ class Verification:
     reason: str = ""
     steps: ComparedSteps | None = None
     tolerance: float = TOLERANCES["float32"]
+    remark: str = ""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -212,9 +216,10 @@ class Verification:
 
     def _remarks(self) -> list[str]:
         steps = self.steps
+        lines = [self.remark] if self.remark else []
         if steps is None:
-            return []
-        lines = [
+            return lines
+        lines += [
             f"Largest differences of a layer's gradients, and of its variables and slots after {steps.count} steps "
             f"relative to their change."
         ]
@@ -243,13 +248,46 @@ def _relative(own: float, plain: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainSide:
+    """Plain Keras' side of a comparison, with the loss and the gradients of its first step.
+
+    Attributes:
+        model: a copy of the user's model that nothing of ours has touched, or the model itself.
+        loss: a batch's loss.
+        gradients: of the trainable variables, None for one without.
+        itself: why it is the model itself; empty for a copy.
+    """
+
+    model: keras.Model
+    loss: float
+    gradients: Sequence[np.ndarray | None]
+    itself: str = ""
+
+    @classmethod
+    def of(cls, model: keras.Model, data: tuple[Any, Any, Any], *, training: bool) -> PlainSide:
+        """Makes plain Keras' side.
+
+        Args:
+            model: the model, with the devices' values.
+            data: inputs, labels and sample weights of a batch.
+            training: whether it is called with ``training=True``.
+        """
+        twin = copy_of(model)
+        if not isinstance(twin, str):
+            try:
+                return cls(twin, *plain_step(twin, *data, training=training))
+            except Exception as error:  # Whatever a copy lacks: a vocabulary, the globals of a lambda.
+                twin = reason_of(error)
+        return cls(model, *plain_step(model, *data, training=training), itself=twin)
+
+
 def compare(
     run: Callable[[bool], StepResult],
     model: keras.Model,
     table: VariableTable,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    plain: PlainSide,
+    data: tuple[Any, Any, Any],
     *,
     reason: str = "",
 ) -> Verification:
@@ -259,21 +297,20 @@ def compare(
         run: runs the pipelined step, in training behaviour if True, with gradients, without an update.
         model: the model, with the devices' values.
         table: names of its variables.
-        x: inputs of one batch.
-        y: labels.
-        sample_weight: sample weights or None.
+        plain: plain Keras' step.
+        data: inputs, labels and sample weights of the batch.
         reason: why layers compute something else on slices than on the whole batch in training; empty if they don't.
     """
     training = not reason
     result = run(training)
-    loss, gradients = plain_step(model, x, y, sample_weight, training=training)
     unit = _scale(model)
-    paths = {table.name_of(variable): variable.path for variable in model.trainable_variables}
-    plain = {table.name_of(v): gradient for v, gradient in zip(model.trainable_variables, gradients, strict=True)}
-    size = {name: float(np.max(np.abs(value), initial=0.0)) for name, value in plain.items() if value is not None}
+    variables = model.trainable_variables
+    paths = {table.name_of(variable): variable.path for variable in variables}
+    expected = {table.name_of(v): gradient for v, gradient in zip(variables, plain.gradients, strict=True)}
+    size = {name: float(np.max(np.abs(value), initial=0.0)) for name, value in expected.items() if value is not None}
     floor = max(1e-3 * max(size.values(), default=0.0), float(np.finfo(np.float64).tiny))
     differences, largest = {}, {}
-    for name, value in plain.items():
+    for name, value in expected.items():
         own = result.gradients.get(name)
         if own is None and value is None:
             continue
@@ -285,14 +322,24 @@ def compare(
     assert result.loss is not None
     layers = {name: paths[name].rpartition("/")[0] or paths[name] for name in differences}
     tolerance = TOLERANCES[coarsest(model)]
-    return Verification((result.loss, loss), differences, largest, layers, training, reason, tolerance=tolerance)
-
-
-def coarsest(model: keras.Model) -> str:
-    """Returns the shortest floating-point type that a model's layers compute in or keep."""
-    types = {layer.compute_dtype for layer in layers_of(model)}
-    types |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
-    return next((name for name in ("bfloat16", "float16", "float32") if name in types), "float64")
+    remark = f"Plain Keras ran on the model itself, which can't be made again: {plain.itself}." if plain.itself else ""
+    if not plain.itself and _relative(result.loss, plain.loss) > tolerance:
+        loss, _ = plain_step(model, *data, training=training)
+        if _relative(result.loss, loss) <= tolerance:
+            remark = (
+                f"Plain Keras' loss of the model itself is {loss:.9g}, as the pipeline's, but its copy by get_config() "
+                f"has {plain.loss:.9g}: the configuration lacks something, or something was changed afterwards."
+            )
+    return Verification(
+        (result.loss, plain.loss),
+        differences,
+        largest,
+        layers,
+        training,
+        reason,
+        tolerance=tolerance,
+        remark=remark,
+    )
 
 
 def _scale(model: keras.Model) -> float:
@@ -306,7 +353,7 @@ def plain_step(
 ) -> tuple[float, list[np.ndarray | None]]:
     """Returns plain Keras' loss and gradients of the trainable variables (None for a variable without one).
 
-    The model's values, seeds and metrics don't change.
+    Losses and metrics are compiled anew for it. The model's values, seeds and metrics don't change.
     """
     tensors = [
         keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), tree)
@@ -331,7 +378,8 @@ def plain_step(
     changeable += seeds_of(model)
     kept = [np.asarray(variable.value) for variable in changeable]
     try:
-        loss, gradients = step.get_concrete_function()()
+        with recompiled(model):
+            loss, gradients = step.get_concrete_function()()
     finally:
         for variable, value in zip(changeable, kept, strict=True):
             variable.assign(value)

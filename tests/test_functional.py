@@ -8,7 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import assert_same_variables_after, pair, use_float64
 
+import dapple_tf as dapple
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.functional import cuts_are_safe, outputs_as_declared
@@ -87,7 +89,18 @@ def test_subclassed_models_are_traced() -> None:
     assert not cuts_are_safe(OwnCall([keras.Input((4,)), dense("a"), dense("b")]), ["a"])
 
 
-@pytest.mark.parametrize("make", [chain, branches])
+def listed(outputs=list, inputs=list) -> keras.Model:
+    """One output, in a list or another structure."""
+    x = keras.Input((4,))
+    return keras.Model(inputs([x]), outputs([dense("b")(dense("a")(x))]))
+
+
+ANY_STRUCTURE = pytest.mark.filterwarnings("ignore:The structure of `inputs`")
+"""Keras warns where a list of one input was declared and the input itself comes."""
+
+
+@ANY_STRUCTURE
+@pytest.mark.parametrize("make", [chain, branches, listed])
 def test_outputs_as_declared(make) -> None:
     model = make()
 
@@ -102,3 +115,51 @@ def test_outputs_as_declared(make) -> None:
     assert few < many
     assert "call" not in vars(model)
     model(np.zeros((2, 4), "float32"))
+
+
+class Subclass(keras.Model):
+    """A functional model's class without a call of its own."""
+
+
+def again(model: keras.Model, kind: type[keras.Model] = keras.Model) -> keras.Model:
+    return kind(model.inputs, model.outputs)
+
+
+SINGLE = {
+    "list": listed,
+    "tuple": lambda: listed(tuple),
+    "input as it is": lambda: listed(list, lambda tensors: tensors[0]),
+    "dictionary": lambda: listed(lambda tensors: {"b": tensors[0]}),
+    "list in a list": lambda: listed(lambda tensors: [tensors]),
+    "of a sequential model": lambda: again(chain()),
+    "of another model": lambda: again(shared()),
+    "subclass": lambda: again(chain(), Subclass),
+    "clone": lambda: keras.models.clone_model(listed()),
+    "from a configuration": lambda: keras.Model.from_config(listed().get_config()),
+    "inside another": lambda: keras.Model(x := keras.Input((4,)), [dense("out")(listed()([x])[0])]),
+    "first of two": lambda: keras.Model((model := branches()).inputs, model.outputs[:1]),
+}
+
+
+@ANY_STRUCTURE
+@pytest.mark.parametrize(("make", "number"), [(make, n) for n, make in enumerate(SINGLE.values())], ids=list(SINGLE))
+def test_one_output_in_a_list_is_trained_as_that_output(make, number: int) -> None:
+    """Losses were built for a list, and read the first sample of each slice; the user's model did so ever after."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = make()
+        model.compile("sgd", ["mse", "mae", keras.losses.Huber()][number % 3], metrics=["mae"])
+        return model
+
+    model, plain = pair(build)
+    x, y = np.random.default_rng(number).normal(size=(2, 6, 4))
+    y = {"b": y} if isinstance(model.output, dict) else [y] if number % 2 else y
+    plan = dapple.Plan.data_parallel(2, 6) if number % 4 > 1 else dapple.Plan.straight(["a"], 6, 2)
+    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
+    assert_same_variables_after(2, pipelined, plain, x, y)
+    expected = plain.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(pipelined.evaluate(x, y, verbose=0), expected, rtol=1e-6)
+    np.testing.assert_allclose(model.evaluate(x, y, verbose=0), expected, rtol=1e-6)
+    for own, other in zip(*(keras.tree.flatten(one.predict(x, verbose=0)) for one in (pipelined, plain)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-10)

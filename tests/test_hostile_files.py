@@ -554,7 +554,7 @@ def test_no_source_runs_code_from_files() -> None:
     by_design = {
         ROOT / "tools" / "evaluation" / "run_document.py",  # runs the examples of documents
         ROOT / "tools" / "evaluation" / "mutants.py",  # runs this repository's modules, each with one small change
-        ROOT / "dapple_tf" / "float64_models.py",  # makes a model of what this process tells of one that it has
+        ROOT / "dapple_tf" / "model_copies.py",  # makes a model of what this process tells of one that it has
     }
     by_path = {
         str(path.relative_to(ROOT)): executing(path.read_text(encoding="utf-8"))

@@ -26,8 +26,8 @@ variables tracing
 checkpoints
 execution
 measuring
-dumps verification
-float64_models examination
+dumps model_copies
+verification examination
 compared_steps keras_methods
 inspection
 trainer argument_checks

@@ -244,6 +244,38 @@ def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(
         result.assert_equal()
 
 
+def wrapped(owner: Any, name: str) -> None:
+    """Doubles the result of one object's method, or runs it twice, like a wrapper that was left behind."""
+    original = getattr(owner, name)
+
+    def twice(*args: Any, **options: Any) -> Any:
+        first, second = (original(*args, **options) for _ in range(2))
+        return None if first is None else first + second
+
+    vars(owner)[name] = twice
+
+
+@pytest.mark.parametrize(
+    ("broken", "shows", "configuration"),
+    [
+        (lambda model: wrapped(model._compile_loss, "call"), {"loss", *LAYERS}, False),
+        (lambda model: wrapped(model._compile_metrics.metrics[0], "result"), {"logs['accuracy']"}, False),
+        (lambda model: wrapped(model.optimizer, "update_step"), {*LAYERS}, False),
+        (lambda model: wrapped(model.get_layer("second"), "call"), {"loss", *LAYERS}, True),
+    ],
+    ids=["loss", "metric", "optimizer", "layer"],
+)
+def test_what_we_break_in_the_users_model_shows(broken: Any, shows: set[str], configuration: bool) -> None:
+    """Plain steps ran on the model itself, with the loss that was built wrong, and `verify` said "equal"."""
+    model = classifier(metrics=["accuracy"])
+    model.train_on_batch(X, Y)  # Keras builds losses and metrics.
+    broken(model)
+    pipelined = transform(model)
+    result = pipelined.verify(X, Y, float64=False)
+    assert shows <= set(result.unexplained), str(result)
+    assert ("its copy by get_config() has" in str(result)) == configuration
+
+
 class Subclassed(keras.Model):
     """It can't be made again from its configuration."""
 
@@ -268,6 +300,7 @@ def test_without_float64_another_order_of_samples_tells_how_much_is_rounding() -
     result = transform(model).verify(X, Y)
     assert result.steps is not None
     assert result.steps.float64 == "the model can't be made again in float64: no configuration"
+    assert "Plain Keras ran on the model itself, which can't be made again: no configuration." in str(result)
     assert all(one.exact is None and one.bound < 1e-2 for one in result.steps.variables.values())
     result.assert_equal()
 

@@ -1,4 +1,4 @@
-"""Rebuilding a Keras model in float64."""
+"""Copies of a Keras model, made from its configuration, also in float64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 
 from dapple_tf.checkpoints.checkpoint import variables_of
 from dapple_tf.errors import reason
-from dapple_tf.keras_private import compiled_loss, compiled_metrics, layers_of
-from dapple_tf.verification import coarsest
+from dapple_tf.keras_private import compile_arguments, layers_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -21,21 +20,31 @@ def doubled(array: np.ndarray) -> np.ndarray:
     return array.astype("float64") if array.dtype.name in FLOATS else array  # Keras knows no dtype of strings.
 
 
-def in_float64(model: keras.Model) -> keras.Model | str:
-    """Returns a model of the same layers, optimizer, losses and values in float64, or why there is none.
+def coarsest(model: keras.Model) -> str:
+    """Returns the shortest floating-point type that a model's layers compute in or keep."""
+    types = {layer.compute_dtype for layer in layers_of(model)}
+    types |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
+    return next((name for name in ("bfloat16", "float16", "float32") if name in types), "float64")
 
-    It is made from the model's configuration (``get_config``), which the user's own layers and functions may lack.
+
+def copy_of(model: keras.Model, *, float64: bool = False) -> keras.Model | str:
+    """Returns a model of the same layers, optimizer, losses, metrics and values, or why there is none.
+
+    It shares nothing with the model: it is made from the configuration (``get_config``), which the user's own layers
+    and functions may lack.
+
+    Args:
+        model: a compiled model.
+        float64: whether the copy keeps and computes everything in float64.
     """
-    own = [*layers_of(model), *layers_of(model, include_self=False), model.optimizer]
-    losses = keras.tree.flatten(model.loss) if compiled_loss(model) is not None else []
-    own += [item for item in losses if item is not None and not isinstance(item, str)]
-    own += model.metrics if compiled_metrics(model) is None else [*model.metrics, *compiled_metrics(model).metrics]
-    classes = {name: item for item in own for name, item in [_named(item)]}
     policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
     try:
-        config = _in_float64(keras.saving.serialize_keras_object(model))
-        keras.config.set_floatx("float64")
-        keras.config.set_dtype_policy("float64")
+        classes = _classes(model)
+        config = keras.saving.serialize_keras_object(model)
+        if float64:
+            config = _in_float64(config)
+            keras.config.set_floatx("float64")
+            keras.config.set_dtype_policy("float64")
         twin = keras.saving.deserialize_keras_object(config, custom_objects=classes, safe_mode=False)
         _copy(model, twin)
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, ImportError) as error:
@@ -43,13 +52,24 @@ def in_float64(model: keras.Model) -> keras.Model | str:
     finally:
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)
-    return twin if coarsest(twin) == "float64" else f"a layer of it computes in {coarsest(twin)} whatever it is told"
+    if float64 and coarsest(twin) != "float64":
+        return f"a layer of it computes in {coarsest(twin)} whatever it is told"
+    return twin
 
 
-def _named(item: Any) -> tuple[str, Any]:
-    if isinstance(item, type) or not hasattr(item, "get_config"):
-        return getattr(item, "__name__", type(item).__name__), item
-    return type(item).__name__, type(item)
+def _classes(model: keras.Model) -> dict[str, Any]:
+    """Returns the classes and functions that a model's configuration names.
+
+    Raises:
+        ValueError: two of them have one name.
+    """
+    classes: dict[str, Any] = {}
+    for item in [*layers_of(model), model.optimizer, *model.metrics, *compile_arguments(model)]:
+        own = type(item) if hasattr(item, "get_config") and not isinstance(item, type) else item
+        name = getattr(own, "__name__", type(own).__name__)
+        if classes.setdefault(name, own) is not own:
+            raise ValueError(f"two of its classes or functions are called {name!r}")
+    return classes
 
 
 def _in_float64(config: Any) -> Any:
@@ -71,7 +91,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _copy(model: keras.Model, twin: keras.Model) -> None:
-    """Copies the values of a model to its twin.
+    """Copies the values of a model to its twin, and has layers that keep what follows from values compute it.
 
     Raises:
         ValueError: the twin has other variables, or isn't compiled.
@@ -85,4 +105,7 @@ def _copy(model: keras.Model, twin: keras.Model) -> None:
     if shapes[0] != shapes[1]:
         raise ValueError("it has other variables when it is made again from its configuration")
     for key, variable in own.items():
-        other[key].assign(doubled(np.asarray(variable.value)))
+        other[key].assign(np.asarray(variable.value))
+    for layer in layers_of(twin):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
