@@ -228,7 +228,7 @@ def ip(*words):
 ip("link", "set", "lo", "up")
 ip("rule", "add", "priority", "200", "lookup", "local")
 ip("rule", "del", "priority", "0")
-relay._LEAST_SILENCE = 2.0
+relay.LEAST_SILENCE = 2.0
 keys = Keys(sys.argv[1])
 server, listener = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]

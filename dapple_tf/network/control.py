@@ -116,10 +116,15 @@ class Channel:
             ControlError: the connection is lost, or something else arrived.
         """
         deadline = time.monotonic() + seconds
-        # Looks at the socket before the clock: a process that has slept finds what has arrived meanwhile.
-        while (message := self.receive_now()) is None:
-            self._wait(deadline, f"doesn't answer within {seconds:.3g} s", write=self.writing)
-        return message
+        silent = f"doesn't answer within {seconds:.3g} s"
+        while True:
+            late = time.monotonic() > deadline
+            # Looks at the socket in any case: a process that has slept finds what has arrived meanwhile.
+            if (message := self.receive_now()) is not None:
+                return message
+            if late:
+                raise SilentError(silent)
+            self._wait(deadline, silent, write=self.writing)
 
     def receive_now(self) -> dict[str, Any] | None:
         """Returns the next message if all of it has arrived, otherwise None.

@@ -43,7 +43,7 @@ _TAKEN_SECONDS = 0.5
 _BUFFER_BYTES = 1 << 18
 _RECORD_BYTES = 1 << 14
 """Bytes of the longest record of TLS, the most that is received at once."""
-_LEAST_SILENCE = 50.0
+LEAST_SILENCE = 50.0
 """Seconds after which a link without any answer may be broken off, at the earliest: processes stall for a while."""
 _MOST_SILENCE = 32_767.0
 """The most seconds that the kernel takes for them."""
@@ -175,9 +175,9 @@ class Relay:
             known: fingerprints of the certificates of those that may connect to it.
             ends: the other servers.
             silence: seconds after which a link is broken off whose other machine acknowledges nothing; at least
-                `_LEAST_SILENCE`.
+                `LEAST_SILENCE`.
         """
-        self._silence = min(max(_LEAST_SILENCE, silence), _MOST_SILENCE)
+        self._silence = min(max(LEAST_SILENCE, silence), _MOST_SILENCE)
         self._keys, self._server_port, self._known = keys, server_port, frozenset(known)
         self._lock = threading.Lock()
         self._carried: set[socket.socket] = set()
