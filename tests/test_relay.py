@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import random
 import socket
@@ -20,8 +21,8 @@ from workers import PATIENCE, has_ended, wait_until
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import split_address
-from dapple_tf.network.keys import CERTIFICATE, Keys, pem_fingerprint
-from dapple_tf.network.relay import Relay, _break_off_after, carry
+from dapple_tf.network.keys import CERTIFICATE, Keys
+from dapple_tf.network.relay import Relay, _break_off_after, _End, _user_at_the_other_end, carry
 from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.tools.hosts import environment, free_ports
 
@@ -37,7 +38,7 @@ def keys(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Keys
 
 
 def print_of(directory: pathlib.Path) -> str:
-    return pem_fingerprint((directory / CERTIFICATE).read_text())
+    return Keys(directory).fingerprint
 
 
 ALERT = b"\x15\x03\x01\x00\x02\x02\x46"
@@ -151,6 +152,23 @@ def test_only_those_who_are_known_reach_the_server(authority: Authority, keys: K
             secured.do_handshake()
             secured.sendall(b"hello")
             assert secured.recv(100) == b"hello"
+
+
+def test_only_the_server_s_user_gets_into_a_tunnel(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any user of the machine reached the servers of all others by it. The kernel calls closed connections root's."""
+    one, other = pair()
+    with other:
+        assert _user_at_the_other_end(other) == os.geteuid()
+        one.close()
+        assert _user_at_the_other_end(other) is None
+    with caplog.at_level("WARNING"):
+        (port,) = Relay(keys, [], 1, [], [_End("127.0.0.1:1", keys.fingerprint)]).ports
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as link, contextlib.suppress(ConnectionResetError):
+            assert link.recv(1) == b""
+        assert f"user {os.geteuid()} of this machine isn't let through to 127.0.0.1:1" in caplog.text
 
 
 def test_relays_show_the_certificate_that_others_were_told_of(authority: Authority, tmp_path: pathlib.Path) -> None:

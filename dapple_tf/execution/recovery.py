@@ -162,7 +162,9 @@ class Recovery:
             except (ClusterError, WorkerLostError) as still:
                 waited = time.monotonic() - started
                 if waited >= self.policy.wait_seconds:
-                    there = reachable(engine.cluster.located(), self.policy.notice_seconds, engine.cluster.keys)
+                    there = [False] * len(addresses)
+                    with contextlib.suppress(ClusterError):  # This machine's keys can't be used any more.
+                        there = reachable(engine.cluster.located(), self.policy.notice_seconds, engine.cluster.keys)
                     unusable = still.tasks if isinstance(still, UnusableWorkersError) else ()
                     away = tuple(task for task, answers in enumerate(there) if not answers or task in unusable)
                     if self.policy.action == "replan" and 0 < len(away) < len(addresses):

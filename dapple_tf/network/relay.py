@@ -47,6 +47,8 @@ LEAST_SILENCE = 50.0
 """Seconds after which a link without any answer may be broken off, at the earliest: processes stall for a while."""
 _MOST_SILENCE = 32_767.0
 """The most seconds that the kernel takes for them."""
+_ESTABLISHED = "01"
+"""State of a connection in the kernel's table. Those that their process has closed are said to be root's."""
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
 
 
@@ -213,7 +215,11 @@ class Relay:
                 logger.warning("no connection to %s: %s", end.address, error)
                 time.sleep(0.01)
                 continue
-            self._start(self._take_out, connection, end)
+            if (user := _user_at_the_other_end(connection)) == os.getuid():
+                self._start(self._take_out, connection, end)
+            else:
+                logger.warning("user %s of this machine isn't let through to %s", user, end.address)
+                connection.close()
 
     def _bring_in(self, connection: ssl.SSLSocket, host: str) -> None:
         with connection:
@@ -248,6 +254,21 @@ class Relay:
         finally:
             with self._lock:
                 self._carried -= {plain, secured}
+
+
+def _user_at_the_other_end(connection: socket.socket) -> int | None:
+    """Returns the user whose process has connected within this machine; None if it has closed its end."""
+    with contextlib.suppress(OSError):  # The connection is gone.
+        ends = [
+            f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+            for host, port in (connection.getpeername(), connection.getsockname())
+        ]
+        for table in ("tcp", "tcp6"):  # The latter has sockets that are for both kinds of addresses.
+            with open(f"/proc/self/net/{table}", encoding="ascii") as lines:
+                for _, local, remote, state, _, _, _, user, *_ in map(str.split, lines):
+                    if [local[-13:], remote[-13:], state] == [*ends, _ESTABLISHED]:
+                        return int(user)
+    return None
 
 
 def _break_off_after(connection: socket.socket, seconds: float) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from absl import app, flags
 
 from dapple_tf.network.control import split_address
-from dapple_tf.network.keys import CERTIFICATE, Keys, pem_fingerprint
+from dapple_tf.network.keys import Keys
 from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.tools.hosts import LocalWorkers, free_ports, new_keys
 
@@ -66,8 +66,7 @@ def tunnelled(folder: pathlib.Path) -> Iterator[tuple[socket.socket, int]]:
     keys = Keys(folder)
     ports = free_ports(2)
     cluster = {"client": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
-    known = pem_fingerprint((folder / CERTIFICATE).read_text())
-    prints = {"client": [known], "worker": [known]}
+    prints = {"client": [keys.fingerprint], "worker": [keys.fingerprint]}
     with contextlib.ExitStack() as stack:
         client = Tunnels(keys, ["127.0.0.1"], ports[0], cluster, prints, ("client", 0))
         stack.callback(client.close)
