@@ -89,6 +89,7 @@ class Connection:
         ]
         self.notice_seconds = faults.notice_seconds
         self.step_seconds = faults.step_seconds
+        self._pause = max(LEAST_SILENCE, 3.0 * faults.notice_seconds)  # before links are looked at, in a long run
         self.lost: WorkerLostError | None = None
         self.users = 0
         self._keys = cluster.keys
@@ -392,13 +393,13 @@ class Connection:
 
         A long one may wait for a connection whose packets are dropped, which TensorFlow doesn't always notice.
         """
-        deadline, pause = time.monotonic() + seconds, max(LEAST_SILENCE, 3.0 * self.notice_seconds)
+        deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
             with self._changed:
-                if self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=min(left, pause)):
+                if self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=min(left, self._pause)):
                     return True
-            if left <= pause:
+            if left <= self._pause:
                 return False
             self._check_links()
 
