@@ -558,7 +558,7 @@ CUT_OFF = [tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.Unavailab
 
 @pytest.mark.parametrize("links", ["whole", "broken"])
 def test_a_run_that_was_cancelled(links: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorFlow tells so of packets that are dropped one way, of which pings know nothing, and of a failed operator."""
+    """TensorFlow tells so of packets that are dropped one way, which pings don't notice, and of a failed operator."""
 
     def fail(kind: type[tf.errors.OpError]) -> None:
         raise kind(None, None, "RecvFromRemoteAsync is cancelled.")
@@ -596,7 +596,7 @@ def close_second_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_no_way(error: BaseException, cluster: dapple.Cluster) -> None:
     assert isinstance(error, WorkerLostError)
     assert (error.task, error.address) == (1, cluster.addresses[1])
-    assert f"of worker 1 ({cluster.addresses[1]}) can't be reached from this process: no answer within 1.6 s" in str(error)
+    assert f"worker 1 ({error.address}) can't be reached from this process: no answer within 1.6 s" in str(error)
 
 
 @pytest.mark.thorough
@@ -609,7 +609,6 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("no_proxy", "example.org")
     with LocalWorkers(2, echo=lambda *_: None) as workers:
         assert works(dapple.Cluster.of_servers(workers.addresses))
-    assert os.environ["no_grpc_proxy"].split(",") == ["example.org", "localhost", "127.0.0.1"]
 
 
 def test_nothing_is_run_on_workers_that_were_given_back(cluster: dapple.Cluster) -> None:

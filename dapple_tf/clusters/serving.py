@@ -54,6 +54,8 @@ _RECORDS = 8
 """Number of clients that a worker remembers, to tell them how their processes ended."""
 _STRANGER = "another client"
 """What is told in place of a client's name to those who don't have its secret."""
+_DIRECTLY = "no_grpc_proxy"
+"""Environment variable with the hosts that gRPC reaches without a proxy, in place of ``no_proxy``."""
 _FLOCK = "@hhqqi0q"
 """The kernel's struct flock: type, whence, start, length and process."""
 
@@ -396,10 +398,10 @@ def start_server(
 
 
 def _go_past_proxies(cluster: Mapping[str, Sequence[str]]) -> None:
-    """Has TensorFlow's gRPC in this process reach a cluster's servers directly, whatever proxy the environment names."""
-    former = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", "")).split(",")
+    """Has TensorFlow's gRPC in this process reach a cluster's servers without the proxy that the environment names."""
+    former = os.environ.get(_DIRECTLY, os.environ.get("no_proxy", "")).split(",")
     hosts = [split_address(address)[0] for addresses in cluster.values() for address in addresses]
-    os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(filter(None, [*former, "localhost", *hosts])))
+    os.environ[_DIRECTLY] = ",".join(dict.fromkeys(filter(None, [*former, "localhost", *hosts])))
 
 
 def _answer(channel: Channel, silence: float, others: Mapping[str, str]) -> None:

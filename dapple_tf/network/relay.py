@@ -1,7 +1,7 @@
 """Relays between TensorFlow's servers: a program that `tunnels.Tunnels` starts, one for each server.
 
     this machine                                                another one
-    server ──▶ a port of 127.0.0.1 ─ relay ═══ TLS ═══▶ relay ──▶ 127.0.0.1, its server's port
+    server ──▶ a port of 127.77.0.1 ─ relay ═══ TLS ═══▶ relay ──▶ 127.77.0.1, its server's port
 
 TensorFlow's servers listen on the loopback device alone. For each other server the relay has a port there, its end of
 the tunnel; what comes in goes on by TLS to the relay of that server, which hands it to the server. A connection is
@@ -36,7 +36,8 @@ from dapple_tf.network.listening import listen, port_error, resolve
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.77.0.1"
+"""An address of the loopback device that nothing else uses: one rule of a firewall keeps other users away."""
 _CONNECT_SECONDS = 10.0
 _TAKEN_SECONDS = 0.5
 """The relay of the client before may still be ending."""
@@ -156,7 +157,7 @@ class Relay:
     """The relays of one server: threads that carry its connections.
 
     Attributes:
-        ports: port of 127.0.0.1 for each other server.
+        ports: port of `LOOPBACK` for each other server.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Relay:
         Args:
             keys: this machine's.
             listeners: where other machines' relays connect.
-            server_port: port of 127.0.0.1 of the server here.
+            server_port: port of `LOOPBACK` of the server here.
             known: fingerprints of the certificates of those that may connect to it.
             ends: the other servers.
             silence: seconds after which a link is broken off whose other machine acknowledges nothing; at least

@@ -23,6 +23,7 @@ from absl import app, flags
 
 from dapple_tf.network.control import split_address
 from dapple_tf.network.keys import Keys
+from dapple_tf.network.relay import LOOPBACK
 from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.tools.hosts import LocalWorkers, free_ports, new_keys
 
@@ -72,7 +73,7 @@ def tunnelled(folder: pathlib.Path) -> Iterator[tuple[socket.socket, int]]:
         stack.callback(client.close)
         worker = Tunnels(keys, ["127.0.0.1"], ports[1], cluster, prints, ("worker", 0))
         stack.callback(worker.close)
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", worker.server_port)))
+        listener = stack.enter_context(socket.create_server((LOOPBACK, worker.server_port)))
         yield listener, split_address(client.cluster["worker"][0])[1]
 
 

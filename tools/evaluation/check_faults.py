@@ -5,7 +5,7 @@
 Workers run on separate hosts (network namespaces, `tools.hosts`); the training client runs in the first one. Each
 shape of plan is trained twice, first undisturbed; then workers are killed, stopped (SIGSTOP) or cut off the
 network at random moments, and given back once the client has noticed. So are packets one way: from a worker to another
-one, to the client's host, or to another one's TensorFlow port alone. It prints a table of how long each took and
+one, to the client's host, or to others' TensorFlow ports alone. It prints a table of how long each took and
 whether all variables and metrics are the same, bit by bit, and ends with code 1 if not, or if a process is left.
 """
 
@@ -40,7 +40,7 @@ _SHAPES = flags.DEFINE_list(
     "shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "Plans to try.", flag_values=FLAGS
 )
 _KINDS = flags.DEFINE_multi_enum(
-    "kind", None, ["kill", "stop", "cut", "to worker", "to client", "to port"], "Faults; all by default.", FLAGS
+    "kind", None, ["kill", "stop", "cut", "to worker", "to client", "to ports"], "Faults; all by default.", FLAGS
 )
 _FAULTS = flags.DEFINE_integer("faults", 20, "Faults in each training run.", lower_bound=1, flag_values=FLAGS)
 _CHECKPOINTS = flags.DEFINE_bool(
@@ -222,13 +222,18 @@ class _Client:
 def disturbed(hosts: Hosts, client: _Client, shape: str, draw: random.Random) -> Iterator[Row]:
     """Causes faults at random moments of a training run, one after the other."""
     steps = _EPOCHS * _BATCHES
+
+    def close_ports(host: int) -> None:
+        for other in {*range(_HOSTS)} - {host}:
+            hosts.lose(host, other, f"ipproto tcp dport {_SERVER_PORT}")
+
     faults: dict[str, tuple[Callable[[int], None], Callable[[int], None]]] = {
         "kill": (hosts.kill, hosts.restart),
         "stop": (hosts.stop, hosts.cont),
         "cut": (hosts.cut, hosts.join),
         "to worker": (lambda host: hosts.lose(host, _HOSTS - host), hosts.join),
         "to client": (lambda host: hosts.lose(host, 0), hosts.join),
-        "to port": (lambda host: hosts.lose(host, _HOSTS - host, f"ipproto tcp dport {_SERVER_PORT}"), hosts.join),
+        "to ports": (close_ports, hosts.join),
     }
     # The run should last until the last fault.
     moments = sorted(draw.sample(range(2, round(0.8 * steps)), _FAULTS.value))
