@@ -173,7 +173,7 @@ def fail(pipelined: dapple.PipelinedModel, times: int) -> None:
 
     def fails(*arguments: Any, **options: Any) -> Any:
         if next(left) <= times:
-            raise tf.errors.AbortedError(None, None, "Step 17 cancelled.\n\x1b]0;Cancelling rendezvous.")
+            raise tf.errors.AbortedError(None, None, "Step 17 cancelled.\x1b]0;title\nCancelling rendezvous.")
         return run(*arguments, **options)
 
     pipelined._engine.__dict__["run"] = fails
@@ -186,7 +186,7 @@ def test_a_link_that_breaks_and_is_whole_again(workers: LocalWorkers) -> None:
     assert fit(pipelined, At(4 + 3, lambda: fail(pipelined, 1))) == history
     assert_same(ended(pipelined), expected)
     (record,) = pipelined.faults
-    assert str(record.error) == "a run was cancelled, though all workers answer: Step 17 cancelled."
+    assert str(record.error) == "a run was cancelled, though all workers answer: Step 17 cancelled.\\x1b]0;title"
 
 
 @pytest.mark.parametrize(("label", "tries", "text"), [(99, 0, "label value of 99"), (1, 1, "Step 17 cancelled")])

@@ -253,10 +253,7 @@ class Connection:
                     self._changed.notify_all()
                     self._changed.wait_for(
                         lambda: (
-                            self._closed
-                            or self.lost is not None
-                            or lease.confirmed < self._asked
-                            or lease.questions
+                            self._closed or self.lost is not None or lease.confirmed < self._asked or lease.questions
                         ),
                         timeout=_PAUSE * self.notice_seconds,
                     )
@@ -288,9 +285,7 @@ class Connection:
             for lease in self._leases:
                 lease.questions.append(lambda lease: answers.__setitem__(lease.task, ask(lease)))
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._closed or self.lost is not None or len(answers) == len(self._leases)
-            )
+            self._changed.wait_for(lambda: self._closed or self.lost is not None or len(answers) == len(self._leases))
         if self.lost is not None:
             raise self.lost.anew()
         if self._closed:

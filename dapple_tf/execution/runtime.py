@@ -180,7 +180,7 @@ class Runtime:
                 # A session is freed before this only if the user's model goes, too, and needs no values.
                 self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
-                logger.warning("model %r: %s; %s", self.model.name, str(error), self.values.kept)
+                logger.warning("model %r: %s; %s", self.model.name, reason(error), self.values.kept)
 
     # ---- values
 
