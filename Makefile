@@ -87,7 +87,7 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; rewrites do
 zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside plain Keras, hours; rewrites docs/zoo.md
 	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
 
-faults: $(STAMP) ## kill, stop and cut off workers while a model trains, two and a half hours; needs root
+faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, while a model trains, three hours; needs root
 	$(BIN)/python -m tools.evaluation.check_faults
 	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json
 

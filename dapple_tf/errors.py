@@ -68,8 +68,15 @@ class VerificationError(DappleError):
     """A pipeline differs from plain Keras without a known reason; the text is the table of what differs."""
 
 
+def printable(text: str) -> str:
+    """Returns a text from elsewhere with whatever a terminal would obey escaped: lines, colours, directions."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 def reason(error: BaseException) -> str:
-    """Returns an error's message in one line, without the text that Keras and TensorFlow add around it."""
+    """Returns an error's message in one printable line, without the text that Keras and TensorFlow add around it."""
     text = re.sub(r"\x1b\[\d*m", "", str(getattr(error, "message", error)))
     text = re.sub(r"\{\{\w+ \S*\}\} ?|\[\[\{\{.*?\}\}\]\]| ?\[Op:\w+\]( name:)?", "", text)
     lines = [line.strip(" '") for line in text.splitlines()]
@@ -80,4 +87,4 @@ def reason(error: BaseException) -> str:
         r"|\d+ root error|([A-Z_]+: )?From /job:\S+:$|=+$)"
     )
     said = [line for line in lines if line and not re.match(frame, line)]
-    return re.sub(r"^\(\d+\) ?", "", said[0]) if said else type(error).__name__
+    return printable(re.sub(r"^\(\d+\) ?", "", said[0])) if said else type(error).__name__

@@ -16,6 +16,7 @@ from dapple_tf.describe.plan import COMBINED, FD_DPS, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.builds import PREPARED_STEPS
+from dapple_tf.execution.recovery import wait_for_workers
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -65,7 +66,7 @@ def transform(
             devices. What no prediction knows counts then, such as what sending costs processors that compute, too.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
-        faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
+        faults: what to do when a worker of a cluster is lost, or isn't there yet; None raises WorkerLostError.
         passes: your own passes, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
             verified, timed and dumped like the others (docs/extending.md).
         prepared_steps: number of steps that stay prepared: one for each batch size in training, evaluation and
@@ -94,6 +95,7 @@ def transform(
         raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r} or {COMBINED!r}, or leave it out")
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+    wait_for_workers(cluster, faults or FaultPolicy())
     examples: dict[str, Any] = {}
     if not isinstance(by_trial, bool):
         raise TypeError(f"by_trial is {by_trial!r}; give True or False")

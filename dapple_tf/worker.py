@@ -36,7 +36,7 @@ from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.network.acceptor import Acceptor, Guest
 from dapple_tf.network.control import Hello, split_address
-from dapple_tf.network.keys import TLS_VARIABLE, Keys
+from dapple_tf.network.keys import Keys, tls_directory
 from dapple_tf.network.listening import check_private, listen, resolve
 from dapple_tf.program import run_program
 
@@ -204,8 +204,8 @@ def main(argv: list[str]) -> None:
         host, port = split_address(address)
         if port == _SERVER_PORT.value:
             raise ClusterError(f"--server_port={port} is the port of --address, too; give another one")
-        directory = os.environ.get(TLS_VARIABLE) if _TLS.value is None else _TLS.value
-        keys = Keys(directory) if directory else None
+        directory = tls_directory(_TLS.value)
+        keys = None if directory is None else Keys(directory)
         if keys is not None:
             _warn_of_name(keys, host)
         allow_public = _ALLOW_PUBLIC.value or keys is not None
@@ -217,7 +217,8 @@ def main(argv: list[str]) -> None:
     except ClusterError as error:
         raise app.UsageError(str(error)) from error
     signal.signal(signal.SIGCHLD, lambda *_: worker.reap())
-    sys.stdout.write(f"worker on {address} (process {os.getpid()})\n")
+    way = "WITHOUT TLS: whoever reaches it can take it" if keys is None else "by TLS"
+    sys.stdout.write(f"worker on {address} (process {os.getpid()}), {way}\n")
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
         worker.serve()

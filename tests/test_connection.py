@@ -553,6 +553,64 @@ def test_a_worker_that_is_lost_while_nothing_runs(cluster: dapple.Cluster, worke
     assert works(cluster)
 
 
+CUT_OFF = [tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.UnavailableError]
+
+
+@pytest.mark.parametrize("links", ["whole", "broken"])
+def test_a_run_that_was_cancelled(links: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow tells so of packets that are dropped one way, which pings don't notice, and of a failed operator."""
+
+    def fail(kind: type[tf.errors.OpError]) -> None:
+        raise kind(None, None, "RecvFromRemoteAsync is cancelled.")
+
+    for kind in CUT_OFF:
+        with held(cluster) as connection, monkeypatch.context() as patch:
+            if links == "broken":
+                close_second_port(patch)
+            with pytest.raises(kind if links == "whole" and kind in CUT_OFF[:2] else WorkerLostError) as raised:
+                connection.call(lambda kind=kind: fail(kind))
+            if links == "broken":
+                assert_no_way(raised.value, cluster)
+            assert (connection.lost is None) == (raised.type is kind)
+
+
+def test_a_long_run_with_a_link_that_is_broken(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow waits for a port whose packets are dropped: nothing ended the step before `step_seconds`."""
+    ended = threading.Event()
+    with held(cluster) as connection:
+        monkeypatch.setattr(connection, "_pause", 0.05)
+        threading.Timer(0.5, close_second_port, [monkeypatch]).start()
+        with pytest.raises(WorkerLostError) as raised:
+            connection.call(ended.wait)
+        assert_no_way(raised.value, cluster)
+        ended.set()
+
+
+def close_second_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dapple_tf.clusters.open_ports.unreachable",
+        lambda servers, seconds: {[*servers][1]: f"no answer within {seconds:.3g} s"},
+    )
+
+
+def assert_no_way(error: BaseException, cluster: dapple.Cluster) -> None:
+    assert isinstance(error, WorkerLostError)
+    assert (error.task, error.address) == (1, cluster.addresses[1])
+    assert f"worker 1 ({error.address}) can't be reached from this process: no answer within 1.6 s" in str(error)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow's servers looked for each other at the proxy, for a minute."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    monkeypatch.setenv("no_proxy", "example.org")
+    with LocalWorkers(2, echo=lambda *_: None) as workers:
+        assert works(dapple.Cluster.of_servers(workers.addresses))
+
+
 def test_nothing_is_run_on_workers_that_were_given_back(cluster: dapple.Cluster) -> None:
     """TensorFlow waited for them without end."""
     graph, made = graph_on(cluster, lambda _: tf.random.uniform([]))

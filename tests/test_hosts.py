@@ -145,6 +145,17 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("packets", "silent"), [("", [True, True]), ("ipproto tcp dport 2222", [True, False])], ids=["all", "to a port"]
+)
+def test_packets_are_lost_one_way(hosts: Hosts, packets: str, silent: list[bool]) -> None:
+    hosts.lose(1, 0, packets)
+    assert [asked(hosts, 1, of=0) == "silent", asked(hosts, 0, of=1) == "silent"] == silent
+    hosts.join(1)
+    assert [asked(hosts, 1, of=0), asked(hosts, 0, of=1)] == ["2", "2"]
+
+
+@pytest.mark.thorough
 def test_commands_end_in_time(hosts: Hosts) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         hosts.run(0, ["sleep", "60"], timeout=0.2)

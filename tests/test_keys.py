@@ -18,7 +18,7 @@ from tls_keys import new_authority, new_machine
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.certificates import AUTHORITY_KEY, Authority
 from dapple_tf.network.control import Channel, ControlError, Hello
-from dapple_tf.network.keys import AUTHORITY, CERTIFICATE, KEY, Keys, pem_fingerprint
+from dapple_tf.network.keys import AUTHORITY, CERTIFICATE, KEY, Keys, tls_directory
 from dapple_tf.tools import keys as tool
 
 Files = Callable[..., pathlib.Path]
@@ -89,23 +89,50 @@ def test_keys_that_others_would_refuse(authority: Authority, machine: pathlib.Pa
 def test_keys_are_renewed_where_their_files_are(authority: Authority, machine: pathlib.Path) -> None:
     """A certificate runs out, and whoever replaces it has workers that serve; half a renewal changes nothing."""
     keys = Keys(machine)
-    assert keys.fingerprint == pem_fingerprint((machine / CERTIFICATE).read_text())
     assert keys.renewed() is keys
     before = {path: path.read_bytes() for path in machine.iterdir()}
     new_machine(authority, machine, "127.0.0.1")
     renewed = keys.renewed()
-    assert renewed.fingerprint == pem_fingerprint((machine / CERTIFICATE).read_text()) != keys.fingerprint
+    assert renewed.fingerprint == Keys(machine).fingerprint != keys.fingerprint
     (machine / CERTIFICATE).write_bytes(before[machine / CERTIFICATE])  # not of the new key
     assert renewed.renewed() is renewed
     (machine / CERTIFICATE).unlink()
     assert renewed.renewed() is renewed
 
 
-def test_the_fingerprint_is_that_of_the_first_certificate(machine: pathlib.Path) -> None:
-    own = (machine / CERTIFICATE).read_text()
-    assert pem_fingerprint(f"Certificate:\n...\n{own}{(machine / AUTHORITY).read_text()}") == pem_fingerprint(own)
-    with pytest.raises(ValueError, match="no certificate in PEM form"):
-        pem_fingerprint("nothing")
+@pytest.mark.parametrize("label", ["CERTIFICATE", "X509 CERTIFICATE", "TRUSTED CERTIFICATE"])
+def test_the_fingerprint_is_that_of_the_certificate_that_is_shown(label: str, machine: pathlib.Path) -> None:
+    """The first in the file, with any label that OpenSSL knows: a worker ended when its certificate got another one."""
+    keys = Keys(machine)
+    own = (machine / CERTIFICATE).read_text().replace("CERTIFICATE", label)
+    (machine / CERTIFICATE).write_text(f"Certificate:\n...\n{own}{(machine / AUTHORITY).read_text()}")
+    renewed = keys.renewed()
+    assert renewed is not keys
+    assert renewed.fingerprint == keys.fingerprint
+
+
+def test_files_are_replaced_as_a_whole(authority: Authority, machine: pathlib.Path) -> None:
+    """A worker that reads its directory meanwhile found a file without its end."""
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context((machine / name).open()) for name in (AUTHORITY, CERTIFICATE, KEY)}
+        before = {name: (machine / name).read_text() for name in files}
+        new_machine(authority, machine, "127.0.0.1")
+        assert {name: file.read() for name, file in files.items()} == before
+    assert {path.name for path in machine.iterdir()} == set(before)
+    assert (machine / KEY).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("named", "variable"), [("", None), ("", "keys"), (None, "")])
+def test_an_empty_directory_is_no_choice_against_tls(
+    named: str | None, variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable without a value in a script: the worker was open to everybody, without a word."""
+    monkeypatch.delenv("DAPPLE_TF_TLS", raising=False)
+    assert tls_directory(None) is None
+    if variable is not None:
+        monkeypatch.setenv("DAPPLE_TF_TLS", variable)
+    with pytest.raises(ClusterError, match="is empty: name the directory with this machine's certificate, or leave"):
+        tls_directory(named)
 
 
 # ---- connections
@@ -157,7 +184,7 @@ def test_two_machines_of_one_authority_talk(
     with listening(machine) as (address, answers):
         answer = ask(address, client)
     assert answers == ["answered"]
-    assert answer == {"you": pem_fingerprint((client.directory / CERTIFICATE).read_text())}
+    assert answer == {"you": client.fingerprint}
 
 
 def test_strangers_get_nothing(authority: Authority, machine: pathlib.Path, tmp_path: pathlib.Path) -> None:

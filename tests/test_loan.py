@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -58,10 +59,18 @@ def test_a_worker_that_answers_on_a_new_connection() -> None:
             theirs.send({"pong": number}, PATIENCE)
         asked = time.monotonic()
         assert loan.ping(3, PATIENCE) >= asked
-        theirs.send({"pong": 3}, PATIENCE)
-        with pytest.raises(ControlError, match=r"was asked for 'time' and said \{'error': 'no'\}"):
-            theirs.send({"error": "no"}, PATIENCE)
-            loan.ask_time(PATIENCE)
+
+
+@pytest.mark.parametrize("answer", [{"pong": 1}, {"error": "no"}], ids=["pongs once more", "an error"])
+def test_a_worker_that_says_something_else(answer: Mapping[str, Any]) -> None:
+    """Without end, too: old pongs were read on and on, while nobody noticed that the worker was lost."""
+    with lent(lambda: None) as (loan, theirs):
+        theirs.send({"pong": 1}, PATIENCE)
+        loan.ping(1, SECONDS)
+        for _ in range(1000):
+            theirs.send(answer, PATIENCE)
+        with pytest.raises(ControlError, match=f"was asked for 'pong' and said {re.escape(repr(answer))}"):
+            loan.ping(2, PATIENCE)
 
 
 @pytest.mark.parametrize("answer", [None, {"age": 100.0}, {"age": "0"}, {}], ids=["none", "old", "garbled", "empty"])

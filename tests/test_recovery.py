@@ -166,6 +166,73 @@ def test_workers_that_come_back(workers: LocalWorkers, plan: dapple.Plan, fault:
     assert (record.error.task, record.replayed, record.without) == (1, 3, ())
 
 
+def fail(pipelined: dapple.PipelinedModel, times: int) -> None:
+    """Has the next steps fail as TensorFlow tells of links that break, and sometimes of an operator that fails."""
+    left = itertools.count(1)
+    run = pipelined._engine.run
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        if next(left) <= times:
+            raise tf.errors.AbortedError(None, None, "Step 17 cancelled.\x1b]0;title\nCancelling rendezvous.")
+        return run(*arguments, **options)
+
+    pipelined._engine.__dict__["run"] = fails
+
+
+def test_a_link_that_breaks_and_is_whole_again(workers: LocalWorkers) -> None:
+    """Packets that were dropped one way for half a minute ended training: no worker was lost."""
+    expected, history = undisturbed_fit(workers)
+    pipelined = transform(workers)
+    assert fit(pipelined, At(4 + 3, lambda: fail(pipelined, 1))) == history
+    assert_same(ended(pipelined), expected)
+    (record,) = pipelined.faults
+    assert str(record.error) == "a run was cancelled, though all workers answer: Step 17 cancelled.\\x1b]0;title"
+
+
+@pytest.mark.parametrize(("label", "tries", "text"), [(99, 0, "label value of 99"), (1, 1, "Step 17 cancelled")])
+def test_an_operator_that_fails_is_no_lost_worker(workers: LocalWorkers, label: int, tries: int, text: str) -> None:
+    """Plain Keras' error is known at once, and any other one at the second attempt."""
+    pipelined = transform(workers)
+    fail(pipelined, 2)
+    with pytest.raises(dapple.StepError, match=text):
+        pipelined.train_on_batch(X[:BATCH], np.full(BATCH, label))
+    assert len(pipelined.faults) == tries
+    pipelined.close()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("action", ["restart", "replan"])
+def test_keys_that_expire_before_a_recovery(
+    workers: LocalWorkers, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error was of the keys alone, without the worker and the step."""
+
+    def expired(_: dapple.Cluster) -> None:
+        raise dapple.ClusterError("TLS: certificate has expired")
+
+    pipelined = transform(workers, faults=dapple.FaultPolicy(action, notice_seconds=2.0, wait_seconds=0.0))
+    train(pipelined, range(2))
+    end_server(workers)
+    monkeypatch.setattr(dapple.Cluster, "keys", property(expired))
+    with pytest.raises(
+        dapple.WorkerLostError, match=r"worker 1 .* it isn't back: TLS: .* expired; it ran .* finished step is 2;"
+    ):
+        train(pipelined, range(2, 3))
+    pipelined.close(sync=False)
+
+
+@pytest.mark.thorough
+def test_a_worker_that_is_just_restarting(workers: LocalWorkers) -> None:
+    cluster = dapple.Cluster.of_servers(workers.addresses[:2])
+    workers.kill(1)
+    with pytest.raises(dapple.ClusterError, match=r"worker 1 .* can't be reached"):
+        dapple.transform(build(), cluster, PARALLEL)
+    workers.restart(1, wait=False)
+    pipelined = dapple.transform(build(), cluster, PARALLEL, faults=RESTART)
+    train(pipelined, range(1))
+    pipelined.close()
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 4], ids=["first step", "first step of an epoch"])
 def test_faults_before_anything_was_trained(workers: LocalWorkers, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import random
 import socket
@@ -20,8 +21,8 @@ from workers import PATIENCE, has_ended, wait_until
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import split_address
-from dapple_tf.network.keys import CERTIFICATE, Keys, pem_fingerprint
-from dapple_tf.network.relay import Relay, _break_off_after, carry
+from dapple_tf.network.keys import CERTIFICATE, Keys
+from dapple_tf.network.relay import LOOPBACK, Relay, _break_off_after, _End, _user_at_the_other_end, carry
 from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.tools.hosts import environment, free_ports
 
@@ -37,7 +38,7 @@ def keys(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Keys
 
 
 def print_of(directory: pathlib.Path) -> str:
-    return pem_fingerprint((directory / CERTIFICATE).read_text())
+    return Keys(directory).fingerprint
 
 
 ALERT = b"\x15\x03\x01\x00\x02\x02\x46"
@@ -102,7 +103,7 @@ def test_both_directions_of_a_link_at_once(secured: bool, keys: Keys) -> None:
 def echoing() -> Iterator[tuple[int, list[bytes]]]:
     """A server that answers what it is sent, and remembers it."""
     heard: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
 
         def serve(connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
@@ -153,6 +154,23 @@ def test_only_those_who_are_known_reach_the_server(authority: Authority, keys: K
             assert secured.recv(100) == b"hello"
 
 
+def test_only_the_server_s_user_gets_into_a_tunnel(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any user of the machine reached the servers of all others by it. The kernel calls closed connections root's."""
+    one, other = pair()
+    with other:
+        assert _user_at_the_other_end(other) == os.geteuid()
+        one.close()
+        assert _user_at_the_other_end(other) is None
+    with caplog.at_level("WARNING"):
+        (port,) = Relay(keys, [], 1, [], [_End("127.0.0.1:1", keys.fingerprint)]).ports
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        with socket.create_connection((LOOPBACK, port), PATIENCE) as link, contextlib.suppress(ConnectionResetError):
+            assert link.recv(1) == b""
+        assert f"user {os.geteuid()} of this machine isn't let through to 127.0.0.1:1" in caplog.text
+
+
 def test_relays_show_the_certificate_that_others_were_told_of(authority: Authority, tmp_path: pathlib.Path) -> None:
     """They read the directory again: one that was renewed since showed what nobody knew, and no tunnel was let in."""
     one, other = (new_machine(authority, tmp_path / name, "127.0.0.1") for name in ("one", "other"))
@@ -168,7 +186,7 @@ def test_relays_show_the_certificate_that_others_were_told_of(authority: Authori
         stack.callback(client.close)
         worker = Tunnels(others, ["127.0.0.1"], second, cluster, prints, ("worker", 0))
         stack.callback(worker.close)
-        server = stack.enter_context(socket.create_server(("127.0.0.1", worker.server_port)))
+        server = stack.enter_context(socket.create_server((LOOPBACK, worker.server_port)))
         server.settimeout(PATIENCE)
         with socket.create_connection(split_address(client.cluster["worker"][0]), PATIENCE) as link:
             link.sendall(b"question")
@@ -192,9 +210,9 @@ def test_tunnels_lead_to_the_certificate_that_is_known(
         stack.callback(worker.close)
         impostor = Tunnels(Keys(other), ["127.0.0.1"], third, cluster, prints, ("worker", 1))
         stack.callback(impostor.close)
-        assert client.cluster["client"] == [f"127.0.0.1:{client.server_port}"]
-        assert worker.cluster["worker"][0] == f"127.0.0.1:{worker.server_port}"
-        server = stack.enter_context(socket.create_server(("127.0.0.1", worker.server_port)))
+        assert client.cluster["client"] == [f"{LOOPBACK}:{client.server_port}"]
+        assert worker.cluster["worker"][0] == f"{LOOPBACK}:{worker.server_port}"
+        server = stack.enter_context(socket.create_server((LOOPBACK, worker.server_port)))
         with socket.create_connection(split_address(client.cluster["worker"][0]), PATIENCE) as link:
             link.sendall(b"question")
             server.settimeout(PATIENCE)
@@ -228,13 +246,13 @@ def ip(*words):
 ip("link", "set", "lo", "up")
 ip("rule", "add", "priority", "200", "lookup", "local")
 ip("rule", "del", "priority", "0")
-relay._LEAST_SILENCE = 2.0
+relay.LEAST_SILENCE = 2.0
 keys = Keys(sys.argv[1])
-server, listener = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+server, listener = socket.create_server((relay.LOOPBACK, 0)), socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
 relay.Relay(keys, [listener], server.getsockname()[1], [keys.fingerprint], [])
 own = relay.Relay(keys, [], 0, [], [relay._End(f"127.0.0.1:{port}", keys.fingerprint)])
-client = socket.create_connection(("127.0.0.1", own.ports[0]))
+client = socket.create_connection((relay.LOOPBACK, own.ports[0]))
 client.sendall(b"question")
 accepted, _ = server.accept()
 assert accepted.recv(100) == b"question"

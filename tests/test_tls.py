@@ -222,8 +222,8 @@ def attempts(keys: pathlib.Path, *, tls: bool) -> list[tuple[str, str, str, str]
     It tries all ports that there are, TensorFlow's on the loopback devices included.
     """
     require_namespaces()
-    own, other = (f"--tls={keys / 'hosts'}", str(keys / "client")) if tls else ("--tls=", "")
-    with Hosts(2, arguments=[f"--server_port={SERVER_PORT}", own]) as hosts, Namespace() as hostile:
+    own, other = ([f"--tls={keys / 'hosts'}"], str(keys / "client")) if tls else ([], "")
+    with Hosts(2, arguments=[f"--server_port={SERVER_PORT}", *own]) as hosts, Namespace() as hostile:
         join(hostile, "eth0", hosts._switch, "port9")
         hosts._switch.call("ip", "link", "set", "port9", "master", "bridge")
         hostile.call("ip", "addr", "add", f"{HOSTILE}/24", "dev", "eth0")

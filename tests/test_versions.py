@@ -98,7 +98,7 @@ def test_two_versions_of_this_package_do_not_train_together() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(client(OLDER, f"--address={address}", "--devices=1"))
-        expect(process, f"worker on {address} (process {process.pid})")
+        expect(process, f"worker on {address} (process {process.pid}), WITHOUT TLS: whoever reaches it can take it")
         with pytest.raises(dapple.ClusterError, match=rf"worker 0 \({address}\) has dapple_tf 0\.0\.1 where this "):
             dapple.Cluster.of_servers([address])
         described = dapple.Cluster.of_servers([address], devices_per_server=1)  # asks nobody

@@ -488,11 +488,8 @@ def test_how_a_process_ended_is_told_to_its_client_only(worker: Worker_) -> None
         (wish("c") | {"secret": "x" * 31}, "'secret' has 31 characters; it must have at least 32"),
         (wish("c") | {"port": None}, "'port' is None; it must be of type int"),
         (wish("c") | {"port": True}, "'port' is True; it must be of type int"),
-        (wish(""), "'client' must be one line of 1 to 1000 printable characters"),
-        (wish("x" * 1001), "'client' must be one line"),
-        (wish("forged\nline"), "'client' must be one line"),
-        (wish("\x1b[2J"), "'client' must be one line"),
-        (wish("\ud800"), "'client' must be one line"),
+        (wish(""), "'client' must have 1 to 1000 characters"),
+        (wish("x" * 1001), "'client' must have 1 to 1000 characters"),
     ],
 )
 def test_questions_that_are_refused(worker: Worker_, hello: dict[str, Any], error: str) -> None:
@@ -646,7 +643,7 @@ def test_sigterm_ends_a_worker_and_its_clients_servers() -> None:
         trial.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{trial.getsockname()[1]}"
     with client(script, f"--address={address}", "--devices=1") as process:
-        expect(process, f"worker on {address} (process {process.pid})")
+        expect(process, f"worker on {address} (process {process.pid}), WITHOUT TLS: whoever reaches it can take it")
         with leased(address):
             (child,) = children(process.pid)
             process.terminate()

@@ -69,6 +69,10 @@ _PREFIX = "10.77.0."
 _KEY_DAYS = 365
 """Days after which keys for TLS expire; nothing here runs as long."""
 _PORT = 2222
+_NOBODY = f"{_PREFIX}254"
+"""An address on the network whose packets reach nobody."""
+_LOSING_TABLE, _LOSING_PRIORITY = "77", "100"
+"""Routing table by which all goes to `_NOBODY`, and the priority of the rules that lead to it."""
 
 
 class HostsError(RuntimeError):
@@ -327,6 +331,8 @@ class Hosts(LocalWorkers):
             join(namespace, "eth0", self._switch, f"port{host}")
             self._switch.call("ip", "link", "set", f"port{host}", "master", "bridge")
             namespace.call("ip", "addr", "add", f"{ip}/24", "dev", "eth0")
+            namespace.call(*f"ip neigh add {_NOBODY} lladdr 02:00:00:00:00:01 dev eth0 nud permanent".split())
+            namespace.call(*f"ip route add default via {_NOBODY} dev eth0 table {_LOSING_TABLE}".split())
         if self._share is not None:
             self._quotas += [stack.enter_context(cpu_quota(self._share)) for _ in self.addresses]
 
@@ -348,9 +354,23 @@ class Hosts(LocalWorkers):
         """Takes a host off the network: whatever it sends or is sent is lost silently."""
         self._switch.call("ip", "link", "set", f"port{host}", "down")
 
+    def lose(self, host: int, to: int, packets: str = "") -> None:
+        """Loses silently what a host sends to another one, but not what comes back.
+
+        Args:
+            host: number of the host that sends.
+            to: number of the other one.
+            packets: which packets, as a selector of ``ip rule``, such as "ipproto tcp dport 2222"; all by default.
+        """
+        rule = f"ip rule add priority {_LOSING_PRIORITY} to {self.ips[to]} {packets} lookup {_LOSING_TABLE}"
+        self.namespaces[host].call(*rule.split())
+
     def join(self, host: int) -> None:
-        """Reconnects a host to the network after `cut`."""
+        """Reconnects a host to the network after `cut`, and loses no more of what it sends."""
         self._switch.call("ip", "link", "set", f"port{host}", "up")
+        with contextlib.suppress(HostsError):  # There is none any more.
+            while True:
+                self.namespaces[host].call("ip", "rule", "del", "priority", _LOSING_PRIORITY)
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a command in a host; it ends with the ``with`` block. For the options see `subprocess.Popen`."""

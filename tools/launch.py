@@ -34,7 +34,6 @@ from absl import app, flags
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.keys import TLS_VARIABLE
-from dapple_tf.network.relay import LOOPBACK
 from dapple_tf.program import run_program
 from dapple_tf.tools.hosts import HostsError, LocalWorkers, new_keys
 
@@ -166,7 +165,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, _leave)
     try:
         with contextlib.ExitStack() as stack:
-            tls = new_keys(stack.enter_context(tempfile.TemporaryDirectory()), [LOOPBACK]) if _TLS.value else None
+            tls = new_keys(stack.enter_context(tempfile.TemporaryDirectory()), ["127.0.0.1"]) if _TLS.value else None
             if tls is not None:
                 arguments.append(f"--tls={tls}")
             began = time.monotonic()

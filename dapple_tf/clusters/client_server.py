@@ -87,11 +87,11 @@ def _start(
     all_fingerprints = {"client": [""], "worker": fingerprints}
     tunnels = Tunnels(keys, hosts, port, cluster, all_fingerprints, ("client", 0), silence=silence)
     try:
-        server = start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
+        start_server(tunnels.cluster, "client", 0, settings, tunnels.server_port, resolve(LOOPBACK))
     except BaseException:
         tunnels.close()
         raise
-    return ClientServer(port, server.target, tunnels)
+    return ClientServer(port, f"grpc://{join_address(LOOPBACK, tunnels.server_port)}", tunnels)
 
 
 def any_started() -> bool:

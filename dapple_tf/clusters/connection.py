@@ -31,6 +31,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
 from dapple_tf.network.inquiry import accepted, client_name, devices, for_each, garbled, hello, lease_secret
+from dapple_tf.network.relay import LEAST_SILENCE
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ _END_SECONDS = 1.0
 """Maximum seconds for asking how a worker's process has ended."""
 _TIME = 0.3
 """Share of `notice_seconds` for telling the time."""
+_CUT_OFF = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
+"""What TensorFlow raises where a connection between servers breaks; the latter two also where a device fails, of those
+that wait for it."""
 _ATTEMPTS = 3
 """Attempts to start all servers: between choosing a port and listening at it, another process may take it."""
 
@@ -85,12 +89,14 @@ class Connection:
         ]
         self.notice_seconds = faults.notice_seconds
         self.step_seconds = faults.step_seconds
+        self._pause = max(LEAST_SILENCE, 3.0 * faults.notice_seconds)  # before links are looked at, in a long run
         self.lost: WorkerLostError | None = None
         self.users = 0
         self._keys = cluster.keys
         self._changed = threading.Condition()
         self._asked = 0.0  # workers must answer a ping that is sent after this time
-        self._clock_requests = 0  # number of questions to workers for the time
+        self._servers: dict[str, str] = {}  # address of each worker's server -> where this process reaches it
+        self._clients: list[str] = []  # addresses of this process's server, as each worker reaches it
         self._closed = False
         wait_for_former_calls(self.addresses)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -105,6 +111,7 @@ class Connection:
             lease.confirmed = time.monotonic()
             threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()
         try:
+            self._check_ports()
             self._greet()
         except BaseException:
             self.close()
@@ -190,12 +197,13 @@ class Connection:
             if client.tunnels is not None:  # They lead to these ports; the next attempt has others.
                 client.tunnels.close()
             raise
-        channels = [lease.channel for lease in leases]
-        clients = [join_address(lease.host, client.port) for lease in leases]
+        self._clients = [join_address(lease.host, client.port) for lease in leases]
         ends = servers if client.tunnels is None else client.tunnels.cluster["worker"]
-        reached = dict(zip(servers, ends, strict=True))
-        check_ports(self.addresses, channels, reached, clients, self.notice_seconds)
+        self._servers = dict(zip(servers, ends, strict=True))
         return client.target
+
+    def _check_ports(self) -> None:
+        check_ports(self.addresses, self._ask_all, self._servers, self._clients, self.notice_seconds)
 
     def _greet(self) -> None:
         """Runs something on every worker.
@@ -236,19 +244,16 @@ class Connection:
             while not self._closed and self.lost is None:
                 number += 1
                 alive = lease.ping(number, _ANSWER * self.notice_seconds)
-                request = self._clock_requests
-                if lease.clock[0] < request:
+                if lease.questions:
                     with contextlib.suppress(SilentError):  # The next ping tells whether it is lost.
-                        lease.clock = request, lease.ask_time(_TIME * self.notice_seconds)
+                        lease.questions[0](lease)
+                        lease.questions.popleft()
                 with self._changed:
                     lease.confirmed = alive
                     self._changed.notify_all()
                     self._changed.wait_for(
                         lambda: (
-                            self._closed
-                            or self.lost is not None
-                            or lease.confirmed < self._asked
-                            or lease.clock[0] < self._clock_requests
+                            self._closed or self.lost is not None or lease.confirmed < self._asked or lease.questions
                         ),
                         timeout=_PAUSE * self.notice_seconds,
                     )
@@ -267,18 +272,25 @@ class Connection:
         Raises:
             WorkerLostError: one was lost.
         """
+        return self._ask_all(lambda lease: lease.ask_time(_TIME * self.notice_seconds))
+
+    def _ask_all(self, ask: Callable[[Loan], _T]) -> dict[int, _T]:
+        """Has all watchers ask their workers something; returns worker number -> its answer.
+
+        Raises:
+            WorkerLostError: one was lost.
+        """
+        answers: dict[int, _T] = {}
         with self._changed:
-            self._clock_requests += 1
-            request = self._clock_requests
+            for lease in self._leases:
+                lease.questions.append(lambda lease: answers.__setitem__(lease.task, ask(lease)))
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: (
-                    self._closed or self.lost is not None or all(lease.clock[0] >= request for lease in self._leases)
-                )
-            )
+            self._changed.wait_for(lambda: self._closed or self.lost is not None or len(answers) == len(self._leases))
         if self.lost is not None:
             raise self.lost.anew()
-        return {lease.task: lease.clock[1] for lease in self._leases}
+        if self._closed:
+            raise self._given_back()
+        return answers
 
     def _lose(self, error: WorkerLostError) -> None:
         with self._changed:
@@ -287,8 +299,12 @@ class Connection:
                 logger.warning("lost %s", str(error))  # Handlers may keep what they are given.
             self._changed.notify_all()
 
-    def _examine(self, failure: tf.errors.OpError) -> None:
+    def _examine(self, failure: tf.errors.OpError, *, links: bool) -> None:
         """Finds out whether a worker caused a failed run: waits until all have answered again, or one is lost.
+
+        Args:
+            failure: the run's error.
+            links: whether connections between servers count.
 
         Raises:
             WorkerLostError: one is lost.
@@ -300,8 +316,23 @@ class Connection:
                 lambda: self.lost is not None or all(lease.confirmed >= asked for lease in self._leases),
                 timeout=2 * self.notice_seconds,
             )
+        if self.lost is None and links and isinstance(failure, _CUT_OFF):
+            self._check_links()
         if self.lost is not None:
             raise self.lost.anew() from failure
+
+    def _check_links(self) -> None:
+        """Has all servers knocked at from all others; a worker that isn't reached, or doesn't reach others, is lost."""
+        try:
+            self._check_ports()
+        except ClusterError as error:
+            task = error.tasks[0] if isinstance(error, UnusableWorkersError) else None
+            self._lose(WorkerLostError(str(error), task, "" if task is None else self.addresses[task]))
+        except WorkerLostError:  # Its watcher has told it.
+            pass
+
+    def _given_back(self) -> WorkerLostError:
+        return WorkerLostError(f"workers {', '.join(self.addresses)} were given back by this process")
 
     # ---- running
 
@@ -324,7 +355,7 @@ class Connection:
         if self.lost is not None:
             raise self.lost.anew()
         if self._closed:  # Nobody watches the workers any more: TensorFlow would wait for them forever.
-            raise WorkerLostError(f"workers {', '.join(self.addresses)} were given back by this process")
+            raise self._given_back()
         limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
         call = Call(function, self._changed, self.addresses)
         try:
@@ -341,7 +372,7 @@ class Connection:
                 assert self.lost is not None
                 raise self.lost.anew()
             if isinstance(call.error, tf.errors.OpError):
-                self._examine(call.error)
+                self._examine(call.error, links=breaks)
             if breaks and isinstance(call.error, tf.errors.UnavailableError):
                 self._lose(WorkerLostError(f"a connection broke, though all workers answer: {reason(call.error)}"))
                 assert self.lost is not None
@@ -353,8 +384,19 @@ class Connection:
             call.forget()
 
     def _wait_for(self, call: Call, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=seconds)
+        """Waits for a call's end; returns whether it has ended, or a worker is lost.
+
+        A long one may wait for a connection whose packets are dropped, which TensorFlow doesn't always notice.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            with self._changed:
+                if self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=min(left, self._pause)):
+                    return True
+            if left <= self._pause:
+                return False
+            self._check_links()
 
     def disown(self) -> None:
         """Leaves the workers to the process that this one was forked from."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import reprlib
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapple_tf.clusters.clocks import ClockSample
@@ -36,7 +38,7 @@ class Loan:
         keys: this machine's, for TLS; None without.
         process: the worker's process that serves this one.
         confirmed: time of the worker's last sign of life.
-        clock: the worker's last answer to a question for the time, and the number of that question.
+        questions: what its watcher is to ask it, besides pings, and to note.
     """
 
     task: int
@@ -47,7 +49,8 @@ class Loan:
     keys: Keys | None = None
     process: int = 0
     confirmed: float = 0.0
-    clock: tuple[int, tuple[ClockSample, ...]] = (0, ())
+    questions: collections.deque[Callable[[Loan], object]] = dataclasses.field(default_factory=collections.deque)
+    _expected: collections.deque[tuple[str, int | None]] = dataclasses.field(default_factory=collections.deque)
 
     def ping(self, number: int, seconds: float) -> float:
         """Waits at most ``seconds`` for a sign of life; returns a time at which the worker was alive.
@@ -65,10 +68,10 @@ class Loan:
         """
         asked = time.monotonic()
         deadline, pause = asked + seconds, _SILENT * seconds
-        self.channel.send({"ping": number}, seconds)
+        self._send({"ping": number}, "pong", number, seconds)
         while True:
             try:
-                self._receive("pong", number, min(pause, max(0.0, deadline - time.monotonic())))
+                self._receive(min(pause, max(0.0, deadline - time.monotonic())))
                 return asked
             except SilentError as silent:
                 if time.monotonic() >= deadline:
@@ -126,20 +129,36 @@ class Loan:
         samples = []
         for _ in range(_CLOCK_SAMPLES):
             sent = time.time_ns()
-            self.channel.send({"time": sent}, seconds)
-            answer = self._receive("time", sent, seconds)
+            self._send({"time": sent}, "time", sent, seconds)
+            answer = self._receive(seconds)
             answered = time.time_ns()
             if type(now := answer.get("now")) is not int:
                 raise ControlError(f"was asked for its time and said {reprlib.repr(answer)}")
             samples.append(ClockSample(sent, answered, now))
         return tuple(samples)
 
-    def _receive(self, name: str, number: int, seconds: float) -> dict[str, Any]:
-        """Returns the answer of a name and number; answers to earlier questions may come before it."""
+    def knock(self, knocking: float, seconds: float) -> dict[str, Any]:
+        """Has the worker knock at the others' servers for at most ``knocking`` seconds; returns its answer.
+
+        Raises:
+            SilentError: it didn't answer within ``seconds``.
+            ControlError: it has gone, or says something else.
+        """
+        self._send({"knock": knocking}, "unreachable", None, seconds)
+        return self._receive(seconds)
+
+    def _send(self, question: Mapping[str, Any], name: str, number: int | None, seconds: float) -> None:
+        """Sends a question, whose answer has an entry ``name``, with that number unless it is None."""
+        self.channel.send(question, seconds)
+        self._expected.append((name, number))
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        """Returns the answer to the last question; answers to earlier ones may come before it, each once, in order."""
         deadline = time.monotonic() + seconds
         while True:
             answer = self.channel.receive(max(0.0, deadline - time.monotonic()))
-            if answer.get(name) == number:
-                return answer
-            if not answer.keys() & {"pong", "time"}:
+            name, number = self._expected.popleft()
+            if name not in answer or number not in (None, answer[name]):
                 raise ControlError(f"was asked for {name!r} and said {reprlib.repr(answer)}")
+            if not self._expected:
+                return answer

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from dapple_tf.clusters.loan import Loan
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.errors import UnusableWorkersError
-from dapple_tf.network.control import Channel, ControlError
-from dapple_tf.network.inquiry import accepted, for_each, garbled
+from dapple_tf.network.inquiry import for_each, garbled
 from dapple_tf.network.knocking import unreachable
 
 _SHARE = 0.8
@@ -31,7 +31,7 @@ class _Way(NamedTuple):
 
 def check_ports(
     addresses: Sequence[str],
-    channels: Sequence[Channel],
+    ask_all: Callable[[Callable[[Loan], dict[str, Any]]], Mapping[int, Mapping[str, Any]]],
     servers: Mapping[str, str],
     clients: Sequence[str],
     seconds: float,
@@ -40,47 +40,36 @@ def check_ports(
 
     Args:
         addresses: ``host:port`` of each worker.
-        channels: the connection to each worker, which serves.
+        ask_all: asks all workers something, which serve; returns worker number -> its answer.
         servers: ``host:port`` of each worker's TensorFlow server -> where this process reaches it.
         clients: ``host:port`` of this process's server, as each worker reaches it.
         seconds: time in which each has to answer.
 
     Raises:
         UnusableWorkersError: a server can't be reached.
-        ClusterError: a worker doesn't answer.
+        ClusterError: a worker garbles its answer.
+        WorkerLostError: a worker was lost.
     """
     targets = {server: task for task, server in enumerate(servers)} | dict.fromkeys(clients, _CLIENT)
-    closed: dict[_Way, str] = {}
+    knocking = min(_SHARE * seconds, _LONGEST_SECONDS)
+    answers: dict[int, Mapping[str, Any]] = {}
 
-    def knock(task: int) -> None:
-        answers: Mapping[str, str]
-        if task == len(addresses):
-            source, answers = _CLIENT, unreachable(servers, _knocking(seconds))
+    def knock(here: int) -> None:
+        if here:
+            answers[_CLIENT] = {"unreachable": unreachable(servers, knocking)}
         else:
-            source, answers = task, _ask(task, addresses[task], channels[task], seconds, targets)
-        for server, answer in answers.items():
-            closed[_Way(source, targets[server])] = answer
+            answers.update(ask_all(lambda loan: loan.knock(knocking, seconds)))
 
     # All at once: who knocks at a server that doesn't answer waits for the whole time.
-    for_each(knock, len(addresses) + 1, at_once=len(addresses) + 1)
+    for_each(knock, 2)
+    closed: dict[_Way, str] = {}
+    for source, answer in answers.items():
+        told = answer["unreachable"]
+        if not isinstance(told, dict) or not told.keys() <= set(targets) or {*map(type, told.values())} - {str}:
+            raise ClusterError(f"worker {source} ({addresses[source]}) {garbled(answer, 'unreachable')}")
+        closed |= {_Way(source, targets[server]): why for server, why in told.items()}
     if closed:
         raise UnusableWorkersError(_text(closed, addresses, [*servers], clients), _to_leave_out(closed))
-
-
-def _knocking(seconds: float) -> float:
-    return min(_SHARE * seconds, _LONGEST_SECONDS)
-
-
-def _ask(task: int, address: str, channel: Channel, seconds: float, targets: Collection[str]) -> Mapping[str, str]:
-    """Has a worker knock; returns those of the servers that it doesn't reach, and what happens there."""
-    try:
-        answer = accepted(task, address, channel.ask({"knock": _knocking(seconds)}, seconds))
-    except ControlError as error:
-        raise ClusterError(f"worker {task} ({address}) {error}") from error
-    servers = answer.get("unreachable")
-    if not isinstance(servers, dict) or not servers.keys() <= set(targets) or {*map(type, servers.values())} - {str}:
-        raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'unreachable')}")
-    return servers
 
 
 def _to_leave_out(ways: Collection[_Way]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from dapple_tf.clusters.session import PreparedRun
-from dapple_tf.errors import WorkerLostError
+from dapple_tf.errors import WorkerLostError, reason
 
 if TYPE_CHECKING:
     from dapple_tf.clusters.connection import Connection
@@ -208,7 +208,7 @@ class RemoteSession:
             self.connection.call(self._session.close, seconds=_CLOSE_SECONDS)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._session))
         except (WorkerLostError, tf.errors.OpError) as error:
-            logger.info("a session couldn't be closed: %s", str(error))
+            logger.info("a session couldn't be closed: %s", reason(error))
             _close_aside(self._session, self.connection.addresses)  # Closing cancels what it runs elsewhere.
 
     def abandon(self) -> None:

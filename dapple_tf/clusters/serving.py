@@ -30,7 +30,7 @@ from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.errors import PortTakenError
-from dapple_tf.network.control import PROTOCOL, Channel, ControlError
+from dapple_tf.network.control import PROTOCOL, Channel, ControlError, split_address
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.knocking import unreachable
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
@@ -54,6 +54,8 @@ _RECORDS = 8
 """Number of clients that a worker remembers, to tell them how their processes ended."""
 _STRANGER = "another client"
 """What is told in place of a client's name to those who don't have its secret."""
+_DIRECTLY = "no_grpc_proxy"
+"""Environment variable with the hosts that gRPC reaches without a proxy, in place of ``no_proxy``."""
 _FLOCK = "@hhqqi0q"
 """The kernel's struct flock: type, whence, start, length and process."""
 
@@ -235,8 +237,8 @@ def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None
         client, secret, port = _field(hello, "client", str), _field(hello, "secret", str), _field(hello, "port", int)
         if len(secret) < _SHORTEST_SECRET:
             raise _RefusedError(f"'secret' has {len(secret)} characters; it must have at least {_SHORTEST_SECRET}")
-        if not client or len(client) > _LONGEST_CLIENT or not client.isprintable():
-            raise _RefusedError(f"'client' must be one line of 1 to {_LONGEST_CLIENT} printable characters")
+        if not 1 <= len(client) <= _LONGEST_CLIENT:
+            raise _RefusedError(f"'client' must have 1 to {_LONGEST_CLIENT} characters")
         _take(machine.lease, client, secret)
         inventory = machine.inventory()
         port = machine.server_port or port or free_port(machine.host)
@@ -383,6 +385,7 @@ def start_server(
         PortTakenError: the port is taken.
         ClusterError: the server can't be confined to these addresses.
     """
+    _go_past_proxies(cluster)
     try:
         with contextlib.nullcontext() if addresses is None else keep_closed(port):
             server = Server(serialized(cluster, job, task, settings))
@@ -392,6 +395,13 @@ def start_server(
     except LibraryError as error:
         raise PortTakenError(f"no server can be started on port {port}: is it taken? ({error})") from error
     return server
+
+
+def _go_past_proxies(cluster: Mapping[str, Sequence[str]]) -> None:
+    """Has TensorFlow's gRPC in this process reach a cluster's servers without the proxy that the environment names."""
+    former = os.environ.get(_DIRECTLY, os.environ.get("no_proxy", "")).split(",")
+    hosts = [split_address(address)[0] for addresses in cluster.values() for address in addresses]
+    os.environ[_DIRECTLY] = ",".join(dict.fromkeys(filter(None, [*former, "localhost", *hosts])))
 
 
 def _answer(channel: Channel, silence: float, others: Mapping[str, str]) -> None:

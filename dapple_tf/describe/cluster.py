@@ -29,7 +29,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
-from dapple_tf.network.keys import TLS_VARIABLE, Keys
+from dapple_tf.network.keys import Keys, tls_directory
 from dapple_tf.network.ray_workers import RayWorkers
 from dapple_tf.text_table import ranges
 from dapple_tf.units import link_text
@@ -181,7 +181,7 @@ class Cluster(JsonFile):
                 worker answers, or TLS doesn't accept a certificate.
         """
         check_addresses(addresses)
-        tls = tls or os.environ.get(TLS_VARIABLE) or None
+        tls = tls_directory(tls)
         keys = None if tls is None else Keys(tls)
         if devices_per_server is None:
             answers = inventory(addresses, FaultPolicy().notice_seconds, keys)
@@ -282,7 +282,7 @@ class Cluster(JsonFile):
             ClusterError: Ray isn't installed, not connected, or has no room; a worker doesn't start, or has other
                 devices than it was to have; an argument is out of range; or as for `of_servers`.
         """
-        tls = tls or os.environ.get(TLS_VARIABLE) or None
+        tls = tls_directory(tls)
         arguments = [] if tls is None else [f"--tls={os.path.abspath(tls)}"]
         started = RayWorkers(
             workers,

@@ -12,13 +12,14 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.variables import read_value
-from dapple_tf.network.inquiry import reachable
+from dapple_tf.network.control import ControlError
+from dapple_tf.network.inquiry import inventory, reachable
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,9 @@ class Recovery:
             except (ClusterError, WorkerLostError) as still:
                 waited = time.monotonic() - started
                 if waited >= self.policy.wait_seconds:
-                    there = reachable(engine.cluster.located(), self.policy.notice_seconds, engine.cluster.keys)
+                    there = [False] * len(addresses)
+                    with contextlib.suppress(ClusterError):  # This machine's keys can't be used any more.
+                        there = reachable(engine.cluster.located(), self.policy.notice_seconds, engine.cluster.keys)
                     unusable = still.tasks if isinstance(still, UnusableWorkersError) else ()
                     away = tuple(task for task, answers in enumerate(there) if not answers or task in unusable)
                     if self.policy.action == "replan" and 0 < len(away) < len(addresses):
@@ -179,6 +182,26 @@ class Recovery:
                     reported = time.monotonic()
                     logger.warning("still waiting, for %.0f s so far: %s", waited, str(still))
                 time.sleep(_PAUSE_SECONDS)
+
+
+def wait_for_workers(cluster: Cluster, policy: FaultPolicy) -> None:
+    """Waits for workers that aren't there, such as those that are just restarting, unless the policy is ``raise``.
+
+    Raises:
+        ClusterError: one isn't there in time, or can't be used.
+    """
+    deadline, told = time.monotonic() + policy.wait_seconds, False
+    while cluster.addresses and policy.action != "raise":
+        try:
+            inventory(cluster.located(), policy.notice_seconds, cluster.keys)
+            return
+        except ClusterError as error:
+            if not isinstance(error.__cause__, ControlError) or time.monotonic() >= deadline:
+                raise
+            if not told:
+                logger.warning("%s; waiting up to %g s for it", str(error), policy.wait_seconds)
+            told = True
+        time.sleep(_PAUSE_SECONDS)
 
 
 @contextlib.contextmanager

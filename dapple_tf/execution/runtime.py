@@ -49,6 +49,8 @@ _FEW_STEPS = 100
 """Steps since the last sync up to which the end of an epoch on this machine's devices brings no other one."""
 _FEW_REPLAYED = 10
 """The most steps that are repeated to take in workers, of a model whose values stay on the devices."""
+_CANCELLED = tf.errors.AbortedError, tf.errors.CancelledError
+"""What TensorFlow raises for devices that waited for another one, which failed or can't be reached."""
 _T = TypeVar("_T")
 
 
@@ -106,6 +108,7 @@ class Runtime:
         self._recovery = Recovery(policy)
         self._growing = Growing(policy.notice_seconds)
         self._broken = False  # A worker was lost, and hasn't come back in time.
+        self._cancelled = False  # whether a run was cancelled after the last one that succeeded
         self._spec: BatchSpec | None = None  # of the last training batch
         self._watched: dict[int, tuple[tf.Variable, str]] = {}  # TensorFlow's variable -> name
         self._others: list[tuple[Watcher, list[tf.Variable]]] = []  # models that may have newer values of some
@@ -177,7 +180,7 @@ class Runtime:
                 # A session is freed before this only if the user's model goes, too, and needs no values.
                 self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
-                logger.warning("model %r: %s; %s", self.model.name, str(error), self.values.kept)
+                logger.warning("model %r: %s; %s", self.model.name, reason(error), self.values.kept)
 
     # ---- values
 
@@ -342,7 +345,7 @@ class Runtime:
 
         self._others_first()
         try:
-            result = self._surviving(step)
+            result = self._surviving(step, lambda: self._cause(batch, loss=mode is not Mode.PREDICT))
             batch_done()
             return result
         except tf.errors.OpError as error:
@@ -382,8 +385,12 @@ class Runtime:
         if (address := batch.address) is not None:
             self._surviving(lambda: self.engine.data.prepare(address))
 
-    def _surviving(self, function: Callable[[], _T]) -> _T:
-        """Calls a function that uses the devices, again if a worker was lost and the policy is to continue."""
+    def _surviving(self, function: Callable[[], _T], cause: Callable[[], str] = str) -> _T:
+        """Calls a function that uses the devices, again if a worker was lost and the policy is to continue.
+
+        A connection that breaks and is whole again leaves no other trace than a run that was cancelled. The same is
+        told of some runs in which an operator fails: it is tried once more, unless ``cause`` knows that operator.
+        """
         while True:
             try:
                 with untold(self):
@@ -391,8 +398,16 @@ class Runtime:
             except WorkerLostError as error:
                 with untold(self):
                     self._recover(error)
+            except _CANCELLED as error:
+                with untold(self):
+                    patient = self._recovery.policy.action != "raise" and bool(self.cluster.addresses)
+                    if self._cancelled or not patient or cause():
+                        raise
+                    self._cancelled = True
+                    self._recover(WorkerLostError(f"a run was cancelled, though all workers answer: {reason(error)}"))
             else:
                 self._recovery.succeeded()
+                self._cancelled = False
                 return result
 
     # ---- faults
@@ -425,8 +440,8 @@ class Runtime:
                 self._replay()
             except WorkerLostError as again:
                 error = again
-            except ClusterError as again:  # Other workers went away meanwhile.
-                error = WorkerLostError(str(again))
+            except (ClusterError, *_CANCELLED) as again:  # Other workers went away meanwhile, or connections broke.
+                error = WorkerLostError(reason(again))
             except BaseException:  # a damaged checkpoint, Ctrl-C
                 self._give_up()
                 raise

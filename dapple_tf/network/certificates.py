@@ -69,8 +69,8 @@ class Authority:
 
     def write(self, directory: Path) -> None:
         """Writes certificate and private key into a directory; the latter for its owner only."""
-        (directory / AUTHORITY).write_bytes(self.certificate)
-        _write_private(directory / AUTHORITY_KEY, _private(self._key))
+        _replace(directory / AUTHORITY, self.certificate)
+        _replace(directory / AUTHORITY_KEY, _private(self._key), 0o600)
 
     def write_machine(self, directory: Path, names: Sequence[str], days: int) -> None:
         """Makes a machine's certificate and key, and writes all that the machine needs into a directory of its own.
@@ -94,9 +94,9 @@ class Authority:
             .sign(self._key, _digest(self._key))
         )
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / AUTHORITY).write_bytes(self.certificate)
-        _write_private(directory / KEY, _private(key))
-        (directory / CERTIFICATE).write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+        _replace(directory / AUTHORITY, self.certificate)
+        _replace(directory / KEY, _private(key), 0o600)
+        _replace(directory / CERTIFICATE, signed.public_bytes(serialization.Encoding.PEM))
 
 
 _USAGES = (
@@ -166,7 +166,12 @@ def _private(key: Any) -> bytes:
     )
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+def _replace(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replaces a file as a whole: who reads it meanwhile, or after a crash, finds all of one of both."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from dapple_tf.errors import printable
 from dapple_tf.network.keys import Keys, fingerprint
 
 PROTOCOL = "dapple_tf.worker/2"
@@ -116,10 +117,15 @@ class Channel:
             ControlError: the connection is lost, or something else arrived.
         """
         deadline = time.monotonic() + seconds
-        # Looks at the socket before the clock: a process that has slept finds what has arrived meanwhile.
-        while (message := self.receive_now()) is None:
-            self._wait(deadline, f"doesn't answer within {seconds:.3g} s", write=self.writing)
-        return message
+        silent = f"doesn't answer within {seconds:.3g} s"
+        while True:
+            late = time.monotonic() > deadline
+            # Looks at the socket in any case: a process that has slept finds what has arrived meanwhile.
+            if (message := self.receive_now()) is not None:
+                return message
+            if late:
+                raise SilentError(silent)
+            self._wait(deadline, silent, write=self.writing)
 
     def receive_now(self) -> dict[str, Any] | None:
         """Returns the next message if all of it has arrived, otherwise None.
@@ -218,10 +224,19 @@ def join_address(host: str, port: int) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
+    """Returns a message; its texts are printable, as they get into errors and logs."""
     try:
-        message = json.loads(line)
+        message = _escaped(json.loads(line))
     except (ValueError, RecursionError) as error:
         raise ControlError(f"sends something that isn't JSON: {error}") from error
     if not isinstance(message, dict):
         raise ControlError(f"sends a JSON {type(message).__name__} where an object is expected")
     return message
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return printable(value) if isinstance(value, str) else value

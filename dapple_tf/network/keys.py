@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import socket
 import ssl
 import stat
@@ -31,13 +30,12 @@ logger = logging.getLogger(__name__)
 TLS_VARIABLE = "DAPPLE_TF_TLS"
 """Environment variable with the directory of clients and workers that aren't told another one."""
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
-_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _ENCODING = "latin-1"
 """One for any bytes: comments around what is in PEM form may have any other."""
 _FILES = {AUTHORITY: "the authority's certificate", CERTIFICATE: "this machine's certificate", KEY: "its private key"}
 
 
-def fingerprint(connection: ssl.SSLSocket) -> str:
+def fingerprint(connection: ssl.SSLSocket | ssl.SSLObject) -> str:
     """Returns the fingerprint of the certificate that the other side has shown: SHA-256, as 64 hexadecimal digits.
 
     The connection's handshake must be over.
@@ -47,16 +45,17 @@ def fingerprint(connection: ssl.SSLSocket) -> str:
     return hashlib.sha256(certificate).hexdigest()
 
 
-def pem_fingerprint(certificate: str) -> str:
-    """Returns the fingerprint of a certificate in PEM form: of the first, where those of its authorities follow.
+def tls_directory(named: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Returns the directory that a flag or an argument names, or else the environment variable; None without TLS.
 
     Raises:
-        ValueError: there is none.
+        ClusterError: it is empty, such as where a variable in a script has no value.
     """
-    first = _PEM.search(certificate)
-    if first is None:
-        raise ValueError("no certificate in PEM form")
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).hexdigest()
+    directory = os.environ.get(TLS_VARIABLE) if named is None else named
+    if directory is not None and not os.fspath(directory):
+        where = f"the environment variable {TLS_VARIABLE}" if named is None else "the directory for TLS"
+        raise ClusterError(f"{where} is empty: name the directory with this machine's certificate, or leave it out")
+    return directory
 
 
 class Keys:
@@ -89,8 +88,7 @@ class Keys:
         self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._peer = self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._peer.check_hostname = False
-        self._check(self._peer, None)
-        self.fingerprint = pem_fingerprint(self.files[CERTIFICATE])
+        self.fingerprint = self._check(self._peer, None)
 
     def _read(self) -> Mapping[str, str]:
         for name, what in _FILES.items():
@@ -160,8 +158,8 @@ class Keys:
                 ) from error
         return context
 
-    def _check(self, context: ssl.SSLContext, host: str | None) -> None:
-        """Greets itself, as others will: what they would refuse is refused here."""
+    def _check(self, context: ssl.SSLContext, host: str | None) -> str:
+        """Greets itself, as others will: what they would refuse is refused here; returns the fingerprint they see."""
         one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
         server = self._server.wrap_bio(one, other, server_side=True)
         client = context.wrap_bio(other, one, server_hostname=host)
@@ -178,6 +176,7 @@ class Keys:
                 f"{f' from {host}' if host else ''}: {why}. Make one with dapple-keys, which is given the machine's "
                 f"names and addresses"
             ) from error
+        return fingerprint(client)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Relays between TensorFlow's servers: a program that `tunnels.Tunnels` starts, one for each server.
 
     this machine                                                another one
-    server ──▶ a port of 127.0.0.1 ─ relay ═══ TLS ═══▶ relay ──▶ 127.0.0.1, its server's port
+    server ──▶ a port of 127.77.0.1 ─ relay ═══ TLS ═══▶ relay ──▶ 127.77.0.1, its server's port
 
 TensorFlow's servers listen on the loopback device alone. For each other server the relay has a port there, its end of
 the tunnel; what comes in goes on by TLS to the relay of that server, which hands it to the server. A connection is
@@ -36,17 +36,20 @@ from dapple_tf.network.listening import listen, port_error, resolve
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.77.0.1"
+"""An address of the loopback device that nothing else uses: one rule of a firewall keeps other users away."""
 _CONNECT_SECONDS = 10.0
 _TAKEN_SECONDS = 0.5
 """The relay of the client before may still be ending."""
 _BUFFER_BYTES = 1 << 18
 _RECORD_BYTES = 1 << 14
 """Bytes of the longest record of TLS, the most that is received at once."""
-_LEAST_SILENCE = 50.0
+LEAST_SILENCE = 50.0
 """Seconds after which a link without any answer may be broken off, at the earliest: processes stall for a while."""
 _MOST_SILENCE = 32_767.0
 """The most seconds that the kernel takes for them."""
+_ESTABLISHED = "01"
+"""State of a connection in the kernel's table. Those that their process has closed are said to be root's."""
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
 
 
@@ -154,7 +157,7 @@ class Relay:
     """The relays of one server: threads that carry its connections.
 
     Attributes:
-        ports: port of 127.0.0.1 for each other server.
+        ports: port of `LOOPBACK` for each other server.
     """
 
     def __init__(
@@ -171,13 +174,13 @@ class Relay:
         Args:
             keys: this machine's.
             listeners: where other machines' relays connect.
-            server_port: port of 127.0.0.1 of the server here.
+            server_port: port of `LOOPBACK` of the server here.
             known: fingerprints of the certificates of those that may connect to it.
             ends: the other servers.
             silence: seconds after which a link is broken off whose other machine acknowledges nothing; at least
-                `_LEAST_SILENCE`.
+                `LEAST_SILENCE`.
         """
-        self._silence = min(max(_LEAST_SILENCE, silence), _MOST_SILENCE)
+        self._silence = min(max(LEAST_SILENCE, silence), _MOST_SILENCE)
         self._keys, self._server_port, self._known = keys, server_port, frozenset(known)
         self._lock = threading.Lock()
         self._carried: set[socket.socket] = set()
@@ -213,7 +216,11 @@ class Relay:
                 logger.warning("no connection to %s: %s", end.address, error)
                 time.sleep(0.01)
                 continue
-            self._start(self._take_out, connection, end)
+            if (user := _user_at_the_other_end(connection)) == os.getuid():
+                self._start(self._take_out, connection, end)
+            else:
+                logger.warning("user %s of this machine isn't let through to %s", user, end.address)
+                connection.close()
 
     def _bring_in(self, connection: ssl.SSLSocket, host: str) -> None:
         with connection:
@@ -248,6 +255,21 @@ class Relay:
         finally:
             with self._lock:
                 self._carried -= {plain, secured}
+
+
+def _user_at_the_other_end(connection: socket.socket) -> int | None:
+    """Returns the user whose process has connected within this machine; None if it has closed its end."""
+    with contextlib.suppress(OSError):  # The connection is gone.
+        ends = [
+            f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+            for host, port in (connection.getpeername(), connection.getsockname())
+        ]
+        for table in ("tcp", "tcp6"):  # The latter has sockets that are for both kinds of addresses.
+            with open(f"/proc/self/net/{table}", encoding="ascii") as lines:
+                for _, local, remote, state, _, _, _, user, *_ in map(str.split, lines):
+                    if [local[-13:], remote[-13:], state] == [*ends, _ESTABLISHED]:
+                        return int(user)
+    return None
 
 
 def _break_off_after(connection: socket.socket, seconds: float) -> None:

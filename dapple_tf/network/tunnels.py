@@ -3,8 +3,8 @@
 Each process with a server has a process of relays beside it (`relay.py`), and its own view of the cluster: its own
 server at its true port, and the others where the tunnels to them begin.
 
-    client's    {"client": ["127.0.0.1:5000"], "worker": ["127.0.0.1:5101", "127.0.0.1:5102"]}
-    worker 0's  {"client": ["127.0.0.1:6100"], "worker": ["127.0.0.1:6000", "127.0.0.1:6101"]}
+    client's    {"client": ["127.77.0.1:5000"], "worker": ["127.77.0.1:5101", "127.77.0.1:5102"]}
+    worker 0's  {"client": ["127.77.0.1:6100"], "worker": ["127.77.0.1:6000", "127.77.0.1:6101"]}
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tunnels:
 
     Attributes:
         cluster: the cluster as this server sees it: job -> address of each task.
-        server_port: port of 127.0.0.1 that this server must use.
+        server_port: port of `LOOPBACK` that this server must use.
     """
 
     def __init__(

@@ -69,8 +69,11 @@ quoted=""
 for ((number = 0; number < ${#hosts[@]}; number++)); do
   host=${hosts[number]}
   address="${host#*@}:$port"
-  remote=$(printf 'cd %q && exec %q -m dapple_tf.worker --address=%q --devices=%q --tls=%q' \
-    "$directory" "$python" "$address" "$devices" "${directories[number]:-}")
+  remote=$(printf 'cd %q && exec %q -m dapple_tf.worker --address=%q --devices=%q' \
+    "$directory" "$python" "$address" "$devices")
+  if [[ $tls != off ]]; then
+    remote+=$(printf ' --tls=%q' "${directories[number]}")
+  fi
   # With a terminal (-tt) the worker gets a signal when the connection breaks.
   ssh -tt -o BatchMode=yes -o ServerAliveInterval=15 "$host" "$remote" </dev/null >&2 &
   workers+=($!)

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from absl import app, flags
 
 from dapple_tf.network.control import split_address
-from dapple_tf.network.keys import CERTIFICATE, Keys, pem_fingerprint
+from dapple_tf.network.keys import Keys
+from dapple_tf.network.relay import LOOPBACK
 from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.tools.hosts import LocalWorkers, free_ports, new_keys
 
@@ -66,14 +67,13 @@ def tunnelled(folder: pathlib.Path) -> Iterator[tuple[socket.socket, int]]:
     keys = Keys(folder)
     ports = free_ports(2)
     cluster = {"client": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
-    known = pem_fingerprint((folder / CERTIFICATE).read_text())
-    prints = {"client": [known], "worker": [known]}
+    prints = {"client": [keys.fingerprint], "worker": [keys.fingerprint]}
     with contextlib.ExitStack() as stack:
         client = Tunnels(keys, ["127.0.0.1"], ports[0], cluster, prints, ("client", 0))
         stack.callback(client.close)
         worker = Tunnels(keys, ["127.0.0.1"], ports[1], cluster, prints, ("worker", 0))
         stack.callback(worker.close)
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", worker.server_port)))
+        listener = stack.enter_context(socket.create_server((LOOPBACK, worker.server_port)))
         yield listener, split_address(client.cluster["worker"][0])[1]
 
 

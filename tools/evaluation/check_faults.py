@@ -4,7 +4,8 @@
 
 Workers run on separate hosts (network namespaces, `tools.hosts`); the training client runs in the first one. Each
 shape of plan is trained twice, first undisturbed; then workers are killed, stopped (SIGSTOP) or cut off the
-network at random moments, and given back once the client has noticed. It prints a table of how long each took and
+network at random moments, and given back once the client has noticed. So are packets one way: from a worker to another
+one, to the client's host, or to others' TensorFlow ports alone. It prints a table of how long each took and
 whether all variables and metrics are the same, bit by bit, and ends with code 1 if not, or if a process is left.
 """
 
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -38,6 +39,9 @@ FLAGS = flags.FlagValues()
 _SHAPES = flags.DEFINE_list(
     "shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "Plans to try.", flag_values=FLAGS
 )
+_KINDS = flags.DEFINE_multi_enum(
+    "kind", None, ["kill", "stop", "cut", "to worker", "to client", "to ports"], "Faults; all by default.", FLAGS
+)
 _FAULTS = flags.DEFINE_integer("faults", 20, "Faults in each training run.", lower_bound=1, flag_values=FLAGS)
 _CHECKPOINTS = flags.DEFINE_bool(
     "checkpoints", False, "Resume from checkpoints, every 7 steps, not from synced values.", flag_values=FLAGS
@@ -48,6 +52,8 @@ _JSON = flags.DEFINE_string("json", None, "JSON file to write the rows to.", fla
 _INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client, and its task.", flag_values=FLAGS)
 
 _HOSTS = 3
+_SERVER_PORT = 2300
+"""Port of each worker's TensorFlow server."""
 _NOTICE_SECONDS = 10.0
 """Seconds of silence after which a worker is lost."""
 _BATCH = 48
@@ -159,7 +165,7 @@ def _watch(pipelined: dapple.PipelinedModel) -> None:
     lost = None
     while True:
         error = pipelined.lost
-        if error is not None and error is not lost:
+        if error is not None and lost is None:
             _tell(event="lost", text=str(error))
         lost = error
         for record in pipelined.faults[known:]:
@@ -216,15 +222,27 @@ class _Client:
 def disturbed(hosts: Hosts, client: _Client, shape: str, draw: random.Random) -> Iterator[Row]:
     """Causes faults at random moments of a training run, one after the other."""
     steps = _EPOCHS * _BATCHES
+
+    def close_ports(host: int) -> None:
+        for other in {*range(_HOSTS)} - {host}:
+            hosts.lose(host, other, f"ipproto tcp dport {_SERVER_PORT}")
+
+    faults: dict[str, tuple[Callable[[int], None], Callable[[int], None]]] = {
+        "kill": (hosts.kill, hosts.restart),
+        "stop": (hosts.stop, hosts.cont),
+        "cut": (hosts.cut, hosts.join),
+        "to worker": (lambda host: hosts.lose(host, _HOSTS - host), hosts.join),
+        "to client": (lambda host: hosts.lose(host, 0), hosts.join),
+        "to ports": (close_ports, hosts.join),
+    }
     # The run should last until the last fault.
     moments = sorted(draw.sample(range(2, round(0.8 * steps)), _FAULTS.value))
     for moment in moments:
         now = client.until_step(moment)
         time.sleep(draw.uniform(0, _STEP_SECONDS))
-        kind = draw.choice(("kill", "stop", "cut"))
-        host = draw.randrange(1 if kind == "cut" else 0, _HOSTS)
-        fault = {"kill": hosts.kill, "stop": hosts.stop, "cut": hosts.cut}[kind]
-        mend = {"kill": hosts.restart, "stop": hosts.cont, "cut": hosts.join}[kind]
+        kind = draw.choice(_KINDS.value or [*faults])
+        host = draw.randrange(0 if kind in ("kill", "stop") else 1, _HOSTS)
+        fault, mend = faults[kind]
         struck = time.time()
         fault(host)
         lost = client.until("lost")
@@ -315,7 +333,7 @@ def main() -> None:
     rows: list[Row] = []
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        hosts = Hosts(_HOSTS, echo=lambda worker, line: None)
+        hosts = Hosts(_HOSTS, arguments=[f"--server_port={_SERVER_PORT}"], echo=lambda worker, line: None)
         if _TLS.value:
             os.environ[TLS_VARIABLE] = new_keys(folder, hosts.ips)
         with hosts:
