@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import variables_of
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from models_for_tests import classifier, plan, samples, transform
@@ -314,6 +315,77 @@ def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
         pipelined.fit(slices().batch(7), checkpoint=settings, resume=True)
     with pytest.raises(CheckpointError, match="in the middle of an epoch over data with samples 31, but now it is 30"):
         pipelined.fit(X[:30], Y[:30], checkpoint=settings, resume=True)
+
+
+def shuffled(size: int = 20) -> tf.data.Dataset:
+    return tf.data.Dataset.range(20).shuffle(size, seed=3)
+
+
+def symbolic() -> tf.data.Options:
+    options = tf.data.Options()
+    options.experimental_symbolic_checkpoint = True
+    return options
+
+
+ORDERS: dict[str, tuple[Callable[[], tf.data.Dataset], int | None]] = {
+    "known size": (lambda: shuffled().batch(5).prefetch(2), None),
+    "unknown size": (lambda: shuffled(6).filter(lambda number: number >= 0).batch(5), None),
+    "repeated": (lambda: shuffled().repeat(2).batch(5), None),
+    "steps": (lambda: shuffled().batch(5).repeat(), 3),
+    "symbolic": (lambda: shuffled().batch(5).with_options(symbolic()), None),
+    "no state": (lambda: shuffled().batch(5).map(lambda batch: batch + tf.random.uniform((), 0, 1, tf.int64)), None),
+}
+
+
+def epochs(data: Any, steps: int | None, first: int = 0, after: Callable[..., None] | None = None) -> list[list[int]]:
+    """The numbers of epochs up to the third, as Keras' ``fit`` reads them."""
+    iterator = TFEpochIterator(x=data, steps_per_epoch=steps, distribute_strategy=tf.distribute.get_strategy())
+    iterator.reset()
+    numbers: list[list[int]] = []
+    for epoch in range(first, 3):
+        numbers.append([])
+        with iterator.catch_stop_iteration():
+            for step, _, batches in iterator:
+                if first == epoch and isinstance(data, TrainingData) and batches.skip():
+                    continue
+                numbers[-1] += np.ravel(next(batches)).tolist()
+                if after is not None:
+                    after(epoch, step + 1, sum(map(len, numbers)))
+        if after is not None:
+            after(epoch + 1, 0, sum(map(len, numbers)))
+    return numbers
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
+    """``checkpoint=`` changed it from the second epoch on; a process that goes on at any position keeps it."""
+    make, steps = ORDERS[kind]
+    positions: list[Any] = []
+
+    def after(epoch: int, step: int, count: int) -> None:
+        positions.append((epoch, step, count, *data.position(epoch_over=step == 0)))
+
+    def source() -> TrainingData:
+        return TrainingData.of(dataset, batch_size=5, steps_per_epoch=steps)
+
+    tf.random.set_seed(7)
+    dataset = make()
+    expected = [epochs(dataset, steps) for _ in range(2)]
+    tf.random.set_seed(7)
+    dataset = make()
+    for numbers in expected:  # The next call of ``fit`` goes on with the dataset's seeds.
+        positions.clear()
+        data = source()
+        assert epochs(data, steps, after=after) == numbers
+        if numbers is expected[0]:
+            resumptions = list(positions)
+    for epoch, step, count, position, state in resumptions[:-1:3]:
+        tf.random.set_seed(7)
+        dataset = make()
+        data = source()
+        data.resume(json.loads(json.dumps(position)), state, step)
+        assert sum(epochs(data, steps, epoch), []) == sum(expected[0], [])[count:]
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
