@@ -300,6 +300,46 @@ def test_without_a_checkpoint_training_starts_from_the_beginning(
     assert history.epoch == [0]
 
 
+@pytest.mark.parametrize("damaged", [["checkpoint.json"], ["shard-0.data-00000-of-00001", "client.index"]])
+def test_a_damaged_checkpoint_does_not_block_the_older_ones(
+    tmp_path: pathlib.Path, pair: Pair, caplog: pytest.LogCaptureFixture, damaged: list[str]
+) -> None:
+    """The newest ones were in the way for good."""
+    pipelined, _, initial = pair
+    pipelined.restore_checkpoint(initial)
+    settings = dapple.Checkpointing(tmp_path)
+    pipelined.fit(X, Y, epochs=3, checkpoint=settings, verbose=0)
+    expected = values(pipelined.model)
+    saved = checkpoints(tmp_path)
+    for path, file in zip(saved[::-1], damaged, strict=False):
+        content = (path / file).read_bytes()
+        (path / file).write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    history = pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0)
+    intact = saved[-1 - len(damaged)]
+    assert caplog.text.count(f"training goes on from the older checkpoint {intact}, which is intact") == len(damaged)
+    assert f"checkpoint {saved[-1]}" in caplog.text or f"{saved[-1]}/checkpoint.json" in caplog.text
+    assert history.epoch == list(range(3 - len(damaged), 3))
+    for own, other in zip(values(pipelined.model), expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_without_any_intact_checkpoint_or_with_a_newer_one_it_does_not_resume(tmp_path: pathlib.Path) -> None:
+    pipelined = transform(dropout_model())
+    settings = dapple.Checkpointing(tmp_path)
+    paths = [pipelined.save_checkpoint(tmp_path) for _ in range(2)]
+    pipelined.close()
+    manifest = paths[-1] / "checkpoint.json"
+    content = manifest.read_text()
+    manifest.write_text(content.replace("checkpoint/2", "checkpoint/3"))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json was written by a newer version of dapple_tf"):
+        pipelined.fit(X, Y, checkpoint=settings, resume=True)
+    for path in paths:
+        (path / "client.index").unlink()
+    manifest.write_text(content)
+    with pytest.raises(CheckpointError, match=r"client\.index.*; none of the 2 checkpoints in .* is intact: remove them"):
+        pipelined.fit(X, Y, checkpoint=settings, resume=True)
+
+
 def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
     pipelined = pair[0]
     with pytest.raises(ValueError, match="give checkpoint=Checkpointing"):
