@@ -77,8 +77,8 @@ def test_what_is_written_comes_back() -> None:
         (changed("format", value="dapple_tf.checkpoint/03"), f"it must be '{FORMAT}'"),
         (
             changed("format", value="dapple_tf.checkpoint/3"),
-            f"m.json was written by a newer version of dapple_tf: its format is 3, dapple_tf {VERSION} reads formats up "
-            f"to 2; install a newer dapple_tf, or give an older checkpoint",
+            f"m.json was written by a newer version of dapple_tf: its format is 3, dapple_tf {VERSION} reads formats "
+            f"up to 2; install a newer dapple_tf, or give an older checkpoint",
         ),
         (changed("step", value=float("nan")), "NaN isn't a number in JSON"),
         (changed("step", value=-1), "step is -1; it must be a whole number of at least 0 and below 2**62"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -336,7 +337,7 @@ def test_without_any_intact_checkpoint_or_with_a_newer_one_it_does_not_resume(tm
     for path in paths:
         (path / "client.index").unlink()
     manifest.write_text(content)
-    with pytest.raises(CheckpointError, match=r"client\.index.*; none of the 2 checkpoints in .* is intact: remove them"):
+    with pytest.raises(CheckpointError, match=r"client\.index.*; none of the 2 checkpoints in .* is intact"):
         pipelined.fit(X, Y, checkpoint=settings, resume=True)
 
 
@@ -425,7 +426,7 @@ def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
         dataset = make()
         data = source()
         data.resume(json.loads(json.dumps(position)), state, step)
-        assert sum(epochs(data, steps, epoch), []) == sum(expected[0], [])[count:]
+        assert list(itertools.chain(*epochs(data, steps, epoch))) == list(itertools.chain(*expected[0]))[count:]
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
