@@ -373,6 +373,7 @@ ORDERS: dict[str, tuple[Callable[[], tf.data.Dataset], int | None]] = {
     "unknown size": (lambda: shuffled(6).filter(lambda number: number >= 0).batch(5), None),
     "repeated": (lambda: shuffled().repeat(2).batch(5), None),
     "steps": (lambda: shuffled().batch(5).repeat(), 3),
+    "shuffled twice": (lambda: shuffled().map(lambda number: number).shuffle(7, seed=4).batch(5), None),
     "symbolic": (lambda: shuffled().batch(5).with_options(symbolic()), None),
     "no state": (lambda: shuffled().batch(5).map(lambda batch: batch + tf.random.uniform((), 0, 1, tf.int64)), None),
 }
@@ -427,6 +428,24 @@ def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
         data = source()
         data.resume(json.loads(json.dumps(position)), state, step)
         assert list(itertools.chain(*epochs(data, steps, epoch))) == list(itertools.chain(*expected[0]))[count:]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: shuffled().shuffle(7).repeat(), True),
+        (lambda: shuffled().repeat(2).shuffle(7), True),
+        (lambda: shuffled().concatenate(shuffled()), True),
+        (lambda: shuffled().repeat(), False),
+        (lambda: tf.data.Dataset.range(9).repeat(2).concatenate(tf.data.Dataset.range(3)).shuffle(7).shuffle(3), False),
+        (lambda: tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).shuffle(7).repeat(), False),
+    ],
+)
+def test_an_order_that_no_state_has_is_told(
+    make: Callable[[], tf.data.Dataset], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    iter(TrainingData.of(make(), batch_size=5))
+    assert ("reads later epochs in another order than an undisturbed one" in caplog.text) == told
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
@@ -538,7 +557,7 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     data = TrainingData.of(slices().shuffle(5, seed=1).batch(7), batch_size=7)
     next(iter(data))
     position, state = data.position(epoch_over=False)
-    assert position == {"kind": "dataset", "round": 0, "done": 1, "opened": 1}
+    assert position == {"kind": "dataset", "round": 0, "done": 1, "opened": 1, "read": 1}
     other = TrainingData.of(tf.data.Dataset.range(9).batch(7), batch_size=7)
     with pytest.raises(CheckpointError, match="the position in the dataset can't be restored"):
         other.resume(position, state, 1)

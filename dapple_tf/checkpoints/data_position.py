@@ -72,6 +72,7 @@ class Reading(Iterator[Any]):
         except StopIteration:
             self.over = True
             raise
+        self._source.read += self._taken == 0
         self._taken += 1
         return item
 

@@ -16,7 +16,13 @@ from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
 from dapple_tf.errors import reason
 from dapple_tf.frontend.on_workers import Round, WorkerBatches
 from dapple_tf.keras_private import ArrayDataAdapter, PyDatasetAdapter, dataset_of, sliceable_arrays, standardized
-from graph_passes.ir.tensorflow_private import global_seed, iterator_resource, seeded
+from graph_passes.ir.tensorflow_private import (
+    global_seed,
+    iterator_resource,
+    seeded,
+    shuffled_datasets,
+    shuffles_within_rounds,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +42,11 @@ class Source:
         num_batches: number of batches in a round; None if it isn't known.
         endless: whether there is only one round, which contains all epochs.
         element_spec: element spec of a dataset.
+        read: number of rounds that have been read from.
     """
 
     kind: ClassVar[str]
+    read: int = 0
     num_batches: int | None = None
     endless: bool = False
     element_spec: Any = None
@@ -107,16 +115,16 @@ def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str
             )
 
 
-def _times_opened(saved: Mapping[str, Any]) -> int:
-    """Returns how often a dataset was opened before its position was saved.
+def _times(saved: Mapping[str, Any], what: str, default: int | None = None) -> int:
+    """Returns how often a dataset was opened, or read from, before its position was saved.
 
     Raises:
         CheckpointError: the position doesn't say, or says a number that can't be.
     """
-    opened = saved.get("opened")
-    if type(opened) is not int or not 0 <= opened < _MOST_OPENED:
-        raise CheckpointError("the data's position lacks how often the dataset was opened")
-    return opened
+    count = saved.get(what, default)
+    if type(count) is not int or not 0 <= count < _MOST_OPENED:
+        raise CheckpointError(f"the data's position lacks how often the dataset was {what}")
+    return count
 
 
 def _rounds(saved: Mapping[str, Any]) -> list[int | None]:
@@ -366,6 +374,11 @@ class DatasetSource(Source):
             options.experimental_symbolic_checkpoint = False  # Such states change only with elements that are read.
             self._counter = iter(self._dataset.with_options(options))
             self._restore(self._counter, state)
+            if shuffles_within_rounds(self._dataset):
+                logger.warning(
+                    "a resumed run reads later epochs in another order than an undisturbed one: the dataset shuffles "
+                    "twice and repeats, or concatenates what is shuffled; let it shuffle once, after concatenate"
+                )
         for _ in range(start):
             if next(items, None) is None:
                 break
@@ -407,8 +420,12 @@ class DatasetSource(Source):
         The iterator has the elements of its own round. The order of later rounds depends on seeds, which iterators
         draw from the dataset when they are made or restored. An iterator's state has the number of drawn seeds, and
         restoring the state sets that number, unless the shuffling iterator has given its last element and is gone.
-        An iterator that is never read always has it.
+        An iterator that is never read always has it, but not that of a dataset beneath another shuffle, which draws
+        a seed with the first element that is read of a round.
         """
+        for shuffled in shuffled_datasets(self._dataset):
+            for _ in range(self.read if state else self.read - (start > 0)):
+                iter(shuffled)
         if not state:
             while self._opened < self._opened_before - 1:  # Each has drawn seeds.
                 self._opened += 1
@@ -430,11 +447,12 @@ class DatasetSource(Source):
 
     def describe(self, *, ahead: bool = False) -> dict[str, Any]:
         """See `Source.describe`."""
-        return {"opened": self._opened + ahead}
+        return {"opened": self._opened + ahead, "read": self.read}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
         """See `Source.resume`."""
-        self._opened_before = _times_opened(saved)
+        self._opened_before = _times(saved, "opened")
+        self.read = _times(saved, "read", 0)  # which earlier versions didn't save
 
 
 class WorkerSource(Source):

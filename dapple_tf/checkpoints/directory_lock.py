@@ -187,9 +187,7 @@ class DirectoryLock:
 
     def _in_use(self, who: str, path: pathlib.Path, locks: bool = False) -> str:
         way_out = "" if locks else f" (if that has ended, remove {path})"
-        return (
-            f"{self.directory} is in use: {who} there{way_out}; choose another directory, or end that training first"
-        )
+        return f"{self.directory} is in use: {who} there{way_out}; choose another directory, or end that training first"
 
     def _is(self, descriptor: int) -> bool:
         """Whether the path still is that of the open file, which its owner may have removed."""
