@@ -124,12 +124,13 @@ def test_the_newest_are_kept_and_what_crashes_left_is_removed(
     tmp_path: pathlib.Path, pipelined: dapple.PipelinedModel
 ) -> None:
     stale = tmp_path / ".partial-save-000009-step-3-0123456789abcdef"
-    for folder in (stale, tmp_path / ".partial-mine", tmp_path / "save-mine", tmp_path / "other"):
+    foreign = tmp_path / "save-00000٢-step-3"
+    for folder in (stale, tmp_path / ".partial-mine", tmp_path / "save-mine", tmp_path / "other", foreign):
         folder.mkdir(parents=True)
     for _ in range(4):
         pipelined.save_checkpoint(tmp_path, keep=2)
     ours = ["save-000003-step-2", "save-000004-step-2"]
-    assert names(tmp_path) == sorted([".partial-mine", "other", "save-mine", *ours])
+    assert names(tmp_path) == sorted([".partial-mine", "other", "save-mine", foreign.name, *ours])
     assert dapple.latest_checkpoint(tmp_path / "nothing") is None
     with pytest.raises(ValueError, match="keep is 0"):
         pipelined.save_checkpoint(tmp_path, keep=0)
@@ -254,6 +255,23 @@ def test_damage_is_told_and_nothing_changes(
     (path / file).unlink()
     with pytest.raises(CheckpointError):
         pipelined.restore_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "told"),
+    [
+        (keras.optimizers.AdamW, keras.optimizers.Adam, "with the optimizer 'adam_w', and is read into 'adam', which"),
+        (keras.optimizers.Adam, keras.optimizers.Adam, ""),  # whose number differs
+    ],
+)
+def test_another_optimizer_with_the_same_slots_is_told(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, saved: Any, now: Any, told: str
+) -> None:
+    pipelined = transform(classifier(optimizer=saved()))
+    pipelined.save_checkpoint(tmp_path)
+    with caplog.at_level(logging.WARNING, "dapple_tf"):
+        dapple.load_checkpoint(tmp_path, classifier(optimizer=now()))
+    assert told in caplog.text and bool(told) == bool(caplog.text)
 
 
 def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
 import random
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.checkpoints.bundle_index import BundleIndexError, Stored, read_index
-from dapple_tf.checkpoints.checkpoint_files import check_bundle, index_file
+from dapple_tf.checkpoints.checkpoint_files import check_bundle, index_file, read_manifest
 from dapple_tf.checkpoints.checkpoint_manifest import (
     FORMAT,
     FORMAT_WITHOUT_DIGEST,
@@ -22,6 +23,7 @@ from dapple_tf.checkpoints.checkpoint_manifest import (
     Manifest,
     Shard,
 )
+from dapple_tf.version import VERSION
 
 MANIFEST = Manifest(
     step=12,
@@ -72,7 +74,12 @@ def test_what_is_written_comes_back() -> None:
         ("[" * 100_000, "m.json isn't JSON"),
         ('{"step": ' + "9" * 10_000 + "}", "m.json isn't JSON"),
         ("[1]", "m.json has a JSON list where an object"),
-        (changed("format", value="dapple_tf.checkpoint/3"), f"it must be '{FORMAT}'"),
+        (changed("format", value="dapple_tf.checkpoint/03"), f"it must be '{FORMAT}'"),
+        (
+            changed("format", value="dapple_tf.checkpoint/3"),
+            f"m.json was written by a newer version of dapple_tf: its format is 3, dapple_tf {VERSION} reads formats "
+            f"up to 2; install a newer dapple_tf, or give an older checkpoint",
+        ),
         (changed("step", value=float("nan")), "NaN isn't a number in JSON"),
         (changed("step", value=-1), "step is -1; it must be a whole number of at least 0 and below 2**62"),
         (changed("epoch", value=True), "epoch is True; it must be a whole number"),
@@ -81,6 +88,8 @@ def test_what_is_written_comes_back() -> None:
         (changed("variables", value={}), "variables is {}; it must be a list"),
         (changed("variables", 0, value=7), "variables[0] is 7; it must be an object"),
         (changed("variables", 0, "key", value="model/../1"), "isn't model/, optimizer/ or metrics/ and a number"),
+        (changed("variables", 0, "key", value="model/1٢"), "isn't model/, optimizer/ or metrics/ and a number"),
+        (changed("shards", "shard-٢", value={}), "'shards' names others than"),
         (changed("variables", 0, "key", value="model/1"), "m.json has a variable twice"),
         (changed("variables", 0, "dtype", value="variant"), "dtype 'variant' is unknown"),
         (changed("variables", 0, "path", value=None), "variables[0].path is None; it must be a text"),
@@ -134,6 +143,17 @@ def test_digests_are_of_contents_not_of_their_layout() -> None:
 
 def test_manifests_of_earlier_versions_are_read() -> None:
     assert parse(json.dumps(contents())) == MANIFEST
+
+
+@pytest.mark.parametrize("file", ["checkpoint.json", "shard-0.index", "shard-0.data-00000-of-00001"])
+def test_a_pipe_instead_of_a_file_does_not_hang(tmp_path: pathlib.Path, file: str) -> None:
+    bundle(tmp_path, 1)
+    content = (tmp_path / index_file("shard-0")).read_bytes()
+    shard = Shard(len(content), hashlib.sha256(content).hexdigest(), 0)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is damaged: {file} isn't a regular file"):
+        read_manifest(tmp_path) if file == "checkpoint.json" else check_bundle(tmp_path, "shard-0", shard, [])
 
 
 # ---- index files

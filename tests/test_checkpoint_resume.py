@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import variables_of
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from models_for_tests import classifier, plan, samples, transform
@@ -299,6 +301,46 @@ def test_without_a_checkpoint_training_starts_from_the_beginning(
     assert history.epoch == [0]
 
 
+@pytest.mark.parametrize("damaged", [["checkpoint.json"], ["shard-0.data-00000-of-00001", "client.index"]])
+def test_a_damaged_checkpoint_does_not_block_the_older_ones(
+    tmp_path: pathlib.Path, pair: Pair, caplog: pytest.LogCaptureFixture, damaged: list[str]
+) -> None:
+    """The newest ones were in the way for good."""
+    pipelined, _, initial = pair
+    pipelined.restore_checkpoint(initial)
+    settings = dapple.Checkpointing(tmp_path)
+    pipelined.fit(X, Y, epochs=3, checkpoint=settings, verbose=0)
+    expected = values(pipelined.model)
+    saved = checkpoints(tmp_path)
+    for path, file in zip(saved[::-1], damaged, strict=False):
+        content = (path / file).read_bytes()
+        (path / file).write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    history = pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0)
+    intact = saved[-1 - len(damaged)]
+    assert caplog.text.count(f"training goes on from the older checkpoint {intact}, which is intact") == len(damaged)
+    assert f"checkpoint {saved[-1]}" in caplog.text or f"{saved[-1]}/checkpoint.json" in caplog.text
+    assert history.epoch == list(range(3 - len(damaged), 3))
+    for own, other in zip(values(pipelined.model), expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_without_any_intact_checkpoint_or_with_a_newer_one_it_does_not_resume(tmp_path: pathlib.Path) -> None:
+    pipelined = transform(dropout_model())
+    settings = dapple.Checkpointing(tmp_path)
+    paths = [pipelined.save_checkpoint(tmp_path) for _ in range(2)]
+    pipelined.close()
+    manifest = paths[-1] / "checkpoint.json"
+    content = manifest.read_text()
+    manifest.write_text(content.replace("checkpoint/2", "checkpoint/3"))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json was written by a newer version of dapple_tf"):
+        pipelined.fit(X, Y, checkpoint=settings, resume=True)
+    for path in paths:
+        (path / "client.index").unlink()
+    manifest.write_text(content)
+    with pytest.raises(CheckpointError, match=r"client\.index.*; none of the 2 checkpoints in .* is intact"):
+        pipelined.fit(X, Y, checkpoint=settings, resume=True)
+
+
 def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
     pipelined = pair[0]
     with pytest.raises(ValueError, match="give checkpoint=Checkpointing"):
@@ -314,6 +356,96 @@ def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
         pipelined.fit(slices().batch(7), checkpoint=settings, resume=True)
     with pytest.raises(CheckpointError, match="in the middle of an epoch over data with samples 31, but now it is 30"):
         pipelined.fit(X[:30], Y[:30], checkpoint=settings, resume=True)
+
+
+def shuffled(size: int = 20) -> tf.data.Dataset:
+    return tf.data.Dataset.range(20).shuffle(size, seed=3)
+
+
+def symbolic() -> tf.data.Options:
+    options = tf.data.Options()
+    options.experimental_symbolic_checkpoint = True
+    return options
+
+
+ORDERS: dict[str, tuple[Callable[[], tf.data.Dataset], int | None]] = {
+    "known size": (lambda: shuffled().batch(5).prefetch(2), None),
+    "unknown size": (lambda: shuffled(6).filter(lambda number: number >= 0).batch(5), None),
+    "repeated": (lambda: shuffled().repeat(2).batch(5), None),
+    "steps": (lambda: shuffled().batch(5).repeat(), 3),
+    "shuffled twice": (lambda: shuffled().map(lambda number: number).shuffle(7, seed=4).batch(5), None),
+    "symbolic": (lambda: shuffled().batch(5).with_options(symbolic()), None),
+    "no state": (lambda: shuffled().batch(5).map(lambda batch: batch + tf.random.uniform((), 0, 1, tf.int64)), None),
+}
+
+
+def epochs(data: Any, steps: int | None, first: int = 0, after: Callable[..., None] | None = None) -> list[list[int]]:
+    """The numbers of epochs up to the third, as Keras' ``fit`` reads them."""
+    iterator = TFEpochIterator(x=data, steps_per_epoch=steps, distribute_strategy=tf.distribute.get_strategy())
+    iterator.reset()
+    numbers: list[list[int]] = []
+    for epoch in range(first, 3):
+        numbers.append([])
+        with iterator.catch_stop_iteration():
+            for step, _, batches in iterator:
+                if first == epoch and isinstance(data, TrainingData) and batches.skip():
+                    continue
+                numbers[-1] += np.ravel(next(batches)).tolist()
+                if after is not None:
+                    after(epoch, step + 1, sum(map(len, numbers)))
+        if after is not None:
+            after(epoch + 1, 0, sum(map(len, numbers)))
+    return numbers
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
+    """``checkpoint=`` changed it from the second epoch on; a process that goes on at any position keeps it."""
+    make, steps = ORDERS[kind]
+    positions: list[Any] = []
+
+    def after(epoch: int, step: int, count: int) -> None:
+        positions.append((epoch, step, count, *data.position(epoch_over=step == 0)))
+
+    def source() -> TrainingData:
+        return TrainingData.of(dataset, batch_size=5, steps_per_epoch=steps)
+
+    tf.random.set_seed(7)
+    dataset = make()
+    expected = [epochs(dataset, steps) for _ in range(2)]
+    tf.random.set_seed(7)
+    dataset = make()
+    for numbers in expected:  # The next call of ``fit`` goes on with the dataset's seeds.
+        positions.clear()
+        data = source()
+        assert epochs(data, steps, after=after) == numbers
+        if numbers is expected[0]:
+            resumptions = list(positions)
+    for epoch, step, count, position, state in resumptions[:-1:3]:
+        tf.random.set_seed(7)
+        dataset = make()
+        data = source()
+        data.resume(json.loads(json.dumps(position)), state, step)
+        assert list(itertools.chain(*epochs(data, steps, epoch))) == list(itertools.chain(*expected[0]))[count:]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: shuffled().shuffle(7).repeat(), True),
+        (lambda: shuffled().repeat(2).shuffle(7), True),
+        (lambda: shuffled().concatenate(shuffled()), True),
+        (lambda: shuffled().repeat(), False),
+        (lambda: tf.data.Dataset.range(9).repeat(2).concatenate(tf.data.Dataset.range(3)).shuffle(7).shuffle(3), False),
+        (lambda: tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).shuffle(7).repeat(), False),
+    ],
+)
+def test_an_order_that_no_state_has_is_told(
+    make: Callable[[], tf.data.Dataset], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    iter(TrainingData.of(make(), batch_size=5))
+    assert ("reads later epochs in another order than an undisturbed one" in caplog.text) == told
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
@@ -425,7 +557,7 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     data = TrainingData.of(slices().shuffle(5, seed=1).batch(7), batch_size=7)
     next(iter(data))
     position, state = data.position(epoch_over=False)
-    assert position == {"kind": "dataset", "round": 0, "done": 1, "opened": 1}
+    assert position == {"kind": "dataset", "round": 0, "done": 1, "opened": 1, "read": 1}
     other = TrainingData.of(tf.data.Dataset.range(9).batch(7), batch_size=7)
     with pytest.raises(CheckpointError, match="the position in the dataset can't be restored"):
         other.resume(position, state, 1)

@@ -14,6 +14,8 @@ import signal
 import socket
 import subprocess
 import textwrap
+import types
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -22,7 +24,6 @@ from models_for_tests import classifier
 from workers import client, expect, has_ended, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.checkpoints import directory_lock
 from dapple_tf.checkpoints.checkpoint import Progress
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
@@ -199,17 +200,49 @@ def test_without_locks_one_of_several_that_begin_at_once_has_it(tmp_path: pathli
     assert sorted(said) == ["holds\n", "waits\n", "waits\n"]
 
 
-def test_only_one_process_of_a_machine_takes_it_at_a_time(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(directory_lock, "_TAKING_SECONDS", 0.0)
-    first = DirectoryLock(tmp_path, "mine", lambda: False)
+@pytest.mark.usefixtures("_no_locks")
+def test_without_locks_one_process_at_a_time_follows_an_owner(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, dataclasses.replace(Owner.here("former"), process=2**22 + 1))
     with (
-        first._alone_on_this_machine(),
-        pytest.raises(CheckpointError, match="for 0 s another process of this machine has been about to save"),
+        DirectoryLock._alone(types.SimpleNamespace(_path=tmp_path / LOCK)),  # type: ignore[arg-type]
+        pytest.raises(CheckpointError, match=r"another process is about to save .*if that has ended, remove .*-taking"),
     ):
         DirectoryLock(tmp_path, "other", lambda: False)
-    first.release()
+    DirectoryLock(tmp_path, "other", lambda: False).release()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "link to nowhere", "hard link", "pipe", "folder"])
+def test_a_file_that_no_training_has_left_is_not_touched(tmp_path: pathlib.Path, kind: str) -> None:
+    """Whatever a link led to was truncated and overwritten."""
+    place, mine = tmp_path / "runs", tmp_path / "mine"
+    place.mkdir()
+    mine.write_text("precious")
+    lock = place / LOCK
+    make: dict[str, Callable[[], Any]] = {
+        "symbolic link": lambda: lock.symlink_to(mine),
+        "link to nowhere": lambda: lock.symlink_to(tmp_path / "nowhere"),
+        "hard link": lambda: lock.hardlink_to(mine),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lock.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(CheckpointError, match=r"\.lock is a link or no regular file|Is a directory: .*\.lock"):
+        DirectoryLock(place, "mine", lambda: False)
+    assert mine.read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "mine"}
+
+
+@pytest.mark.parametrize(("directory", "lock"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+def test_who_cannot_write_to_the_directory_cannot_lock_it(tmp_path: pathlib.Path, directory: int, lock: int) -> None:
+    tmp_path.chmod(directory)
+    before = os.umask(0)
+    try:
+        held = DirectoryLock(tmp_path, "mine", lambda: False)
+    finally:
+        os.umask(before)
+    assert (tmp_path / LOCK).stat().st_mode & 0o777 == lock
+    held.release()
 
 
 @pytest.mark.parametrize(

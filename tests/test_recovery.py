@@ -6,6 +6,7 @@ import collections
 import gc
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
@@ -543,6 +544,32 @@ def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path
     pipelined = transform(workers)
     does(pipelined, "two", lambda: end_server(workers))
     assert len(pipelined.faults) == 1
+    assert_same(ended(pipelined), expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("saves", "damage"), [(1, "deleted"), (2, "flipped")])
+def test_a_checkpoint_that_is_damaged_is_not_what_recovery_rests_on(
+    workers: LocalWorkers, tmp_path: Path, saves: int, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The base before it and the batches since then are kept until the next one."""
+    expected = undisturbed(workers, lambda pipelined: train(pipelined, range(6)))
+    pipelined = transform(workers)
+    train(pipelined, range(2))
+    for step in range(2, 2 + saves):
+        path = pipelined.save_checkpoint(tmp_path)
+        train(pipelined, range(step, step + 1))
+    if damage == "deleted":
+        shutil.rmtree(path)
+    else:
+        data = path / "shard-0.data-00000-of-00001"
+        content = data.read_bytes()
+        data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    end_server(workers)
+    train(pipelined, range(2 + saves, 6))
+    (record,) = pipelined.faults
+    assert record.replayed == (3 if saves == 1 else 2)
+    assert ("going back to the values in memory" if saves == 1 else "save-000001-step-2, 2 steps") in caplog.text
     assert_same(ended(pipelined), expected)
 
 

@@ -115,8 +115,9 @@ class Disturb(keras.callbacks.Callback):
 
 
 def batches() -> tf.data.Dataset:
-    """In one order: that of a shuffle in later epochs depends on whether there are checkpoints."""
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    """In another order in each epoch, which checkpoints don't change."""
+    tf.random.set_seed(4)
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X), seed=5).batch(BATCH)
 
 
 @pytest.mark.parametrize("lost", [2, pytest.param(0, marks=pytest.mark.thorough)])

@@ -7,6 +7,7 @@ the files. Loading one never executes code: files are JSON and tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import re
@@ -22,6 +23,8 @@ from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointEr
 from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.errors import reason
 from dapple_tf.frontend.variables import VariableTable
+
+logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
@@ -200,6 +203,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"checkpoint {self.path} is of another model: the {section} has {'; '.join(faults[:3])}{more}"
             )
+        if section == "optimizer":
+            now, before = _first_names(paths), _first_names([entry.path for entry in order])
+            if now != before:
+                logger.warning(
+                    "checkpoint %s was saved with the optimizer %s, and is read into %s, which goes on from the same "
+                    "slots by another rule; if that isn't meant, compile the model with the former optimizer",
+                    *(self.path, before, now),
+                )
         return order
 
     def assign(self, matches: Iterable[Match]) -> None:
@@ -212,6 +223,16 @@ class Checkpoint:
         values = self._read([match.entry for match in matches])
         for _, variable, entry in matches:
             variable.assign(values[entry.key])
+
+    def check(self) -> None:
+        """Reads each tensor once, with its checksum.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        for entry in self.manifest.entries:
+            self._read([entry])
+        self.read_state()
 
     def _read(self, entries: Iterable[Entry]) -> dict[str, tf.Tensor]:
         shards: dict[str, list[Entry]] = {}
@@ -313,4 +334,13 @@ def dtype_of(variable: keras.Variable) -> str:
 
 def _last_name(path: str) -> str:
     """Returns a variable's own name, without the numbers of layers in it."""
-    return re.sub(r"_\d+(?=_|$)", "", path.rpartition("/")[2])
+    return _without_numbers(path.rpartition("/")[2])
+
+
+def _first_names(paths: Iterable[str]) -> str:
+    """Returns the names of the optimizers that have variables, without Keras' numbers."""
+    return ", ".join(dict.fromkeys(repr(_without_numbers(path.partition("/")[0])) for path in paths))
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"_\d+(?=_|$)", "", name)

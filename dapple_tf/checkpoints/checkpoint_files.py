@@ -23,19 +23,27 @@ import pathlib
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable
 
 import tensorflow as tf
 
 from dapple_tf.checkpoints.bundle_index import BundleIndexError, read_index
-from dapple_tf.checkpoints.checkpoint_manifest import DATA, MOST_BYTES, CheckpointError, Entry, Manifest, Shard
+from dapple_tf.checkpoints.checkpoint_manifest import (
+    DATA,
+    MOST_BYTES,
+    CheckpointError,
+    Entry,
+    Manifest,
+    Shard,
+    UnreadableCheckpointError,
+)
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
-_COMPLETE = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
-_PARTIAL = re.compile(r"\.partial-save-\d{6,18}-step-\d{1,18}-[0-9a-f]{16}")
-"""Of a manifest or index; such a one would tell of some million variables."""
+_COMPLETE = re.compile(r"save-(\d{6,18})-step-(\d{1,18})", re.ASCII)
+_PARTIAL = re.compile(r"\.partial-save-\d{6,18}-step-\d{1,18}-[0-9a-f]{16}", re.ASCII)
 
 
 def index_file(shard: str) -> str:
@@ -158,16 +166,31 @@ def read_manifest(path: pathlib.Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        with file.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise CheckpointError(f"{file} has more than {MOST_BYTES:,} bytes, which no manifest has")
-        text = content.decode()
+        text = _content(file).decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} isn't text: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from error
     return Manifest.from_json(text, source=str(file))
+
+
+def _content(file: pathlib.Path) -> bytes:
+    """Returns the content of a regular file; a pipe could keep us waiting for ever.
+
+    Raises:
+        UnreadableCheckpointError: the operating system doesn't let this process read it.
+        CheckpointError: there is none, or it is something else, or too large.
+    """
+    try:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise CheckpointError(f"checkpoint {file.parent} is damaged: {file.name} isn't a regular file")
+            content = stream.read(MOST_BYTES + 1)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise CheckpointError(f"checkpoint {file.parent} is damaged: {error}") from error
+    except OSError as error:
+        raise UnreadableCheckpointError(f"{file} can't be read: {error}") from error
+    if len(content) > MOST_BYTES:
+        raise CheckpointError(f"{file} has more than {MOST_BYTES:,} bytes, which no manifest or index has")
+    return content
 
 
 def check_shards(path: pathlib.Path, manifest: Manifest) -> None:
@@ -183,12 +206,13 @@ def check_shards(path: pathlib.Path, manifest: Manifest) -> None:
 def check_bundle(path: pathlib.Path, name: str, shard: Shard, entries: Iterable[Entry]) -> None:
     """Checks the files of one shard, as `check_shards` does."""
     index, data = path / index_file(name), path / data_file(name)
+    content = _content(index)
     try:
-        with index.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
         size = data.stat().st_size
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
+    if not data.is_file():
+        raise CheckpointError(f"checkpoint {path} is damaged: {data.name} isn't a regular file")
     if len(content) != shard.index_bytes or hashlib.sha256(content).hexdigest() != shard.index_sha256:
         raise CheckpointError(f"{index} is damaged: it isn't the file that the manifest describes")
     if size != shard.data_bytes:

@@ -17,8 +17,10 @@ from typing import Any
 
 from dapple_tf.data_files import AMOUNTS, Decoder, Scalar, parse_object, short
 from dapple_tf.errors import DappleError
+from dapple_tf.version import VERSION
 
-FORMAT = "dapple_tf.checkpoint/2"
+_VERSION = 2
+FORMAT = f"dapple_tf.checkpoint/{_VERSION}"
 FORMAT_WITHOUT_DIGEST = "dapple_tf.checkpoint/1"
 """The format of earlier versions, whose manifests have no digest of their own. They are read, too."""
 CLIENT, DATA = "client", "data"
@@ -46,14 +48,19 @@ DTYPES = {
 }
 """Bytes per element of each dtype."""
 
-_SHARD = re.compile(rf"shard-\d{{1,6}}|{CLIENT}|{DATA}")
-_KEY = re.compile(r"(model|optimizer|metrics)/(0|[1-9]\d{0,8})")
+_SHARD = re.compile(rf"shard-[0-9]{{1,6}}|{CLIENT}|{DATA}")
+_KEY = re.compile(r"(model|optimizer|metrics)/(0|[1-9][0-9]{0,8})")
+_ANY_FORMAT = re.compile(r"dapple_tf\.checkpoint/([1-9][0-9]{0,8})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DIGEST_KEY = "sha256"
 
 
 class CheckpointError(DappleError):
     """A checkpoint can't be written or read, or doesn't fit the model; the text names the file or variable."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A checkpoint may be intact, but this process or version can't read it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +153,19 @@ class Manifest:
             source: name of the manifest in errors.
 
         Raises:
+            UnreadableCheckpointError: a newer version has written it.
             CheckpointError: the text isn't JSON, or has another format, a wrong or missing key, a wrong value, or
                 another digest than its contents.
         """
         data = parse_object(text, source, CheckpointError, most_bytes=MOST_BYTES, finite=True)
         if data.get("format") not in (FORMAT, FORMAT_WITHOUT_DIGEST):
             shown = short(data.get("format"))
+            version = _ANY_FORMAT.fullmatch(str(data.get("format")))
+            if version is not None:
+                raise UnreadableCheckpointError(
+                    f"{source} was written by a newer version of dapple_tf: its format is {version[1]}, dapple_tf "
+                    f"{VERSION} reads formats up to {_VERSION}; install a newer dapple_tf, or give an older checkpoint"
+                )
             raise CheckpointError(f"{source} isn't a checkpoint: 'format' is {shown}; it must be {FORMAT!r}")
         places = {("variables" if field.name == "entries" else field.name): field for field in dataclasses.fields(cls)}
         digested = data["format"] == FORMAT

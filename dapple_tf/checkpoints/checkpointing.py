@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 
-from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, latest_checkpoint, metrics_of
-from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, metrics_of
+from dapple_tf.checkpoints.checkpoint_files import checkpoints
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError, UnreadableCheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import build
@@ -69,16 +71,32 @@ class CheckpointedFit:
         self._within_epoch: Checkpoint | None = None
 
     def resumable(self) -> Checkpoint | None:
-        """Returns the checkpoint to resume from, if there is one.
+        """Returns the newest intact checkpoint, if there is any; damaged ones are told.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: all are damaged, or a newer one can't be read by this process or version.
         """
-        path = latest_checkpoint(self._settings.directory)
-        if path is None:
-            logger.info("%s has no checkpoint: training starts from the beginning", self._settings.directory)
-            return None
-        return Checkpoint.open(path)
+        faults: list[CheckpointError] = []
+        paths = checkpoints(pathlib.Path(self._settings.directory).absolute())
+        for path in reversed(paths):
+            try:
+                source = Checkpoint.open(path)
+                source.check()
+            except UnreadableCheckpointError:
+                raise
+            except CheckpointError as error:
+                faults.append(error)
+            else:
+                for fault in faults:
+                    logger.warning("%s; training goes on from the older checkpoint %s, which is intact", fault, path)
+                return source
+        if faults:
+            raise CheckpointError(
+                f"{faults[0]}; none of the {len(paths)} checkpoints in {self._settings.directory} is intact: remove "
+                f"them to start from the beginning, or give the directory of others"
+            ) from faults[0]
+        logger.info("%s has no checkpoint: training starts from the beginning", self._settings.directory)
+        return None
 
     def arguments(self, source: Checkpoint | None, x: Any, y: Any, **given: Any) -> dict[str, Any]:
         """Returns the arguments for Keras' ``fit``.

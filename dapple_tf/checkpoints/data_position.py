@@ -44,7 +44,7 @@ class Reading(Iterator[Any]):
     Attributes:
         element_spec: element spec of a dataset.
         number: number of the round.
-        touched: whether any step has asked for its batch.
+        handed_out: whether Keras has it.
         over: whether the round has ended.
         unseen: number of steps that Keras still has to count: their batches were trained on before the resumption.
     """
@@ -62,23 +62,22 @@ class Reading(Iterator[Any]):
         self._may_read_ahead = may_read_ahead
         self.element_spec = source.element_spec
         self.number, self.unseen = number, unseen
-        self.touched = self.over = False
+        self.handed_out = self.over = False
         self._source, self._items, self._taken = source, items, taken
         self._marked: tuple[int, State] | None = None
 
     def __next__(self) -> Any:
-        self.touched = True
         try:
             item = next(self._items)
         except StopIteration:
             self.over = True
             raise
+        self._source.read += self._taken == 0
         self._taken += 1
         return item
 
     def skip(self) -> bool:
         """Takes one step off `unseen`, if any is left; returns whether the step is only counted."""
-        self.touched = True
         if self.unseen == 0:
             return False
         self.unseen -= 1
@@ -178,12 +177,13 @@ class TrainingData(OwnAdapter):
         Args:
             epoch_over: whether the next batch begins another epoch.
         """
-        current = iter(self) if self._current is None else self._current
-        if epoch_over and (current.over or not self._goes_on):
-            current = iter(self)
+        source, current = self._source, self._current
+        values: dict[str, Any] = {"kind": source.kind}
+        if current is None or (epoch_over and not source.endless and (current.over or not self._goes_on)):
+            values |= {"round": self._following, "done": 0}
+            return values | source.describe(ahead=True), source.state(None)
         done, state = current.position()
-        values = {"kind": self._source.kind, "round": current.number, "done": done}
-        return values | self._source.describe(), state
+        return values | {"round": current.number, "done": done} | source.describe(), state
 
     def resume(self, saved: Mapping[str, Any], state: State, batch: int) -> None:
         """Starts at a position.
@@ -221,13 +221,19 @@ class TrainingData(OwnAdapter):
     def __iter__(self) -> Reading:
         """Returns the batches of a round.
 
-        Returns the same reading as before if nobody has asked for a batch: Keras takes iterators in advance.
+        Keras takes some rounds without reading them, which draws the seeds of a dataset.
         """
         source, current = self._source, self._current
-        if current is None or (current.touched and not source.endless):
-            number = 0 if current is None else current.number + 1
+        if current is None or (current.handed_out and not source.endless):
+            number = self._following
             self._current = current = Reading(source, source.open(number, 0), self._may_read_ahead, number)
+        current.handed_out = True
         return current
+
+    @property
+    def _following(self) -> int:
+        """Number of the next round."""
+        return 0 if self._current is None else self._current.number + 1
 
     @property
     def num_batches(self) -> int | None:

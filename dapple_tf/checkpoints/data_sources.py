@@ -16,7 +16,13 @@ from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
 from dapple_tf.errors import reason
 from dapple_tf.frontend.on_workers import Round, WorkerBatches
 from dapple_tf.keras_private import ArrayDataAdapter, PyDatasetAdapter, dataset_of, sliceable_arrays, standardized
-from graph_passes.ir.tensorflow_private import global_seed, iterator_resource, seeded
+from graph_passes.ir.tensorflow_private import (
+    global_seed,
+    iterator_resource,
+    seeded,
+    shuffled_datasets,
+    shuffles_within_rounds,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +42,11 @@ class Source:
         num_batches: number of batches in a round; None if it isn't known.
         endless: whether there is only one round, which contains all epochs.
         element_spec: element spec of a dataset.
+        read: number of rounds that have been read from.
     """
 
     kind: ClassVar[str]
+    read: int = 0
     num_batches: int | None = None
     endless: bool = False
     element_spec: Any = None
@@ -51,16 +59,20 @@ class Source:
         """Returns the batches of round ``number`` from batch ``start`` on."""
         raise NotImplementedError
 
-    def state(self, items: Iterator[Any]) -> State:
-        """Returns the state of an iterator after its last batch, as far as it is known."""
+    def state(self, items: Iterator[Any] | None) -> State:
+        """Returns the state of an iterator after its last batch, as far as it is known; None: of the next round's."""
         return {}
 
     def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
         """Returns the batches of a round from ``start`` on, where another process had that state."""
         return self.open(number, start)
 
-    def describe(self) -> dict[str, Any]:
-        """Returns JSON values: what must be the same when reading resumes, and what it then needs."""
+    def describe(self, *, ahead: bool = False) -> dict[str, Any]:
+        """Returns JSON values: what must be the same when reading resumes, and what it then needs.
+
+        Args:
+            ahead: whether the position is the start of the next round, which hasn't been opened.
+        """
         return {}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
@@ -103,16 +115,16 @@ def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str
             )
 
 
-def _times_opened(saved: Mapping[str, Any]) -> int:
-    """Returns how often a dataset was opened before its position was saved.
+def _times(saved: Mapping[str, Any], what: str, default: int | None = None) -> int:
+    """Returns how often a dataset was opened, or read from, before its position was saved.
 
     Raises:
         CheckpointError: the position doesn't say, or says a number that can't be.
     """
-    opened = saved.get("opened")
-    if type(opened) is not int or not 0 <= opened < _MOST_OPENED:
-        raise CheckpointError("the data's position lacks how often the dataset was opened")
-    return opened
+    count = saved.get(what, default)
+    if type(count) is not int or not 0 <= count < _MOST_OPENED:
+        raise CheckpointError(f"the data's position lacks how often the dataset was {what}")
+    return count
 
 
 def _rounds(saved: Mapping[str, Any]) -> list[int | None]:
@@ -186,7 +198,7 @@ class ArraySource(Source):
             lambda array: None if array is None else array.convert_to_numpy(array[indices]), self._arrays
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, *, ahead: bool = False) -> dict[str, Any]:
         """See `Source.describe`."""
         order = {"batches": self.num_batches, "shuffle": self.shuffle, "seed": self.seed}
         return order | {
@@ -257,7 +269,7 @@ class PyDatasetSource(Source):
         finally:
             adapter.on_epoch_end()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, *, ahead: bool = False) -> dict[str, Any]:
         """See `Source.describe`."""
         own: dict[str, Any] = {"batches": self.num_batches, "shuffle": self.shuffle, "drawn": None, "random": None}
         if self.shuffle:
@@ -344,7 +356,7 @@ class DatasetSource(Source):
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
         self._opened = self._opened_before = 0
-        self._start: tf.Tensor | None = None
+        self._counter: Any = None  # an iterator that is never read, whose state has the number of drawn seeds
         self._can_save = True
 
     def example(self) -> Any:
@@ -357,7 +369,16 @@ class DatasetSource(Source):
         """See `Source.open`."""
         self._opened += 1
         items = iter(self._dataset)
-        self._start = self._state_of(items)
+        if self._counter is None and (state := self._state_of(items)) is not None:
+            options = tf.data.Options()
+            options.experimental_symbolic_checkpoint = False  # Such states change only with elements that are read.
+            self._counter = iter(self._dataset.with_options(options))
+            self._restore(self._counter, state)
+            if shuffles_within_rounds(self._dataset):
+                logger.warning(
+                    "a resumed run reads later epochs in another order than an undisturbed one: the dataset shuffles "
+                    "twice and repeats, or concatenates what is shuffled; let it shuffle once, after concatenate"
+                )
         for _ in range(start):
             if next(items, None) is None:
                 break
@@ -378,38 +399,42 @@ class DatasetSource(Source):
             )
             return None
 
-    def state(self, items: Iterator[Any]) -> State:
-        """See `Source.state`; includes the state at the round's start, for `reopen`."""
+    def state(self, items: Iterator[Any] | None) -> State:
+        """See `Source.state`; includes the number of drawn seeds, for `reopen`."""
+        if items is not None:
+            return self._states(items)
+        if self._counter is None:
+            return {}
+        before = self._state_of(self._counter)
+        state = self._states(iter(self._dataset))
+        self._restore(self._counter, before)
+        return state
+
+    def _states(self, items: Any) -> State:
         own = self._state_of(items)
-        return {} if own is None or self._start is None else {"iterator": own, "start": self._start}
+        return {} if own is None else {"iterator": own, "start": self._state_of(self._counter)}
 
     def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
         """See `Source.reopen`.
 
         The iterator has the elements of its own round. The order of later rounds depends on seeds, which iterators
         draw from the dataset when they are made or restored. An iterator's state has the number of drawn seeds, and
-        restoring the state sets that number, unless the shuffling iterator has given its last element and is gone
-        (`prefetch` runs ahead of us). The state at the round's beginning always sets it, but is too old if rounds are
-        repeated within the iterator. So that state is restored last, unless the later seeds don't depend on the
-        number drawn before the iterator's state was restored.
+        restoring the state sets that number, unless the shuffling iterator has given its last element and is gone.
+        An iterator that is never read always has it, but not that of a dataset beneath another shuffle, which draws
+        a seed with the first element that is read of a round.
         """
+        for shuffled in shuffled_datasets(self._dataset):
+            for _ in range(self.read if state else self.read - (start > 0)):
+                iter(shuffled)
         if not state:
             while self._opened < self._opened_before - 1:  # Each has drawn seeds.
                 self._opened += 1
                 iter(self._dataset)
             return self.open(number, start)
         items = self.open(number, 0)
-        self._start = state["start"]
-        seeds = []
-        for more in (0, 1):
-            self._restore(iter(self._dataset), state["start"])
-            for _ in range(more):
-                iter(self._dataset)
-            self._restore(items, state["iterator"])
-            seeds.append(tf.io.serialize_tensor(self._state_of(iter(self._dataset))).numpy())
-        order = ("start", "iterator") if seeds[0] == seeds[1] else ("iterator", "start")
-        for name in order:
-            self._restore(items if name == "iterator" else iter(self._dataset), state[name])
+        self._opened = self._opened_before
+        self._restore(items, state["iterator"])
+        self._restore(iter(self._dataset), state["start"])
         return items
 
     def _restore(self, items: Any, state: tf.Tensor) -> None:
@@ -420,13 +445,14 @@ class DatasetSource(Source):
                 f"the position in the dataset can't be restored: {reason(error)}; resume with the same dataset"
             ) from error
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, *, ahead: bool = False) -> dict[str, Any]:
         """See `Source.describe`."""
-        return {"opened": self._opened}
+        return {"opened": self._opened + ahead, "read": self.read}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
         """See `Source.resume`."""
-        self._opened_before = _times_opened(saved)
+        self._opened_before = _times(saved, "opened")
+        self.read = _times(saved, "read", 0)  # which earlier versions didn't save
 
 
 class WorkerSource(Source):
@@ -452,9 +478,9 @@ class WorkerSource(Source):
         self._batches.source.rounds.pop()  # The round was begun in the other process.
         return self.open(number, start)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, *, ahead: bool = False) -> dict[str, Any]:
         """See `Source.describe`."""
-        return {"rounds": list(self._batches.source.rounds)}
+        return {"rounds": [*self._batches.source.rounds, *[0] * ahead]}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
         """See `Source.resume`."""

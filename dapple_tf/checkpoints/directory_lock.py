@@ -2,8 +2,8 @@
 
 The file ``.lock`` in the directory names the owner, which keeps it locked (``flock``). The kernel unlocks it when the
 process ends, however it ends, so that whoever comes next takes over. Where a file system has no locks, the name alone
-counts: who creates the file owns the directory; an owner on this machine that no longer runs is replaced, by one
-process at a time; one on another machine has to be removed by hand. Reading needs no lock.
+counts: who creates the file owns the directory; an owner on this machine that no longer runs is replaced, by who
+creates ``.lock-taking`` first; one on another machine has to be removed by hand. Reading needs no lock.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
 import pathlib
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,9 +29,8 @@ from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
+_TAKING = ".lock-taking"
 _MOST_BYTES = 4096
-_TAKING_SECONDS = 10.0
-"""Seconds that another process may take to write its name, which takes milliseconds."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """What ``flock`` says on file systems without locks."""
 
@@ -118,105 +119,81 @@ class DirectoryLock:
     def _taken(self, owner: Owner) -> int:
         """Returns the descriptor of the lock's file, which now is this owner's."""
         while True:
+            descriptor, is_new = _opened(self._path)
             try:
-                descriptor, is_new = _opened(self._path)
-            except FileNotFoundError:
-                if os.path.lexists(self._path):  # a link to nowhere
-                    raise
-                continue  # Its owner has removed it meanwhile.
-            try:
-                with self._alone_on_this_machine():
-                    if self._lock(descriptor, is_new=is_new) and self._is(descriptor):
-                        self._name(descriptor, owner)
-                        return descriptor
+                if self._lock(descriptor, owner, is_new=is_new) and self._is(descriptor):
+                    return descriptor
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
 
-    @contextlib.contextmanager
-    def _alone_on_this_machine(self) -> Iterator[None]:
-        """Waits until no other process of this machine is about to take the lock of the same directory.
-
-        Without locks of the file system, two of them could find that the owner no longer runs, and both follow it.
-
-        Raises:
-            CheckpointError: another process takes too long.
-        """
-        status = os.stat(self.directory)
-        name = f"\0dapple_tf/checkpoints/{status.st_dev}/{status.st_ino}"
-        deadline = time.monotonic() + _TAKING_SECONDS
-        with socket.socket(socket.AF_UNIX) as sign:
-            _signs.add(sign)
-            while True:
-                try:
-                    sign.bind(name)
-                    break
-                except OSError as error:
-                    if error.errno != errno.EADDRINUSE:
-                        raise
-                    if time.monotonic() > deadline:
-                        raise CheckpointError(
-                            f"{self.directory} is in use: for {_TAKING_SECONDS:g} s another process of this machine "
-                            f"has been about to save its checkpoints there; choose another directory, or end that one"
-                        ) from error
-                    time.sleep(0.01)
-            yield
-
-    def _lock(self, descriptor: int, *, is_new: bool) -> bool:
-        """Locks the file, perhaps after another model of this process has given it back, in which case it is False.
+    def _lock(self, descriptor: int, owner: Owner, *, is_new: bool) -> bool:
+        """Locks the file and names its owner; returns False if a model of this process has given it back for that.
 
         Args:
             descriptor: the open file.
+            owner: the owner.
             is_new: whether this process has created it.
+
+        Raises:
+            CheckpointError: another training has it.
         """
-        before = Owner.of(os.pread(descriptor, _MOST_BYTES, 0))
         other = _held.get(os.path.realpath(self.directory))
         if other is not None and not other.held:
             other = None
-        locks = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = False
-        except BlockingIOError:
-            taken = True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            locks = False
-            if is_new:
-                taken = False
-            elif before is None:  # Whoever has created it hasn't written its name yet.
+        locks, taken = True, False
+        with contextlib.ExitStack() as stack:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 taken = True
-            else:
-                taken = before.may_run if not before.is_here else other is not None
-        if not taken:
-            if before is not None and before.host != socket.gethostname():
-                logger.warning(
-                    "%s was in use by %s, which hasn't given it back; if it still runs, locks of this file system "
-                    "don't reach the other machine, and the two trainings remove each other's checkpoints",
-                    *(self.directory, before),
-                )
-            return True
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                locks = False
+                if not is_new:
+                    stack.enter_context(self._alone())
+            before = Owner.of(os.pread(descriptor, _MOST_BYTES, 0))
+            if not locks and not is_new:  # Whoever has created a file without a name hasn't written its name yet.
+                taken = before is None or (other is not None if before.is_here else before.may_run)
+            if not taken:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(dataclasses.asdict(owner)).encode(), 0)
+                if before is not None and before.host != owner.host:
+                    logger.warning(
+                        "%s was in use by %s, which hasn't given it back; if it still runs, locks of this file system "
+                        "don't reach the other machine, and the two trainings remove each other's checkpoints",
+                        *(self.directory, before),
+                    )
+                return True
         if other is not None and not other.busy():
             other.release()
             return False
-        way_out = "" if locks else f" (if that has ended, remove {self._path})"
-        raise CheckpointError(
-            f"{self.directory} is in use: {before or 'another process'} saves its checkpoints there{way_out}; choose "
-            f"another directory, or end that training first"
-        )
+        raise CheckpointError(self._in_use(f"{before or 'another process'} saves its checkpoints", self._path, locks))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Makes a context that one process at a time is in, as two could find that the owner no longer runs."""
+        path = self._path.with_name(_TAKING)
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError as error:
+            raise CheckpointError(self._in_use("another process is about to save its checkpoints", path)) from error
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _in_use(self, who: str, path: pathlib.Path, locks: bool = False) -> str:
+        way_out = "" if locks else f" (if that has ended, remove {path})"
+        return f"{self.directory} is in use: {who} there{way_out}; choose another directory, or end that training first"
 
     def _is(self, descriptor: int) -> bool:
         """Whether the path still is that of the open file, which its owner may have removed."""
         with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self._path))
         return False
-
-    @staticmethod
-    def _name(descriptor: int, owner: Owner) -> None:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(dataclasses.asdict(owner)).encode(), 0)
 
     @property
     def held(self) -> bool:
@@ -227,13 +204,13 @@ class DirectoryLock:
         """Whether it is held, and is that of a directory."""
         return self._descriptor is not None and directory == self.directory and self._is(self._descriptor)
 
-    def release(self) -> None:
-        """Gives the lock back."""
+    def release(self, *, here: bool = True) -> None:
+        """Gives the lock back, or leaves it to the process that this one was forked from unless it is held here."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
         try:
-            if self._is(descriptor):
+            if here and self._is(descriptor):
                 self._path.unlink()
         except OSError as error:  # The directory can't be written to any more; without the lock the name is nobody's.
             logger.debug("%s can't be removed: %s", self._path, error)
@@ -242,42 +219,45 @@ class DirectoryLock:
     def __del__(self) -> None:
         self.release()
 
-    def forget(self) -> None:
-        """Leaves the lock to the process that this one was forked from."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
 
 def _opened(path: pathlib.Path) -> tuple[int, bool]:
-    """Opens a file, which is created if there is none; also returns whether it was: of several processes by one."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
-    except FileExistsError:
-        return os.open(path, flags), False
+    """Opens a file, which is created if there is none; also returns whether it was: of several processes by one.
+
+    Who can't write to the directory can't open it either: reading would suffice to lock it.
+
+    Raises:
+        CheckpointError: it isn't a regular file of one name; what links lead to is never changed.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    writers = os.stat(path.parent).st_mode & 0o022
+    while True:
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600 | writers | writers << 1), True
+        try:
+            descriptor = os.open(path, flags)
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
+                return descriptor, False
+            os.close(descriptor)
+        except FileNotFoundError:  # Its owner has removed it meanwhile.
+            continue
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        raise CheckpointError(f"{path} is a link or no regular file, which no training has left: remove it")
 
 
 _held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
 """Directory -> its lock, if a model of this process had it last."""
-_signs: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""What tells other processes that this one is about to take a lock, for as long as any process has it open."""
 
 
-def _release_all() -> None:
+def _release_all(*, here: bool = True) -> None:
     for lock in list(_held.values()):
-        lock.release()
-
-
-def _forget_all() -> None:
-    for lock in list(_held.values()):
-        lock.forget()
-    for sign in list(_signs):
-        sign.close()
+        lock.release(here=here)
 
 
 atexit.register(_release_all)
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=functools.partial(_release_all, here=False))
 
 
 def _started(process: int) -> int | None:

@@ -78,6 +78,7 @@ class Recovery:
         log: the batches since then, in order. Training on them again gives the same values: besides steps, only values
             from the model change the devices' values, and these are a new base or noted with the next batch.
         last: values from the model that devices got after the last batch.
+        former: the base before a checkpoint that became one, and the batches between the two, until the next base.
     """
 
     def __init__(self, policy: FaultPolicy) -> None:
@@ -85,13 +86,12 @@ class Recovery:
         self.base: Base | None = None
         self.log: list[Trained] = []
         self.last: dict[str, tf.Tensor] = {}
+        self.former: tuple[Base, list[Trained]] | None = None
         self._failures = 0
 
     def agreed(self, values: Mapping[str, tf.Tensor]) -> None:
         """Notes that devices and model have the same values now."""
-        self.base = values
-        self.log.clear()
-        self.last = {}
+        self._begin(values)
 
     def assigned(self, values: Mapping[str, tf.Tensor]) -> None:
         """Notes that devices get values of some variables from the model."""
@@ -100,20 +100,31 @@ class Recovery:
 
     def forget(self) -> None:
         """Notes that the model's values are the valid ones now, whatever devices had."""
-        self.base = None
-        self.log.clear()
-        self.last = {}
+        self._begin(None)
 
     def saved(self, path: Path, step: int) -> None:
         """Notes that a checkpoint of the values after a step is complete."""
         if not self.log or self.log[0].step > step:
             return  # The base is as new.
+        between = [entry for entry in self.log if entry.step <= step]
+        self.former = None if self.base is None else (self.base, between)
         self.base = path
-        self.log = [entry for entry in self.log if entry.step > step]
+        self.log = self.log[len(between) :]
+
+    def fall_back(self) -> bool:
+        """Returns to the former base, as the base's checkpoint can't be read; False if there is none."""
+        if self.former is None:
+            return False
+        (self.base, between), self.former = self.former, None
+        self.log = between + self.log
+        return True
 
     def restored(self, path: Path) -> None:
         """Notes that devices have the values of a checkpoint now."""
-        self.base = path
+        self._begin(path)
+
+    def _begin(self, base: Base | None) -> None:
+        self.base, self.former = base, None
         self.log.clear()
         self.last = {}
 

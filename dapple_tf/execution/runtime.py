@@ -9,13 +9,14 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.saver import Saver
 from dapple_tf.clusters.shared_connections import give_back
 from dapple_tf.describe.cluster import Cluster, ClusterError
@@ -577,7 +578,15 @@ class Runtime:
             self.values.restore_again(base)
             return
         with learning_rate(self.engine.state.learning_rate) as set_rate:
-            self.values.recover(spec)
+            try:
+                self.values.recover(spec)
+            except CheckpointError as error:
+                if not recovery.fall_back():
+                    raise
+                self.saver.newest = None
+                former = "the values in memory" if isinstance(recovery.base, Mapping) else recovery.base
+                logger.warning("%s; going back to %s, %d steps before", error, former, len(recovery.log))
+                self.values.recover(spec)
             for entry in recovery.log:
                 set_rate(entry.rate)
                 batch = entry.batch

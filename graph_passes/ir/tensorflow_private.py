@@ -11,6 +11,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import device_lib, pywrap_tf_session
+from tensorflow.python.data.ops.concatenate_op import _ConcatenateDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
@@ -43,6 +46,8 @@ __all__ = [
     "replace_input",
     "seeded",
     "shapes_of_outputs",
+    "shuffled_datasets",
+    "shuffles_within_rounds",
     "watch_operation",
     "watches_variables",
 ]
@@ -259,6 +264,30 @@ def looked_up_run(
 
 SESSION_RUN = (pywrap_tf_session, "TF_SessionRun_wrapper")
 """Where ``Session.run`` finds the C function that it calls: a module, and the name in it. For those who time it."""
+
+
+def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns a dataset, and the ones that it is made of."""
+    return [dataset, *(inner for given in dataset._inputs() for inner in datasets_within(given))]
+
+
+def shuffled_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the inputs of all ``shuffle`` that a dataset is made by, which have another order in each round."""
+    return [
+        node._inputs()[0]
+        for node in datasets_within(dataset)
+        if isinstance(node, _ShuffleDataset) and node._reshuffle_each_iteration is not False
+    ]
+
+
+def shuffles_within_rounds(dataset: tf.data.Dataset) -> bool:
+    """Whether shuffles may begin anew within a round, other than outermost ones: by ``repeat`` or ``concatenate``."""
+    twice = any(map(shuffled_datasets, shuffled_datasets(dataset)))
+    return any(
+        isinstance(node, _ConcatenateDataset) or (twice and isinstance(node, _RepeatDataset))
+        for node in datasets_within(dataset)
+        if shuffled_datasets(node)
+    )
 
 
 def iterator_resource(iterator: Any) -> tf.Tensor:
