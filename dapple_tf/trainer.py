@@ -97,7 +97,7 @@ class PipelinedModel(Inspection, KerasMethods):
         plan: Plan,
         profile: Profile | None = None,
         *,
-        on_non_finite_loss: str = "stop",
+        on_non_finite_loss: str = "continue",
         faults: FaultPolicy | None = None,
         operator_costs: OperatorCosts | None = None,
         quiet: bool = False,
@@ -489,9 +489,8 @@ class PipelinedModel(Inspection, KerasMethods):
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
             self._runtime.drop()
             raise NonFiniteLossError(
-                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.values.kept}. "
-                f"Lower the learning rate, clip gradients, or go on regardless with transform(..., "
-                f"on_non_finite_loss='continue')"
+                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.kept}. Lower the learning "
+                f"rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
             )
         self._runtime.make_safe()
         return result

@@ -24,6 +24,7 @@ class DeviceState:
 
     Attributes:
         ahead: whether the devices have newer values than the Keras model.
+        updating: whether an update has begun and not succeeded, after which devices may have a mixture of values.
         fetched: variables of which the model has the devices' values or newer ones, although these are ahead.
         generation: number of times that the devices' variables were dropped; each time they need ``load`` again.
         left_over: the node that makes the updates left to the next step; None if there are none.
@@ -52,7 +53,7 @@ class DeviceState:
         """
         self._model, self._table, self._timing = model, table, timing
         self._holdings, self._run, self._add, self._update = holdings, run, add, update
-        self.ahead = False
+        self.ahead = self.updating = False
         self.fetched: set[str] = set()
         self.generation = 0
         self._open()
@@ -108,14 +109,16 @@ class DeviceState:
 
     def agreed(self) -> None:
         """Notes that the devices have nothing newer than the Keras model."""
-        self.ahead = False
+        self.ahead = self.updating = False
         self.fetched.clear()
 
     def flush(self) -> None:
         """Makes the updates that the last step left to the next one."""
         if self.left_over is not None:
             node, self.left_over = self.left_over, None
+            self.updating = True
             self._update(node)
+            self.updating = False
 
     def fetch(self, names: Collection[str]) -> None:
         """Copies devices -> Keras values of some variables, of which devices have the newest."""
