@@ -31,13 +31,14 @@ from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
-from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind
+from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.metrics import in_order
+from dapple_tf.frontend.model_front import in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
@@ -109,7 +110,8 @@ class PipelinedModel(Inspection, KerasMethods):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         if isinstance(prepared_steps, bool) or not isinstance(prepared_steps, int) or prepared_steps < 1:
             raise ValueError(f"prepared_steps is {prepared_steps!r}; it must be a whole number from 1 on")
-        self.model, self.profile = model, profile
+        super().__init__(model)
+        self.profile = profile
         self._own_passes = tuple(passes)
         self.last_step_seconds = 0.0
         self._sizes = BatchSizes()
@@ -173,13 +175,10 @@ class PipelinedModel(Inspection, KerasMethods):
             x, y = arguments.pop("x"), arguments.pop("y")
             return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
 
-    def _call(self, method: str, **kwargs: Any) -> Any:
-        """Calls a method of the user's model, whose steps run here meanwhile."""
+    @contextlib.contextmanager
+    def _running(self, method: str) -> Iterator[Hooks]:
+        """Makes a method of the user's model run its steps here inside the context."""
         self._follow()
-        kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
-        reads = method in ("fit", "evaluate", "predict")
-        if reads:
-            check_has_batches(method, kwargs)
         hooks = Hooks(
             train=self._function(Mode.TRAIN, method, "x"),
             test=self._function(Mode.TEST, method, "validation_data" if method == "fit" else "x"),
@@ -197,6 +196,19 @@ class PipelinedModel(Inspection, KerasMethods):
             self._passes = {}
             self._begun = set()
             self._steps_left = 0
+            yield hooks
+
+    def _call_own(self, method: str, enter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._running(method), entered(self.model, method, enter):
+            return getattr(self.model, method)(*args, **kwargs)
+
+    def _call(self, method: str, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            hooks = stack.enter_context(self._running(method))
+            kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
+            reads = method in ("fit", "evaluate", "predict")
+            if reads:
+                check_has_batches(method, kwargs)
             if method == "fit":
                 self._watch_by(kwargs.get("callbacks"), stack)
             if reads:
@@ -206,9 +218,9 @@ class PipelinedModel(Inspection, KerasMethods):
             if method == "predict":
                 predicted = Predicted(lambda: Mode.PREDICT in self._begun)
                 kwargs["callbacks"] = stack.enter_context(behind(predicted, kwargs.get("callbacks")))
-            return getattr(self.model, method)(**kwargs)
+            return getattr(keras.Model, method)(self.model, **kwargs)
 
-    def _on_batch(self, method: str, arguments: dict[str, Any]) -> Any:
+    def _on_batch(self, method: str, **arguments: Any) -> Any:
         """Does as Keras' own ``train_on_batch`` or ``test_on_batch``, which go through all layers several times."""
         mode = Mode.TRAIN if method == "train_on_batch" else Mode.TEST
         simple = arguments.get("class_weight") is None and plain_on_batch(self.model, method)
@@ -296,6 +308,7 @@ class PipelinedModel(Inspection, KerasMethods):
 
     # ---- values
 
+    @in_one_thread
     def sync(self) -> keras.Model:
         """Copies the devices' values into the user's model and optimizer; returns the model.
 
@@ -308,6 +321,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.sync()
         return self.model
 
+    @in_one_thread
     def load(self) -> None:
         """Lets the next step copy all values of the user's model and optimizer to the devices.
 
@@ -319,6 +333,7 @@ class PipelinedModel(Inspection, KerasMethods):
         """Calls ``sync``, then ``keras.Model.save``."""
         self.sync().save(path, **arguments)
 
+    @in_one_thread
     def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
         """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data position.
 
@@ -348,6 +363,7 @@ class PipelinedModel(Inspection, KerasMethods):
         """
         self._runtime.saver.wait()
 
+    @in_one_thread
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Manifest:
         """Restores the values of a checkpoint, or of the newest in a directory, from any plan and cluster.
 
@@ -364,6 +380,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.restore(source)
         return source.manifest
 
+    @in_one_thread
     def close(self, *, sync: bool = True) -> None:
         """Copies trained values into the user's model and frees the devices; the next call starts anew.
 
