@@ -76,11 +76,13 @@ class PipelinedModel(Inspection, KerasMethods):
     Values live in two places: on the devices, which train, and in the user's model. The two look like one: a variable
     of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
     and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
-    begins, before validation and at the end of each epoch (on devices of this process, of every hundredth step or
-    more). Models that share variables see each other's values.
+    begins, before validation and at the end of each epoch; on devices of this process at the end of an epoch that is
+    over a second after the last time, and in longer ones every few seconds. Models that share variables see each
+    other's values.
 
-    An error in a step leaves the model with the values of its last ``sync``. After the model was compiled again or
-    layers were frozen, the next call makes new step graphs.
+    An error in a step that updates variables leaves the model with the values of its last ``sync``, and says how many
+    steps ago that was; all other errors leave the newest. After the model was compiled again or layers were frozen, the
+    next call makes new step graphs. A pipelined model works in one thread at a time.
 
     Attributes:
         model: the user's Keras model.
@@ -172,7 +174,7 @@ class PipelinedModel(Inspection, KerasMethods):
             if source is not None:
                 self._runtime.restore(source)
             arguments = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)
-            x, y = arguments.pop("x"), arguments.pop("y")
+            x, y = arguments.pop("x", None), arguments.pop("y", None)
             return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
 
     @contextlib.contextmanager
@@ -263,7 +265,14 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.values.doubt()
         if not self._changed():
             return
-        logger.info("model %r has changed since its step graphs were made; they are made again", self.model.name)
+        name = self.model.name
+        if self._compiled and not self._compiled_again:
+            logger.warning(
+                "layers of model %r were frozen, unfrozen or added without compile(): steps follow them from now on, "
+                "plain Keras' only from the next compile() on",
+                name,
+            )
+        logger.info("model %r has changed since its step graphs were made; they are made again", name)
         self.close()
         self._check()
         self._runtime.start()
@@ -272,13 +281,18 @@ class PipelinedModel(Inspection, KerasMethods):
     def _changed(self) -> bool:
         """Whether the model has been compiled, frozen or extended since its step graphs were made."""
         before = self._compiled
-        if not before or any(a is not b for a, b in zip(self._compilation(), before, strict=False)):
+        if not before or self._compiled_again:
             return True
         if not self._makeup.changed:
             return False
         now = self._settings()
         self._makeup = Makeup(self.model)
         return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+
+    @property
+    def _compiled_again(self) -> bool:
+        """Whether the model has been compiled since its step graphs were made."""
+        return any(a is not b for a, b in zip(self._compilation(), self._compiled, strict=False))
 
     # ---- what a step is expected to take
 

@@ -6,16 +6,14 @@ import difflib
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import keras
 
 from dapple_tf.errors import DappleError
 from dapple_tf.frontend.attachment import WHOLE
 
-_Front = TypeVar("_Front", bound="ModelFront")
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _NOT_HERE = {
     **dict.fromkeys(("make_train_function", "train_function", "train_step"), "train_on_batch() or fit()"),
@@ -124,13 +122,11 @@ class ModelFront:
             )
 
 
-def in_one_thread(
-    method: Callable[Concatenate[_Front, _P], _T],
-) -> Callable[Concatenate[_Front, _P], _T]:
+def in_one_thread(method: _Method) -> _Method:
     """Returns a method that refuses to run while another thread is in such a method of the same pipelined model."""
 
     @functools.wraps(method)
-    def call(front: _Front, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def call(front: ModelFront, *args: Any, **kwargs: Any) -> Any:
         if not front._at_work.acquire(blocking=False):
             raise DappleError(
                 f"{method.__name__}(): another thread is in {front._method}() of pipelined model {front.model.name!r}, "
@@ -143,7 +139,7 @@ def in_one_thread(
             front._method = outer
             front._at_work.release()
 
-    return call
+    return cast(_Method, call)
 
 
 def meant(name: str, names: Iterable[str]) -> str:

@@ -107,8 +107,9 @@ def profile(
         bar.step("capturing the model", now=True)
         example = ExampleBatch.of(model, x, y, sample_weight, length=length)
         table = VariableTable(model)
-        build(model, table, example.spec)
-        program = capture(model, table, Mode.TRAIN, example.spec)
+        with example.told(model):
+            build(model, table, example.spec)
+            program = capture(model, table, Mode.TRAIN, example.spec)
         time_budget.end()
         key = profile_key(model, program, example, sizes, cluster, device, repeats)
         directory = cache_directory(cache)
