@@ -159,8 +159,8 @@ def test_guessed_labels_are_told(
     example, table = ExampleBatch.of(model), VariableTable(model)
     text = r"labels are guessed, y float32 \(\?, 4\): give examples to transform\(\.\.\., x=\.\.\., y=\.\.\.\)"
     expected = text if error else r"^layer 'own' (?!.*guessed)" if layer is Untraceable else None
-    with contextlib.nullcontext() if expected is None else pytest.raises(CaptureError, match=expected):
-        with example.told(model):
-            build(model, table, example.spec)
-            capture(model, table, Mode.TRAIN, example.spec)
+    outcome = contextlib.nullcontext() if expected is None else pytest.raises(CaptureError, match=expected)
+    with outcome, example.told(model):
+        build(model, table, example.spec)
+        capture(model, table, Mode.TRAIN, example.spec)
     assert ("labels are guessed" in caplog.text) == warned

@@ -363,9 +363,7 @@ def test_a_step_that_fails_leaves_no_mixture(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("where", "left"), [("step", 4), ("on a batch", 5), ("data", 5), ("callback", 5), ("evaluation", 6)]
 )
-def test_an_error_undoes_no_finished_epoch(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str, left: int
-) -> None:
+def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str, left: int) -> None:
     """In the sixth step, where epochs have two: ten epochs were lost, as values came back after a hundred steps."""
     for name, value in (("_SHORT_SECONDS", -1.0), ("_LONG_SECONDS", -1.0 if where == "on a batch" else np.inf)):
         monkeypatch.setattr(runtime, name, value)

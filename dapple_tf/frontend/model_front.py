@@ -126,18 +126,18 @@ def in_one_thread(method: _Method) -> _Method:
     """Returns a method that refuses to run while another thread is in such a method of the same pipelined model."""
 
     @functools.wraps(method)
-    def call(front: ModelFront, *args: Any, **kwargs: Any) -> Any:
-        if not front._at_work.acquire(blocking=False):
+    def call(self: ModelFront, *args: Any, **kwargs: Any) -> Any:
+        if not self._at_work.acquire(blocking=False):
             raise DappleError(
-                f"{method.__name__}(): another thread is in {front._method}() of pipelined model {front.model.name!r}, "
+                f"{method.__name__}(): another thread is in {self._method}() of pipelined model {self.model.name!r}, "
                 f"which works in one thread at a time: call one after the other, or from a callback of the first"
             )
-        outer, front._method = front._method, front._method or method.__name__
+        outer, self._method = self._method, self._method or method.__name__
         try:
-            return method(front, *args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
-            front._method = outer
-            front._at_work.release()
+            self._method = outer
+            self._at_work.release()
 
     return cast(_Method, call)
 

@@ -151,9 +151,7 @@ class ExampleBatch:
 def _declared_inputs(model: keras.Model) -> Any:
     declared = declared_spec(model)
     if declared is None:
-        raise ProfileError(
-            f"model {model.name!r} doesn't declare its inputs: {_WAY_OUT}"
-        )
+        raise ProfileError(f"model {model.name!r} doesn't declare its inputs: {_WAY_OUT}")
     return declared.x
 
 
@@ -234,9 +232,7 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
     )
     labels = labels_of_outputs(model, outputs, sized)
     if labels is None:
-        raise ProfileError(
-            f"the labels that the loss of model {model.name!r} takes can't be guessed: {_WAY_OUT}"
-        )
+        raise ProfileError(f"the labels that the loss of model {model.name!r} takes can't be guessed: {_WAY_OUT}")
     return labels
 
 
