@@ -451,6 +451,7 @@ class PipelinedModel(Inspection, KerasMethods):
 
         return function
 
+    @in_one_thread
     def _run(self, mode: Mode, batch: Batch, started: float, prefetch: Callable[[], None] | None = None) -> None:
         """Runs a step of a call.
 
@@ -540,6 +541,7 @@ class PipelinedModel(Inspection, KerasMethods):
             return
         self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
 
+    @in_one_thread
     def _predict(self, items: Iterable[Any]) -> Any:
         """Replaces Keras' predict function: returns the outputs for consecutive batches, concatenated."""
         outputs = []

@@ -164,6 +164,7 @@ def test_two_threads(pair: Pair) -> None:
         lambda: pipelined.evaluate(X, Y, verbose=0),
         lambda: pipelined.get_weights(),
         lambda: pipelined.verify(X[:7], Y[:7]),
+        lambda: pair.model.predict(X, verbose=0),
         lambda: pair.model.layers[1].kernel.numpy(),
     ]
 

@@ -282,7 +282,7 @@ class Runtime:
         steps = self.steps - self._synced
         ago = f"{steps} step{'s' * (steps != 1)} ago"
         if self.engine.state.deferred:
-            return f"the devices begin again with the model's initial values, {ago}"
+            return f"the devices begin again with the model's initial values, of {ago}"
         return f"the model keeps the values of its last sync(), {ago}"
 
     def save(self, directory: str | os.PathLike[str], keep: int, progress: Progress) -> pathlib.Path:
