@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -112,13 +113,18 @@ class DeviceState:
         self.ahead = self.updating = False
         self.fetched.clear()
 
+    @contextlib.contextmanager
+    def _updates(self) -> Iterator[None]:
+        self.updating = True
+        yield
+        self.updating = False
+
     def flush(self) -> None:
         """Makes the updates that the last step left to the next one."""
         if self.left_over is not None:
             node, self.left_over = self.left_over, None
-            self.updating = True
-            self._update(node)
-            self.updating = False
+            with self._updates():
+                self._update(node)
 
     def fetch(self, names: Collection[str]) -> None:
         """Copies devices -> Keras values of some variables, of which devices have the newest."""
@@ -129,7 +135,8 @@ class DeviceState:
     def push(self, values: Mapping[str, tf.Tensor]) -> None:
         """Copies values of some variables -> devices, which have values of all."""
         self.flush()
-        self._stored.load_some({name: value.numpy() for name, value in values.items()})
+        with self._updates():
+            self._stored.load_some({name: value.numpy() for name, value in values.items()})
 
     def rearrange(self, before: list[Holding]) -> None:
         """Moves values from device to device, because other devices keep the variables from now on.
@@ -192,4 +199,5 @@ class DeviceState:
         rate = self.learning_rate
         if rate is not None and self._stored.lacks_rate(rate):
             self.flush()  # with the rate of its own step
-            self._stored.load_rate(rate)
+            with self._updates():
+                self._stored.load_rate(rate)
