@@ -129,8 +129,9 @@ def in_one_thread(method: _Method) -> _Method:
     def call(self: ModelFront, *args: Any, **kwargs: Any) -> Any:
         if not self._at_work.acquire(blocking=False):
             raise DappleError(
-                f"{method.__name__.strip('_')}(): another thread is in {self._method}() of pipelined model {self.model.name!r}, "
-                f"which works in one thread at a time: call one after the other, or from a callback of the first"
+                f"{method.__name__.strip('_')}(): another thread is in {self._method}() of pipelined model "
+                f"{self.model.name!r}, which works in one thread at a time: call one after the other, or from a "
+                f"callback of the first"
             )
         outer, self._method = self._method, self._method or method.__name__
         try:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.describe.layer_profile import ProfileError
-from dapple_tf.errors import CaptureError
+from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.own_steps import own_steps
@@ -119,15 +119,21 @@ class ExampleBatch:
 
     @contextlib.contextmanager
     def told(self, model: keras.Model) -> Iterator[None]:
-        """Tells that labels are guessed, in errors of tracing the model, and in a warning if its loss isn't Keras'."""
+        """Tells that labels are guessed, in errors of the model's steps, and in a warning if its loss isn't Keras'.
+
+        Raises:
+            CaptureError: the model can't be traced.
+            ProfileError: its steps fail on the guessed labels.
+        """
         labels = f"labels are guessed, {BatchSpec(None, self.spec.y)}"
         try:
             yield
-        except CaptureError as error:
-            if self.guessed:
-                capture(model, VariableTable(model), Mode.PREDICT, self.spec)  # fails if labels aren't the reason
-                raise CaptureError(f"{str(error).rstrip('.')}; {labels}: {_WAY_OUT}") from error
-            raise
+        except (CaptureError, tf.errors.OpError) as error:
+            if not self.guessed or isinstance(error, tf.errors.ResourceExhaustedError):
+                raise
+            capture(model, VariableTable(model), Mode.PREDICT, self.spec)  # fails if labels aren't the reason
+            kind = CaptureError if isinstance(error, CaptureError) else ProfileError
+            raise kind(f"{reason(error).rstrip('.')}; {labels}: {_WAY_OUT}") from error
         if self.guessed and not _has_kerass_loss(model):
             logger.warning("model %r: %s; if its loss takes others, %s", model.name, labels, _WAY_OUT)
 
