@@ -28,6 +28,7 @@ from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.model_front import ModelFront, in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
 from dapple_tf.frontend.step_batches import StepBatches
 from dapple_tf.operators.op_graph import OpPlacement
@@ -38,7 +39,7 @@ from dapple_tf.verification import PlainSide, Verification, compare
 from graph_passes.ir.graph import GraphDef
 
 
-class Inspection(abc.ABC):
+class Inspection(ModelFront, abc.ABC):
     """Inspection of a model and its steps, for a class that runs them.
 
     Attributes:
@@ -46,7 +47,6 @@ class Inspection(abc.ABC):
         profile: the profile that the plan was made from; None if there was none.
     """
 
-    model: keras.Model
     profile: Profile | None
     _runtime: Runtime
     _specs: dict[Mode, BatchSpec]
@@ -88,6 +88,7 @@ class Inspection(abc.ABC):
     def _engine(self) -> Engine:
         return self._runtime.engine
 
+    @in_one_thread
     def verify(
         self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int = 3, float64: bool = True
     ) -> Verification:
@@ -166,6 +167,7 @@ class Inspection(abc.ABC):
         session = self._engine.session
         return session.graph.as_graph_def(), session.requests
 
+    @in_one_thread
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
 
@@ -177,6 +179,7 @@ class Inspection(abc.ABC):
         assert traced is not None
         return traced.stats
 
+    @in_one_thread
     def profile_step(
         self, x: Any, y: Any = None, sample_weight: Any = None, *, warm_up: int = 2, train: bool = False
     ) -> StepProfile:

@@ -12,20 +12,26 @@ import keras
 
 from dapple_tf.checkpoints.checkpointing import Checkpointing
 from dapple_tf.describe.plan import Plan
+from dapple_tf.errors import DappleError
+from dapple_tf.frontend.attachment import has_own
 from dapple_tf.frontend.batch_sizes import whole_number
-from dapple_tf.frontend.model_front import ModelFront, meant
+from dapple_tf.frontend.model_front import ModelFront, in_one_thread, meant
 
 
 class KerasMethods(ModelFront, abc.ABC):
-    """Keras' methods with Keras' own signatures: arguments are given by position or by name."""
+    """Keras' methods: arguments are given by position or by name, as Keras takes them or the model's own method."""
 
     @abc.abstractmethod
     def _call(self, method: str, **arguments: Any) -> Any:
-        """Calls a method of the user's model, whose steps are pipelined meanwhile."""
+        """Calls Keras' method of the user's model, whose steps are pipelined meanwhile."""
 
     @abc.abstractmethod
-    def _on_batch(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Calls ``train_on_batch`` or ``test_on_batch`` of the user's model, whose step is pipelined."""
+    def _call_own(self, method: str, enter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the model's own method, whose steps are pipelined, and in which Keras' method becomes ``enter``."""
+
+    @abc.abstractmethod
+    def _on_batch(self, method: str, **arguments: Any) -> Any:
+        """Calls Keras' ``train_on_batch`` or ``test_on_batch`` of the user's model, whose step is pipelined."""
 
     @abc.abstractmethod
     def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
@@ -40,24 +46,18 @@ class KerasMethods(ModelFront, abc.ABC):
         """Returns the batch size for cutting arrays: the plan's global batch size, unless another is given."""
         return self.plan.global_batch_size if given is None else whole_number("batch_size", given)
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        *args: Any,
-        checkpoint: Checkpointing | None = None,
-        resume: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    @in_one_thread
+    def fit(self, *args: Any, checkpoint: Checkpointing | None = None, resume: bool = False, **kwargs: Any) -> Any:
         """Runs ``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
 
         Batches of another size are cut into micro-batches of about the plan's size. A message says so once, because the
         plan's times and memory don't hold for them.
 
+        A model's own ``fit`` (``evaluate``, ``predict``) gets the arguments as they are given, whatever it takes; the
+        above, and checkpoints, are for the call of Keras' method in it.
+
         Args:
-            x: as for Keras.
-            y: as for Keras.
-            args: as for Keras: batch_size, epochs, verbose, callbacks and the others, in its order.
+            args: as for Keras: x, y, batch_size, epochs, verbose, callbacks and the others, in its order.
             checkpoint: when and where to save checkpoints, in the background.
             resume: whether to resume from the newest checkpoint of that directory, if it has any: with the same plan,
                 devices and data, as if training hadn't stopped. Checkpoints don't hold the callbacks' own state.
@@ -70,38 +70,74 @@ class KerasMethods(ModelFront, abc.ABC):
                 training uses the directory; or, at the end of training, the last checkpoint couldn't be written.
             TypeError: Keras' method doesn't have an argument.
             ValueError: ``resume`` without ``checkpoint``.
+            DappleError: another thread uses the pipelined model; or ``checkpoint`` for a model whose own ``fit`` calls
+                Keras' method more than once, or never.
         """
         if resume and checkpoint is None:
             raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
-        arguments = _bound("fit", (x, y, *args), kwargs, ("checkpoint", "resume"))
-        size = arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))
-        arguments["validation_batch_size"] = arguments.get("validation_batch_size") or size
-        if checkpoint is None:
-            return self._call("fit", **arguments)
-        return self._fit_with_checkpoints(checkpoint, resume, arguments)
+        calls = 0
 
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def fit(**arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            size = arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))
+            arguments["validation_batch_size"] = arguments.get("validation_batch_size") or size
+            if checkpoint is None:
+                return self._call("fit", **arguments)
+            if calls > 1:
+                raise self._unsaved("calls Keras' fit() more than once")
+            return self._fit_with_checkpoints(checkpoint, resume, arguments)
+
+        result = self._called("fit", fit, args, kwargs, ("checkpoint", "resume"))
+        if checkpoint is not None and not calls:
+            raise self._unsaved("never calls Keras' fit()")
+        return result
+
+    def _unsaved(self, what: str) -> DappleError:
+        return DappleError(
+            f"fit(checkpoint=...) saves in one call of keras.Model.fit, but the own fit() of model {self.model.name!r} "
+            f"{what}: leave checkpoint out, and call save_checkpoint() where values are to be saved"
+        )
+
+    @in_one_thread
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
-        return self._sized("evaluate", (x, y, *args), kwargs)
+        return self._called("evaluate", functools.partial(self._sized, "evaluate"), args, kwargs)
 
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    @in_one_thread
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
-        return self._sized("predict", (x, *args), kwargs)
+        return self._called("predict", functools.partial(self._sized, "predict"), args, kwargs)
 
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @in_one_thread
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.train_on_batch``."""
-        return self._on_batch("train_on_batch", _bound("train_on_batch", (x, y, *args), kwargs))
+        return self._called("train_on_batch", functools.partial(self._on_batch, "train_on_batch"), args, kwargs)
 
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @in_one_thread
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.test_on_batch``."""
-        return self._on_batch("test_on_batch", _bound("test_on_batch", (x, y, *args), kwargs))
+        return self._called("test_on_batch", functools.partial(self._on_batch, "test_on_batch"), args, kwargs)
 
-    def predict_on_batch(self, x: Any) -> Any:
+    @in_one_thread
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.predict_on_batch``."""
-        return self._call("predict_on_batch", x=x)
+        return self._called("predict_on_batch", functools.partial(self._call, "predict_on_batch"), args, kwargs)
 
-    def _sized(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = _bound(method, args, kwargs)
+    def _called(
+        self,
+        method: str,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: tuple[str, ...] = (),
+    ) -> Any:
+        """Calls a method of the model, its own or Keras'; the latter as ``run``, with arguments by name."""
+        if not has_own(self.model, method):
+            return run(**_bound(method, args, kwargs, others))
+        return self._call_own(method, lambda *own, **named: run(**_bound(method, own, named)), *args, **kwargs)
+
+    def _sized(self, method: str, **arguments: Any) -> Any:
         arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))
         return self._call(method, **arguments)
 

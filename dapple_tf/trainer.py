@@ -31,13 +31,14 @@ from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
-from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind
+from dapple_tf.frontend.attachment import Hooks, Sync, attached, behind, entered
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.empty_data import Predicted, check_has_batches, no_batch
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.metrics import in_order
+from dapple_tf.frontend.model_front import in_one_thread
 from dapple_tf.frontend.on_workers import OnWorkers, arguments_on_workers
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
@@ -75,11 +76,13 @@ class PipelinedModel(Inspection, KerasMethods):
     Values live in two places: on the devices, which train, and in the user's model. The two look like one: a variable
     of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
     and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
-    begins, before validation and at the end of each epoch (on devices of this process, of every hundredth step or
-    more). Models that share variables see each other's values.
+    begins, before validation and at the end of each epoch; on devices of this process at the end of an epoch that is
+    over a second after the last time, and in longer ones every few seconds. Models that share variables see each
+    other's values.
 
-    An error in a step leaves the model with the values of its last ``sync``. After the model was compiled again or
-    layers were frozen, the next call makes new step graphs.
+    An error in a step that updates variables leaves the model with the values of its last ``sync``, and says how many
+    steps ago that was; all other errors leave the newest. After the model was compiled again or layers were frozen, the
+    next call makes new step graphs. A pipelined model works in one thread at a time.
 
     Attributes:
         model: the user's Keras model.
@@ -97,7 +100,7 @@ class PipelinedModel(Inspection, KerasMethods):
         plan: Plan,
         profile: Profile | None = None,
         *,
-        on_non_finite_loss: str = "stop",
+        on_non_finite_loss: str = "continue",
         faults: FaultPolicy | None = None,
         operator_costs: OperatorCosts | None = None,
         quiet: bool = False,
@@ -109,7 +112,8 @@ class PipelinedModel(Inspection, KerasMethods):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         if isinstance(prepared_steps, bool) or not isinstance(prepared_steps, int) or prepared_steps < 1:
             raise ValueError(f"prepared_steps is {prepared_steps!r}; it must be a whole number from 1 on")
-        self.model, self.profile = model, profile
+        super().__init__(model)
+        self.profile = profile
         self._own_passes = tuple(passes)
         self.last_step_seconds = 0.0
         self._sizes = BatchSizes()
@@ -170,16 +174,13 @@ class PipelinedModel(Inspection, KerasMethods):
             if source is not None:
                 self._runtime.restore(source)
             arguments = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)
-            x, y = arguments.pop("x"), arguments.pop("y")
+            x, y = arguments.pop("x", None), arguments.pop("y", None)
             return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
 
-    def _call(self, method: str, **kwargs: Any) -> Any:
-        """Calls a method of the user's model, whose steps run here meanwhile."""
+    @contextlib.contextmanager
+    def _running(self, method: str) -> Iterator[Hooks]:
+        """Makes a method of the user's model run its steps here inside the context."""
         self._follow()
-        kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
-        reads = method in ("fit", "evaluate", "predict")
-        if reads:
-            check_has_batches(method, kwargs)
         hooks = Hooks(
             train=self._function(Mode.TRAIN, method, "x"),
             test=self._function(Mode.TEST, method, "validation_data" if method == "fit" else "x"),
@@ -197,6 +198,19 @@ class PipelinedModel(Inspection, KerasMethods):
             self._passes = {}
             self._begun = set()
             self._steps_left = 0
+            yield hooks
+
+    def _call_own(self, method: str, enter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._running(method), entered(self.model, method, enter):
+            return getattr(self.model, method)(*args, **kwargs)
+
+    def _call(self, method: str, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            hooks = stack.enter_context(self._running(method))
+            kwargs = arguments_on_workers(method, kwargs, self._runtime.reading(), self._engine.data.groups)
+            reads = method in ("fit", "evaluate", "predict")
+            if reads:
+                check_has_batches(method, kwargs)
             if method == "fit":
                 self._watch_by(kwargs.get("callbacks"), stack)
             if reads:
@@ -206,9 +220,9 @@ class PipelinedModel(Inspection, KerasMethods):
             if method == "predict":
                 predicted = Predicted(lambda: Mode.PREDICT in self._begun)
                 kwargs["callbacks"] = stack.enter_context(behind(predicted, kwargs.get("callbacks")))
-            return getattr(self.model, method)(**kwargs)
+            return getattr(keras.Model, method)(self.model, **kwargs)
 
-    def _on_batch(self, method: str, arguments: dict[str, Any]) -> Any:
+    def _on_batch(self, method: str, **arguments: Any) -> Any:
         """Does as Keras' own ``train_on_batch`` or ``test_on_batch``, which go through all layers several times."""
         mode = Mode.TRAIN if method == "train_on_batch" else Mode.TEST
         simple = arguments.get("class_weight") is None and plain_on_batch(self.model, method)
@@ -251,7 +265,14 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.values.doubt()
         if not self._changed():
             return
-        logger.info("model %r has changed since its step graphs were made; they are made again", self.model.name)
+        name = self.model.name
+        if self._compiled and not self._compiled_again:
+            logger.warning(
+                "layers of model %r were frozen, unfrozen or added without compile(): steps follow them from now on, "
+                "plain Keras' only from the next compile() on",
+                name,
+            )
+        logger.info("model %r has changed since its step graphs were made; they are made again", name)
         self.close()
         self._check()
         self._runtime.start()
@@ -260,13 +281,18 @@ class PipelinedModel(Inspection, KerasMethods):
     def _changed(self) -> bool:
         """Whether the model has been compiled, frozen or extended since its step graphs were made."""
         before = self._compiled
-        if not before or any(a is not b for a, b in zip(self._compilation(), before, strict=False)):
+        if not before or self._compiled_again:
             return True
         if not self._makeup.changed:
             return False
         now = self._settings()
         self._makeup = Makeup(self.model)
         return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+
+    @property
+    def _compiled_again(self) -> bool:
+        """Whether the model has been compiled since its step graphs were made."""
+        return any(a is not b for a, b in zip(self._compilation(), self._compiled, strict=False))
 
     # ---- what a step is expected to take
 
@@ -296,6 +322,7 @@ class PipelinedModel(Inspection, KerasMethods):
 
     # ---- values
 
+    @in_one_thread
     def sync(self) -> keras.Model:
         """Copies the devices' values into the user's model and optimizer; returns the model.
 
@@ -308,6 +335,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.sync()
         return self.model
 
+    @in_one_thread
     def load(self) -> None:
         """Lets the next step copy all values of the user's model and optimizer to the devices.
 
@@ -319,6 +347,7 @@ class PipelinedModel(Inspection, KerasMethods):
         """Calls ``sync``, then ``keras.Model.save``."""
         self.sync().save(path, **arguments)
 
+    @in_one_thread
     def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
         """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data position.
 
@@ -348,6 +377,7 @@ class PipelinedModel(Inspection, KerasMethods):
         """
         self._runtime.saver.wait()
 
+    @in_one_thread
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Manifest:
         """Restores the values of a checkpoint, or of the newest in a directory, from any plan and cluster.
 
@@ -364,6 +394,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.restore(source)
         return source.manifest
 
+    @in_one_thread
     def close(self, *, sync: bool = True) -> None:
         """Copies trained values into the user's model and frees the devices; the next call starts anew.
 
@@ -420,6 +451,7 @@ class PipelinedModel(Inspection, KerasMethods):
 
         return function
 
+    @in_one_thread
     def _run(self, mode: Mode, batch: Batch, started: float, prefetch: Callable[[], None] | None = None) -> None:
         """Runs a step of a call.
 
@@ -489,9 +521,8 @@ class PipelinedModel(Inspection, KerasMethods):
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
             self._runtime.drop()
             raise NonFiniteLossError(
-                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.values.kept}. "
-                f"Lower the learning rate, clip gradients, or go on regardless with transform(..., "
-                f"on_non_finite_loss='continue')"
+                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.kept}. Lower the learning "
+                f"rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
             )
         self._runtime.make_safe()
         return result
@@ -510,6 +541,7 @@ class PipelinedModel(Inspection, KerasMethods):
             return
         self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
 
+    @in_one_thread
     def _predict(self, items: Iterable[Any]) -> Any:
         """Replaces Keras' predict function: returns the outputs for consecutive batches, concatenated."""
         outputs = []

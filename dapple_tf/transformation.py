@@ -34,7 +34,7 @@ def transform(
     placement: str | None = None,
     operator_costs: OperatorCosts | None = None,
     by_trial: bool = False,
-    on_non_finite_loss: str = "stop",
+    on_non_finite_loss: str = "continue",
     faults: FaultPolicy | None = None,
     passes: Sequence[After | Before] = (),
     prepared_steps: int = PREPARED_STEPS,
@@ -64,8 +64,9 @@ def transform(
             with values of their own, and the fastest one is taken: stages as a whole, data parallelism, one device, and
             where groups of devices are searched the best of these, of one stage and of several, and FD-DPS on all
             devices. What no prediction knows counts then, such as what sending costs processors that compute, too.
-        on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
-            goes on, as Keras does.
+        on_non_finite_loss: ``continue`` goes on when a loss is NaN or infinite, as Keras does: TerminateOnNaN may end
+            ``fit``, and LossScaleOptimizer leaves such steps out. ``stop`` raises NonFiniteLossError at once, and the
+            model has the values of its last ``sync``.
         faults: what to do when a worker of a cluster is lost, or isn't there yet; None raises WorkerLostError.
         passes: your own passes, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
             verified, timed and dumped like the others (docs/extending.md).

@@ -372,15 +372,15 @@ def test_batches_change_in_mid_epoch(shared: dapple.PipelinedModel, third: Any, 
 @pytest.mark.slow
 def test_loss_is_not_finite() -> None:
     """The values go back to the last sync, so that a later one doesn't copy what isn't a number."""
-    pipelined = transform(classifier())
+    pipelined = transform(classifier(), on_non_finite_loss="stop")
     pipelined.fit(X, Y, verbose=0)
     bad = X.copy()
     bad[10] = np.inf
     with (
         refused(
             dapple.NonFiniteLossError,
-            "the loss of step 6 is nan; the model keeps the values of its last sync(). Lower the learning rate, clip "
-            "gradients, or go on regardless with transform(..., on_non_finite_loss='continue')",
+            "the loss of step 6 is nan; the model keeps the values of its last sync(), 2 steps ago. Lower the learning "
+            "rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')",
         ),
         nothing_lost(pipelined),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from profiled import mlp
 
 from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.capture import Mode, build, capture
+from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 
 layers = keras.layers
@@ -104,8 +108,59 @@ def test_what_cannot_be_guessed() -> None:
 
     model = made()
     model.compile("sgd", "mse")
-    with pytest.raises(ProfileError, match="can't be guessed: give example labels"):
+    with pytest.raises(ProfileError, match=r"can't be guessed: give examples to transform\(\.\.\., x=\.\.\., y="):
         ExampleBatch.of(model)
     model = made()
     model.compile("sgd")
     assert ExampleBatch.of(model).spec.y is None
+
+
+def masked(y: Any, p: Any) -> Any:
+    """Takes a mask in the labels' last channel."""
+    return keras.ops.mean(y[..., -1:] * keras.ops.abs(y[..., :-1] - p), axis=-1)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step((data[0], data[1]["labels"]))
+
+
+class Untraceable(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x if float(x[0, 0]) > 0 else -x
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "layer", "error", "warned"),
+    [
+        (keras.Model, masked, layers.ReLU, True, False),
+        (OwnStep, "mse", layers.ReLU, True, False),
+        (keras.Model, lambda y, p: keras.ops.mean(y[:, :1] - p, axis=-1), layers.ReLU, False, True),
+        (keras.Model, keras.losses.MeanSquaredError(), layers.ReLU, False, False),
+        (keras.Model, keras.losses.mean_squared_error, layers.ReLU, False, False),
+        (keras.Model, masked, Untraceable, False, False),
+    ],
+)
+def test_guessed_labels_are_told(
+    kind: type[keras.Model],
+    loss: Any,
+    layer: type[layers.Layer],
+    error: bool,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The error spoke of labels that nobody had given; a layer's error has nothing to do with them."""
+    features = keras.Input((2,))
+    model = kind(features, layers.Dense(4)(layer(name="own")(features)), name="m")
+    model.compile("sgd", loss)
+    example, table = ExampleBatch.of(model), VariableTable(model)
+    text = r"labels are guessed, y float32 \(\?, 4\): give examples to transform\(\.\.\., x=\.\.\., y=\.\.\.\)"
+    expected = text if error else r"^layer 'own' (?!.*guessed)" if layer is Untraceable else None
+    outcome = contextlib.nullcontext() if expected is None else pytest.raises(CaptureError, match=expected)
+    with outcome, example.told(model):
+        build(model, table, example.spec)
+        capture(model, table, Mode.TRAIN, example.spec)
+    assert ("labels are guessed" in caplog.text) == warned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -25,6 +25,7 @@ from models_for_tests import (
 )
 
 import dapple_tf as dapple
+from dapple_tf.execution import runtime
 from dapple_tf.frontend import watching
 from dapple_tf.frontend.watching import watchers_of
 
@@ -44,7 +45,9 @@ def pair(shared: Pair) -> Pair:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> list[Any]:
-    """What the devices were asked for beside steps."""
+    """What the devices were asked for beside steps, on a machine that is never busy."""
+    for name in ("_SHORT_SECONDS", "_LONG_SECONDS"):
+        monkeypatch.setattr(runtime, name, np.inf)
     engine, asked = pair.pipelined._engine, list[Any]()
     own = engine.state._stored._run
     monkeypatch.setattr(
@@ -351,10 +354,58 @@ def test_a_step_that_fails_leaves_no_mixture(pair: Pair) -> None:
     before = values(pair.pipelined.sync())
     pair.pipelined.train_on_batch(X[:7], Y[:7])
     assert int(pair.model.optimizer.iterations) == 2
-    with pytest.raises(dapple.NonFiniteLossError, match="the model keeps the values of its last sync"):
-        pair.pipelined.train_on_batch(X[:7] * np.nan, Y[:7])
+    with pytest.raises(dapple.StepError, match=r"the model keeps the values of its last sync\(\), 1 step ago"):
+        pair.pipelined.train_on_batch(X[:7], Y[:7] + 9)
     assert int(pair.model.optimizer.iterations) == 1
     assert_close(values(pair.model), before)
+
+
+@pytest.mark.parametrize(
+    ("where", "left"), [("step", 4), ("on a batch", 5), ("data", 5), ("callback", 5), ("evaluation", 6)]
+)
+def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str, left: int) -> None:
+    """In the sixth step, where epochs have two: ten epochs were lost, as values came back after a hundred steps."""
+    for name, value in (("_SHORT_SECONDS", -1.0), ("_LONG_SECONDS", -1.0 if where == "on a batch" else np.inf)):
+        monkeypatch.setattr(runtime, name, value)
+    monkeypatch.setattr(runtime, "_SYNC_SHARE", np.inf)
+    good, bad = (X[:7], Y[:7]), (X[:7], Y[:7] + 9)
+
+    def batches() -> Iterator[Any]:
+        yield from [good] * 5
+        if where == "data":
+            raise OSError
+        yield bad if where == "step" else good
+
+    def fail(model: keras.Model) -> None:
+        if int(model.optimizer.iterations) == left and where in ("callback", "evaluation"):
+            model.evaluate(*bad, verbose=0)
+
+    if where == "on a batch":
+        for _ in range(5):
+            pair.pipelined.train_on_batch(*good)
+    with pytest.raises(dapple.DappleError):
+        if where == "on a batch":
+            pair.pipelined.train_on_batch(*bad)
+        else:
+            callbacks = each(fail, "on_train_batch_end")() if where == "callback" else None
+            pair.pipelined.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0, callbacks=callbacks)
+            fail(pair.pipelined)
+    assert int(pair.model.optimizer.iterations) == left
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_error_does_not_undo_a_restored_checkpoint(pair: Pair, tmp_path: pathlib.Path, prepared: bool) -> None:
+    pair.pipelined.train_on_batch(X[:7], Y[:7])
+    pair.pipelined.save_checkpoint(tmp_path)
+    own = pair.pipelined
+    if prepared:
+        own.train_on_batch(X[:7], Y[:7])
+    else:
+        own = transform(classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
+    own.restore_checkpoint(tmp_path)
+    with pytest.raises(dapple.StepError, match="0 steps ago"):
+        own.train_on_batch(X[:7], Y[:7] + 9)
+    assert int(own.model.optimizer.iterations) == 1
 
 
 def test_a_restored_checkpoint_is_read_at_once(pair: Pair, tmp_path: pathlib.Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pathlib
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -89,6 +92,103 @@ def test_wrong_names_and_profiles() -> None:
     other = dapple.Profile("other", "cpu", (4,), (LayerProfile("block_7", Cost(), Cost()),), ())
     with pytest.raises(dapple.ProfileError, match="'other' has a layer 'block_7', model 'classifier' hasn't"):
         dapple.transform(classifier(), cluster, plan(), profile=other)
+
+
+class Own(keras.Model):
+    """Has methods with arguments of their own."""
+
+    def fit(self, pairs: Any, *, rounds: int = 1) -> Any:
+        return [super(Own, self).fit(*pairs, epochs=2, verbose=0, shuffle=False).history for _ in range(rounds)]
+
+    def evaluate(self, pairs: Any = None, **arguments: Any) -> Any:
+        return super().evaluate(**arguments) if pairs is None else super().evaluate(*pairs, verbose=0)
+
+    def predict(self, x: Any, scale: float) -> Any:
+        return scale * super().predict(x, verbose=0)
+
+    def train_on_batch(self, pairs: Any) -> Any:
+        return super().train_on_batch(*pairs)
+
+    def predict_on_batch(self, *, features: Any) -> Any:
+        return super().predict_on_batch(features)
+
+
+def own() -> Own:
+    functional = classifier()
+    model = Own(functional.inputs[0], functional.outputs[0])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), functional.loss)
+    return model
+
+
+def test_methods_of_the_models_own(tmp_path: pathlib.Path) -> None:
+    """They were given Keras' arguments, and theirs were refused. Within them batches are by default the plan's."""
+    pair, pairs = Pair(own), (X[:7], Y[:7])
+    ours, theirs = (
+        [
+            model.fit(pairs, rounds=2),
+            model.evaluate(pairs),
+            model.predict(X, 3.0),
+            model.train_on_batch(pairs),
+            model.predict_on_batch(features=X),
+        ]
+        for model in (pair.pipelined, pair.plain)
+    )
+    assert_close(ours, theirs)
+    assert_same_values(pair.model, pair.plain)
+    pair.pipelined.fit((X, Y))
+    assert int(pair.model.optimizer.iterations) == 5 + 6
+    assert "fit" not in vars(keras.Model)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'"):
+        pair.pipelined.fit(pairs, epochs=3)
+    checkpoint = dapple.Checkpointing(tmp_path)
+    pair.pipelined.fit(pairs, checkpoint=checkpoint)
+    resumed = transform(own())
+    assert resumed.fit(pairs, checkpoint=checkpoint, resume=True) == [{}]
+    assert_same_values(resumed.sync(), pair.model)
+    for rounds, how in ((2, "more than once"), (0, "never calls")):
+        with pytest.raises(dapple.DappleError, match=rf"own fit\(\) of model 'own.*' .*{how}"):
+            pair.pipelined.fit(pairs, rounds=rounds, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, keras.models.clone_model])
+def test_copies(pair: Pair, copied: Any) -> None:
+    with pytest.raises(dapple.DappleError, match=r"holds devices, and can't be copied.* call dapple_tf.transform\(\)"):
+        copied(pair.pipelined)
+
+
+def test_two_threads(pair: Pair) -> None:
+    """Two calls of ``fit`` at once ended in a PassError about a cut."""
+    pipelined, errors = pair.pipelined, list[BaseException | None]()
+    calls = [
+        lambda: pipelined.train_on_batch(X[:7], Y[:7]),
+        lambda: pipelined.evaluate(X, Y, verbose=0),
+        lambda: pipelined.get_weights(),
+        lambda: pipelined.verify(X[:7], Y[:7]),
+        lambda: pair.model.predict(X, verbose=0),
+        lambda: pair.model.layers[1].kernel.numpy(),
+    ]
+
+    def call(logs: Any) -> None:
+        with ThreadPoolExecutor(1) as other:
+            errors.extend(other.submit(each).exception() for each in calls)
+
+    pipelined.fit(X[:7], Y[:7], verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=call)])
+    assert errors.pop() is None  # Single variables may be read.
+    assert {type(error) for error in errors} == {dapple.DappleError}
+    assert "another thread is in fit() of pipelined model 'classifier'" in str(errors[0])
+    assert int(pair.model.optimizer.iterations) == 1
+    with ThreadPoolExecutor(1) as other:
+        other.submit(calls[0]).result()
+
+
+def test_frozen_without_compile(caplog: pytest.LogCaptureFixture) -> None:
+    pipelined = transform(classifier())
+    for frozen in (False, True):
+        pipelined.get_layer("first").trainable = not frozen
+        before = pipelined.get_layer("first").get_weights()
+        pipelined.train_on_batch(X[:7], Y[:7])
+        assert ("were frozen, unfrozen or added without compile()" in caplog.text) == frozen
+    assert_close(pipelined.get_layer("first").get_weights(), before)
 
 
 # --- batch sizes

@@ -215,7 +215,7 @@ def test_a_subclassed_model_needs_examples() -> None:
     model = Own()
     model(np.zeros((1, 3), "float32"))
     model.compile("sgd", "mse")
-    with pytest.raises(ProfileError, match=r"doesn't declare its inputs: give example inputs"):
+    with pytest.raises(ProfileError, match=r"doesn't declare its inputs: give examples to transform"):
         measured(model)
     model_profile = measured(model, x=np.zeros((2, 3), "float32"), y=np.zeros((2, 1), "float32"))
     assert [layer.name for layer in model_profile.layers] == ["first", "second"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ class DeviceState:
 
     Attributes:
         ahead: whether the devices have newer values than the Keras model.
+        updating: whether an update has begun and not succeeded, after which devices may have a mixture of values.
         fetched: variables of which the model has the devices' values or newer ones, although these are ahead.
         generation: number of times that the devices' variables were dropped; each time they need ``load`` again.
         left_over: the node that makes the updates left to the next step; None if there are none.
@@ -52,7 +54,7 @@ class DeviceState:
         """
         self._model, self._table, self._timing = model, table, timing
         self._holdings, self._run, self._add, self._update = holdings, run, add, update
-        self.ahead = False
+        self.ahead = self.updating = False
         self.fetched: set[str] = set()
         self.generation = 0
         self._open()
@@ -108,14 +110,21 @@ class DeviceState:
 
     def agreed(self) -> None:
         """Notes that the devices have nothing newer than the Keras model."""
-        self.ahead = False
+        self.ahead = self.updating = False
         self.fetched.clear()
+
+    @contextlib.contextmanager
+    def _updates(self) -> Iterator[None]:
+        self.updating = True
+        yield
+        self.updating = False
 
     def flush(self) -> None:
         """Makes the updates that the last step left to the next one."""
         if self.left_over is not None:
             node, self.left_over = self.left_over, None
-            self._update(node)
+            with self._updates():
+                self._update(node)
 
     def fetch(self, names: Collection[str]) -> None:
         """Copies devices -> Keras values of some variables, of which devices have the newest."""
@@ -126,7 +135,8 @@ class DeviceState:
     def push(self, values: Mapping[str, tf.Tensor]) -> None:
         """Copies values of some variables -> devices, which have values of all."""
         self.flush()
-        self._stored.load_some({name: value.numpy() for name, value in values.items()})
+        with self._updates():
+            self._stored.load_some({name: value.numpy() for name, value in values.items()})
 
     def rearrange(self, before: list[Holding]) -> None:
         """Moves values from device to device, because other devices keep the variables from now on.
@@ -189,4 +199,5 @@ class DeviceState:
         rate = self.learning_rate
         if rate is not None and self._stored.lacks_rate(rate):
             self.flush()  # with the rate of its own step
-            self._stored.load_rate(rate)
+            with self._updates():
+                self._stored.load_rate(rate)

@@ -242,7 +242,8 @@ class Engine:
         values = [*fed, *(value for metric in step.metric_feeds for value in running[metric])]
         metadata = tf.compat.v1.RunMetadata() if trace else None
         before = self.session.clocks() if trace else {}
-        self.state.ahead |= "train" in request.fetches
+        self.state.updating = "train" in request.fetches
+        self.state.ahead |= self.state.updating
         if carries:
             self.state.left_over = built.flush  # also if Ctrl-C comes instead of the result
         called = time.time_ns()
@@ -255,6 +256,7 @@ class Engine:
             raise
         finally:
             self.running = False
+        self.state.updating = False
         if address is not None and step.taken is not None:
             self.data.taken(address, step.taken.arrays)
         traced = None

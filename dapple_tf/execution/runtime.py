@@ -46,8 +46,12 @@ from graph_passes.ir.tensorflow_private import eager_mode
 from graph_passes.pass_manager import Pipeline
 
 logger = logging.getLogger(__name__)
-_FEW_STEPS = 100
-"""Steps since the last sync up to which the end of an epoch on this machine's devices brings no other one."""
+_SHORT_SECONDS = 1.0
+"""Seconds since the last sync up to which the end of an epoch on this machine's devices brings no other one."""
+_LONG_SECONDS = 2.0
+"""Seconds since the last sync after which a step on this machine's devices brings another one."""
+_SYNC_SHARE = 0.01
+"""The largest share of the time that such syncs after steps may take."""
 _FEW_REPLAYED = 10
 """The most steps that are repeated to take in workers, of a model whose values stay on the devices."""
 _CANCELLED = tf.errors.AbortedError, tf.errors.CancelledError
@@ -101,7 +105,9 @@ class Runtime:
         self.metrics: RunningMetrics
         self.saver = Saver()
         self.steps = 0
-        self._synced = 0  # steps at the last sync
+        self._synced = 0  # steps after which the model had the newest values
+        self._synced_at = 0.0  # seconds on the monotonic clock, without what has been spent on preparing steps since
+        self._sync_seconds = 0.0  # of the last sync after a step
         self.faults: list[FaultRecord] = []
         self.growths: list[GrowthRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
@@ -181,7 +187,7 @@ class Runtime:
                 # A session is freed before this only if the user's model goes, too, and needs no values.
                 self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
-                logger.warning("model %r: %s; %s", self.model.name, reason(error), self.values.kept)
+                logger.warning("model %r: %s; %s", self.model.name, reason(error), self.kept)
 
     # ---- values
 
@@ -261,20 +267,27 @@ class Runtime:
             WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
         """
         self._surviving(lambda: self.values.sync())
-        self._synced = self.steps
 
     def agree(self, *, epoch: bool = False) -> None:
         """Syncs before callbacks read the model, unless it has no values of its own.
 
         Args:
             epoch: whether an epoch begins or ends. Variables are fetched when they are read, so that devices of this
-                process, which aren't lost, needn't be asked for all values after a few steps.
+                process, which aren't lost, needn't be asked for all values after a short time.
         """
-        if epoch and not self.cluster.addresses and self.steps - self._synced < _FEW_STEPS:
+        if epoch and not self.cluster.addresses and time.monotonic() - self._synced_at < _SHORT_SECONDS:
             self.values.doubt()
             return
         self._surviving(lambda: self.values.agree())
-        self._synced = self.steps
+
+    @property
+    def kept(self) -> str:
+        """What remains if the devices' values are lost, for messages."""
+        steps = self.steps - self._synced
+        ago = f"{steps} step{'s' * (steps != 1)} ago"
+        if self.engine.state.deferred:
+            return f"the devices begin again with the model's initial values, of {ago}"
+        return f"the model keeps the values of its last sync(), {ago}"
 
     def save(self, directory: str | os.PathLike[str], keep: int, progress: Progress) -> pathlib.Path:
         """Begins to save a checkpoint; see `Saver.save`."""
@@ -299,12 +312,19 @@ class Runtime:
         self._others_first()
         self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
         self.steps = self._synced = source.manifest.step
+        if not self.engine.state.deferred:
+            self.sync()  # A step that fails doesn't undo it.
 
     # ---- steps
 
     def train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         """Trains on a batch; see `run`."""
+        prepared, began = self.engine.builder.num_steps, time.monotonic()
+        if not self.engine.state.ahead:
+            self._synced, self._synced_at = self.steps, began
         result = self.run(Mode.TRAIN, batch, trace=trace)
+        if self.engine.builder.num_steps != prepared:
+            self._synced_at += time.monotonic() - began
         self.steps += 1
         self._spec = batch.spec
         self._recovery.trained(self.steps, batch, self.engine.state.learning_rate)
@@ -312,12 +332,16 @@ class Runtime:
         return result
 
     def make_safe(self) -> None:
-        """Syncs the values if there are many batches since they were safe."""
-        if not self._recovery.full:
+        """Syncs the values if there are many batches, or some seconds, since they were safe."""
+        began = time.monotonic()
+        longest = max(_LONG_SECONDS, self._sync_seconds / _SYNC_SHARE)
+        late = not self.cluster.addresses and began - self._synced_at > longest
+        if not late and not self._recovery.full:
             return
         if not self.engine.state.deferred:
             self.sync()
-        elif len(self._recovery.log) % self._recovery.policy.replay_steps == 0:
+            self._sync_seconds = time.monotonic() - began
+        elif self._recovery.full and len(self._recovery.log) % self._recovery.policy.replay_steps == 0:
             logger.warning(
                 "%d batches are kept in memory, to be trained on again if a worker is lost, as the model's values stay "
                 "on the devices: save checkpoints, fit(checkpoint=dapple.Checkpointing(directory, every_steps=%d))",
@@ -329,7 +353,7 @@ class Runtime:
         """Runs a step on the devices.
 
         Raises:
-            StepError: a device failed. After a training step, the devices' values are lost.
+            StepError: a device failed. If it was updating variables, the devices' values are lost.
             WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
         """
 
@@ -350,10 +374,10 @@ class Runtime:
             batch_done()
             return result
         except tf.errors.OpError as error:
-            lost = self.engine.state.ahead
+            lost = self.engine.state.updating
             if lost:
                 self.drop()  # Some stages may have been updated and others not.
-            kept = f"; {self.values.kept}" if lost else ""
+            kept = f"; {self.kept}" if lost else ""
             cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
             told = [note for note in self.engine.builder.notes.latest or () if note.kind is NoteKind.PAIRS]
             cause += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
@@ -467,7 +491,7 @@ class Runtime:
         runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}; " if stages else ""
         needs = f"{self._memory_of(stages)}; " if error.out_of_memory else ""
         return WorkerLostError(
-            f"{error}; {runs}{needs}the last finished step is {self.steps}; {self.values.kept}",
+            f"{error}; {runs}{needs}the last finished step is {self.steps}; {self.kept}",
             error.task,
             error.address,
             error.out_of_memory,

@@ -153,8 +153,7 @@ class LiveValues:
 
     def load(self) -> None:
         """Lets the next step copy model -> devices, whatever these have."""
-        self._engine.state.ahead = False
-        self._engine.state.fetched.clear()
+        self._engine.state.agreed()
         self._loaded = False
         self._pending = None
         self._seen, self._disturbed = {}, set()
@@ -227,13 +226,6 @@ class LiveValues:
     def doubt(self) -> None:
         """Lets the next step check for values assigned to the model."""
         self._unsure = True
-
-    @property
-    def kept(self) -> str:
-        """What remains if the devices' values are lost, for messages."""
-        if self._engine.state.deferred:
-            return "the devices begin again with the model's initial values"
-        return "the model keeps the values of its last sync()"
 
     def prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> None:
         """Prepares a step, and copies model -> devices unless these have its values or newer ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +76,54 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
                 attributes[name] = kept[name]
             else:
                 attributes.pop(name, None)
+
+
+_entries: dict[str, dict[int, Callable[..., Any] | None]] = {}
+"""Method of ``keras.Model`` -> identity of a model -> what it calls instead; None while that runs."""
+_lock = threading.Lock()
+"""Held while methods are replaced and restored."""
+
+
+def has_own(model: keras.Model, method: str) -> bool:
+    """Whether a model has another method of this name than Keras' own."""
+    return method in vars(model) or getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+@contextlib.contextmanager
+def entered(model: keras.Model, method: str, enter: Callable[..., Any]) -> Iterator[None]:
+    """Makes a model's own method call ``enter`` where it calls Keras' method of its name, inside the context.
+
+    Other models, and calls that ``enter`` makes itself, get Keras' method.
+    """
+    with _lock:
+        if method not in _entries:
+            _entries[method] = {}
+            setattr(keras.Model, method, _forwarding(method, getattr(keras.Model, method)))
+        _entries[method][id(model)] = enter
+    try:
+        yield
+    finally:
+        with _lock:
+            del _entries[method][id(model)]
+            if not _entries[method]:
+                del _entries[method]
+                delattr(keras.Model, method)  # which inherits it
+
+
+def _forwarding(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        entries = _entries.get(method, {})
+        enter = entries.get(id(model))
+        if enter is None:
+            return original(model, *args, **kwargs)
+        entries[id(model)] = None
+        try:
+            return enter(*args, **kwargs)
+        finally:
+            entries[id(model)] = enter
+
+    return call
 
 
 @contextlib.contextmanager

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any, ClassVar
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar, cast
 
 import keras
 
+from dapple_tf.errors import DappleError
 from dapple_tf.frontend.attachment import WHOLE
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _NOT_HERE = {
     **dict.fromkeys(("make_train_function", "train_function", "train_step"), "train_on_batch() or fit()"),
@@ -35,6 +40,35 @@ class ModelFront:
     model: keras.Model
     _own: ClassVar[frozenset[str]] = frozenset({"model"})
     """Public attributes that may be assigned."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self._at_work = threading.RLock()
+        self._method = ""  # that the thread at work has called
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Runs in copies and pickles.
+
+        Raises:
+            DappleError: always.
+        """
+        raise self._not_copied()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Runs in ``keras.models.clone_model``.
+
+        Raises:
+            DappleError: always.
+        """
+        raise cls._not_copied()
+
+    @staticmethod
+    def _not_copied() -> DappleError:
+        return DappleError(
+            "a pipelined model holds devices, and can't be copied, cloned or pickled: copy the Keras model that "
+            "pipelined.sync() returns, and call dapple_tf.transform() with the copy"
+        )
 
     def sync(self) -> keras.Model:
         """Brings all of the newest values into the model at once; returns the model."""
@@ -86,6 +120,27 @@ class ModelFront:
                 f"setting {name!r} of a pipelined model does nothing{meant(name, names)}; attributes of the user's "
                 f"model are those of pipelined.model, options those of dapple_tf.transform()"
             )
+
+
+def in_one_thread(method: _Method) -> _Method:
+    """Returns a method that refuses to run while another thread is in such a method of the same pipelined model."""
+
+    @functools.wraps(method)
+    def call(self: ModelFront, *args: Any, **kwargs: Any) -> Any:
+        if not self._at_work.acquire(blocking=False):
+            raise DappleError(
+                f"{method.__name__.strip('_')}(): another thread is in {self._method}() of pipelined model "
+                f"{self.model.name!r}, which works in one thread at a time: call one after the other, or from a "
+                f"callback of the first"
+            )
+        outer, self._method = self._method, self._method or method.__name__
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._method = outer
+            self._at_work.release()
+
+    return cast(_Method, call)
 
 
 def meant(name: str, names: Iterable[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -11,9 +13,16 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.own_steps import own_steps
+from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import compiled_loss
 from dapple_tf.measuring.open_lengths import chosen_length
+
+logger = logging.getLogger(__name__)
+_WAY_OUT = "give examples to transform(..., x=..., y=...) or profile(..., x=..., y=...)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +63,12 @@ class ExampleBatch:
     Attributes:
         spec: their structure.
         arrays: their arrays, in feed order.
+        guessed: whether there are labels that nobody has given.
     """
 
     spec: BatchSpec
     arrays: tuple[ExampleArray, ...]
+    guessed: bool = False
 
     @classmethod
     def of(
@@ -89,7 +100,7 @@ class ExampleBatch:
             given += [None] * len(leaves) if example is None else [np.asarray(array) for array in _present(example)]
         for leaf, array in zip(spec.leaves, given, strict=True):
             if array is None and leaf.dtype == "string":
-                raise ProfileError(f"{leaf.name} takes strings, which can't be made up: give examples of them, x=...")
+                raise ProfileError(f"{leaf.name} takes strings, which can't be made up: {_WAY_OUT}")
             if array is not None and len(array) < 1:
                 raise ProfileError(f"{leaf.name} has no samples; give at least one")
         first = len(_present(spec.x))
@@ -104,7 +115,27 @@ class ExampleBatch:
             )
             for index, (leaf, array) in enumerate(zip(spec.leaves, given, strict=True))
         ]
-        return cls(spec, tuple(arrays))
+        return cls(spec, tuple(arrays), y is None and y_tree is not None)
+
+    @contextlib.contextmanager
+    def told(self, model: keras.Model) -> Iterator[None]:
+        """Tells that labels are guessed, in errors of the model's steps, and in a warning if its loss isn't Keras'.
+
+        Raises:
+            CaptureError: the model can't be traced.
+            ProfileError: its steps fail on the guessed labels.
+        """
+        labels = f"labels are guessed, {BatchSpec(None, self.spec.y)}"
+        try:
+            yield
+        except (CaptureError, tf.errors.OpError) as error:
+            if not self.guessed or isinstance(error, tf.errors.ResourceExhaustedError):
+                raise
+            capture(model, VariableTable(model), Mode.PREDICT, self.spec)  # fails if labels aren't the reason
+            kind = CaptureError if isinstance(error, CaptureError) else ProfileError
+            raise kind(f"{reason(error).rstrip('.')}; {labels}: {_WAY_OUT}") from error
+        if self.guessed and not _has_kerass_loss(model):
+            logger.warning("model %r: %s; if its loss takes others, %s", model.name, labels, _WAY_OUT)
 
     def batch(self, samples: int) -> list[np.ndarray]:
         """Returns the arrays of a batch, in feed order; the same every time."""
@@ -126,9 +157,7 @@ class ExampleBatch:
 def _declared_inputs(model: keras.Model) -> Any:
     declared = declared_spec(model)
     if declared is None:
-        raise ProfileError(
-            f"model {model.name!r} doesn't declare its inputs: give example inputs, profile(model, ..., x=...)"
-        )
+        raise ProfileError(f"model {model.name!r} doesn't declare its inputs: {_WAY_OUT}")
     return declared.x
 
 
@@ -181,8 +210,7 @@ def _sample_shape(leaf: Leaf, array: np.ndarray | None) -> tuple[int, ...]:
     unknown = [axis for axis, size in enumerate((leaf.sizes or leaf.shape)[1:], start=1) if size is None]
     if unknown:
         raise ProfileError(
-            f"{leaf.name} has shape {leaf.shape}, and how long axis {unknown[0]} is can't be told: give an example, "
-            f"profile(model, ..., x=..., y=...)"
+            f"{leaf.name} has shape {leaf.shape}, and how long axis {unknown[0]} is can't be told: {_WAY_OUT}"
         )
     return tuple(size for size in (leaf.sizes or leaf.shape)[1:] if size is not None)
 
@@ -210,10 +238,7 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
     )
     labels = labels_of_outputs(model, outputs, sized)
     if labels is None:
-        raise ProfileError(
-            f"the labels that the loss of model {model.name!r} takes can't be guessed: give example labels, "
-            f"profile(model, ..., x=..., y=...)"
-        )
+        raise ProfileError(f"the labels that the loss of model {model.name!r} takes can't be guessed: {_WAY_OUT}")
     return labels
 
 
@@ -256,6 +281,13 @@ def _losses(loss: Any, outputs: Any) -> list[Any] | None:
     if isinstance(loss, (list, tuple)):
         return list(loss) if len(loss) == len(flat) else None
     return [loss] * len(flat)
+
+
+def _has_kerass_loss(model: keras.Model) -> bool:
+    """Whether all losses are Keras' own, which take labels like the outputs or like classes."""
+    losses = [getattr(loss, "fn", loss) for loss in keras.tree.flatten(model.loss) if loss is not None]
+    modules = (getattr(loss, "__module__", "") for loss in losses if not isinstance(loss, str))
+    return not own_steps(model) and all(module.partition(".")[0] == "keras" for module in modules)
 
 
 def _loss_name(loss: Any) -> str:

@@ -122,7 +122,8 @@ def profile_operators(
         for device in reversed(devices)
     }
     every = [device for groups in plan.operator_devices for device in groups[0]]
-    with kept_metrics(model), Progress("measuring operators", len(chosen) * (steps + _WARM_UP)) as bar:
+    bar = Progress("measuring operators", len(chosen) * (steps + _WARM_UP))
+    with example.told(model), kept_metrics(model), bar:
         for device in chosen.values():
             try:
                 _measure(model, cluster, [device], samples, example, measured, steps, bar)

@@ -102,10 +102,11 @@ def profile(
     time_budget = budget if isinstance(budget, TimeBudget) else TimeBudget(budget)
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    with kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
+    example = ExampleBatch.of(model, x, y, sample_weight, length=length)
+    bar = Progress("profiling", shown=None if progress else False)
+    with kept_metrics(model), bar, example.told(model):
         time_budget.begin("capture")
         bar.step("capturing the model", now=True)
-        example = ExampleBatch.of(model, x, y, sample_weight, length=length)
         table = VariableTable(model)
         build(model, table, example.spec)
         program = capture(model, table, Mode.TRAIN, example.spec)
