@@ -451,8 +451,11 @@ class PipelinedModel(Inspection, KerasMethods):
         """Returns the batches of an iterator; the following ones if it is the same iterator again."""
         before = self._passes.get(mode)
         if before is None or before.iterator is not iterator:
-            self._passes[mode] = Batches(self.model, iterator, known=self._specs.get(mode))
+            self._passes[mode] = self._batches(mode, iterator)
         return self._passes[mode]
+
+    def _batches(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
+        return Batches(self.model, iterator, known=self._specs.get(mode), cut=self.plan.cuts_batches)
 
     def _next(self, mode: Mode, batches: Batches) -> Batch:
         batch = next(batches)
@@ -468,7 +471,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return batch
 
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
-        return self._next(mode, Batches(self.model, [data], known=self._specs.get(mode)))
+        return self._next(mode, self._batches(mode, [data]))
 
     def _step(self, mode: Mode, batch: Batch) -> None:
         """Runs one training or test step and updates the metrics."""

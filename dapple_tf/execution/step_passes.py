@@ -260,6 +260,11 @@ class StagesAsked(NamedTuple):
         """Whether there are gradients."""
         return self.mode is Mode.TRAIN
 
+    def assign_stages(self) -> AssignStages:
+        """Returns the pass that finds the nodes of each stage."""
+        plan = self.passes.plan
+        return AssignStages(plan.cuts, plan.backward_cuts, plan.cuts_batches)
+
     def partition(self, samples: int | None = None) -> Partition:
         """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
         passes, plan = self.passes, self.passes.plan
@@ -405,7 +410,7 @@ class Slot(NamedTuple):
 
 
 PASSES: tuple[Slot, ...] = (
-    Slot(AssignStages, stage=lambda asked: AssignStages(asked.passes.plan.cuts, asked.passes.plan.backward_cuts)),
+    Slot(AssignStages, stage=StagesAsked.assign_stages),
     Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
     Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.passes.slices) if asked.training else None),
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),
