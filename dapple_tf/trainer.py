@@ -460,7 +460,8 @@ class PipelinedModel(Inspection, KerasMethods):
     def _next(self, mode: Mode, batches: Batches) -> Batch:
         batch = next(batches)
         self._begun.add(mode)
-        self._specs[mode] = batch.spec
+        if batch.samples:
+            self._specs[mode] = batch.spec
         model = self.model
         own_loss = own_losses(model) or type(model).compute_loss is not keras.Model.compute_loss
         if mode is not Mode.PREDICT and batch.spec.y is None and compiled_loss(model) is not None and not own_loss:
@@ -481,7 +482,8 @@ class PipelinedModel(Inspection, KerasMethods):
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         self._follow_plan()
         full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
-        self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
+        if not batch.spec.uncut:
+            self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
         sample = full and not trace and self._monitor.due
         started = time.perf_counter()
         result = self._runtime.train(batch, trace=trace or sample)

@@ -57,7 +57,7 @@ class BatchSpec:
         x: structure of the model's inputs with a :class:`Leaf` for each array.
         y: structure of the labels; None if there are none.
         sample_weight: structure of the sample weights; None if there are none.
-        uncut: whether arrays differ in their first axes, so that batches can't be cut: graphs with nodes and edges.
+        uncut: whether batches can't be cut: arrays are empty, or differ in their first axes (nodes and edges).
     """
 
     x: Any
@@ -82,6 +82,10 @@ class BatchSpec:
     def key(self) -> str:
         """A text that is equal for batches of the same structure, dtypes and shapes."""
         return repr((self.x, self.y, self.sample_weight)) + (" uncut" if self.uncut else "")
+
+    def parts(self, samples: int) -> int:
+        """Returns the number of parts into which a batch of ``samples`` samples can be cut."""
+        return 1 if self.uncut else samples
 
     def flatten(self, x: Any, y: Any = None, sample_weight: Any = None) -> list[np.ndarray]:
         """Returns the arrays of a batch in feed order.
@@ -196,7 +200,7 @@ class Batches(Iterator[Batch]):
             model: the model that the batches are for.
             iterator: see above.
             known: spec of an earlier pass, which is used again if the batches fit it.
-            cut: whether they are cut into slices, and so must have as many rows in each array.
+            cut: whether they are cut into slices, so that all their arrays have one row for each sample.
         """
         self.iterator = iterator
         self.spec = known
@@ -257,7 +261,9 @@ class Batches(Iterator[Batch]):
         assert given is not None
         # Copies arrays, because their owner may fill them with the next batch while this one is trained on.
         arrays = [np.array(v) if isinstance(v, np.ndarray) else _as_array(v) for v in _present((x, y, sample_weight))]
-        samples = check_samples(given.leaves, arrays, cut=self._cut)
+        samples = _samples(given.leaves, arrays, cut=self._cut)
+        if not samples:  # Others aren't like it.
+            return Batch(dataclasses.replace(given, uncut=True), arrays, samples)
         if not given.uncut and any(array.shape[0] != samples for array in arrays):
             given, known = dataclasses.replace(spec_of(self._model, x, y, sample_weight), uncut=True), False
         self.spec = given if known else self._fitting(given)
@@ -328,17 +334,8 @@ def _serve(asked: queue.SimpleQueue[Callable[[], Batch] | None], items: queue.Si
         del read, item  # While it waits, it holds neither the batches nor their reader.
 
 
-def check_samples(leaves: Sequence[Leaf], arrays: Sequence[Any], *, cut: bool = True) -> int:
-    """Returns the number of samples: of rows in the first array, as Keras counts them.
-
-    Args:
-        leaves: describe the arrays.
-        arrays: of one batch.
-        cut: whether the batch is cut into slices.
-
-    Raises:
-        DataError: it is 0, or differs between arrays that are cut.
-    """
+def _samples(leaves: Sequence[Leaf], arrays: Sequence[Any], *, cut: bool) -> int:
+    """Returns a batch's number of samples: of rows in its first array, as Keras counts them."""
     if not leaves:
         raise DataError("this batch has no arrays; feed at least one as x")
     counts = {leaf.name: array.shape[0] for leaf, array in zip(leaves, arrays, strict=True)}
@@ -348,10 +345,7 @@ def check_samples(leaves: Sequence[Leaf], arrays: Sequence[Any], *, cut: bool = 
             f"the arrays of a batch differ in their number of samples: {text}; a batch that can't be cut into slices "
             f"(a graph, say) takes a plan of one micro-batch and one replica for each stage"
         )
-    samples = int(next(iter(counts.values())))
-    if samples == 0:
-        raise DataError("this batch has no samples; leave it out")
-    return samples
+    return int(next(iter(counts.values())))
 
 
 def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None) -> BatchSpec:
