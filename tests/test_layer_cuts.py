@@ -125,7 +125,7 @@ def adapted(mode: str) -> keras.Model:
         layer.quantize(mode)
         layer.enable_lora(2)
     for variable in model.trainable_variables:
-        variable.assign(np.linspace(-1, 1, variable.shape[0] * variable.shape[1]).reshape(variable.shape))
+        variable.assign(np.linspace(-1, 1, np.prod(variable.shape)).reshape(variable.shape))
     return model
 
 
