@@ -171,7 +171,7 @@ class Reasons:
 
     @staticmethod
     def _notes(runtime: Runtime, batch: Batch, *, training: bool) -> tuple[Note, ...]:
-        layout = runtime.engine.builder.passes.layout(batch.samples)
+        layout = runtime.engine.builder.passes.layout(batch.spec.parts(batch.samples))
         micro_batches = len(layout.micro_batch_intervals)
         slices = [
             sum(interval.size > 0 for number in range(micro_batches) for interval in layout.slices(stage, number))

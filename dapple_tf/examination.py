@@ -105,7 +105,7 @@ def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program
     """Returns a captured program with its stages; None if these depend on lengths that only the first batch has."""
     check_py_functions(program.graph, addresses)
     try:
-        return run_passes(program, [AssignStages(plan.cuts)])
+        return run_passes(program, [AssignStages(plan.cuts, cuts_batches=plan.cuts_batches)])
     except LengthsUnknownError:
         return None
 

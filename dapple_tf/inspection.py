@@ -251,7 +251,7 @@ class Inspection(ModelFront, abc.ABC):
         arguments = {"x": data.apart, **others}
         bound = arguments_on_workers("fit", arguments, self._runtime.reading(), self._engine.data.groups)["x"]
         return StepBatches(
-            lambda: Batches(self.model, iter(bound), known=self._specs.get(Mode.TRAIN)),
+            lambda: self._batches(Mode.TRAIN, iter(bound)),
             functools.partial(self._next, Mode.TRAIN),
             self._runtime.prepare,
         )

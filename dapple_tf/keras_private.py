@@ -14,6 +14,7 @@ from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import get_autocast_scope
+from keras.src.models.functional import Functional
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
@@ -58,6 +59,7 @@ __all__ = [
     "learning_rate_of",
     "loss_tracker",
     "mobilenet_v3",
+    "name_of_call",
     "names_from_start",
     "nasnet_cell",
     "nodes_in_order",
@@ -101,6 +103,11 @@ def items_of(model: keras.Model) -> list[Any]:
 def seeds_of(model: keras.Model) -> list[Any]:
     """Returns the states of all seed generators that layers hold."""
     return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
+
+
+def name_of_call(item: Any) -> str:
+    """Returns the name of the method that computes a layer or an operation."""
+    return "call" if getattr(item, "quantization_mode", None) is None else "quantized_call"
 
 
 _NOT_READ = """
@@ -296,7 +303,7 @@ def takes_training(model: keras.Model) -> bool:
 def functional_graph(model: keras.Model) -> Any:
     """Returns the functional graph that a model's call runs; None if the call does something else."""
     graph = getattr(model, "_functional", model)  # Sequential keeps one
-    own_call = type(model).call not in (keras.Sequential.call, type(graph).call)
+    own_call = type(model).call not in (keras.Sequential.call, Functional.call)
     return None if own_call or not hasattr(graph, "_nodes_by_depth") else graph
 
 

@@ -483,13 +483,17 @@ class PipelinedModel(Inspection, KerasMethods):
         """Returns the batches of an iterator; the following ones if it is the same iterator again."""
         before = self._passes.get(mode)
         if before is None or before.iterator is not iterator:
-            self._passes[mode] = Batches(self.model, iterator, known=self._specs.get(mode))
+            self._passes[mode] = self._batches(mode, iterator)
         return self._passes[mode]
+
+    def _batches(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
+        return Batches(self.model, iterator, known=self._specs.get(mode), cut=self.plan.cuts_batches)
 
     def _next(self, mode: Mode, batches: Batches) -> Batch:
         batch = next(batches)
         self._begun.add(mode)
-        self._specs[mode] = batch.spec
+        if batch.samples:
+            self._specs[mode] = batch.spec
         model = self.model
         own_loss = own_losses(model) or type(model).compute_loss is not keras.Model.compute_loss
         if mode is not Mode.PREDICT and batch.spec.y is None and compiled_loss(model) is not None and not own_loss:
@@ -500,7 +504,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return batch
 
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
-        return self._next(mode, Batches(self.model, [data], known=self._specs.get(mode)))
+        return self._next(mode, self._batches(mode, [data]))
 
     def _step(self, mode: Mode, batch: Batch) -> None:
         """Runs one training or test step and updates the metrics."""
@@ -510,7 +514,8 @@ class PipelinedModel(Inspection, KerasMethods):
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         self._follow_plan()
         full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
-        self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
+        if not batch.spec.uncut:
+            self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
         sample = full and not trace and self._monitor.due
         started = time.perf_counter()
         result = self._runtime.train(batch, trace=trace or sample)

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models_for_tests import classifier, samples, values
+from equivalence import assert_same_variables, largest_difference, pair, pipeline, use_float64
+from models_for_tests import classifier, samples, values, with_layer
 
 import dapple_tf as dapple
 from dapple_tf.frontend.empty_data import check_has_batches
@@ -112,6 +113,16 @@ def test_other_data_are_left_to_whoever_reads_them(x: Any) -> None:
     check_has_batches("fit", {"x": x, "validation_data": None})
 
 
-def test_a_batch_without_samples_is_told_as_such(pipelined: dapple.PipelinedModel) -> None:
-    with pytest.raises(dapple.DataError, match="this batch has no samples; leave it out"):
-        pipelined.train_on_batch(X[:0], Y[:0])
+def test_a_batch_without_samples_among_others_is_that_of_keras() -> None:
+    """It moves Adam and counts as a step, whatever the plan, and leaves later batches alone."""
+
+    use_float64()
+    model, plain = pair(lambda: with_layer(lambda: keras.layers.Dense(4, name="own")))
+    pipelined = pipeline(model, ["first"], (2, 1), 2, 6)
+    x, y = np.ones((6, 4)), np.ones((6, 2))
+    batches = [(x, y), (x[:0], y[:0]), (x[:5], y[:5])]
+    for x, y in batches:
+        assert largest_difference(pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)) < 1e-10
+    pipelined.sync()
+    assert_same_variables(model, plain, 1e-10)
+    assert pipelined.predict_on_batch(x[:0]).shape == plain.predict_on_batch(x[:0]).shape == (0, 2)

@@ -298,14 +298,6 @@ def test_labels_are_missing(pipelined: dapple.PipelinedModel) -> None:
             method(X, verbose=0)
 
 
-def test_empty_batches(pipelined: dapple.PipelinedModel) -> None:
-    with refused(dapple.DataError, "this batch has no samples; leave it out"):
-        pipelined.train_on_batch(X[:0], Y[:0])
-    batches = tf.data.Dataset.from_tensors((X[:0], Y[:0]))
-    with refused(dapple.DataError, "this batch has no samples; leave it out"):
-        pipelined.fit(batches, shuffle=False, verbose=0)
-
-
 def test_numbers_of_samples_differ(pipelined: dapple.PipelinedModel) -> None:
     with refused(dapple.DataError, "the arrays of a batch differ in their number of samples: x has 5, y has 4"):
         pipelined.train_on_batch(X[:5], Y[:4])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import zoo
+from equivalence import assert_same_variables, pair, pipeline, use_float64
 from profiled import captured, mlp
 
 from dapple_tf.frontend.batch import BatchSpec
@@ -100,3 +102,50 @@ def test_legal_cuts() -> None:
     assert legal_cuts("abcde", attempt) == ("a", "b", "e")  # b and d exclude each other
     assert legal_cuts("abe", attempt) == ("a", "b", "e")
     assert legal_cuts("c", attempt) == legal_cuts("", attempt) == ()
+
+
+class OwnCall(keras.Model):
+    """A functional model whose call does more than its graph."""
+
+    def __init__(self) -> None:
+        features = keras.Input((4,))
+        hidden = layers.Dense(5, activation="tanh", name="a")(features)
+        super().__init__(features, layers.Dense(3, name="b")(hidden))
+        self.own = layers.Dense(2, name="own")
+        self.own.build((None, 6))
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return self.own(keras.ops.concatenate([super().call(x, training=training), x[:, :3]], -1))
+
+
+def adapted(mode: str) -> keras.Model:
+    """A model of few bits, of which low-rank adapters are trained."""
+    model = keras.Sequential([keras.Input((4,)), *(layers.Dense(2, name=name) for name in ("a", "b"))])
+    for layer in model.layers:
+        layer.quantize(mode)
+        layer.enable_lora(2)
+    for variable in model.trainable_variables:
+        variable.assign(np.linspace(-1, 1, np.prod(variable.shape)).reshape(variable.shape))
+    return model
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "make", [OwnCall, lambda: adapted("int8"), lambda: adapted("int4")], ids=["own call", "int8", "int4"]
+)
+def test_what_else_than_call_computes_a_layer_is_cut(make: Any) -> None:
+    """``quantized_call``; and a functional model's own call, for which losses were built by declared outputs."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = make()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return model
+
+    model, plain = pair(build)
+    pipelined = pipeline(model, ["a"], (1, 1), 2, 6)
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 4))
+    for own in (pipelined, plain, pipelined, plain):
+        own.train_on_batch(x, y[:, :2])
+    pipelined.sync()
+    assert_same_variables(model, plain, 1e-6 if make is not OwnCall else 1e-10)  # Scales are float32.

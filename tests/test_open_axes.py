@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
+from equivalence import TOLERANCE, assert_same_variables, largest_difference, pair, pipeline, use_float64
 from selection import sampled
 
+from dapple_tf import DataError
 from graph_passes.errors import PassError
 
 layers, ops = keras.layers, keras.ops
@@ -176,3 +177,83 @@ def test_a_length_that_a_model_has_no_positions_for_is_told_with_the_layer() -> 
         "must be equal, but are 10 and 6, for batch_x_source of shape (?, 20, 4), batch_x_target of shape (?, 3), "
         "batch_y of shape (?, 3, 3)"
     )
+
+
+# ---- no axis of samples
+
+
+class Messages(keras.Model):
+    """Nodes and edges, whose number a later stage reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.last = layers.Dense(4, name="cut"), layers.Dense(3, name="last")
+
+    def call(self, inputs: Any) -> Any:
+        nodes, edges = inputs
+        messages = self.cut(ops.concatenate([ops.take(nodes, edges[:, end], axis=0) for end in (0, 1)], -1))
+        arrived = ops.segment_sum(messages, edges[:, 1], num_segments=ops.shape(nodes)[0])
+        return self.last(arrived) / ops.cast(ops.shape(messages)[0], arrived.dtype)
+
+
+class Adjacent(Messages):
+    """Nodes and their adjacency matrix."""
+
+    def call(self, inputs: Any) -> Any:
+        nodes, adjacency = inputs
+        return self.last(ops.matmul(adjacency, ops.tanh(self.cut(ops.matmul(adjacency, nodes)))))
+
+
+class Pairs(Messages):
+    """Two rows of outputs, and labels, for each sample."""
+
+    def call(self, x: Any) -> Any:
+        return ops.reshape(self.last(ops.expand_dims(self.cut(x), 1) * ops.ones((1, 2, 1))), (-1, 3))
+
+
+def graph(nodes: int, edges: int) -> Any:
+    return (rng.normal(size=(nodes, 4)), rng.integers(0, nodes, (edges, 2))), rng.normal(size=(nodes, 3))
+
+
+rng = np.random.default_rng(0)
+UNCUT: dict[str, tuple[type[keras.Model], list[Any]]] = {
+    "graph": (Messages, [graph(5, 5), graph(5, 9), graph(9, 4)]),
+    "adjacency": (
+        Adjacent,
+        [((rng.normal(size=(n, 4)), rng.normal(size=(n, n))), rng.normal(size=(n, 3))) for n in (5, 4)],
+    ),
+    "rows": (Pairs, [(rng.normal(size=(n, 4)), rng.normal(size=(2 * n, 3))) for n in (5, 7)]),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("case", UNCUT)
+def test_batches_that_cannot_be_cut_train_where_stages_have_one_slice(case: str) -> None:
+    """They were refused. Each shape of a tensor at the cut is that of the tensor, not a multiple of the samples."""
+    kind, batches = UNCUT[case]
+
+    def build() -> keras.Model:
+        model = kind()
+        model(batches[0][0])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        return model
+
+    use_float64()
+    model, plain = pair(build)
+    pipelined = pipeline(model, ["cut"], (1, 1), 1, 5)
+    for x, y in batches:
+        for method in ("train_on_batch", "test_on_batch"):
+            logs = [getattr(own, method)(x, y) for own in (pipelined, plain)]
+            assert largest_difference(*logs) < 1e-6  # Keras' metrics are float32.
+        assert largest_difference(pipelined.predict_on_batch(x), plain.predict_on_batch(x)) < 1e-10
+    pipelined.sync()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
+
+
+def test_batches_that_cannot_be_cut_are_refused_where_they_would_be() -> None:
+    kind, [(x, y), *_] = UNCUT["rows"]
+    model = kind()
+    model(x)
+    model.compile("sgd", "mse")
+    with pytest.raises(DataError, match=r"x has 5, y has 10; .* takes a plan of one micro-batch and one replica"):
+        pipeline(model, ["cut"], (1, 1), 2, 5).train_on_batch(x, y)

@@ -59,10 +59,10 @@ def test_an_array_that_is_filled_again_and_again() -> None:
 
 
 def test_the_end_of_the_data_and_mistakes_are_told_when_the_batch_is_asked_for() -> None:
-    batches = Batches(small_model(), iter([pair(), pair(0)]))
+    batches = Batches(small_model(), iter([pair(), (pair()[0], pair(3)[1])]))
     next(batches)
     batches.prefetch()
-    with pytest.raises(DataError, match="this batch has no samples"):
+    with pytest.raises(DataError, match="x has 4, y has 3"):
         next(batches)
     batches = Batches(small_model(), iter([pair()]))
     next(batches)

@@ -447,6 +447,11 @@ class Plan(JsonFile):
         return self.spread_stages if self.jit_compile else frozenset(range(self.num_stages))
 
     @property
+    def cuts_batches(self) -> bool:
+        """Whether some stage has several slices of a batch: micro-batches, or replicas."""
+        return self.micro_batches > 1 or max(self.replicas) > 1
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """Number of replicas of each stage."""
         return tuple(map(len, self.devices))

@@ -214,11 +214,13 @@ class _Writer:
         captured = capture(self.model, names, mode, batch, training=training, predict_step=mode is Mode.PREDICT)
         graphs.captured(captured)
         number = self.passes.pipeline.number
-        staging = self.passes.stage_passes(mode, prefix)
+        staging = self.passes.stage_passes(mode, prefix, uncut=batch.uncut)
         program = run_passes(captured, staging, first=number(staging[0]), instruments=[graphs])
         if source is None:
             source = self._source(program, names, batch, prefix)
-        kind = source.kind or StepKind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
+        kind = source.kind or StepKind(
+            batch.parts(self.passes.plan.global_batch_size), *[bool(source.built.carried)] * 2
+        )
         if self.passes.joins(source.built, kind.samples):
             kind = kind._replace(apart=True)  # A single function would show nothing.
         layout = self.passes.layout(kind.samples)

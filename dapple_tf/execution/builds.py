@@ -111,7 +111,8 @@ class Build:
 
     def input_shapes(self, kind: StepKind) -> list[tuple[int | None, ...]]:
         """Returns the shapes of the batch inputs of a step."""
-        return [(kind.samples, *shape[1:]) for shape in shapes_on_devices(self.program, self.spec)]
+        rows = None if self.spec.uncut else kind.samples
+        return [(rows, *shape[1:]) for shape in shapes_on_devices(self.program, self.spec)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -226,7 +226,7 @@ class Engine:
         carries = self.builder.carries(built, want_gradients)
         if self.state.left_over != (built.flush if carries else None):
             self.state.flush()
-        address, samples = address_of(arrays), arrays[0].shape[0]
+        address, samples = address_of(arrays), spec.parts(arrays[0].shape[0])
         if address is None:
             arrays = on_host(built.program, arrays)
         else:

@@ -359,7 +359,7 @@ class Runtime:
 
         def step() -> StepResult:
             with self._shown(mode, batch, training=training, **options):
-                samples = batch.arrays[0].shape[0]
+                samples = batch.spec.parts(batch.samples)
                 if self.engine.lacks_room(mode, batch.spec, samples, training=training, **options):
                     with self._looking:
                         self.values.make_room()
@@ -386,7 +386,7 @@ class Runtime:
     def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""
         options |= read_by(batch.address)
-        if self._apart or self.engine.has_run(mode, batch.spec, batch.samples, **options):
+        if self._apart or self.engine.has_run(mode, batch.spec, batch.spec.parts(batch.samples), **options):
             return contextlib.nullcontext()
         return self.engine.timing.shown(mode, batch.samples)
 

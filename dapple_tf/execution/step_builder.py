@@ -131,9 +131,9 @@ class StepBuilder:
                 )
             check_py_functions(captured.graph, self._cluster.addresses)
         prefix = f"{mode.value}{next(self._numbers)}_"
-        slices = self.passes.slices
+        slices = (1,) * len(self.passes.slices) if spec.uncut else self.passes.slices
         try:
-            passes = self.passes.stage_passes(mode, prefix)
+            passes = self.passes.stage_passes(mode, prefix, uncut=spec.uncut)
             first = self.passes.pipeline.number(passes[0])
             program = run_passes(captured, passes, first=first, instruments=self._timing.of_passes(passes, first))
         except PassError as error:
@@ -148,7 +148,7 @@ class StepBuilder:
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
         if self._plan.row_shards and updates:
             self._tell_whole_tables(program, updates)
-        if mode is Mode.TRAIN and training:
+        if mode is Mode.TRAIN and training and not spec.uncut:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))
         reads = readers_of(program)
         if updates:

@@ -191,9 +191,15 @@ class StepPasses:
             kept += [program.variables[name] for name in gathered if name in in_shards]
         return bytes_of(kept)
 
-    def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
-        """Returns the passes from the captured graph to stage functions for full batches, named ``prefix...``."""
-        asked = StagesAsked(self, mode, prefix)
+    def stage_passes(self, mode: Mode, prefix: str, *, uncut: bool = False) -> list[Pass]:
+        """Returns the passes from the captured graph to stage functions for full batches, named ``prefix...``.
+
+        Args:
+            mode: the purpose of the functions.
+            prefix: start of their names.
+            uncut: whether they are for batches that can't be cut.
+        """
+        asked = StagesAsked(self, mode, prefix, uncut)
         made = [slot.stage(asked) for slot in PASSES if slot.stage is not None]
         return self.pipeline.placed(item for item in made if item is not None)
 
@@ -249,16 +255,28 @@ class StagesAsked(NamedTuple):
         passes: the passes of the plan.
         mode: the purpose of the functions.
         prefix: start of their names.
+        uncut: whether they are for batches that can't be cut.
     """
 
     passes: StepPasses
     mode: Mode
     prefix: str
+    uncut: bool = False
 
     @property
     def training(self) -> bool:
         """Whether there are gradients."""
         return self.mode is Mode.TRAIN
+
+    def assign_stages(self) -> AssignStages:
+        """Returns the pass that finds the nodes of each stage."""
+        plan = self.passes.plan
+        return AssignStages(plan.cuts, plan.backward_cuts, plan.cuts_batches and not self.uncut)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """For each stage the number of slices of a full batch."""
+        return (1,) * len(self.passes.slices) if self.uncut else self.passes.slices
 
     def partition(self, samples: int | None = None) -> Partition:
         """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
@@ -405,9 +423,9 @@ class Slot(NamedTuple):
 
 
 PASSES: tuple[Slot, ...] = (
-    Slot(AssignStages, stage=lambda asked: AssignStages(asked.passes.plan.cuts, asked.passes.plan.backward_cuts)),
+    Slot(AssignStages, stage=StagesAsked.assign_stages),
     Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
-    Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.passes.slices) if asked.training else None),
+    Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.slices) if asked.training else None),
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),
     Slot(Replicate, step=StepAsked.replicate),
     Slot(CutBackward, step=StepAsked.cut_backward),

@@ -24,14 +24,14 @@ Shape = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Dtype and shape of one array of a batch; the first axis is the batch, None is any length.
+    """Dtype and shape of one array of a batch; the first axis is that of the samples, None is any length.
 
     Attributes:
         name: its name in messages.
         dtype: dtype of its elements.
         shape: shape in all batches like this one.
-        sizes: shape in one actual batch, without the number of samples; None if there is none. Shapes within the model
-            follow from it, so that none need be invented. Not compared: batches of other sizes count as equal.
+        sizes: shape in one actual batch; None if there is none. Shapes within the model follow from it, so that none
+            need be invented. Not compared: batches of other sizes count as equal.
     """
 
     name: str
@@ -57,11 +57,13 @@ class BatchSpec:
         x: structure of the model's inputs with a :class:`Leaf` for each array.
         y: structure of the labels; None if there are none.
         sample_weight: structure of the sample weights; None if there are none.
+        uncut: whether batches can't be cut: arrays are empty, or differ in their first axes (nodes and edges).
     """
 
     x: Any
     y: Any = None
     sample_weight: Any = None
+    uncut: bool = False
 
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
@@ -70,14 +72,20 @@ class BatchSpec:
 
     @property
     def sizes(self) -> tuple[Shape, ...]:
-        """The shapes of all arrays in one actual batch, see `Leaf`; empty if there is none."""
-        shapes = tuple(leaf.sizes for leaf in self.leaves if leaf.sizes is not None)
-        return shapes if len(shapes) == len(self.leaves) else ()
+        """The shapes of all arrays in one actual batch, None for its samples; empty if there is none."""
+        shapes = [leaf.sizes for leaf in self.leaves if leaf.sizes is not None]
+        if len(shapes) < len(self.leaves):
+            return ()
+        return tuple(shape if self.uncut else (None, *shape[1:]) for shape in shapes)
 
     @functools.cached_property
     def key(self) -> str:
         """A text that is equal for batches of the same structure, dtypes and shapes."""
-        return repr((self.x, self.y, self.sample_weight))
+        return repr((self.x, self.y, self.sample_weight)) + (" uncut" if self.uncut else "")
+
+    def parts(self, samples: int) -> int:
+        """Returns the number of parts into which a batch of ``samples`` samples can be cut."""
+        return 1 if self.uncut else samples
 
     def flatten(self, x: Any, y: Any = None, sample_weight: Any = None) -> list[np.ndarray]:
         """Returns the arrays of a batch in feed order.
@@ -122,7 +130,8 @@ class BatchSpec:
     def covers(self, other: BatchSpec) -> bool:
         """Whether all batches of another spec fit this one."""
         pairs = zip(self.leaves, other.leaves, strict=False)
-        return self.same_structure(other) and all(own.accepts(given.shape) for own, given in pairs)
+        uncut = self.uncut >= other.uncut
+        return uncut and self.same_structure(other) and all(own.accepts(given.shape) for own, given in pairs)
 
     def widened(self, other: BatchSpec) -> BatchSpec:
         """Returns a spec that also covers another of the same structure: axes whose lengths differ become None."""
@@ -138,7 +147,8 @@ class BatchSpec:
         def replaced(tree: Any) -> Any:
             return keras.tree.map_structure(lambda leaf: None if leaf is None else next(wider), tree)
 
-        return BatchSpec(replaced(self.x), replaced(self.y), replaced(self.sample_weight))
+        uncut = self.uncut or other.uncut
+        return BatchSpec(replaced(self.x), replaced(self.y), replaced(self.sample_weight), uncut)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves))
@@ -181,17 +191,20 @@ class Batches(Iterator[Batch]):
         spec: the spec that covers the batches so far.
     """
 
-    def __init__(self, model: keras.Model, iterator: Iterable[Any], *, known: BatchSpec | None = None) -> None:
+    def __init__(
+        self, model: keras.Model, iterator: Iterable[Any], *, known: BatchSpec | None = None, cut: bool = True
+    ) -> None:
         """Starts a pass.
 
         Args:
             model: the model that the batches are for.
             iterator: see above.
             known: spec of an earlier pass, which is used again if the batches fit it.
+            cut: whether they are cut into slices, so that all their arrays have one row for each sample.
         """
         self.iterator = iterator
         self.spec = known
-        self._model = model
+        self._model, self._cut = model, cut
         self._items = iter(iterator)
         self._open_axes = _element_shapes(iterator)
         self._count = 0
@@ -248,7 +261,11 @@ class Batches(Iterator[Batch]):
         assert given is not None
         # Copies arrays, because their owner may fill them with the next batch while this one is trained on.
         arrays = [np.array(v) if isinstance(v, np.ndarray) else _as_array(v) for v in _present((x, y, sample_weight))]
-        samples = check_samples(given.leaves, arrays)
+        samples = _samples(given.leaves, arrays, cut=self._cut)
+        if not samples:  # Others aren't like it.
+            return Batch(dataclasses.replace(given, uncut=True), arrays, samples)
+        if not given.uncut and any(array.shape[0] != samples for array in arrays):
+            given, known = dataclasses.replace(spec_of(self._model, x, y, sample_weight), uncut=True), False
         self.spec = given if known else self._fitting(given)
         return Batch(self.spec, arrays, samples)
 
@@ -317,22 +334,18 @@ def _serve(asked: queue.SimpleQueue[Callable[[], Batch] | None], items: queue.Si
         del read, item  # While it waits, it holds neither the batches nor their reader.
 
 
-def check_samples(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> int:
-    """Returns the number of samples, which must be equal in all arrays of a batch.
-
-    Raises:
-        DataError: it differs, or is 0.
-    """
+def _samples(leaves: Sequence[Leaf], arrays: Sequence[Any], *, cut: bool) -> int:
+    """Returns a batch's number of samples: of rows in its first array, as Keras counts them."""
     if not leaves:
         raise DataError("this batch has no arrays; feed at least one as x")
     counts = {leaf.name: array.shape[0] for leaf, array in zip(leaves, arrays, strict=True)}
-    if len(set(counts.values())) > 1:
+    if cut and len(set(counts.values())) > 1:
         text = ", ".join(f"{name} has {count}" for name, count in counts.items())
-        raise DataError(f"the arrays of a batch differ in their number of samples: {text}")
-    samples = int(next(iter(counts.values())))
-    if samples == 0:
-        raise DataError("this batch has no samples; leave it out")
-    return samples
+        raise DataError(
+            f"the arrays of a batch differ in their number of samples: {text}; a batch that can't be cut into slices "
+            f"(a graph, say) takes a plan of one micro-batch and one replica for each stage"
+        )
+    return int(next(iter(counts.values())))
 
 
 def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None) -> BatchSpec:
@@ -445,8 +458,8 @@ def _leaf(name: str, value: Any) -> Leaf:
     numbers = dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
     if not numbers and not (of_inputs and dtype == tf.string):
         raise DataError(_not_numbers(name, array.dtype.name))
-    shape = (None, *map(int, array.shape[1:]))
-    return Leaf(name, dtype.name, shape, shape)
+    rows, *others = map(int, array.shape)
+    return Leaf(name, dtype.name, (None, *others), (rows, *others))
 
 
 def _not_numbers(name: str, dtype: str) -> str:

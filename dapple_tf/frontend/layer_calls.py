@@ -14,7 +14,7 @@ import tensorflow as tf
 from dapple_tf.frontend.call_templates import Expansion, Nodes, TracedCall
 from dapple_tf.frontend.repeated_calls import RepeatedCalls
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.keras_private import items_of
+from dapple_tf.keras_private import items_of, name_of_call
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import LayerCall
 from graph_passes.ir.tensorflow_private import number_of_nodes
@@ -59,19 +59,20 @@ class LayerCalls:
         """
         model = self._model
         items = {id(item): item for item in items_of(model) if item is not model}
-        own = {key: vars(item)["call"] for key, item in items.items() if "call" in vars(item)}
+        names = {key: name_of_call(item) for key, item in items.items()}
+        own = {key: vars(item)[names[key]] for key, item in items.items() if names[key] in vars(item)}
         self._calls, self._counts = [], defaultdict(itertools.count)
         self._repeated = RepeatedCalls(graph, scope, own) if self._share else None
-        for item in items.values():
-            vars(item)["call"] = self._recorded(item, item.call, graph)
+        for key, item in items.items():
+            vars(item)[names[key]] = self._recorded(item, getattr(item, names[key]), graph)
         try:
             yield
         finally:
             for key, item in items.items():
                 if key in own:
-                    vars(item)["call"] = own[key]
+                    vars(item)[names[key]] = own[key]
                 else:
-                    del vars(item)["call"]
+                    del vars(item)[names[key]]
 
     def expanded(self, graph_def: GraphDef) -> Expansion | None:
         """Returns the traced graph with all nodes; None if equal calls can't be shared in it."""

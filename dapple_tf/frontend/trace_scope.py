@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.control_flow import state_passed_on
 from dapple_tf.frontend.patching import replaced
 from graph_passes.ir.tensorflow_private import watches_variables
 
@@ -60,6 +61,8 @@ class TraceScope(keras.StatelessScope):
 
         self._entered.enter_context(replaced(tf.GradientTape, "_push_tape", begun))
         self._entered.enter_context(replaced(tf.GradientTape, "_pop_tape", ended))
+        self._entered.enter_context(state_passed_on(self))
+        self._graph = tf.compat.v1.get_default_graph()
         super().__enter__()
         return self
 
@@ -98,15 +101,47 @@ class TraceScope(keras.StatelessScope):
         """Makes reading trainable variables an error with the text ``why`` from now on."""
         self._closed = why
 
+    @contextlib.contextmanager
+    def inside(
+        self, values: Iterable[tuple[keras.Variable, tf.Tensor]]
+    ) -> Iterator[list[tuple[keras.Variable, tf.Tensor]]]:
+        """Yields the list of assignments inside the context, a graph of its own, which are undone at its end.
+
+        Args:
+            values: variables, and the values with which this graph begins.
+        """
+        outside = self._graph, self.state_mapping, self.assigned, self.updates
+        self._graph, self.updates = tf.compat.v1.get_default_graph(), []
+        begun = {id(variable): value for variable, value in values}
+        self.state_mapping, self.assigned = outside[1] | begun, outside[2] | begun
+        try:
+            yield self.updates
+        finally:
+            self._graph, self.state_mapping, self.assigned, self.updates = outside
+
+    def present_value(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns a variable's value, with its gradient."""
+        value = self.state_mapping.get(id(variable))
+        return tf.convert_to_tensor(variable.value) if value is None else value
+
     def take_over(self, updates: Iterable[tuple[keras.Variable, tf.Tensor]]) -> None:
         """Assigns to variables the values that were assigned to them in another scope."""
         for update in updates:
             self.add_update(update)
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Records an assignment; called by ``variable.assign``."""
-        super().add_update(update)
+        """Records an assignment; called by ``variable.assign``.
+
+        Raises:
+            ValueError: it is within a graph from which the value can't be handed on.
+        """
         variable, value = update
+        if tf.compat.v1.get_default_graph() is not self._graph and not tf.executing_eagerly():
+            raise ValueError(
+                f"variable {variable.path!r} is assigned in a function that TensorFlow traces by itself: assign it "
+                f"outside, or in keras.ops' branches and loops"
+            )
+        super().add_update(update)
         self.assigned[id(variable)] = value
         self.updates.append(update)
 

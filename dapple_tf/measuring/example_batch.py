@@ -234,7 +234,7 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
         keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x)
     )
     sized = model.compute_output_spec(
-        keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.sizes or leaf.shape, leaf.dtype), x)
+        keras.tree.map_structure(lambda leaf: keras.KerasTensor((None, *(leaf.sizes or leaf.shape)[1:]), leaf.dtype), x)
     )
     labels = labels_of_outputs(model, outputs, sized)
     if labels is None:

@@ -93,15 +93,15 @@ class SliceShapes:
                 the text names the layer.
         """
         graph: GraphDef = program.graph if part is None else part
-        number = program.roles.slice.samples
+        roles, number = program.roles, program.roles.slice.samples
         contradiction, shapes_of = "", ShapesOf(graph)
-        for pair in (*SAMPLES, None):
+        for pair in (None,) if roles.uncut else (*SAMPLES, None):
             few, many = pair or (None, None)
             whole = Graph(program.graph)
             assumed = (
-                input_shapes(whole, program.roles, few),
-                input_shapes(whole, program.roles, many),
-                input_shapes(whole, program.roles, few, lengths=False),
+                input_shapes(whole, roles, few),
+                input_shapes(whole, roles, many),
+                input_shapes(whole, roles, few, lengths=False),
             )
             known = all(size is not None for shape in assumed[0].values() for size in shape[1:])
             values = [{} if samples is None else {number: samples} for samples in (few, many, few)]
@@ -110,7 +110,7 @@ class SliceShapes:
             except PassError as error:
                 contradiction = contradiction or str(error)
                 if pair is None:
-                    raise PassError(f"{error}, for {_told(program.roles, assumed[0])}") from error
+                    raise PassError(f"{error}, for {_told(roles, assumed[0])}") from error
                 continue
             return cls(pair, assumed, inferred, contradiction, known)
         raise AssertionError("the last attempt returns or raises")
@@ -154,7 +154,7 @@ class SliceShapes:
         if self.samples is None:
             alone = SliceShapes.of(program, part)
             if alone.samples is None:
-                return self
+                return self.with_shapes(alone.found)
             known = dataclasses.replace(self, samples=alone.samples, assumed=alone.assumed)
             return known.with_shapes(alone.found).through_functions(program, vague)
         inference, number = ShapeInference(part.library), program.roles.slice.samples
@@ -202,16 +202,16 @@ def input_shapes(
     """
     examples = roles.example_shapes if lengths and roles.example_shapes else (None,) * len(roles.inputs)
     return {
-        ref.node: input_shape(graph.nodes[ref.node], samples, example)
+        ref.node: input_shape(graph.nodes[ref.node], None if roles.uncut else samples, example)
         for ref, example in zip(roles.inputs, examples, strict=True)
     }
 
 
 def input_shape(node: NodeDef, samples: int | None, example: Sequence[int | None] | None) -> list[int | None]:
     """Returns the shape of a batch input, with lengths that the model leaves open from an example if there is one."""
-    dims = [dim.size if dim.size >= 0 else None for dim in node.attr["shape"].shape.dim[1:]]
-    known = dims if example is None else example[1:]
-    return [samples, *(other if size is None else size for size, other in zip(dims, known, strict=True))]
+    dims = [samples, *(dim.size if dim.size >= 0 else None for dim in node.attr["shape"].shape.dim[1:])]
+    known = dims if example is None else example
+    return [other if size is None else size for size, other in zip(dims, known, strict=True)]
 
 
 def _each(

@@ -173,7 +173,7 @@ class Roles:
     """What the tensors of the flat graph mean.
 
     Attributes:
-        inputs: leaves of x, y and sample_weight, in feed order; their first axis is the batch.
+        inputs: leaves of x, y and sample_weight, in feed order; their first axis is the batch, unless they are `uncut`.
         variables: all variables of the model, in the model's order.
         slice: see :class:`Slice`.
         normalizers: see :class:`Normalizer`.
@@ -182,7 +182,7 @@ class Roles:
         calls: layer calls in the order in which they began.
         model_end: position after the last node of the model itself; losses and metrics come behind it.
         example_shapes: shapes of ``inputs`` in a batch at hand, by which lengths are known that the model leaves open,
-            None for the number of samples; empty where no batch is at hand.
+            None for the number of samples, except where they are `uncut`; empty where no batch is at hand.
         peers: see :class:`Peers`; None where nothing is added up over replicas.
     """
 
@@ -196,6 +196,11 @@ class Roles:
     model_end: int = 0
     example_shapes: tuple[tuple[int | None, ...], ...] = ()
     peers: Peers | None = None
+
+    @property
+    def uncut(self) -> bool:
+        """Whether the first axes of ``inputs`` are lengths of their own, so that no batch can be cut."""
+        return any(shape[0] is not None for shape in self.example_shapes)
 
     @property
     def scalars(self) -> tuple[Ref, ...]:

@@ -19,7 +19,7 @@ from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.eager.polymorphic_function.transform import CONCRETE_FUNCTION_CALLBACKS
 from tensorflow.python.framework import c_api_util, op_def_registry, ops
-from tensorflow.python.ops import custom_gradient, script_ops
+from tensorflow.python.ops import cond_v2, custom_gradient, script_ops, while_v2
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "captured_inputs",
     "code_of",
     "compiles_with_xla",
+    "cond_v2",
     "custom_gradient",
     "eager_mode",
     "functions_of",
@@ -50,6 +51,7 @@ __all__ = [
     "shuffles_within_rounds",
     "watch_operation",
     "watches_variables",
+    "while_v2",
 ]
 
 eager_mode = context.eager_mode

@@ -46,6 +46,7 @@ class AssignStages:
         cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
             layer that is called several times, a name and the number of the call (``shared#0``).
         within: names of layers, likewise, at which a later pass cuts within stages: they are looked up now, early.
+        cuts_batches: whether a stage may have several slices, so that tensors at cuts need a batch axis.
 
     Source: DAPPLE (PPoPP'21), section 5.2.1: "we first construct the forward graph of each stage in sequence and record
     the boundary tensors".
@@ -56,6 +57,7 @@ class AssignStages:
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
     cuts: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
+    cuts_batches: bool = True
 
     def run(self, program: Program) -> Program:
         """Flat program -> flat program with ``node_stage``, ``boundaries`` and ``stages``.
@@ -83,7 +85,8 @@ class AssignStages:
             graph = Graph(graph_def)
             stage_of = _node_stages(graph, roles, positions, shapes, even)
         _check_normalizers(graph, roles)
-        boundaries = _boundaries(program.replace(graph=graph_def), stage_of, even, shapes, self.cuts)
+        staged = program.replace(graph=graph_def)
+        boundaries = _boundaries(staged, stage_of, even, shapes, self.cuts, sliced=self.cuts_batches)
         reads = _reads(graph, roles, stage_of, len(self.cuts))
         stages = tuple(Stage(index, reads=reads[index]) for index in range(len(self.cuts) + 1))
         for node in graph_def.node:
@@ -248,6 +251,8 @@ def _boundaries(
     even: Container[str],
     shapes: SliceShapes | None,
     cuts: Sequence[str],
+    *,
+    sliced: bool,
 ) -> tuple[Boundary, ...]:
     graph, roles = Graph(program.graph), program.roles
     readers = _readers(graph, roles, stage_of, len(cuts))
@@ -277,8 +282,8 @@ def _boundaries(
             )
         try:
             axes = shapes.axes(ref)
-            axis = _batch_axis(axes, where, shapes)
-            if axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES:
+            axis = _batch_axis(axes, where, shapes, sliced=sliced)
+            if sliced and axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES:
                 raise _refusal(
                     shapes,
                     f"{where} is computed from the batch but has no batch axis, and as {dtype_name(dtype)} it can't be "
@@ -290,7 +295,7 @@ def _boundaries(
         assert axes is not None
         rows = None if axis is None or axes[axis].dependence is not Dependence.BATCH else axes[axis].size
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
-        example = tuple(each.size for each in axes)
+        example = tuple(each.size if place == axis or not each.of_batch else None for place, each in enumerate(axes))
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
         boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
     if unknown is not None:
@@ -298,16 +303,18 @@ def _boundaries(
     return tuple(boundaries)
 
 
-def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) -> int | None:
-    """Returns the axis that is cut into slices; None where there is none."""
+def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes, *, sliced: bool) -> int | None:
+    """Returns the axis that is cut into slices; None where there is none, or none that must be known."""
     if axes is None:
         raise _refusal(shapes, f"{where} has no known rank; cut elsewhere")
     grows = [index for index, axis in enumerate(axes) if axis.of_batch]
+    unknown = [index for index, axis in enumerate(axes) if axis.dependence is Dependence.UNKNOWN]
+    if not sliced and (unknown or len(grows) > 1):
+        return None
     if len(grows) > 1:
         raise PassError(
             f"{where} has shape {_shown(axes)} with the batch in axes {grows}: it couples samples; cut elsewhere"
         )
-    unknown = [index for index, axis in enumerate(axes) if axis.dependence is Dependence.UNKNOWN]
     if unknown and not (grows and unknown > grows):
         raise _refusal(
             shapes, f"{where} has shape {_shown(axes)}: which axis is the batch can't be told; cut elsewhere"

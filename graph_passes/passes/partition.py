@@ -305,7 +305,8 @@ def _assumed(
         if boundary is not None:
             assumed[ref.node] = boundary.example_slice_shape(samples) if example else boundary.slice_shape(samples)
         elif value.ref in inputs:
-            assumed[ref.node] = input_shape(node, samples, examples.get(value.ref))
+            rows = None if program.roles.uncut else samples
+            assumed[ref.node] = input_shape(node, rows, examples.get(value.ref))
         elif not known.unknown_rank:
             assumed[ref.node] = [None if dim.size < 0 else dim.size for dim in known.dim]
     return assumed
