@@ -58,6 +58,7 @@ __all__ = [
     "loss_tracker",
     "mobilenet_v3",
     "names_from_start",
+    "names_in_logs",
     "nasnet_cell",
     "nodes_in_order",
     "output_structure",
@@ -229,6 +230,18 @@ def compiled_loss(model: keras.Model) -> Any:
 def compiled_metrics(model: keras.Model) -> Any:
     """Returns the compiled metrics; None if there are none."""
     return model._compile_metrics
+
+
+def names_in_logs(model: keras.Model) -> dict[int, str]:
+    """Returns id of a compiled metric -> its name in logs, which begins with that of its output if there are several."""
+    compiled = model._compile_metrics
+    lists = [] if compiled is None or not compiled.built else [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
+    return {
+        id(metric): f"{own.output_name}_{metric.name}" if own.output_name else str(metric.name)
+        for own in lists
+        if own is not None
+        for metric in own.metrics
+    }
 
 
 @contextlib.contextmanager

@@ -191,8 +191,9 @@ class _Tracing:
         if self._has_new_metrics:
             return self._again(share=self.share)
         if self.logs is not None and self.logs.missing:
-            for place, dtype in self.logs.missing.items():
-                self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
+            for place, (name, dtype) in self.logs.missing.items():
+                name = name.replace("/", "_")
+                self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name=name)
             return self._again(share=self.share)
         return self._program(graph)
 
@@ -411,7 +412,7 @@ class _Tracing:
         outputs = [expanded.tensors.get(_ref(tensor), _ref(tensor)) for tensor in self.outputs]
         if self.logs is not None:
             self.table.logs[self.mode.value] = StepLogs(graph_def, self.logs.logs, self.logs.sources)
-        metrics = metric_names(self.model)
+        metrics = metric_names(self.model) | {id(log): log.name for log in self.table.batch_logs.values()}
         variables = [self._variable(name, metrics) for name in self.table.keras_variables]
         present = [variable for variable in variables if variable is not None]
         inputs, example_shapes, host = [_ref(tensor) for tensor in self.inputs], self.spec.sizes, None

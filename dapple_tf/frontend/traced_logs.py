@@ -81,7 +81,7 @@ class TracedLogs:
         sources: variable of a metric or the optimizer -> the tensor of its value after the step.
         values: variable of such a mean -> its value before the step.
         updates: variable of such a mean -> its value after the step.
-        missing: (step, number of a log) -> dtype of the variable that must be made for it first.
+        missing: (step, number of a log) -> name and dtype of the variable that must be made for it first.
     """
 
     def __init__(
@@ -111,8 +111,9 @@ class TracedLogs:
         """
         self.values: dict[str, tf.Tensor] = {}
         self.updates: dict[str, tf.Tensor] = {}
-        self.missing: dict[tuple[str, int], tf.DType] = {}
+        self.missing: dict[tuple[str, int], tuple[str, tf.DType]] = {}
         self.sources = {table.name_of(v): scope.get_current_value(v) for v in model.metrics_variables}
+        names = ["_".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(logs)]
         leaves = keras.tree.flatten(logs)
         leaves = [tf.convert_to_tensor(leaf.value) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
         reads.check(f"{mode}_step", "a log", filter(tf.is_tensor, leaves), also_updated=False)
@@ -123,13 +124,13 @@ class TracedLogs:
                 continue
             if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
                 raise CaptureError(
-                    f"{mode}_step() of model {model.name!r} returns a log of shape {leaf.shape} and dtype "
+                    f"{mode}_step() of model {model.name!r} returns a log {names[number]!r} of shape {leaf.shape} and dtype "
                     f"{leaf.dtype.name} that is computed from the batch: return one floating-point number, or the "
                     f"result() of a metric"
                 )
             variable = table.batch_logs.get((mode, number))
             if variable is None:
-                self.missing[mode, number] = leaf.dtype
+                self.missing[mode, number] = names[number], leaf.dtype
                 continue
             name = table.add(variable, VariableKind.METRIC, "metric/")
             self.values[name] = tf.compat.v1.placeholder(leaf.dtype, [], name=f"variable/{name}")

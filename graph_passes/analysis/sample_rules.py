@@ -103,7 +103,7 @@ def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1
         if (
             spread.axis is None
             and unfit
-            and not (sign > 0 and not rows and spread.linear and all(other.constant for other in others))
+            and not (sign > 0 and not rows and spread.linear and all(other.is_factor for other in others))
         ):
             fix(index)
     varying = [index for index, spread in enumerate(spreads) if spread.axis is None and spread.varies]

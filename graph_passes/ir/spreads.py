@@ -76,6 +76,11 @@ class Spread(NamedTuple):
         return self.axis is None and not self.varies and self.degree == 0
 
     @property
+    def is_factor(self) -> bool:
+        """Whether it is a known power of the number of samples, times the same for all slices."""
+        return self.axis is None and not self.varies and self.linear and self.degree is not None
+
+    @property
     def one_by_one(self) -> bool:
         """Whether it belongs to one sample at a time, in a loop over all."""
         return self.axis is not None and self.axis < 0
