@@ -54,7 +54,7 @@ class OptimizerReads:
         """Refuses results that a step computes from the optimizer's variables.
 
         Args:
-            step: the step's name.
+            step: the model's own step, as the subject of a sentence goes on with the model; empty for Keras' own.
             what: description of these tensors.
             tensors: results of the step.
             also_updated: whether they mustn't depend on the variables' values after the step, either.
@@ -66,10 +66,12 @@ class OptimizerReads:
             if updated and not also_updated:
                 continue
             if any(depends_on(tensor, value) for tensor in tensors):
+                way_out = "return it as a log of its own, read after self.optimizer.apply()"
+                if also_updated:
+                    way_out = "take a weight of a layer that counts steps, or that a callback assigns"
                 raise CaptureError(
-                    f"{step}() of model {self._model.name!r} computes {what} from {self._variables[key].path!r} of its "
-                    f"optimizer, which a pipeline updates where weights are, at the end of a step: return it as a log "
-                    f"of its own, read after self.optimizer.apply(), or take a variable of the model"
+                    f"{step}model {self._model.name!r} computes {what} from {self._variables[key].path!r} of its "
+                    f"optimizer, which a pipeline updates where weights are, at the end of a step: {way_out}"
                 )
 
 
@@ -116,7 +118,7 @@ class TracedLogs:
         names = ["_".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(logs)]
         leaves = keras.tree.flatten(logs)
         leaves = [tf.convert_to_tensor(leaf.value) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
-        reads.check(f"{mode}_step", "a log", filter(tf.is_tensor, leaves), also_updated=False)
+        reads.check(f"{mode}_step() of ", "a log", filter(tf.is_tensor, leaves), also_updated=False)
         self.sources |= reads.sources
         known = list(self.sources.values())
         for number, leaf in enumerate(leaves):

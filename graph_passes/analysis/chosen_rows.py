@@ -137,8 +137,11 @@ class _Rows:
         if node.op == "StridedSlice":  # one of the columns
             all_rows = node.attr["begin_mask"].i & node.attr["end_mask"].i & 1 and self._integers(inputs[3]) == [1, 1]
             return self._condition(inputs[0]) if all_rows and node.attr["shrink_axis_mask"].i == 2 else None
-        if node.op in ("Squeeze", "Identity", "Cast") or (node.op == "Unpack" and node.attr["axis"].i == 1):
+        if node.op in ("Squeeze", "Identity") or (node.op == "Unpack" and node.attr["axis"].i == 1):
             return self._condition(inputs[0])
+        if node.op in _BY_ROWS:
+            conditions = {self._condition(own) for own in inputs if self._spreads.get(own, CONSTANT).partial}
+            return conditions.pop() if len(conditions) == 1 else None
         if node.op != "Where":
             return None
         mask = inputs[0]
