@@ -345,6 +345,9 @@ class Interpreter:
             return CONSTANT
         if spread.varies or not spread.linear:
             together = Coupling.MICRO_BATCH if spread.shared else Coupling.TOGETHER
+            while self.of(ref).extreme:  # What takes the extreme of samples couples them.
+                node = self.graph.nodes[ref.node]
+                ref = next((own for own in self.graph.inputs(node.name) if self.of(own).extreme), Ref(""))
             self.couple(node, together if rows or not self.in_loss(node) else Coupling.NOT_LINEAR)
         else:
             self.couple(node, Coupling.BATCH_SIZE)

@@ -20,9 +20,10 @@ def all_reduce(
     *,
     device: str,
     control: Iterable[str] = (),
+    merge: str = "Add",
     **attrs: Any,
 ) -> Ref:
-    """Adds one member of an all-reduce; returns the sum over all members.
+    """Adds one member of an all-reduce; returns the sum over all members, or the largest or smallest.
 
     Args:
         builder: adds the node.
@@ -32,6 +33,7 @@ def all_reduce(
         keys: number of members, key of these members, and number of this all-reduce among theirs.
         device: the member's device.
         control: nodes that it waits for.
+        merge: ``"Add"``, ``"Max"`` or ``"Min"``.
         **attrs: further attributes.
     """
     numbers = [builder.const(value, types_pb2.DT_INT32) for value in keys]
@@ -42,7 +44,7 @@ def all_reduce(
         control=control,
         device=device,
         T=dtype_attr(dtype),
-        merge_op="Add",
+        merge_op=merge,
         final_op="Id",
         communication_hint="auto",
         # No timeout: TensorFlow would start a thread for each, which sleeps until it is over in any case.

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.chosen_rows import with_counted_rows
-from graph_passes.analysis.running_sums import parts_of_update
+from graph_passes.analysis.running_sums import Part, parts_of_update
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
@@ -149,6 +149,9 @@ class _Scaling:
         if variable.update is None:
             return variable
         if variable.kind is VariableKind.STATE and variable.dtype in FLOAT_DTYPES:
+            value = self._value(variable.update)
+            if (spread := self.of(value)).extreme and spread.axis is None and spread.degree == 0:
+                return dataclasses.replace(variable, update=value, merge=spread.extreme)
             return dataclasses.replace(variable, update=self._scaled(variable.update, Coupling.STATE))
         if variable.kind is VariableKind.STATE and not self._alike(self.of(variable.update)):
             self.couplings.append((variable.update.node, Coupling.STATE))
@@ -169,7 +172,7 @@ class _Scaling:
         parts = None if variable.value is None else parts_of_update(self.view, variable.update, variable.value)
         if parts is None:
             return None
-        sums = [self._sum(part.ref) if part.added else part.ref for part in parts]
+        sums = [self._sum(part.ref) if part.added else self._extreme(part) for part in parts]
         if sums == [part.ref for part in parts]:
             return variable.update
         value, kind = variable.value, {"T": dtype_attr(variable.dtype)}
@@ -178,6 +181,11 @@ class _Scaling:
                 return None
             value = self.builder.add(f"{variable.update.node}/running", part.op, [value, own], **kind)
         return value
+
+    def _extreme(self, part: Part) -> Ref | None:
+        """Returns what a running value is compared with; None if it isn't the extreme of samples or a constant."""
+        spread = self.of(part.ref)
+        return part.ref if spread.constant or spread.extreme == part.op.removesuffix("imum") else None
 
     def _sum(self, ref: Ref) -> Ref | None:
         """Returns a slice's contribution to a tensor of the whole batch; None if slices' don't add up to it."""
@@ -218,6 +226,13 @@ class _Scaling:
                 self.couplings.append((value.node, coupling))
             return contribution
         return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})
+
+    def _value(self, update: Ref) -> Ref:
+        """Returns what capture has multiplied by the weight."""
+        node, inputs = self.view.nodes[update.node], self.view.inputs(update.node)
+        if node.op == "Identity":
+            return self._value(inputs[0])
+        return inputs[0] if self._is_weighted(node) else update
 
     def _is_weighted(self, node: NodeDef) -> bool:
         """Returns whether a node is capture's product with the weight."""
