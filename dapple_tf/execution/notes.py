@@ -101,8 +101,8 @@ _TOLD = {
     ),
     Coupling.STATE: (
         NoteKind.STATE,
-        "updates state to something else than a sum or a mean over samples: floating-point state becomes the mean of "
-        "what slices make of it, other state what the first slice makes of it",
+        "updates state to something else than a sum, a mean or an extreme of samples: floating-point state becomes the "
+        "mean of what slices make of it, other state what the first slice makes of it",
         "add up or average floating-point numbers, or plan one slice for its stage (one micro-batch, one replica)",
     ),
     Coupling.METRIC: (
@@ -124,7 +124,7 @@ _TOLD = {
     ),
 }
 _MIXING = (Coupling.TOGETHER, Coupling.MICRO_BATCH, Coupling.PLACE)
-"""Couplings that explain all others in the same layer."""
+"""Couplings that explain all others in the same layer, but for those of state, which stay off."""
 
 
 def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) -> tuple[Note, ...]:
@@ -145,6 +145,10 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     ]
     if micro_batches == 1:
         told = [(name, coupling) for name, coupling in told if coupling is not Coupling.MICRO_BATCH]
+    results = [ref for ref in (program.roles.loss, *program.roles.outputs) if ref is not None and ref.node in flat]
+    direct = flat.ancestors(results, control=False)
+    for_state = (*_MIXING, Coupling.BATCH_SIZE)
+    told = [(name, Coupling.STATE if name not in direct and own in for_state else own) for name, own in told]
     names = _names(program, flat)
     places = {name: _place(names, flat, name) for name, _ in told}
     causes: dict[str, list[Coupling]] = {}
@@ -155,7 +159,9 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     for place, couplings in causes.items():
         mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
         mixing = Coupling.PAIRS if Coupling.PAIRS in couplings else mixing
-        for coupling in [mixing] if mixing is not None else dict.fromkeys(couplings):
+        if mixing is not None:
+            couplings = [mixing, *(coupling for coupling in couplings if coupling is Coupling.STATE)]
+        for coupling in couplings:
             kind, text, way_out = _TOLD[coupling]
             notes.setdefault((kind, place), Note(kind, place, text, way_out, place not in widely))
     kind, text, way_out = _TOLD[Coupling.DRAWS]

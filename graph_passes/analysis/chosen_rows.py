@@ -34,7 +34,7 @@ _ALONG = ("Sum", "Mean", "Max", "Min", "Prod", "Any", "All", "ArgMax", "ArgMin",
 
 
 def with_counted_rows(program: Program, dependence: SampleDependence, loss_nodes: Container[str]) -> Program | None:
-    """Rewrites means of a loss over rows that a mask of batch inputs chooses.
+    """Rewrites means of a loss or a metric over rows that a mask of batch inputs chooses.
 
         Mean(Gather(e, Where(m)))   becomes   Sum(Gather(e, Where(m))) / Sum(m)
 

@@ -78,15 +78,15 @@ def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     """Handles one of two tensors, by a condition."""
-    condition, *values = interpreter.graph.inputs(node.name)
-    chosen = interpreter.of(condition)
+    _, *values = interpreter.graph.inputs(node.name)
+    chosen = interpreter.choice(node)
     if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
         interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
     spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
-    if any(spread.axis is not None for spread in (*spreads, interpreter.of(condition))) or not spreads:
+    if any(spread.axis is not None for spread in (*spreads, chosen)) or not spreads:
         return None
     combined, extreme = together(spreads), _extreme_of(spreads, several=True) if chosen.constant else ""
-    return combined._replace(known=combined.known and interpreter.of(condition).known, extreme=extreme)
+    return combined._replace(known=combined.known and chosen.known, extreme=extreme)
 
 
 def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1)) -> Spread:

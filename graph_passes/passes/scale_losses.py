@@ -152,6 +152,9 @@ class _Scaling:
             value = self._value(variable.update)
             if (spread := self.of(value)).extreme and spread.axis is None and spread.degree == 0:
                 return dataclasses.replace(variable, update=value, merge=spread.extreme)
+            sized = {name for name, coupling in self.couplings if coupling is Coupling.BATCH_SIZE}
+            if sized & self.view.ancestors([value], control=False):  # running moments by counts, say
+                self.couplings.append((value.node, Coupling.STATE))
             return dataclasses.replace(variable, update=self._scaled(variable.update, Coupling.STATE))
         if variable.kind is VariableKind.STATE and not self._alike(self.of(variable.update)):
             self.couplings.append((variable.update.node, Coupling.STATE))
