@@ -53,14 +53,15 @@ def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
     view, roles = Graph(program.graph), program.roles
     state = [v.update for v in roles.variables if v.update is not None and v.kind is VariableKind.STATE]
     model = view.ancestors([*(ref for ref in outputs if ref.node in view), *state], control=False)
+    loss = set[str]() if roles.loss is None else view.ancestors([roles.loss], control=False)
     metrics = [v.update for v in roles.variables if v.update is not None and v.kind is VariableKind.METRIC]
-    loss = view.ancestors([*([] if roles.loss is None else [roles.loss]), *metrics], control=False)
-    dependence = sample_dependence(program, loss - model, outputs)
+    aside = (loss | view.ancestors(metrics, control=False)) - model
+    dependence = sample_dependence(program, aside, outputs)
     if dependence is None or dependence.partial:
         unknown = view.ordered(loss - model if dependence else model | loss)[-1:]
         told = [] if dependence is None else [*dependence.couplings]
         return program.replace(couplings=(*told, *((name, Coupling.UNKNOWN) for name in unknown)))
-    counted = with_counted_rows(program, dependence, loss - model)
+    counted = with_counted_rows(program, dependence, aside)
     if counted is not None:
         return scale_losses(counted, outputs)
     return _Scaling(with_whole_batches(program, dependence), dependence).result()
