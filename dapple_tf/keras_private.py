@@ -245,9 +245,11 @@ def compiled_metrics(model: keras.Model) -> Any:
 
 
 def names_in_logs(model: keras.Model) -> dict[int, str]:
-    """Returns id of a compiled metric -> its name in logs, which begins with that of its output if there are several."""
+    """Returns id of a compiled metric -> its name in logs, with the output's before it if there are several."""
     compiled = model._compile_metrics
-    lists = [] if compiled is None or not compiled.built else [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
+    if compiled is None or not compiled.built:
+        return {}
+    lists = [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
     return {
         id(metric): f"{own.output_name}_{metric.name}" if own.output_name else str(metric.name)
         for own in lists

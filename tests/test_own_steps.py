@@ -290,9 +290,10 @@ def test_a_loss_of_the_optimizers_variables_is_refused_and_told_why() -> None:
     def counted(y: Any, p: Any) -> Any:
         return tf.reduce_mean(y - p) * tf.cast(model.optimizer.iterations, p.dtype)
 
+    what = "computes its loss, a metric or state from"
     for cls, loss, text in (
-        (Weighted, "mse", r"train_step\(\) of model .* computes its loss, a metric or state from 'adam.*a weight of a l"),
-        (keras.Model, counted, r"^model .* computes its loss, a metric or state from 'adam\S*iteration'.* that counts steps"),
+        (Weighted, "mse", rf"train_step\(\) of model .* {what} 'adam.*a weight of a layer"),
+        (keras.Model, counted, rf"^model .* {what} 'adam\S*iteration'.* that counts steps"),
         (Before, "mse", r"computes a log from.*read after self.optimizer.apply\(\)"),
     ):
         model = functional(cls, loss=loss)()

@@ -126,9 +126,9 @@ class TracedLogs:
                 continue
             if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
                 raise CaptureError(
-                    f"{mode}_step() of model {model.name!r} returns a log {names[number]!r} of shape {leaf.shape} and dtype "
-                    f"{leaf.dtype.name} that is computed from the batch: return one floating-point number, or the "
-                    f"result() of a metric"
+                    f"{mode}_step() of model {model.name!r} returns a log {names[number]!r} of shape {leaf.shape} and "
+                    f"dtype {leaf.dtype.name} that is computed from the batch: return one floating-point number, or "
+                    f"the result() of a metric"
                 )
             variable = table.batch_logs.get((mode, number))
             if variable is None:

@@ -354,7 +354,7 @@ class Interpreter:
         return spread._replace(degree=0, linear=False)
 
     def choice(self, node: NodeDef) -> Spread:
-        """Returns the spread of the first input, by which a node chooses: the whole batch's, if known before the step."""
+        """Returns the spread of the first input, by which a node chooses: the whole batch's, if that can be known."""
         ref = self.graph.inputs(node.name)[0]
         spread = self.of(ref)
         if spread.axis is not None or not (spread.varies and spread.known and self.in_loss(node)):

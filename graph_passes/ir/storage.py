@@ -104,9 +104,7 @@ def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "", 
     return builder.add("zeros", "Fill", [dims, builder.const(value, dtype)], device=device, **kind)
 
 
-def merged(
-    builder: Builder, name: str, parts: Sequence[Ref], variable: Variable, device: str = ""
-) -> Ref:
+def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable, device: str = "") -> Ref:
     """Returns the value that contributions to a variable make: their sum, or the largest or smallest."""
     if not parts:
         return neutral(builder, variable, device)
@@ -215,7 +213,7 @@ def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> Fu
 
 
 def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, ...]]:
-    """Groups consecutive variables of one dtype and merge, up to ``limit`` bytes together; a larger one gets its own bucket."""
+    """Groups consecutive variables of one dtype and merge, up to ``limit`` bytes together, larger ones alone."""
     groups: list[list[Variable]] = []
     size = 0
     for variable in variables:

@@ -209,7 +209,7 @@ class Reduction:
             (len(group.devices), group_key, instance),
             device=device,
             control=after,
-            merge=bucket[0].merge,
+            merge_op=bucket[0].merge,
             **marks(NodeKind.ALL_REDUCE, group),
             **{BYTES_ATTR: bytes_of(bucket)},
         )

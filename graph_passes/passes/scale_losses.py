@@ -144,7 +144,7 @@ class _Scaling:
         variables = tuple(self._updated(variable) for variable in roles.variables)
         roles = dataclasses.replace(roles, loss=loss, variables=variables)
         scaled = self.program.replace(roles=roles, couplings=tuple(self.couplings))
-        return scaled.replace(graph=_pruned(self.graph, roles)) if self.shares else scaled
+        return scaled if roles == self.program.roles else scaled.replace(graph=_pruned(self.graph, roles))
 
     def _updated(self, variable: Variable) -> Variable:
         if variable.update is None:
@@ -172,18 +172,18 @@ class _Scaling:
 
     def _running(self, variable: Variable) -> Ref | None:
         """Returns a metric's new value: its value and sums over samples; None if it is made of something else."""
-        assert variable.update is not None
-        parts = None if variable.value is None else parts_of_update(self.view, variable.update, variable.value)
+        if variable.update is None or variable.value is None:
+            return None
+        parts = parts_of_update(self.view, variable.update, variable.value)
         if parts is None:
             return None
-        sums = [self._sum(part.ref) if part.added else self._extreme(part) for part in parts]
-        if sums == [part.ref for part in parts]:
-            return variable.update
+        own = [self._sum(part.ref) if part.added else self._extreme(part) for part in parts]
+        sums = [ref for ref in own if ref is not None]
+        if len(sums) < len(parts) or sums == [part.ref for part in parts]:
+            return None if None in own else variable.update
         value, kind = variable.value, {"T": dtype_attr(variable.dtype)}
-        for part, own in zip(parts, sums, strict=True):
-            if own is None:
-                return None
-            value = self.builder.add(f"{variable.update.node}/running", part.op, [value, own], **kind)
+        for part, ref in zip(parts, sums, strict=True):
+            value = self.builder.add(f"{variable.update.node}/running", part.op, [value, ref], **kind)
         return value
 
     def _extreme(self, part: Part) -> Ref | None:
