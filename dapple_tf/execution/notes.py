@@ -154,7 +154,7 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     causes: dict[str, list[Coupling]] = {}
     for name, coupling in told:
         causes.setdefault(places[name], []).append(coupling)
-    reaching = _reaching(program, flat)
+    reaching = _reaching(program, flat, direct)
     widely = {place for name, place in places.items() if name in reaching}
     for place, couplings in causes.items():
         mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
@@ -165,15 +165,15 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
             kind, text, way_out = _TOLD[coupling]
             notes.setdefault((kind, place), Note(kind, place, text, way_out, place not in widely))
     kind, text, way_out = _TOLD[Coupling.DRAWS]
-    for layer in _drawing(program, flat, sliced):
-        notes.setdefault((kind, layer), Note(kind, layer, text, way_out))
+    for layer, alone in _drawing(program, flat, sliced, names, reaching).items():
+        notes.setdefault((kind, layer), Note(kind, layer, text, way_out, alone))
     return tuple(notes.values())
 
 
-def _reaching(program: Program, flat: Graph) -> set[str]:
-    """Returns the nodes from which the loss is computed, in this step or through state in the next one."""
+def _reaching(program: Program, flat: Graph, direct: set[str]) -> set[str]:
+    """Returns the nodes from which the loss is computed: those of this step, and through state in the next one."""
+    reaching = set(direct)
     roles = program.roles
-    reaching = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
     kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]
     while states := [update for value, update in kept if value in reaching and update.node not in reaching]:
         reaching |= flat.ancestors(states, control=False)
@@ -230,20 +230,25 @@ def _place(names: Mapping[str, str], flat: Graph, name: str) -> str:
     return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else names.get(name, "loss")
 
 
-def _drawing(program: Program, flat: Graph, sliced: set[str]) -> list[str]:
-    """Returns the paths of layers that draw: where the slice's number first becomes a floating-point number."""
+def _drawing(
+    program: Program, flat: Graph, sliced: set[str], names: Mapping[str, str], reaching: set[str]
+) -> dict[str, bool]:
+    """Returns the paths of layers that draw, and whether no loss is computed from that.
+
+    They draw where the slice's number first becomes a floating-point number.
+    """
     shifted = {program.roles.slice.number.node}
-    layers: dict[str, None] = {}
-    names = _names(program, flat)
+    layers: dict[str, bool] = {}
     for node in flat:
         if not any(ref.node in shifted for ref in flat.inputs(node.name)):
             continue
         if FLOAT_DTYPES.intersection(output_dtypes(node)):
             if node.name in sliced:
-                layers[_place(names, flat, node.name)] = None
+                place = _place(names, flat, node.name)
+                layers[place] = layers.get(place, True) and node.name not in reaching
         else:
             shifted.add(node.name)
-    return list(layers)
+    return layers
 
 
 def summary(notes: Sequence[Note], model: str) -> str:
