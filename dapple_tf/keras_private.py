@@ -61,6 +61,7 @@ __all__ = [
     "mobilenet_v3",
     "name_of_call",
     "names_from_start",
+    "names_in_logs",
     "nasnet_cell",
     "nodes_in_order",
     "output_structure",
@@ -101,8 +102,18 @@ def items_of(model: keras.Model) -> list[Any]:
 
 
 def seeds_of(model: keras.Model) -> list[Any]:
-    """Returns the states of all seed generators that layers hold."""
-    return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
+    """Returns the states of all seed generators that layers, metrics and losses hold, each once."""
+    generators = [own for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
+    holders = {id(own): own for own in (model, *model.metrics, *compile_arguments(model)) if hasattr(own, "__dict__")}
+    pending = list(holders.values())
+    while pending:  # Keras doesn't track what metrics and losses hold.
+        for own in vars(pending.pop()).values():
+            if isinstance(own, keras.random.SeedGenerator):
+                generators.append(own)
+            elif isinstance(own, (keras.losses.Loss, keras.metrics.Metric)) and id(own) not in holders:
+                holders[id(own)] = own
+                pending.append(own)
+    return list({id(own.state): own.state for own in generators}.values())
 
 
 def name_of_call(item: Any) -> str:
@@ -246,6 +257,20 @@ def compile_arguments(model: keras.Model) -> list[Any]:
     given = [] if loss is None else [loss._user_loss]
     given += [] if metrics is None else [metrics._user_metrics, metrics._user_weighted_metrics]
     return [item for item in keras.tree.flatten(given) if item is not None and not isinstance(item, str)]
+
+
+def names_in_logs(model: keras.Model) -> dict[int, str]:
+    """Returns id of a compiled metric -> its name in logs, with the output's before it if there are several."""
+    compiled = model._compile_metrics
+    if compiled is None or not compiled.built:
+        return {}
+    lists = [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
+    return {
+        id(metric): f"{own.output_name}_{metric.name}" if own.output_name else str(metric.name)
+        for own in lists
+        if own is not None
+        for metric in own.metrics
+    }
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ class ComparedSteps:
 
     def explains_log(self, name: str) -> bool:
         """Whether a reason that holds in training explains how a metric differs."""
-        metrics = {note.layer.rpartition("/")[2] for note in self.reasons if note.kind is NoteKind.METRIC}
+        metrics = {note.layer.rpartition("/")[2] for note in self.reasons if note.alone}
         return any(not note.alone for note in self.reasons) or any(
             name == metric or name.endswith(f"_{metric}") for metric in metrics
         )

@@ -531,7 +531,7 @@ def test_a_variable_that_no_layer_tracks_is_refused() -> None:
             return x * stray
 
     pipelined = pipeline(mlp(middle=Reader(name="reader")), ["first"], (1, 1), 1, 4)
-    with pytest.raises(dapple.CaptureError, match="reads a variable that it doesn't track"):
+    with pytest.raises(dapple.CaptureError, match="reads the variable 'stray' that the model doesn't track"):
         pipelined.train_on_batch(X[:4], Y[:4])
 
 

@@ -221,6 +221,60 @@ def test_a_metric_that_is_no_sum_over_samples_is_noted() -> None:
     assert noted_of(same, ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]) == []
 
 
+class Largest(keras.metrics.Metric):
+    """The largest of what a function gives for batches."""
+
+    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+        super().__init__(name=name)
+        self.function, self.kept = function, self.add_weight(shape=(), initializer="zeros", name="kept")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.kept.assign(tf.maximum(self.kept, self.function(p)))
+
+    def result(self) -> Any:
+        return self.kept
+
+
+def test_metrics_logs_and_state_are_noted_by_the_names_that_users_know() -> None:
+    def rms(y: Any, p: Any) -> Any:
+        return tf.sqrt(tf.reduce_mean(tf.square(p)))
+
+    def of_positive(y: Any, p: Any) -> Any:
+        return tf.reduce_mean(p[p > 0])
+
+    class Own(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(data[0])[0])
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss, "parts": {"root": tf.sqrt(loss)}}
+
+    class Counts(layers.Layer):
+        def build(self, _: Any) -> None:
+            self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+        def call(self, x: Any) -> Any:
+            self.seen.assign(tf.cast(tf.reduce_sum(x), tf.int32))
+            return x
+
+    def model(kind: type[keras.Model], **options: Any) -> keras.Model:
+        features = keras.Input((4,))
+        x = Counts(name="counts")(features)
+        model = kind(features, [layers.Dense(3, name=name)(x) for name in ("left", "right")])
+        model.compile("sgd", **options)
+        return model
+
+    metrics = [rms, of_positive, Largest("mean", tf.reduce_mean), Largest("largest", tf.reduce_max), "accuracy"]
+    x, y = np.ones((7, 4)), np.ones((7, 3))
+    compiled = noted(model(keras.Model, loss=["mse", "mse"], metrics=[[], metrics]), x, [y, y])
+    names = ["counts", "right_rms", "right_of_positive", "right_mean"]
+    assert {(note.kind, note.layer) for note in compiled} == {
+        (NoteKind.STATE if name == "counts" else NoteKind.METRIC, name) for name in names
+    }
+    own = noted(model(Own), x, [y, y])
+    assert {(note.kind, note.layer) for note in own} == {(NoteKind.STATE, "counts"), (NoteKind.METRIC, "parts_root")}
+
+
 def test_the_summary_has_a_line_for_each_kind() -> None:
     notes = [Note(COUPLED, f"norm_{index}", "mixes", "don't") for index in range(5)] + [
         Note(RANDOM, "a", "draws", "so")
@@ -290,7 +344,7 @@ def test_state_that_steps_read_makes_all_else_differ() -> None:
 
     for read in (False, True):
         (note,) = noted(model_with(Largest(read)), *samples(7)[:2])
-        assert (note.kind, note.layer, note.alone) == (COUPLED, "largest", not read)
+        assert (note.kind, note.layer, note.alone) == (NoteKind.STATE, "largest", not read)
 
 
 class Pairs(layers.Layer):

@@ -84,6 +84,14 @@ def test_what_becomes_of_an_all_reduce(golden: Callable[[str, str], None]) -> No
     golden("reduce_by_server.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
 
 
+def test_only_sums_go_by_server() -> None:
+    before = updated(staged(two_layers()), layout([4], 4))
+    for each in before.graph.node:
+        if each.op == "CollectiveReduceV2":
+            each.attr["merge_op"].s = b"Max"
+    assert collectives(by_server(before, [2, 2])) == collectives(before)
+
+
 def test_devices_with_the_same_part_reduce_it_between_servers() -> None:
     # The all-reduce of the whole vector was number 1 of group 1.
     after = by_server(updated(staged(two_layers()), layout([4], 4)), [2, 2])

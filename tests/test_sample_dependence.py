@@ -61,7 +61,7 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "a regularizer": (lambda x, w: tf.nn.l2_loss(w), Spread(known=False)),
     "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
     "a mask's number": (lambda x, w: tf.reduce_sum(tf.cast(x > 0, tf.float32)), Spread(varies=True, degree=1)),
-    "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False)),
+    "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
     "every sample from the first": (lambda x, w: x[::1], Spread(0, varies=True)),
     "features of each": (lambda x, w: tf.slice(x, [0, 1], [-1, 2]), Spread(0, varies=True)),
     "the first of two batches": (

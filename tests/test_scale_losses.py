@@ -100,6 +100,113 @@ class Counts(layers.Layer):
         return x
 
 
+def by_mask(y: Any, p: Any) -> Any:
+    """The mean of entries that a mask chooses, computed once for each of its readers."""
+    return tf.reduce_mean(tf.abs(y[y > 0] - p[y > 0]))
+
+
+def by_index(y: Any, p: Any) -> Any:
+    """Hits at the places where labels are positive, by a function for each."""
+    places = tf.where(y > 0)
+    return tf.reduce_mean(tf.cast(tf.gather_nd(p, places) > tf.gather_nd(y, places), p.dtype))
+
+
+def of_chosen_samples(y: Any, p: Any) -> Any:
+    """Losses of samples by their numbers, as ``keras.ops`` finds these."""
+    rows = keras.ops.nonzero(y[:, 0] > 0)[0]
+    classes = tf.argmax(tf.gather(y, rows), -1)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(classes, keras.ops.take(p, rows, 0)))
+
+
+def by_share(y: Any, p: Any) -> Any:
+    """A vector, divided by the share of positive labels."""
+    return tf.reduce_mean(mask(y, p.dtype) * tf.square(y - p), -1) / tf.reduce_mean(mask(y, p.dtype))
+
+
+def safe(y: Any, p: Any) -> Any:
+    """A masked mean that may have no entries."""
+    chosen = tf.where(y > 0, tf.square(y - p), tf.zeros_like(p))
+    return tf.math.divide_no_nan(tf.reduce_sum(chosen), tf.reduce_sum(mask(y, p.dtype)))
+
+
+def balanced(y: Any, p: Any) -> Any:
+    """The mean of two masked means, and a tenth of a sum."""
+    other = 1 - mask(y, p.dtype)
+    negative = tf.reduce_sum(other * tf.square(y - p)) / tf.maximum(tf.reduce_sum(other), 1)
+    return 0.5 * masked_mean(y, p) + 0.5 * negative + 0.1 * tf.reduce_sum(tf.abs(y - p))
+
+
+def by_largest(y: Any, p: Any) -> Any:
+    """Errors of entries, relative to the batch's largest label."""
+    return tf.abs(y - p) / tf.reduce_max(y)
+
+
+def total(y: Any, p: Any) -> Any:
+    """A sum over samples."""
+    return tf.reduce_sum(tf.abs(y - p))
+
+
+def chosen_total(y: Any, p: Any) -> Any:
+    """The number of positive labels."""
+    return tf.reduce_sum(mask(y, p.dtype))
+
+
+LOGGED = (by_mask, by_index, of_chosen_samples, by_share, safe, balanced, by_largest, total, chosen_total, masked_mean)
+
+
+class OneNumber(keras.losses.Loss):
+    """A loss that is one number before any reduction."""
+
+    def call(self, y: Any, p: Any) -> Any:
+        return masked_mean(y, p)
+
+
+class Tracking(keras.Model):
+    """Gives parts of its loss to means and a sum, and has a log of its own, computed from both outputs' labels."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.part, self.counted = keras.metrics.Mean(name="part"), keras.metrics.Mean(name="counted")
+        self.added, self.last = keras.metrics.Sum(name="added"), {}
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        both = tf.logical_and(y[0] > 0, y[1] > 0)
+        part = tf.reduce_mean(tf.boolean_mask(tf.square(y[0] - y_pred[0]), both))
+        self.part.update_state(part)
+        self.counted.update_state(part, sample_weight=tf.shape(x)[0])
+        self.added.update_state(part)
+        return part + total(y[1], y_pred[1])
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        own = {"loss": loss, "deviation": tf.math.reduce_std(y[0]), "ratio": masked_mean(y[0], y[1])}
+        return {**own, **{metric.name: metric.result() for metric in self.metrics}}
+
+
+def two_outputs(kind: type[keras.Model], *args: Any, **options: Any) -> keras.Model:
+    """4 features -> dense -> two outputs, compiled with what else is given."""
+    features = keras.Input((4,))
+    x = layers.Dense(5, activation="tanh", name="first")(features)
+    model = kind(features, [layers.Dense(3, name=name)(x) for name in ("left", "right")])
+    model.compile(keras.optimizers.SGD(0.1), *args, **options)
+    return model
+
+
+WITH_LOGS: dict[str, Callable[[], keras.Model]] = {
+    "metrics": lambda: two_outputs(keras.Model, [by_mask, "hinge"], metrics=[[*LOGGED], ["hinge", by_share]]),
+    "losses": lambda: two_outputs(keras.Model, [balanced, OneNumber(reduction="none")], loss_weights=[0.3, 2.0]),
+    "own": lambda: two_outputs(Tracking),
+    "weighted": lambda: two_outputs(
+        keras.Model,
+        [OneNumber(reduction="sum"), OneNumber(reduction="mean_with_sample_weight")],
+        weighted_metrics=[[by_share], ["mae", by_largest]],
+    ),
+}
+
+
 def model_of(loss: Any, *middle: layers.Layer, metrics: Any = ()) -> keras.Model:
     """4 features -> dense -> ... -> 3 outputs, with a regularizer, which is no sum over samples."""
     features = keras.Input((4,))
@@ -189,6 +296,107 @@ def test_a_loss_that_slices_cannot_add_up_is_told(loss: str) -> None:
     whole = pipeline(model_of(function), ["first"], (1, 1), 1, 7)
     whole.train_on_batch(x, y)
     assert whole.notes == ()
+
+
+@pytest.mark.few(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WITH_LOGS)
+def test_logs_are_those_of_plain_keras(case: str) -> None:
+    """Metrics and losses of an epoch of two unlike batches, then of an evaluation."""
+    use_float64()
+    own, plain = pair(WITH_LOGS[case])
+    plain.run_eagerly = False  # Keras weighs losses of batches of a known size by that.
+    pipelined = pipeline(own, ["first"], (2, 2), 2, 7)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 4)), [rng.normal(size=(12, 3)), np.sign(rng.normal(size=(12, 3)))]
+    y[0][:3, 0] = -1.0
+    y[1][6] = 0.0
+    weights = [rng.uniform(size=12), rng.uniform(size=12)] if case == "weighted" else None
+    logs = []
+    for model in (pipelined, plain):
+        history = model.fit(x, y, sample_weight=weights, batch_size=7, shuffle=False, verbose=0).history
+        found = model.evaluate(x, y, sample_weight=weights, batch_size=7, verbose=0, return_dict=True)
+        logs.append({name: values[0] for name, values in history.items()} | {f"test {k}": v for k, v in found.items()})
+    assert logs[0] == pytest.approx(logs[1], rel=1e-10)
+    assert pipelined.notes == ()
+
+
+class Noisy(keras.losses.Loss):
+    """The square of noisy errors."""
+
+    def __init__(self) -> None:
+        super().__init__(name="noisy")
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, y: Any, p: Any) -> Any:
+        return tf.reduce_mean(tf.square(y - p + keras.random.normal(tf.shape(p), seed=self.seeds, dtype=p.dtype)), -1)
+
+
+class Shuffled(keras.metrics.Metric):
+    """Noisy errors, kept in another metric."""
+
+    def __init__(self) -> None:
+        super().__init__(name="shuffled")
+        self.hits, self.noise = keras.metrics.Mean(name="hits"), Noisy()
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.hits.update_state(self.noise.call(y, p))
+
+    def result(self) -> Any:
+        return self.hits.result()
+
+
+@pytest.mark.slow
+def test_losses_and_metrics_draw_what_they_draw_in_plain_keras() -> None:
+    """With one slice; more draw other numbers, which is noted."""
+    use_float64()
+    x, y = np.random.default_rng(0).normal(size=(7, 4)), np.zeros((7, 3))
+    own, plain = pair(lambda: model_of(Noisy(), metrics=[Shuffled()]))
+    pipelined = pipeline(own, ["first"], (1, 1), 1, 7)
+    for method in ("train_on_batch", "train_on_batch", "test_on_batch", "train_on_batch"):
+        assert getattr(pipelined, method)(x, y) == pytest.approx(getattr(plain, method)(x, y), rel=1e-10)
+    assert pipelined.notes == ()
+    sliced = pipeline(model_of(Noisy(), metrics=[Shuffled()]), ["first"], (1, 1), 2, 7)
+    sliced.train_on_batch(x, y)
+    assert {(note.kind, note.layer, note.alone) for note in sliced.notes} == {
+        (NoteKind.RANDOM, "loss", False),
+        (NoteKind.RANDOM, "shuffled", True),
+    }
+
+
+class Extremes(layers.Layer):
+    """Keeps running extremes: plain, decayed, averaged, and some that aren't."""
+
+    def build(self, shape: Any) -> None:
+        """Makes the state."""
+        names = ("low", "high", "decayed", "mean", "first", "count", "width", "moment")
+        self.state = {name: self.add_weight(shape=shape[1:], trainable=False, name=name) for name in names}
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """Divides by an extreme of former steps."""
+        state, ops = self.state, keras.ops
+        result = x / (2 + state["high"])
+        if training:
+            low, high = ops.min(x, axis=0), ops.max(ops.abs(x), axis=0)
+            state["low"].assign(ops.minimum(state["low"], low))
+            state["high"].assign(ops.maximum(state["high"], high))
+            state["decayed"].assign(ops.maximum(state["decayed"] - 0.1, ops.ceil(ops.log(high) / np.log(2.0))))
+            state["mean"].assign(0.9 * state["mean"] - 0.1 * high)
+            state["first"].assign(ops.where(state["count"] > 0, ops.maximum(state["first"], high), high))
+            state["count"].assign(state["count"] + 1.0)
+            if self.name != "exact":
+                state["width"].assign(ops.max(x, axis=0) - low)
+                state["moment"].assign(state["moment"] + ops.sum(ops.square(x - ops.mean(x, axis=0)), axis=0))
+        return result
+
+
+@pytest.mark.slow
+def test_the_extreme_of_slices_is_that_of_the_batch_in_state() -> None:
+    use_float64()
+    check(lambda: model_of("mse", Extremes(name="exact")), replicas=(1, 2))
+    with_others = pipeline(model_of("mse", Extremes(name="off")), ["first"], (1, 2), 2, 7)
+    with_others.train_on_batch(np.ones((7, 4)), np.ones((7, 3)))
+    assert [(note.kind, note.layer) for note in with_others.notes] == [(NoteKind.STATE, "off")]
 
 
 # ---- programs without Keras

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.slice_shapes import SAMPLES
-from graph_passes.ir.graph import FLOAT_DTYPES, LAYER_ATTR, Graph
+from graph_passes.ir.graph import FLOAT_DTYPES, LAYER_ATTR, Graph, Ref
 from graph_passes.ir.program import Program, VariableKind
 from graph_passes.ir.spreads import Coupling
 from graph_passes.ir.tensorflow_bridge import output_dtypes
@@ -101,8 +101,8 @@ _TOLD = {
     ),
     Coupling.STATE: (
         NoteKind.STATE,
-        "updates state to something else than a sum or a mean over samples: floating-point state becomes the mean of "
-        "what slices make of it, other state what the first slice makes of it",
+        "updates state to something else than a sum, a mean or an extreme of samples: floating-point state becomes the "
+        "mean of what slices make of it, other state what the first slice makes of it",
         "add up or average floating-point numbers, or plan one slice for its stage (one micro-batch, one replica)",
     ),
     Coupling.METRIC: (
@@ -124,7 +124,7 @@ _TOLD = {
     ),
 }
 _MIXING = (Coupling.TOGETHER, Coupling.MICRO_BATCH, Coupling.PLACE)
-"""Couplings that explain all others in the same layer."""
+"""Couplings that explain all others in the same layer, but for those of state, which stay off."""
 
 
 def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) -> tuple[Note, ...]:
@@ -145,29 +145,35 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     ]
     if micro_batches == 1:
         told = [(name, coupling) for name, coupling in told if coupling is not Coupling.MICRO_BATCH]
-    metrics = _metric_nodes(program)
-    places = {name: _place(metrics, flat, name) for name, _ in told}
+    results = [ref for ref in (program.roles.loss, *program.roles.outputs) if ref is not None and ref.node in flat]
+    direct = flat.ancestors(results, control=False)
+    for_state = (*_MIXING, Coupling.BATCH_SIZE)
+    told = [(name, Coupling.STATE if name not in direct and own in for_state else own) for name, own in told]
+    names = _names(program, flat)
+    places = {name: _place(names, flat, name) for name, _ in told}
     causes: dict[str, list[Coupling]] = {}
     for name, coupling in told:
         causes.setdefault(places[name], []).append(coupling)
-    reaching = _reaching(program, flat)
+    reaching = _reaching(program, flat, direct)
     widely = {place for name, place in places.items() if name in reaching}
     for place, couplings in causes.items():
         mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
         mixing = Coupling.PAIRS if Coupling.PAIRS in couplings else mixing
-        for coupling in [mixing] if mixing is not None else dict.fromkeys(couplings):
+        if mixing is not None:
+            couplings = [mixing, *(coupling for coupling in couplings if coupling is Coupling.STATE)]
+        for coupling in couplings:
             kind, text, way_out = _TOLD[coupling]
             notes.setdefault((kind, place), Note(kind, place, text, way_out, place not in widely))
     kind, text, way_out = _TOLD[Coupling.DRAWS]
-    for layer in _drawing(program, flat, sliced):
-        notes.setdefault((kind, layer), Note(kind, layer, text, way_out))
+    for layer, alone in _drawing(program, flat, sliced, names, reaching).items():
+        notes.setdefault((kind, layer), Note(kind, layer, text, way_out, alone))
     return tuple(notes.values())
 
 
-def _reaching(program: Program, flat: Graph) -> set[str]:
-    """Returns the nodes from which the loss is computed, in this step or through state in the next one."""
+def _reaching(program: Program, flat: Graph, direct: set[str]) -> set[str]:
+    """Returns the nodes from which the loss is computed: those of this step, and through state in the next one."""
+    reaching = set(direct)
     roles = program.roles
-    reaching = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
     kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]
     while states := [update for value, update in kept if value in reaching and update.node not in reaching]:
         reaching |= flat.ancestors(states, control=False)
@@ -185,42 +191,64 @@ def pairs(program: Program, slices: Sequence[int]) -> str:
     for name, coupling in program.couplings:
         if coupling is Coupling.PAIRS and slices[program.node_stage.get(name, len(slices) - 1)] > 1:
             _, text, way_out = _TOLD[coupling]
-            return f"layer {_place(_metric_nodes(program), flat, name)!r} {text}; {way_out}"
+            return f"layer {_place({}, flat, name)!r} {text}; {way_out}"
     return ""
 
 
-def _metric_nodes(program: Program) -> dict[str, str]:
-    """Returns node -> the name of the metric whose new value it is."""
-    metrics = [v for v in program.roles.variables if v.kind is VariableKind.METRIC]
-    return {
-        v.update.node: v.name.removeprefix("metric/").rpartition("/")[0] or v.name
-        for v in reversed(metrics)  # The first of several counts.
-        if v.update is not None
-    }
+def _names(program: Program, flat: Graph) -> dict[str, str]:
+    """Returns names of nodes outside of layers: of the layer whose state they assign, or of the metric they serve."""
+    variables = program.roles.variables
+    others = [v.update for v in variables if v.kind is not VariableKind.METRIC]
+    results = [ref for ref in (program.roles.loss, *program.roles.outputs, *others) if ref is not None]
+    needed = flat.ancestors(results, control=False)
+    names: dict[str, str] = {}
+    for variable in variables:
+        pending = [variable.update] if variable.kind is VariableKind.METRIC and variable.update is not None else []
+        while pending:
+            name = pending.pop().node
+            if name not in needed and name not in names:
+                names[name] = variable.metric or variable.name.removeprefix("metric/")
+                pending += flat.inputs(name)
+        if variable.kind is VariableKind.STATE and variable.update is not None:
+            names[variable.update.node] = _layer(flat, variable.update) or variable.name
+    return names
 
 
-def _place(metrics: Mapping[str, str], flat: Graph, name: str) -> str:
-    """Returns the layer of a node, the name of the metric whose new value it is, or ``loss``."""
-    if name in metrics:
-        return metrics[name]
+def _layer(flat: Graph, ref: Ref) -> str:
+    """Returns the layer that has computed a tensor; empty if there is none."""
+    while LAYER_ATTR not in flat.nodes[ref.node].attr:
+        inputs = flat.inputs(ref.node)
+        if not inputs:
+            return ""
+        ref = inputs[0]
+    return str(flat.nodes[ref.node].attr[LAYER_ATTR].s.decode())
+
+
+def _place(names: Mapping[str, str], flat: Graph, name: str) -> str:
+    """Returns the layer of a node, or else its name by `_names`, or ``loss``."""
     node = flat.nodes[name]
-    return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else "loss"
+    return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else names.get(name, "loss")
 
 
-def _drawing(program: Program, flat: Graph, sliced: set[str]) -> list[str]:
-    """Returns the paths of layers that draw: where the slice's number first becomes a floating-point number."""
+def _drawing(
+    program: Program, flat: Graph, sliced: set[str], names: Mapping[str, str], reaching: set[str]
+) -> dict[str, bool]:
+    """Returns the paths of layers that draw, and whether no loss is computed from that.
+
+    They draw where the slice's number first becomes a floating-point number.
+    """
     shifted = {program.roles.slice.number.node}
-    layers: dict[str, None] = {}
-    metrics = _metric_nodes(program)
+    layers: dict[str, bool] = {}
     for node in flat:
         if not any(ref.node in shifted for ref in flat.inputs(node.name)):
             continue
         if FLOAT_DTYPES.intersection(output_dtypes(node)):
             if node.name in sliced:
-                layers[_place(metrics, flat, node.name)] = None
+                place = _place(names, flat, node.name)
+                layers[place] = layers.get(place, True) and node.name not in reaching
         else:
             shifted.add(node.name)
-    return list(layers)
+    return layers
 
 
 def summary(notes: Sequence[Note], model: str) -> str:

@@ -30,7 +30,7 @@ from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, takes_training
+from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, seeds_of, takes_training
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.tensorflow_bridge import empty_graph
@@ -191,8 +191,9 @@ class _Tracing:
         if self._has_new_metrics:
             return self._again(share=self.share)
         if self.logs is not None and self.logs.missing:
-            for place, dtype in self.logs.missing.items():
-                self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
+            for place, (name, dtype) in self.logs.missing.items():
+                name = name.replace("/", "_")
+                self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name=name)
             return self._again(share=self.share)
         return self._program(graph)
 
@@ -240,11 +241,13 @@ class _Tracing:
         self.values: dict[str, tf.Tensor] = {}
         normalizers, sums = GlobalNormalizers(self.weight), ReplicaSums(self.graph, self.samples)
         scope = TraceScope(self._mapping(), self._of_kind(VariableKind.STATE), self._of_kind(VariableKind.PARAMETER))
+        self.unknown = scope.unknown
         with self._standing_in(scope), sums.recording():
             self.loss = None
             self.more_updates: dict[str, tf.Tensor] = {}
             outputs = None
             reads = OptimizerReads(self.model, self.table, updated=self.mode is not Mode.TRAIN)
+            scope.provide = reads if self.mode is not Mode.PREDICT else scope.provide
             data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
             if not self.own:
                 outputs = self._trace_model(x, y, sample_weight, normalizers)
@@ -252,12 +255,12 @@ class _Tracing:
                 outputs = predicted(self.model, data)
                 self.model_end = number_of_nodes(self.graph)
             else:
-                scope.provide = reads
                 with normalizers.recording():
                     self._trace_own_step(scope, reads, data)
             self.updates = self._updates(scope) | self.more_updates
             results = [*self.updates.values(), *([] if self.loss is None else [self.loss])]
-            reads.check(f"{self.mode.value}_step", "its loss, a metric or state", results, also_updated=True)
+            step = f"{self.mode.value}_step() of " if self.own else ""
+            reads.check(step, "its loss, a metric or state", results, also_updated=True)
         self.normalizers, self.peers = tuple(normalizers.found), sums.peers
         tensors = [] if outputs is None else keras.tree.flatten(outputs)
         self.outputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -310,16 +313,15 @@ class _Tracing:
 
     def _mapping(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Makes a placeholder for each variable; random seeds are shifted by the number of the slice."""
-        seeds = {
-            id(generator.state)
-            for layer in layers_of(self.model)
-            for generator in getattr(layer, "_seed_generators", ())
-        }
+        seeds = seeds_of(self.model)
         if self.mode is not Mode.PREDICT:
             for metric in self.model.metrics_variables:
                 self.table.add(metric, VariableKind.METRIC, "metric/")
+            for seed in seeds:
+                self.table.add(seed, VariableKind.STATE)
+        shifted = {id(seed) for seed in seeds}
         metrics = {id(variable) for variable in self.model.metrics_variables}
-        own = [*self.model.variables, *self.model.metrics_variables]
+        own = [*self.model.variables, *self.model.metrics_variables, *seeds]
         variables: dict[str, keras.Variable] = {}
         mapping = []
         for variable in {id(variable): variable for variable in own}.values():
@@ -330,7 +332,7 @@ class _Tracing:
                 variables.setdefault(self.table.name_of(variable), variable)
         self.values |= dict(zip(variables, _placeholders(variables), strict=True))
         self.initial = {
-            name: self._shifted_seed(self.values[name]) if id(variable) in seeds else self.values[name]
+            name: self._shifted_seed(self.values[name]) if id(variable) in shifted else self.values[name]
             for name, variable in variables.items()
         }
         return mapping + [(variable, self.initial[name]) for name, variable in variables.items()]
@@ -400,7 +402,7 @@ class _Tracing:
     def _program(self, graph: tf.Graph) -> Program:
         gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
         tables = tables_of(graph)
-        graph_def = without_captures(graph, tables)
+        graph_def = without_captures(graph, tables, self.unknown)
         write_gradients(graph_def, gradients)
         own_gradients(graph_def)
         expanded = self.calls.expanded(graph_def)
@@ -411,7 +413,7 @@ class _Tracing:
         outputs = [expanded.tensors.get(_ref(tensor), _ref(tensor)) for tensor in self.outputs]
         if self.logs is not None:
             self.table.logs[self.mode.value] = StepLogs(graph_def, self.logs.logs, self.logs.sources)
-        metrics = metric_names(self.model)
+        metrics = metric_names(self.model) | {id(log): log.name for log in self.table.batch_logs.values()}
         variables = [self._variable(name, metrics) for name in self.table.keras_variables]
         present = [variable for variable in variables if variable is not None]
         inputs, example_shapes, host = [_ref(tensor) for tensor in self.inputs], self.spec.sizes, None

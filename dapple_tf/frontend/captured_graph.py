@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
+import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
+from dapple_tf.keras_private import tensorflow_variable
 from graph_passes.ir.graph import LAYER_ATTR, POSITION_ATTR, Graph, GraphDef
 from graph_passes.ir.program import Program, Roles
 from graph_passes.ir.tensorflow_bridge import make_constant
 
 
-def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
+def without_captures(graph: tf.Graph, tables: Container[str], unknown: Sequence[keras.Variable]) -> GraphDef:
     """Returns the traced graph with constants for the tensors that the model holds as Python attributes.
 
     Args:
         graph: the traced graph.
         tables: placeholders of lookup tables, which stay.
+        unknown: variables that the trace has read without knowing them.
 
     Raises:
         CaptureError: the model reads a variable that it doesn't track.
@@ -30,9 +33,11 @@ def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
             continue
         if external.dtype in (tf.resource, tf.variant):
             readers = [operation.name for operation in internal.consumers()]
+            paths = [own.path for own in unknown if getattr(tensorflow_variable(own), "handle", None) is external]
             raise CaptureError(
-                f"the model reads a variable that it doesn't track, in {', '.join(readers[:3])}: make it an attribute "
-                f"of a layer (for random draws, a keras.random.SeedGenerator of the layer)"
+                f"the model, its loss or a metric reads the variable {(paths or [internal.op.name])[0]!r} that the "
+                f"model doesn't track, in {', '.join(readers[:3])}: make it an attribute of a layer or of a metric "
+                f"(for random draws, a keras.random.SeedGenerator of a layer, a metric or a loss)"
             )
         make_constant(nodes[internal.op.name], external.numpy())
     return graph_def

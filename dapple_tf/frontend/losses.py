@@ -8,7 +8,7 @@ divide by a placeholder instead, which the step fills with the divisor of the wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -52,6 +52,16 @@ class GlobalNormalizers:
             yield
 
     def _call(self, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        values, mask = _values_and_mask(loss, y_true, y_pred)
+
+        def reduced(values: tf.Tensor, **attributes: Any) -> tf.Tensor:
+            """Keras' own reduction of values, which are computed once: the loss may draw random numbers."""
+            changed = {"call": lambda *_: values, **attributes}
+            return _changed(loss, changed, lambda: original(loss, y_true, y_pred, sample_weight))
+
+        if values.shape.rank == 0:
+            weighted = sample_weight is not None or mask is not None
+            return _times(loss, values, reduced(tf.ones([], values.dtype)) if weighted else None)
         if loss.reduction in (None, "none"):
             raise CaptureError(
                 f"loss {loss.name!r} has reduction {loss.reduction!r}, which leaves one value per sample; use "
@@ -59,25 +69,19 @@ class GlobalNormalizers:
             )
         if loss.reduction == "sum":
             # The slice's result is weighted like a mean; a sum is the sum of the slices' sums.
-            total = original(loss, y_true, y_pred, sample_weight)
+            total = reduced(values)
             return total / tf.cast(self._weight, total.dtype)
-        values, mask = _values_and_mask(loss, y_true, y_pred)
-        if values.shape.rank == 0 and isinstance(loss, (keras.losses.Dice, keras.losses.Tversky)):
-            raise CaptureError(
-                f"loss {loss.name!r} is a ratio of sums over the whole batch, which slices can't compute by "
-                f"themselves; give it axis=..., so that it is computed for each sample, or use another loss"
-            )
         if loss.reduction in _MEANS and mask is None:
-            return original(loss, y_true, y_pred, sample_weight)
+            return reduced(values)
 
-        total = _with_reduction(original, loss, "sum", y_true, y_pred, sample_weight)
+        total = reduced(values, reduction="sum")
         if loss.reduction in _MEANS:
             # mean(values * weights * mask * size(mask) / valid), as in Keras' apply_mask
             assert mask is not None
             divisor = tf.reduce_sum(tf.cast(mask, total.dtype)) * _values_per_entry(loss, values.shape, mask.shape)
         else:
             if sample_weight is None and mask is None:
-                return original(loss, y_true, y_pred, sample_weight)
+                return reduced(values)
             divisor = _weight_sum(sample_weight, mask, total.dtype)
         reciprocal = tf.math.divide_no_nan(tf.ones([], total.dtype), divisor)
         inverse = tf.compat.v1.placeholder(total.dtype, [], name="inverse_divisor")
@@ -85,13 +89,33 @@ class GlobalNormalizers:
         return total * inverse / tf.cast(self._weight, total.dtype)
 
 
-def _with_reduction(original: Callable[..., Any], loss: Any, reduction: str, *args: Any) -> tf.Tensor:
-    kept = loss.reduction
-    loss.reduction = reduction
+def _times(loss: Any, value: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
+    """Returns a loss that is one number before any reduction, times what Keras makes of 1 for a mask or weights."""
+    if isinstance(loss, (keras.losses.Dice, keras.losses.Tversky)):
+        raise CaptureError(
+            f"loss {loss.name!r} is a ratio of sums over the whole batch, which slices can't compute by "
+            f"themselves; give it axis=..., so that it is computed for each sample, or use another loss"
+        )
+    if factor is None:
+        return value
+    if factor.shape.rank != 0:
+        raise CaptureError(
+            f"loss {loss.name!r} is one number for the batch, and has reduction {loss.reduction!r}: with sample "
+            f"weights or a mask it becomes one value per sample; use 'sum_over_batch_size' or 'sum'"
+        )
+    return value * factor
+
+
+def _changed(loss: Any, attributes: Mapping[str, Any], compute: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Computes something while a loss has these attributes."""
+    before = dict(vars(loss))
+    vars(loss).update(attributes)
     try:
-        return original(loss, *args)
+        return compute()
     finally:
-        loss.reduction = kept
+        for name in attributes:
+            del vars(loss)[name]
+        vars(loss).update({name: before[name] for name in attributes if name in before})
 
 
 def _values_and_mask(loss: Any, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, tf.Tensor | None]:

@@ -17,9 +17,9 @@ import tensorflow as tf
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
 from dapple_tf.frontend.watching import untold, unwatch, watch
-from dapple_tf.keras_private import CompileMetrics, Makeup, loss_tracker, tensorflow_variable
+from dapple_tf.keras_private import CompileMetrics, Makeup, loss_tracker, names_in_logs, tensorflow_variable
 from graph_passes.analysis.running_sums import parts_of_update
-from graph_passes.ir.graph import Graph, Ref
+from graph_passes.ir.graph import Graph, Names, Ref
 
 
 class RunningMetrics:
@@ -234,14 +234,13 @@ def weighted_means(weight: tf.Tensor) -> Iterator[None]:
 
 
 def metric_names(model: keras.Model) -> dict[int, str]:
-    """Returns id of a metric's variable -> a name for the metric, unique in the model.
-
-    Each compiled metric has its own name, as Keras updates each by itself.
-    """
+    """Returns id of a metric's variable -> the metric's name in logs, unique in the model."""
+    unique, logged = Names(), names_in_logs(model)
     names: dict[int, str] = {}
-    for number, metric in enumerate(single_metrics(model.metrics)):
+    for metric in single_metrics(model.metrics):
+        name = unique.fresh(logged.get(id(metric), metric.name))
         for variable in metric.variables:
-            names.setdefault(id(variable), f"{metric.name}_{number}")
+            names.setdefault(id(variable), name)
     return names
 
 

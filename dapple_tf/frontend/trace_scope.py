@@ -22,6 +22,7 @@ class TraceScope(keras.StatelessScope):
 
     Attributes:
         provide: returns values of variables that aren't in the mapping; None for unknown ones.
+        unknown: the unknown variables that were read.
 
     Args:
         mapping: variables and their values.
@@ -36,6 +37,7 @@ class TraceScope(keras.StatelessScope):
         self.state, self.parameters = state, parameters
         self.assigned: dict[int, tf.Tensor] = {}
         self.provide: Callable[[keras.Variable], tf.Tensor | None] = lambda _: None
+        self.unknown: list[keras.Variable] = []
         self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
         self._watchers: list[list[tf.Tensor]] = []
         self._tapes: list[tf.GradientTape] = []
@@ -94,7 +96,7 @@ class TraceScope(keras.StatelessScope):
         copy = TraceScope([], self.state, self.parameters)
         copy.state_mapping = dict(self.state_mapping)
         copy.assigned = dict(self.assigned)
-        copy.provide = self.provide
+        copy.provide, copy.unknown = self.provide, self.unknown
         return copy
 
     def close_parameters(self, why: str) -> None:
@@ -149,7 +151,9 @@ class TraceScope(keras.StatelessScope):
         """Returns the value for a variable's readers."""
         value = super().get_current_value(variable)
         if value is None:
-            return self.provide(variable)
+            value = self.provide(variable)
+            self.unknown += [variable] if value is None else []
+            return value
         if id(variable) in self.parameters:
             if self._closed:
                 raise CaptureError(self._closed)

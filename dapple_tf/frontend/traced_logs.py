@@ -54,7 +54,7 @@ class OptimizerReads:
         """Refuses results that a step computes from the optimizer's variables.
 
         Args:
-            step: the step's name.
+            step: the model's own step, as the subject of a sentence goes on with the model; empty for Keras' own.
             what: description of these tensors.
             tensors: results of the step.
             also_updated: whether they mustn't depend on the variables' values after the step, either.
@@ -66,10 +66,12 @@ class OptimizerReads:
             if updated and not also_updated:
                 continue
             if any(depends_on(tensor, value) for tensor in tensors):
+                way_out = "return it as a log of its own, read after self.optimizer.apply()"
+                if also_updated:
+                    way_out = "take a weight of a layer that counts steps, or that a callback assigns"
                 raise CaptureError(
-                    f"{step}() of model {self._model.name!r} computes {what} from {self._variables[key].path!r} of its "
-                    f"optimizer, which a pipeline updates where weights are, at the end of a step: return it as a log "
-                    f"of its own, read after self.optimizer.apply(), or take a variable of the model"
+                    f"{step}model {self._model.name!r} computes {what} from {self._variables[key].path!r} of its "
+                    f"optimizer, which a pipeline updates where weights are, at the end of a step: {way_out}"
                 )
 
 
@@ -81,7 +83,7 @@ class TracedLogs:
         sources: variable of a metric or the optimizer -> the tensor of its value after the step.
         values: variable of such a mean -> its value before the step.
         updates: variable of such a mean -> its value after the step.
-        missing: (step, number of a log) -> dtype of the variable that must be made for it first.
+        missing: (step, number of a log) -> name and dtype of the variable that must be made for it first.
     """
 
     def __init__(
@@ -111,11 +113,12 @@ class TracedLogs:
         """
         self.values: dict[str, tf.Tensor] = {}
         self.updates: dict[str, tf.Tensor] = {}
-        self.missing: dict[tuple[str, int], tf.DType] = {}
+        self.missing: dict[tuple[str, int], tuple[str, tf.DType]] = {}
         self.sources = {table.name_of(v): scope.get_current_value(v) for v in model.metrics_variables}
+        names = ["_".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(logs)]
         leaves = keras.tree.flatten(logs)
         leaves = [tf.convert_to_tensor(leaf.value) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
-        reads.check(f"{mode}_step", "a log", filter(tf.is_tensor, leaves), also_updated=False)
+        reads.check(f"{mode}_step() of ", "a log", filter(tf.is_tensor, leaves), also_updated=False)
         self.sources |= reads.sources
         known = list(self.sources.values())
         for number, leaf in enumerate(leaves):
@@ -123,13 +126,13 @@ class TracedLogs:
                 continue
             if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
                 raise CaptureError(
-                    f"{mode}_step() of model {model.name!r} returns a log of shape {leaf.shape} and dtype "
-                    f"{leaf.dtype.name} that is computed from the batch: return one floating-point number, or the "
-                    f"result() of a metric"
+                    f"{mode}_step() of model {model.name!r} returns a log {names[number]!r} of shape {leaf.shape} and "
+                    f"dtype {leaf.dtype.name} that is computed from the batch: return one floating-point number, or "
+                    f"the result() of a metric"
                 )
             variable = table.batch_logs.get((mode, number))
             if variable is None:
-                self.missing[mode, number] = leaf.dtype
+                self.missing[mode, number] = names[number], leaf.dtype
                 continue
             name = table.add(variable, VariableKind.METRIC, "metric/")
             self.values[name] = tf.compat.v1.placeholder(leaf.dtype, [], name=f"variable/{name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 from tensorflow.core.framework import types_pb2
 
@@ -23,24 +23,18 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program
 from graph_passes.ir.spreads import CONSTANT
-from graph_passes.ir.tensorflow_bridge import Shape, constant_value
+from graph_passes.ir.tensorflow_bridge import Shape, constant_value, is_stateful
 
-_BY_ROWS = ELEMENTWISE | {
-    "Log1p",
-    "Expm1",
-    "Softplus",
-    "Relu6",
-    "Elu",
-    "LeakyRelu",
-    "Pow",
-    "Reciprocal",
-    "Rsqrt",
-}
-"""Ops that compute each row of their result from one row of their inputs."""
+_BY_ROWS = ELEMENTWISE | {"Cast", "Elu", "Expm1", "LeakyRelu", "Log1p", "Reciprocal", "Relu6", "Rsqrt", "Softplus"}
+"""Ops that compute each row of their result from one row of their inputs, which have the same rank."""
+_LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+"""Likewise, of inputs of any rank."""
+_ALONG = ("Sum", "Mean", "Max", "Min", "Prod", "Any", "All", "ArgMax", "ArgMin", "ExpandDims")
+"""Ops along the axes that their second input names."""
 
 
 def with_counted_rows(program: Program, dependence: SampleDependence, loss_nodes: Container[str]) -> Program | None:
-    """Rewrites means of a loss over rows that a mask of batch inputs chooses.
+    """Rewrites means of a loss or a metric over rows that a mask of batch inputs chooses.
 
         Mean(Gather(e, Where(m)))   becomes   Sum(Gather(e, Where(m))) / Sum(m)
 
@@ -104,24 +98,51 @@ class _Rows:
     def _mask(self, ref: Ref) -> Ref | None:
         """Returns the condition that has chosen a tensor's rows, if each row belongs to one true entry."""
         node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
+        rank = len(self._shapes.get(inputs[0]) or ()) if inputs else 0
+        if node.op == "GatherNd":
+            return self._condition(inputs[1])
         if node.op == "GatherV2":
             return self._condition(inputs[1]) if self._integers(inputs[2]) == [0] else None
-        if node.op in ("Sum", "Mean", "Max", "Min"):
-            over, rank = self._integers(inputs[1]), len(self._shapes.get(inputs[0]) or ())
-            return self._mask(inputs[0]) if over is not None and rank and all(axis % rank for axis in over) else None
-        if node.op not in _BY_ROWS:
+        if node.op in (*_ALONG, "Squeeze"):
+            along = list(node.attr["squeeze_dims"].list.i) if node.op == "Squeeze" else self._integers(inputs[1])
+            rank += node.op == "ExpandDims"
+            return self._mask(inputs[0]) if along and rank and all(axis % rank for axis in along) else None
+        if node.op in ("Softmax", "LogSoftmax"):
+            return self._mask(inputs[0]) if rank > 1 else None
+        if node.op not in _BY_ROWS and node.op not in _LOSSES:
             return None
         given = [own for own in inputs if self._spreads.get(own, CONSTANT).axis is not None]
-        masks = {self._mask(own) for own in given}
+        masks = [self._mask(own) for own in given]
         ranks = {len(self._shapes.get(own) or ()) for own in given}
-        return masks.pop() if len(masks) == len(ranks) == 1 else None
+        alike = len(ranks) == 1 or node.op in _LOSSES
+        return masks[0] if alike and None not in masks and self._equal([mask for mask in masks if mask]) else None
+
+    def _equal(self, refs: Sequence[Ref]) -> bool:
+        """Returns whether tensors are computed by equal operations from the same inputs."""
+        names = self.view.ordered(self.view.ancestors(refs, control=False)) if len(set(refs)) > 1 else []
+        numbers: dict[Hashable, int] = {}
+        number_of: dict[str, int] = {}
+        for name in names:
+            node = self.view.nodes[name]
+            inputs = [(number_of[ref.node], ref.output) for ref in self.view.inputs(name)]
+            attrs = [(key, node.attr[key].SerializeToString(deterministic=True)) for key in sorted(node.attr)]
+            apart = name if node.op == "Placeholder" or is_stateful(node.op) else ""
+            key = node.op, apart, tuple(inputs), tuple(own for own in attrs if not own[0].startswith(OWN_ATTRS))
+            number_of[name] = numbers.setdefault(key, len(numbers))
+        return len({(number_of.get(ref.node, ref.node), ref.output) for ref in refs}) == 1
 
     def _condition(self, ref: Ref) -> Ref | None:
         """Returns the condition whose true entries are at these places."""
         node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
-        if node.op in ("Squeeze", "Identity"):
+        if node.op == "StridedSlice":  # one of the columns
+            all_rows = node.attr["begin_mask"].i & node.attr["end_mask"].i & 1 and self._integers(inputs[3]) == [1, 1]
+            return self._condition(inputs[0]) if all_rows and node.attr["shrink_axis_mask"].i == 2 else None
+        if node.op in ("Squeeze", "Identity") or (node.op == "Unpack" and node.attr["axis"].i == 1):
             return self._condition(inputs[0])
-        if node.op != "Where" or len(self._shapes.get(inputs[0]) or ()) != 1:
+        if node.op in _BY_ROWS:
+            conditions = {self._condition(own) for own in inputs if self._spreads.get(own, CONSTANT).partial}
+            return conditions.pop() if len(conditions) == 1 else None
+        if node.op != "Where":
             return None
         mask = inputs[0]
         while self.view.nodes[mask.node].op in ("Reshape", "Identity"):  # as many true entries in the same order

@@ -15,11 +15,16 @@ class Part(NamedTuple):
 
     Attributes:
         ref: the operand; it doesn't depend on that value.
-        added: whether it is added or subtracted; else the larger or the smaller one is kept.
+        op: the operation that combines both.
     """
 
     ref: Ref
-    added: bool
+    op: str
+
+    @property
+    def added(self) -> bool:
+        """Whether it is added or subtracted; else the larger or the smaller one is kept."""
+        return self.op in _SUMS
 
 
 def parts_of_update(graph: Graph, update: Ref, value: Ref) -> list[Part] | None:
@@ -46,5 +51,5 @@ def parts_of_update(graph: Graph, update: Ref, value: Ref) -> list[Part] | None:
     for running, own in [(one, other)] if op == "Sub" else [(one, other), (other, one)]:
         before = parts_of_update(graph, running, value)
         if before is not None and value.node not in graph.ancestors([own], control=False):
-            return [*before, Part(own, op in _SUMS)]
+            return [*before, Part(own, op)]
     return None

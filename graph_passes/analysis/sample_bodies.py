@@ -29,9 +29,9 @@ def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
 
 def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
     """Returns what the branches have in common; the choice mustn't depend on a slice."""
-    choice, *refs = interpreter.graph.inputs(node.name)
+    _, *refs = interpreter.graph.inputs(node.name)
     used = _used(interpreter, node)[1:]
-    chosen = interpreter.of(choice)
+    chosen = interpreter.choice(node)
     if chosen.varies:
         interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
     elif not chosen.constant:

@@ -42,7 +42,7 @@ def sample_dependence(
 
     Args:
         program: a flat program, producers first.
-        loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+        loss_nodes: the nodes that serve only the loss and metrics, which may read statistics of the whole batch.
         outputs: the model's outputs: with the samples along two axes, they are coupled as pairs. If shapes contradict
             each other (of the loss and the labels, say), only the outputs' computation is interpreted.
 

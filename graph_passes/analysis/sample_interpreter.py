@@ -24,7 +24,7 @@ _DEEPEST = 8
 
 
 class Whole(NamedTuple):
-    """A tensor that a node of the loss must read of the whole batch, as it uses it neither as a sum nor as a mean.
+    """A tensor that a node of the loss, or of a metric, must read of the whole batch: it is no sum or mean there.
 
     Attributes:
         node: the reader.
@@ -62,7 +62,7 @@ class Interpreter:
         samples: two numbers of samples of a slice.
         shapes: of its tensors, for each of them.
         scalars: values of some placeholders, for each of them.
-        loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+        loss_nodes: the nodes that serve only the loss and metrics, which may read statistics of the whole batch.
         open_shapes: ``Shape`` nodes that can only be computed where their tensor is.
         elements: shapes of the elements of lists, for each of ``samples``.
         inference: of the graph's library.
@@ -319,7 +319,7 @@ class Interpreter:
         self.couple(self.graph.nodes[name], Coupling.BATCH_SIZE)
 
     def in_loss(self, node: NodeDef) -> bool:
-        """Returns whether a node serves the loss alone."""
+        """Returns whether a node serves only the loss and metrics."""
         return node.name in self._loss_nodes
 
     def _asks_open_shapes(self, ref: Ref) -> bool:
@@ -345,10 +345,24 @@ class Interpreter:
             return CONSTANT
         if spread.varies or not spread.linear:
             together = Coupling.MICRO_BATCH if spread.shared else Coupling.TOGETHER
+            while self.of(ref).extreme:  # What takes the extreme of samples couples them.
+                node = self.graph.nodes[ref.node]
+                ref = next((own for own in self.graph.inputs(node.name) if self.of(own).extreme), Ref(""))
             self.couple(node, together if rows or not self.in_loss(node) else Coupling.NOT_LINEAR)
         else:
             self.couple(node, Coupling.BATCH_SIZE)
         return spread._replace(degree=0, linear=False)
+
+    def choice(self, node: NodeDef) -> Spread:
+        """Returns the spread of the first input, by which a node chooses: the whole batch's, if that can be known."""
+        ref = self.graph.inputs(node.name)[0]
+        spread = self.of(ref)
+        if spread.axis is not None or not (spread.varies and spread.known and self.in_loss(node)):
+            return spread
+        if self._asks_open_shapes(ref):
+            return spread
+        self.wholes.append(Whole(node.name, 0, ref))
+        return CONSTANT
 
     def generic(self, node: NodeDef) -> list[Spread]:
         """Returns the default spreads of an operation: it treats each sample by itself."""

@@ -24,7 +24,7 @@ def _placed(interpreter: Interpreter, node: NodeDef, spread: Spread) -> Spread:
 
 def _same(interpreter: Interpreter, node: NodeDef) -> Spread | Sequence[Spread]:
     """Handles Identity and the like, output by output."""
-    spreads = interpreter.inputs(node)
+    spreads = [spread.negated if node.op == "Neg" else spread for spread in interpreter.inputs(node)]
     return spreads if len(interpreter.dtypes(node.name)) == len(spreads) else spreads[0]
 
 
@@ -66,7 +66,8 @@ def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
     refs = [ref for ref in interpreter.graph.inputs(node.name) if not _is_zero(interpreter, ref)]
     spreads = [interpreter.of(ref) for ref in refs]
     if all(spread.axis is None for spread in spreads):
-        return together(spreads) if spreads else CONSTANT
+        rising = [spread.negated if node.op == "Sub" and index else spread for index, spread in enumerate(spreads)]
+        return together(spreads)._replace(extreme=_extreme_of(rising)) if spreads else CONSTANT
     used = []
     for index, ref in enumerate(interpreter.graph.inputs(node.name)):
         if ref in refs:
@@ -77,15 +78,15 @@ def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     """Handles one of two tensors, by a condition."""
-    condition, *values = interpreter.graph.inputs(node.name)
-    chosen = interpreter.of(condition)
+    _, *values = interpreter.graph.inputs(node.name)
+    chosen = interpreter.choice(node)
     if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
         interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
     spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
-    if any(spread.axis is not None for spread in (*spreads, interpreter.of(condition))) or not spreads:
+    if any(spread.axis is not None for spread in (*spreads, chosen)) or not spreads:
         return None
-    combined = together(spreads)
-    return combined._replace(known=combined.known and interpreter.of(condition).known)
+    combined, extreme = together(spreads), _extreme_of(spreads, several=True) if chosen.constant else ""
+    return combined._replace(known=combined.known and chosen.known, extreme=extreme)
 
 
 def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1)) -> Spread:
@@ -93,6 +94,8 @@ def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1
     refs = interpreter.graph.inputs(node.name)
     spreads = list(interpreter.inputs(node))
     rows = any(spread.axis is not None for spread in spreads)
+    if (scaled := _scaled_extreme(interpreter, node, refs, spreads, signs)) is not None:
+        return scaled
 
     def fix(index: int) -> None:
         spreads[index] = interpreter.fixed(node, index, rows=rows)
@@ -103,7 +106,7 @@ def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1
         if (
             spread.axis is None
             and unfit
-            and not (sign > 0 and not rows and spread.linear and all(other.constant for other in others))
+            and not (sign > 0 and not rows and spread.linear and all(other.is_factor for other in others))
         ):
             fix(index)
     varying = [index for index, spread in enumerate(spreads) if spread.axis is None and spread.varies]
@@ -116,6 +119,42 @@ def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1
         return _of_samples(interpreter, node, list(zip(refs, spreads, strict=True)), degree)
     combined = together(spreads)
     return combined._replace(degree=degree)
+
+
+def _extreme_of(spreads: Sequence[Spread], *, several: bool = False) -> str:
+    """Returns the extreme of what rises with tensors; empty if there is none, or (unless ``several``) if there are two.
+
+    All others must be constant.
+    """
+    extremes = [spread.extreme for spread in spreads if not spread.constant]
+    return extremes[0] if len(set(extremes)) == 1 and (several or len(extremes) == 1) else ""
+
+
+def _scaled_extreme(
+    interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], spreads: Sequence[Spread], signs: Sequence[int]
+) -> Spread | None:
+    """Returns the spread of an extreme times a number of known sign; None for all else."""
+    if node.op not in (*_PRODUCTS, *_QUOTIENTS) or len(spreads) != 2 or not (spreads[0].extreme or spreads[1].extreme):
+        return None
+    index = 0 if spreads[0].extreme else 1
+    own, factor, numbers = spreads[index], spreads[1 - index], interpreter.numbers(refs[1 - index])
+    if signs[index] < 0 or not factor.is_factor or numbers is None or not (factor.degree or numbers[0].size):
+        return None
+    if not all((value > 0).all() for value in numbers) and not all((value < 0).all() for value in numbers):
+        return None
+    degree = (factor.degree or 0) * signs[1 - index]
+    product = (own if (numbers[0] > 0).all() else own.negated)._replace(degree=degree, known=own.known and factor.known)
+    return product if degree == 0 else product._replace(extreme="")
+
+
+def _rising(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    """Handles what rises with its first input, or with all: the extreme of slices stays one."""
+    spreads = interpreter.inputs(node)
+    joins = {"Maximum": "Max", "Minimum": "Min"}.get(node.op)
+    extreme = _extreme_of(spreads, several=joins in {spread.extreme for spread in spreads})
+    if not extreme or any(spread.axis is not None for spread in spreads):
+        return None
+    return together(spreads)._replace(extreme=extreme)
 
 
 def _divided(interpreter: Interpreter, node: NodeDef) -> Spread:
@@ -135,7 +174,7 @@ def _reduced(interpreter: Interpreter, node: NodeDef) -> Spread:
     spread = interpreter.of(ref)
     if spread.axis is None or not _over_samples(interpreter, node, ref, axes):
         axis = None if spread.axis is None else interpreter.batch_axis(node, 0, [(ref, spread)])
-        return spread._replace(axis=axis)
+        return spread._replace(axis=axis, extreme="")
     mean = node.op == "Mean"
     if mean and spread.partial:
         interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
@@ -155,13 +194,16 @@ def _extreme(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     """Handles a maximum, product or the like over axes."""
     ref, axes = interpreter.graph.inputs(node.name)[:2]
     spread = interpreter.of(ref)
+    if spread.extreme and spread.extreme == node.op:
+        return spread
     if spread.axis is None or not _over_samples(interpreter, node, ref, axes):
         return None
     if not spread.varies:
         return Spread(known=spread.known)
-    if interpreter.is_float(ref) and not (spread.known and interpreter.in_loss(node)):
+    extreme = node.op if node.op in ("Max", "Min") and interpreter.is_float(ref) and spread.degree == 0 else ""
+    if interpreter.is_float(ref) and not extreme and not (spread.known and interpreter.in_loss(node)):
         interpreter.couple(node, Coupling.TOGETHER)
-    return Spread(varies=True, linear=False, known=spread.known)
+    return Spread(varies=True, linear=False, known=spread.known, extreme=extreme)
 
 
 def _half_of_squares(interpreter: Interpreter, node: NodeDef) -> Spread | None:
@@ -321,6 +363,8 @@ def _chosen_elements(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 _SAME = ("Identity", "IdentityN", "StopGradient", "Neg", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot")
 _SUMS = ("AddV2", "Add", "Sub", "AddN", "BiasAdd")
+_PRODUCTS, _QUOTIENTS = ("Mul", "MulNoNan"), ("RealDiv", "Div", "DivNoNan")
+_RISING = ("Maximum", "Minimum", "ClipByValue", "Relu", "Relu6", "Sqrt", "Exp", "Log", "Log1p", "Ceil", "Floor", "Rint")
 _DIAGONALS = ("MatrixDiag", "MatrixDiagPart", "MatrixSetDiag")
 _MOVES = (
     *(f"{name}{version}" for name in _DIAGONALS for version in ("", "V2", "V3")),
@@ -333,9 +377,10 @@ _TABLES = (
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(_RISING, _rising),
     **dict.fromkeys(("Select", "SelectV2"), _chosen),
-    **dict.fromkeys(("Mul", "MulNoNan"), _times),
-    **dict.fromkeys(("RealDiv", "Div", "DivNoNan"), _divided),
+    **dict.fromkeys(_PRODUCTS, _times),
+    **dict.fromkeys(_QUOTIENTS, _divided),
     **dict.fromkeys(("Sum", "Mean"), _reduced),
     **dict.fromkeys(("Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin"), _extreme),
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),

@@ -22,7 +22,7 @@ def all_reduce(
     control: Iterable[str] = (),
     **attrs: Any,
 ) -> Ref:
-    """Adds one member of an all-reduce; returns the sum over all members.
+    """Adds one member of an all-reduce; returns the sum over all members, or the largest or smallest.
 
     Args:
         builder: adds the node.
@@ -32,7 +32,7 @@ def all_reduce(
         keys: number of members, key of these members, and number of this all-reduce among theirs.
         device: the member's device.
         control: nodes that it waits for.
-        **attrs: further attributes.
+        **attrs: further attributes; ``merge_op`` is ``"Add"``, if it isn't among them.
     """
     numbers = [builder.const(value, types_pb2.DT_INT32) for value in keys]
     return builder.add(
@@ -42,12 +42,11 @@ def all_reduce(
         control=control,
         device=device,
         T=dtype_attr(dtype),
-        merge_op="Add",
         final_op="Id",
         communication_hint="auto",
         # No timeout: TensorFlow would start a thread for each, which sleeps until it is over in any case.
         timeout_seconds=0.0,
         Nordering_token=0,
         max_subdivs_per_device=-1,
-        **attrs,
+        **{"merge_op": "Add", **attrs},
     )

@@ -67,6 +67,7 @@ class Variable:
             own. One value passes through all replicas otherwise, in the order of samples.
         metric: the metric that it belongs to, so that all its variables are updated from the same slices; None for a
             metric of its own.
+        merge: how slices' contributions to floating-point state make its value: ``"Add"``, ``"Max"`` or ``"Min"``.
         storage: name of its storage on devices; None for the variable's own. Counters that every parameter group steps
             for itself have one for each group.
         shards: number of devices that keep it together, each an equal part of its elements (`storage_shape`); 1 if each
@@ -81,6 +82,7 @@ class Variable:
     update: Ref | None = None
     additive: bool = True
     metric: str | None = None
+    merge: str = "Add"
     storage: str | None = None
     shards: int = 1
 

@@ -58,6 +58,8 @@ class Spread(NamedTuple):
         place: whether it has the samples' places in the batch: numbers 0 to n - 1.
         shared: whether all slices of a micro-batch have the same value, being that of the micro-batch.
         partial: whether the number of rows that a sample has depends on values: those that a mask leaves, say.
+        extreme: ``"Max"`` if the batch's value is the largest of the slices' values, ``"Min"`` if it is the smallest;
+            empty otherwise.
     """
 
     axis: int | None = None
@@ -69,11 +71,22 @@ class Spread(NamedTuple):
     place: bool = False
     partial: bool = False
     shared: bool = False
+    extreme: str = ""
 
     @property
     def constant(self) -> bool:
         """Whether it is the same for all slices, whatever their sizes."""
         return self.axis is None and not self.varies and self.degree == 0
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it is a known power of the number of samples, times the same for all slices."""
+        return self.axis is None and not self.varies and self.linear and self.degree is not None
+
+    @property
+    def negated(self) -> Spread:
+        """The spread of what falls where it rises."""
+        return self._replace(extreme={"Max": "Min", "Min": "Max", "": ""}[self.extreme])
 
     @property
     def one_by_one(self) -> bool:

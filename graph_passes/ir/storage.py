@@ -97,11 +97,29 @@ def shard_number(builder: Builder, variables: Iterable[Variable]) -> list[Ref]:
     return [builder.append(placeholder("number", types_pb2.DT_INT32))] if in_shards else []
 
 
-def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
-    """Returns a tensor of zeros."""
+def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "", value: float = 0) -> Ref:
+    """Returns a tensor of zeros, or of another value."""
     dims = builder.const(list(shape), types_pb2.DT_INT32)
     kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
-    return builder.add("zeros", "Fill", [dims, builder.const(0, dtype)], device=device, **kind)
+    return builder.add("zeros", "Fill", [dims, builder.const(value, dtype)], device=device, **kind)
+
+
+def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable, device: str = "") -> Ref:
+    """Returns the value that contributions to a variable make: their sum, or the largest or smallest."""
+    if not parts:
+        return neutral(builder, variable, device)
+    if variable.merge == "Add":
+        return builder.add_n(name, parts, variable.dtype, device=device)
+    total = parts[0]
+    for part in parts[1:]:
+        total = builder.add(name, f"{variable.merge}imum", [total, part], device=device, T=dtype_attr(variable.dtype))
+    return total
+
+
+def neutral(builder: Builder, variable: Variable, device: str = "") -> Ref:
+    """Returns a contribution that changes nothing: zeros, or an infinity."""
+    value = {"Add": 0.0, "Max": -math.inf, "Min": math.inf}[variable.merge]
+    return zeros(builder, variable.dtype, variable.shape, device, value)
 
 
 def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
@@ -183,22 +201,26 @@ def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> Fu
     arguments, effects = [], []
     for target in targets:
         if mode == "none":
-            value = zeros(builder, target.dtype, target.shape)
+            value = neutral(builder, target)
         else:
             value = builder.append(placeholder(builder.names.fresh("value"), target.dtype))
             arguments.append(value)
-        op = "AssignAddVariableOp" if mode == "next" else "AssignVariableOp"
+        if mode == "next" and target.merge != "Add":
+            value = merged(builder, "merged", [read(builder, target.name, target.dtype, target.shape), value], target)
+        op = "AssignAddVariableOp" if mode == "next" and target.merge == "Add" else "AssignVariableOp"
         effects.append(assign(builder, target.name, value, target.dtype, target.shape, op))
     return outline(name, Graph(builder.graph), arguments, [], effects=effects)
 
 
 def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, ...]]:
-    """Groups consecutive variables of one dtype, up to ``limit`` bytes together; a larger one gets its own bucket."""
+    """Groups consecutive variables of one dtype and merge, up to ``limit`` bytes together, larger ones alone."""
     groups: list[list[Variable]] = []
     size = 0
     for variable in variables:
         added = math.prod(variable.shape) * dtype_size(variable.dtype)
-        if not groups or groups[-1][-1].dtype != variable.dtype or size + added > limit:
+        last = groups[-1][-1] if groups else variable
+        alike = (last.dtype, last.merge) == (variable.dtype, variable.merge)
+        if not groups or not alike or size + added > limit:
             groups.append([])
             size = 0
         groups[-1].append(variable)

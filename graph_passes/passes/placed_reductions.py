@@ -97,12 +97,13 @@ def join_reductions(
     for name, node in view.nodes.items():
         if node.op == SUM_OP and BYTES_ATTR in node.attr:
             members.setdefault(_instance(view, name), {})[devices.get(name, node.device)] = name
-    buckets: dict[tuple[str, frozenset[str], int], list[list[int]]] = {}
+    buckets: dict[tuple[str, frozenset[str], int, bytes], list[list[int]]] = {}
     sizes: dict[int, int] = {}
     for instance, own in sorted(members.items()):
         first = next(iter(own.values()))
         sizes[instance], kind = int(view.nodes[first].attr[BYTES_ATTR].i), view.nodes[first].attr["T"].type
-        alike = buckets.setdefault((units[first], frozenset(own), kind), [[]])
+        merge = view.nodes[first].attr["merge_op"].s
+        alike = buckets.setdefault((units[first], frozenset(own), kind, merge), [[]])
         if alike[-1] and sum(sizes[other] for other in alike[-1]) + sizes[instance] > bucket_bytes:
             alike.append([])
         alike[-1].append(instance)
@@ -111,7 +112,7 @@ def join_reductions(
     instead: dict[str, Ref] = {}  # member -> its part of the bucket
     waited: dict[str, str] = {}  # member -> that of the bucket
     parts_of: set[str] = set()
-    for (_, own_devices, kind), alike in buckets.items():
+    for (_, own_devices, kind, _), alike in buckets.items():
         for bucket in (bucket for bucket in alike if len(bucket) > 1):
             lengths = [sizes[instance] // dtype_size(kind) for instance in bucket]
             for device in sorted(own_devices):

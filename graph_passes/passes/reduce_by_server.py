@@ -81,7 +81,10 @@ class ReduceByServer:
         """Replaces the all-reduces of a graph, in place. Who reads a reduced vector needn't change."""
         before = Graph(copied(graph))
         reductions = [(reduction, self._members(reduction)) for reduction in _all_reduces(before)]
-        changes = [reduction.stage in self.stages and part_count(members) > 0 for reduction, members in reductions]
+        changes = [
+            reduction.stage in self.stages and part_count(members) > 0 and reduction.adds
+            for reduction, members in reductions
+        ]
         if not any(changes):
             return
         rewriting = _Rewriting(graph, before)
@@ -125,6 +128,11 @@ class _AllReduce(NamedTuple):
     instance: int
     stage: int
     nodes: dict[str, NodeDef]
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is a sum."""
+        return all(node.attr["merge_op"].s == b"Add" for node in self.nodes.values())
 
 
 def _all_reduces(graph: Graph) -> list[_AllReduce]:

@@ -27,10 +27,11 @@ from graph_passes.ir.storage import (
     bytes_of,
     flatten,
     joined_shards,
+    merged,
+    neutral,
     read,
     shards_of,
     unflatten,
-    zeros,
 )
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
@@ -208,12 +209,13 @@ class Reduction:
             (len(group.devices), group_key, instance),
             device=device,
             control=after,
+            merge_op=bucket[0].merge,
             **marks(NodeKind.ALL_REDUCE, group),
             **{BYTES_ATTR: bytes_of(bucket)},
         )
 
     def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
-        """Adds up the contributions of one device's stages to a variable; zeros if there are none."""
+        """Merges the contributions of one device's stages to a variable; there may be none."""
         accumulators = self.nodes.contributors[variable.name]
         parts = []
         for stage in stages:
@@ -223,12 +225,10 @@ class Reduction:
             elif stage in accumulators:
                 parts.append(builder.append(placeholder(builder.names.fresh("contribution"), variable.dtype)))
                 inputs[parts[-1]] = functools.partial(self._contribution, variable, stage)
-        if not parts:
-            return zeros(builder, variable.dtype, variable.shape)
-        return builder.add_n("sum", parts, variable.dtype)
+        return merged(builder, "sum", parts, variable)
 
     def _contribution(self, variable: Variable, stage: int, device: str) -> Ref:
-        """Returns the contribution of a stage's only task on a device to a variable; zeros if it has no samples."""
+        """Returns the contribution of a stage's only task on a device to a variable; a neutral one without samples."""
         if variable.kind is VariableKind.STATE:
             value, phase = Value(variable.update or Ref("")), Phase.FORWARD
         else:
@@ -239,7 +239,7 @@ class Reduction:
             return self._step.values[task, value]
         if (variable.name, device) not in self._zeros:
             with self._builder.marked({PHASE_ATTR: NodeKind.ZEROS.text, STAGE_ATTR: stage}):
-                self._zeros[variable.name, device] = zeros(self._builder, variable.dtype, variable.shape, device=device)
+                self._zeros[variable.name, device] = neutral(self._builder, variable, device)
         return self._zeros[variable.name, device]
 
     def reduced_values(

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.chosen_rows import with_counted_rows
-from graph_passes.analysis.running_sums import parts_of_update
+from graph_passes.analysis.running_sums import Part, parts_of_update
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.ir.graph import (
     FLOAT_DTYPES,
@@ -35,7 +35,7 @@ _SUMS = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 
 
 def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
-    """Returns a captured program whose loss and state are slices' contributions to those of the whole batch.
+    """Returns a captured program whose loss, state and metrics are slices' contributions to those of the whole batch.
 
         weight * (sum(e) + mean(f))       becomes   weight * (sum(e) / weight + mean(f))
         sum(m * e) / sum(m)               becomes   sum(m * e) / (sum(m) of the whole batch)
@@ -43,8 +43,8 @@ def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
     Capture has multiplied the whole loss by ``weight``, as if it were a mean. That stays if it is one, or if nothing is
     known. A sum is divided by the weight where it is made, so that each slice's is an estimate of the whole batch's,
     as a mean is: the slices of another stage read its mean over the slices of its stage. Statistics of batch inputs
-    that only the loss uses, and not linearly, are computed from the whole batch before the step, like divisors of
-    masked losses. The rest is recorded in ``couplings``.
+    that only the loss and metrics use, and not linearly, are computed from the whole batch before the step, like
+    divisors of masked losses. The rest is recorded in ``couplings``.
 
     Args:
         program: a flat program, its loss and its floating-point state multiplied by the slice's weight.
@@ -54,12 +54,14 @@ def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
     state = [v.update for v in roles.variables if v.update is not None and v.kind is VariableKind.STATE]
     model = view.ancestors([*(ref for ref in outputs if ref.node in view), *state], control=False)
     loss = set[str]() if roles.loss is None else view.ancestors([roles.loss], control=False)
-    dependence = sample_dependence(program, loss - model, outputs)
+    metrics = [v.update for v in roles.variables if v.update is not None and v.kind is VariableKind.METRIC]
+    aside = (loss | view.ancestors(metrics, control=False)) - model
+    dependence = sample_dependence(program, aside, outputs)
     if dependence is None or dependence.partial:
         unknown = view.ordered(loss - model if dependence else model | loss)[-1:]
         told = [] if dependence is None else [*dependence.couplings]
         return program.replace(couplings=(*told, *((name, Coupling.UNKNOWN) for name in unknown)))
-    counted = with_counted_rows(program, dependence, loss - model)
+    counted = with_counted_rows(program, dependence, aside)
     if counted is not None:
         return scale_losses(counted, outputs)
     return _Scaling(with_whole_batches(program, dependence), dependence).result()
@@ -136,31 +138,68 @@ class _Scaling:
         roles, view = self.program.roles, self.view
         needed = [roles.loss, *roles.outputs, *(v.update for v in roles.variables if v.kind is VariableKind.STATE)]
         used = view.ancestors([ref for ref in needed if ref is not None], control=False)
+        self.aside = {name for name, coupling in self.couplings if coupling is not Coupling.DRAWS} - used
         self.couplings = [(name, coupling) for name, coupling in self.couplings if name in used]
         loss = None if roles.loss is None else self._scaled(roles.loss, Coupling.NOT_LINEAR)
         variables = tuple(self._updated(variable) for variable in roles.variables)
         roles = dataclasses.replace(roles, loss=loss, variables=variables)
         scaled = self.program.replace(roles=roles, couplings=tuple(self.couplings))
-        return scaled.replace(graph=_pruned(self.graph, roles)) if self.shares else scaled
+        return scaled if roles == self.program.roles else scaled.replace(graph=_pruned(self.graph, roles))
 
     def _updated(self, variable: Variable) -> Variable:
         if variable.update is None:
             return variable
         if variable.kind is VariableKind.STATE and variable.dtype in FLOAT_DTYPES:
+            value = self._value(variable.update)
+            if (spread := self.of(value)).extreme and spread.axis is None and spread.degree == 0:
+                return dataclasses.replace(variable, update=value, merge=spread.extreme)
+            sized = {name for name, coupling in self.couplings if coupling is Coupling.BATCH_SIZE}
+            if sized & self.view.ancestors([value], control=False):  # running moments by counts, say
+                self.couplings.append((value.node, Coupling.STATE))
             return dataclasses.replace(variable, update=self._scaled(variable.update, Coupling.STATE))
         if variable.kind is VariableKind.STATE and not self._alike(self.of(variable.update)):
             self.couplings.append((variable.update.node, Coupling.STATE))
-        if variable.kind is VariableKind.METRIC and not self._adds(variable.update, variable):
+        if variable.kind is VariableKind.METRIC:
+            coupled = self.aside & self.view.ancestors([variable.update], control=False)
+            update = None if coupled else self._running(variable)
+            if update is not None:
+                return dataclasses.replace(variable, update=update)
             self.couplings.append((variable.update.node, Coupling.METRIC))
         return variable
 
     def _alike(self, spread: Spread) -> bool:
         return not spread.varies and spread.degree == 0
 
-    def _adds(self, update: Ref, variable: Variable) -> bool:
-        """Returns whether a metric's update adds a sum over samples to its value, or compares it with an extreme."""
-        parts = None if variable.value is None else parts_of_update(self.view, update, variable.value)
-        return parts is not None and all(not part.added or self._is_sum(self.of(part.ref)) for part in parts)
+    def _running(self, variable: Variable) -> Ref | None:
+        """Returns a metric's new value: its value and sums over samples; None if it is made of something else."""
+        if variable.update is None or variable.value is None:
+            return None
+        parts = parts_of_update(self.view, variable.update, variable.value)
+        if parts is None:
+            return None
+        own = [self._sum(part.ref) if part.added else self._extreme(part) for part in parts]
+        sums = [ref for ref in own if ref is not None]
+        if len(sums) < len(parts) or sums == [part.ref for part in parts]:
+            return None if None in own else variable.update
+        value, kind = variable.value, {"T": dtype_attr(variable.dtype)}
+        for part, ref in zip(parts, sums, strict=True):
+            value = self.builder.add(f"{variable.update.node}/running", part.op, [value, ref], **kind)
+        return value
+
+    def _extreme(self, part: Part) -> Ref | None:
+        """Returns what a running value is compared with; None if it isn't the extreme of samples or a constant."""
+        spread = self.of(part.ref)
+        return part.ref if spread.constant or spread.extreme == part.op.removesuffix("imum") else None
+
+    def _sum(self, ref: Ref) -> Ref | None:
+        """Returns a slice's contribution to a tensor of the whole batch; None if slices' don't add up to it."""
+        spread = self.of(ref)
+        if self._is_sum(spread):
+            return ref
+        share = self._share(ref) if spread.linear and dtype_of(self.view, ref) in FLOAT_DTYPES else None
+        if share is None:
+            return None
+        return self._times_weight(share, 1, dtype_of(self.view, ref), f"{ref.node}/contribution", {})
 
     @staticmethod
     def _is_sum(spread: Spread) -> bool:
@@ -191,6 +230,13 @@ class _Scaling:
                 self.couplings.append((value.node, coupling))
             return contribution
         return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})
+
+    def _value(self, update: Ref) -> Ref:
+        """Returns what capture has multiplied by the weight."""
+        node, inputs = self.view.nodes[update.node], self.view.inputs(update.node)
+        if node.op == "Identity":
+            return self._value(inputs[0])
+        return inputs[0] if self._is_weighted(node) else update
 
     def _is_weighted(self, node: NodeDef) -> bool:
         """Returns whether a node is capture's product with the weight."""
@@ -243,7 +289,8 @@ class _Scaling:
             scaled = [1, 2]
         elif node.op in ("Mul", "RealDiv", "DivNoNan"):
             scaled = [index for index, own in enumerate(inputs) if not self.of(own).constant]
-            if len(scaled) != 1 or (node.op != "Mul" and scaled != [0]):
+            varying = [index for index in scaled if self.of(inputs[index]).varies]
+            if not scaled or len(varying) > 1 or (node.op != "Mul" and varying == [1]):
                 return None
         else:
             return None
