@@ -54,7 +54,7 @@ def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) ->
         return
     spec = declared_spec(model)
     if spec is not None:
-        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), plan, addresses)
+        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), AssignStages(plan.cuts), addresses)
         return
     layers = items_of(model)
     names = {layer.name for layer in layers if layer is not model}
@@ -95,17 +95,17 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
 
 
 def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:
-    assigned = _assigned(program, passes.plan, passes.cluster.addresses)
+    assigned = _assigned(program, passes.assign_stages(), passes.cluster.addresses)
     if assigned is None and min(passes.slices) == 1:
         return None
     return notes_of(assigned or program, passes.slices, passes.plan.micro_batches)
 
 
-def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program | None:
+def _assigned(program: Program, assign_stages: AssignStages, addresses: Sequence[str]) -> Program | None:
     """Returns a captured program with its stages; None if these depend on lengths that only the first batch has."""
     check_py_functions(program.graph, addresses)
     try:
-        return run_passes(program, [AssignStages(plan.cuts)])
+        return run_passes(program, [assign_stages])
     except LengthsUnknownError:
         return None
 

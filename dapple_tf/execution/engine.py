@@ -257,14 +257,16 @@ class Engine:
             self.running = False
         if address is not None and step.taken is not None:
             self.data.taken(address, step.taken.arrays)
-        traced = None
+        traced, roles = None, built.program.roles
         if metadata is not None:
             traced = self._traced(built, name, step, metadata.step_stats, (called, time.time_ns()), before)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
             outputs=tuple(
-                np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in result["outputs"] if parts
+                built.joined(ref, shape, parts, step.layout)
+                for ref, shape, parts in zip(roles.outputs, roles.output_shapes, result["outputs"], strict=True)
+                if parts
             ),
             gradients=result["gradients"],
             traced=traced,

@@ -154,6 +154,10 @@ class StepPasses:
         carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
         return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
 
+    def assign_stages(self) -> AssignStages:
+        """Returns the first pass."""
+        return AssignStages(self.plan.cuts, self.plan.backward_cuts, self.layout(self.plan.global_batch_size))
+
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
         """Returns the order of tasks for a batch; ``holdings`` are what devices keep."""
         micro_batches = len(layout.micro_batch_intervals)
@@ -405,7 +409,7 @@ class Slot(NamedTuple):
 
 
 PASSES: tuple[Slot, ...] = (
-    Slot(AssignStages, stage=lambda asked: AssignStages(asked.passes.plan.cuts, asked.passes.plan.backward_cuts)),
+    Slot(AssignStages, stage=lambda asked: asked.passes.assign_stages()),
     Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
     Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.passes.slices) if asked.training else None),
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),

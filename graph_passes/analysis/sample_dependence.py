@@ -9,7 +9,7 @@ from typing import NamedTuple
 from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS, ShapeInference
 from graph_passes.analysis.sample_interpreter import Interpreter, Whole
 from graph_passes.analysis.sample_rules import RULES
-from graph_passes.analysis.slice_shapes import Dependence, SliceShapes
+from graph_passes.analysis.slice_shapes import Dependence, SliceShapes, part_before
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Program
@@ -52,14 +52,41 @@ def sample_dependence(
     graph, partial = Graph(program.graph), False
     shapes = _shapes(program, program.graph)
     if shapes is None:
-        before, partial = graph.ancestors([ref for ref in outputs if ref.node in graph], control=False), True
-        part = GraphDef(versions=program.graph.versions, library=program.graph.library)
-        part.node.extend(node for node in program.graph.node if node.name in before)
+        part, partial = part_before(program.graph, [ref for ref in outputs if ref.node in graph]), True
         graph, shapes = Graph(part), _shapes(program, part)
-    if shapes is None or shapes.samples is None:
+    if shapes is None:
         return None
-    inference = ShapeInference(program.graph.library)
-    samples = shapes.samples
+    interpreter, few = _interpreted(program, graph, shapes, loss_nodes)
+    pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
+    couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, few, partial)
+
+
+def spreads_of(program: Program, refs: Sequence[Ref]) -> Mapping[Ref, Spread]:
+    """Returns the spreads of some of a flat program's tensors that hold for all lengths that the model leaves open.
+
+    Where the parts of an axis depend on such lengths, they count as unknown. The result is empty if shapes contradict
+    each other for all numbers of samples.
+    """
+    roles, part = dataclasses.replace(program.roles, example_shapes=()), part_before(program.graph, refs)
+    anything = program.replace(roles=roles)
+    shapes = _shapes(anything, part)
+    if shapes is None:
+        return {}
+    interpreter, _ = _interpreted(anything, Graph(part), shapes)
+    spreads = {ref: interpreter.of(ref) for ref in refs}
+    return {
+        ref: spread._replace(outer=None) if interpreter.rows(ref) is None and spread.outer != 1 else spread
+        for ref, spread in spreads.items()
+    }
+
+
+def _interpreted(
+    program: Program, graph: Graph, shapes: SliceShapes, loss_nodes: Container[str] = ()
+) -> tuple[Interpreter, Mapping[Ref, Shape | None]]:
+    """Interprets a part of a program's graph; returns the shapes for the smaller number of samples, too."""
+    assert shapes.samples is not None
+    inference, samples = ShapeInference(program.graph.library), shapes.samples
     shapes, elements = _inside(program, graph.graph, shapes, inference)
     roles = program.roles
     spreads: dict[Ref, Spread] = {ref: Spread(axis=0, varies=True) for ref in roles.inputs}
@@ -88,9 +115,7 @@ def sample_dependence(
         inference=inference,
     )
     interpreter.run(spreads)
-    pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
-    couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
-    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0], partial)
+    return interpreter, shapes.found[0]
 
 
 def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
