@@ -71,7 +71,7 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "a variable for each sample": (lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1]), Spread(0, known=False)),
     "how often a value is there": (
         lambda x, w: tf.unique_with_counts(x[:, 0]).count,
-        Spread(0, varies=True, partial=True),
+        Spread(0, outer=None, varies=True, partial=True),
     ),
     "a number of chosen samples": (
         lambda x, w: tf.size(tf.boolean_mask(x[:, 0], x[:, 0] > 0)),

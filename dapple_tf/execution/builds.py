@@ -18,12 +18,10 @@ from dapple_tf.tracing.step_nodes import StepNode
 from dapple_tf.tracing.step_trace import TracedStep
 from dapple_tf.variables.device_values import Holding
 from graph_passes.analysis.sample_dependence import spreads_of
-from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import Layout, Program, Step
 from graph_passes.ir.spreads import Spread
-from graph_passes.ir.tensorflow_bridge import Shape
 
 PREPARED_STEPS = 64
 """Number of steps that stay prepared, by default: more than training, evaluation and prediction of a few sizes need."""
@@ -102,12 +100,11 @@ class Build:
     requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
     output_spreads: dict[Ref, Spread] = dataclasses.field(default_factory=dict)
 
-    def joined(self, ref: Ref, shape: Shape | None, parts: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
+    def joined(self, number: int, parts: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
         """Joins the slices of an output of the model to the whole batch's.
 
         Args:
-            ref: the output.
-            shape: its shape as traced.
+            number: of the output.
             parts: its slices, in the order of samples.
             layout: how the batch is cut.
 
@@ -116,24 +113,24 @@ class Build:
         """
         if len(parts) == 1:
             return parts[0]
-        program = self.program
+        program, roles = self.program, self.program.roles
+        ref, shape = roles.outputs[number], roles.output_shapes[number]
         stage, count = program.node_stage.get(ref.node, len(program.stages) - 1), len(layout.micro_batch_intervals)
         sizes = [own.size for micro_batch in range(count) for own in layout.slices(stage, micro_batch) if own.size]
         one_each = all(part.shape[:1] == (size,) for part, size in zip(parts, sizes, strict=True))
         if one_each and shape is not None and None not in shape[1:]:
             return np.concatenate(parts)
         if not self.output_spreads:
-            self.output_spreads |= spreads_of(program.replace(graph=program.flat_graph), program.roles.outputs)
+            self.output_spreads |= spreads_of(program.replace(graph=program.flat_graph), roles.outputs)
         spread = self.output_spreads.get(ref, Spread(axis=0, outer=None))
         if spread.constant:
             return parts[0]
         outer = 1 if one_each and spread.axis == 0 else spread.outer
         if spread.axis is None or outer is None:
-            layer = layer_of(Graph(program.flat_graph), ref)
             raise CaptureError(
-                f"the model's output of layer {layer!r} has shape {list(parts[0].shape)} for a slice of {sizes[0]} "
-                f"samples: which of its values belong to which sample isn't known, so that the slices of a batch can't "
-                f"be joined; plan one slice for its stage (one micro-batch, one replica), or return an output with a "
+                f"output {number} of the model has shape {list(parts[0].shape)} for a slice of {sizes[0]} samples: "
+                f"which of its values belong to which sample isn't known, so that the slices of a batch can't be "
+                f"joined; plan one slice for stage {stage} (one micro-batch, one replica), or return an output with a "
                 f"row for each sample"
             )
         pieces = [np.split(part, outer or 1, spread.axis) for part in parts]

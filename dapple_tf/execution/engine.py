@@ -257,16 +257,14 @@ class Engine:
             self.running = False
         if address is not None and step.taken is not None:
             self.data.taken(address, step.taken.arrays)
-        traced, roles = None, built.program.roles
+        traced = None
         if metadata is not None:
             traced = self._traced(built, name, step, metadata.step_stats, (called, time.time_ns()), before)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
             outputs=tuple(
-                built.joined(ref, shape, parts, step.layout)
-                for ref, shape, parts in zip(roles.outputs, roles.output_shapes, result["outputs"], strict=True)
-                if parts
+                built.joined(number, parts, step.layout) for number, parts in enumerate(result["outputs"]) if parts
             ),
             gradients=result["gradients"],
             traced=traced,

@@ -22,8 +22,10 @@ def _reshaped(interpreter: Interpreter, node: NodeDef) -> Spread:
     ref, out = interpreter.graph.inputs(node.name)[0], Ref(node.name)
     spread, shape, lead = interpreter.of(ref), interpreter.shape(out), interpreter.lead(ref)
     rows = interpreter.rows(out)
-    if spread.axis is None or spread.one_by_one or shape is None:
+    if spread.axis is None or spread.one_by_one:
         return spread
+    if shape is None:
+        return spread._replace(outer=spread.outer if lead == 1 else spread.outer and None)
     growing = interpreter.growing(out)
     before: int | None = 1
     for axis, size in enumerate(shape):
@@ -154,10 +156,13 @@ def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     if not rows:
         return together(spread for _, spread in used)
     shape = interpreter.shape(values[0])
-    axes = None
+    axes, outer = None, None
     if node.op == "ConcatV2" and shape is not None:
         axes = interpreter.axes_of(refs[-1], len(shape))
-    outer = interpreter.outer(node, 0, used) if not axes or axes[0] != rows[0].axis else _in_a_row(interpreter, used)
+    if axes and axes[0] == rows[0].axis:
+        outer = _in_a_row(interpreter, used)
+    elif axes or node.op == "Pack":
+        outer = interpreter.outer(node, 0, used)
     if axes and axes[0] == rows[0].axis and len(rows) < len(used):
         _mixed(interpreter, node, rows[0]._replace(varies=any(row.varies for row in rows)), Coupling.TOGETHER)
     degrees = {spread.degree for ref, spread in used if interpreter.is_float(ref) and not _empty(interpreter, ref)}

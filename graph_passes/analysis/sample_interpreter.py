@@ -277,23 +277,22 @@ class Interpreter:
 
     def rows(self, ref: Ref) -> int | None:
         """Returns the rows of each sample in a tensor with a batch axis; None where they aren't known."""
-        axes, shape = self.growing(ref), self.shape(ref)
-        length = shape[axes[0]] if shape is not None and len(axes) == 1 else None
+        shape = self.shape(ref) or ()
+        lengths = {shape[axis] for axis in self.growing(ref)}
+        length = lengths.pop() if len(lengths) == 1 else None
         return length // self.samples if length and length % self.samples == 0 else None
 
     def outer(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
         """Returns the parts of the batch axis of an output whose rows are computed from rows at the same places."""
-        rows = self.rows(Ref(node.name, output))
-        varying = [(source, spread) for source, spread in inputs if spread.axis is not None and spread.varies]
-        alike = [spread for source, spread in varying if self.rows(source) == rows]
-        if varying and not alike:
+        ref = Ref(node.name, output)
+        rows, of_list = self.rows(ref), self.is_handle(ref)
+        moved = [(source, spread) for source, spread in inputs if spread.axis is not None]
+        same = [spread for source, spread in moved if self.rows(source) == rows and self.is_handle(source) == of_list]
+        alike = [spread for spread in same if spread.varies]
+        if not alike and any(spread.varies for _, spread in moved):
             return None
         outer = common_outer(alike)
-        others = {
-            spread.outer
-            for source, spread in inputs
-            if spread.axis is not None and not spread.varies and self.rows(source) == rows
-        } - {0, None}
+        others = {spread.outer for spread in same if not spread.varies} - {0, None}
         if rows != 1 and outer is None and len({spread.outer for spread in alike} - {0, None}) > 1:
             self.couple(node, Coupling.TOGETHER)
         elif outer and others - {outer}:

@@ -348,10 +348,13 @@ _TABLES = (
 )
 _PLACING = (
     *(f"{name}{of}" for name in ("Segment", "UnsortedSegment") for of in ("Max", "Min", "Prod")),
-    *(f"SparseSegment{of}{more}" for of in ("Mean", "SqrtN") for more in ("", "WithNumSegments")),
-    *("SegmentMean", "SparseSegmentSumWithNumSegments", "TensorScatterUpdate", "TensorScatterSub"),
-    *("TensorScatterMax", "TensorScatterMin", "DynamicStitch", "ParallelDynamicStitch", "RandomShuffle"),
+    *(f"Segment{of}" for of in ("Mean", "MaxV2", "MinV2", "ProdV2")),
+    *(f"SparseSegment{of}" for of in ("Mean", "SqrtN", "SumWithNumSegments", "MeanWithNumSegments")),
+    *("TensorScatterUpdate", "TensorScatterSub", "TensorScatterMax", "TensorScatterMin"),
+    *("DynamicStitch", "ParallelDynamicStitch", "SparseTensorDenseMatMul", "RandomShuffle"),
+    *("PyFunc", "PyFuncStateless", "EagerPyFunc"),
 )
+"""Ops whose rows aren't in the order of their inputs', or in one that isn't known."""
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_SUMS, _sum),
