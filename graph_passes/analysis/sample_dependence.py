@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -63,22 +64,35 @@ def sample_dependence(
 
 
 def spreads_of(program: Program, refs: Sequence[Ref]) -> Mapping[Ref, Spread]:
-    """Returns the spreads of some of a flat program's tensors that hold for all lengths that the model leaves open.
+    """Returns the spreads of some of a flat program's tensors.
 
-    Where the parts of an axis depend on such lengths, they count as unknown. The result is empty if shapes contradict
-    each other for all numbers of samples.
+    Where the parts of an axis depend on lengths that the model leaves open, they count as unknown: graphs made by one
+    batch serve all others. The result is empty if shapes contradict each other for all numbers of samples.
     """
-    roles, part = dataclasses.replace(program.roles, example_shapes=()), part_before(program.graph, refs)
-    anything = program.replace(roles=roles)
-    shapes = _shapes(anything, part)
-    if shapes is None:
-        return {}
-    interpreter, _ = _interpreted(anything, Graph(part), shapes)
-    spreads = {ref: interpreter.of(ref) for ref in refs}
-    return {
-        ref: spread._replace(outer=None) if interpreter.rows(ref) is None and spread.outer != 1 else spread
-        for ref, spread in spreads.items()
-    }
+    part, examples = part_before(program.graph, refs), program.roles.example_shapes
+    # Other lengths than at hand: each by itself, all together, and left open. The first count that shapes allow.
+    factors = itertools.count(2)
+    apart = tuple((None, *(size and size * next(factors) for size in shape[1:])) for shape in examples)
+    doubled = tuple((None, *(size and size * 2 for size in shape[1:])) for shape in examples)
+    spreads: dict[Ref, Spread] = {}
+    for lengths in (examples, apart, doubled, ()):
+        assumed = program.replace(roles=dataclasses.replace(program.roles, example_shapes=lengths))
+        shapes = _shapes(assumed, part)
+        if shapes is None and not spreads:
+            return {}
+        if shapes is None:
+            continue
+        interpreter, _ = _interpreted(assumed, Graph(part), shapes)
+        now = {ref: interpreter.of(ref) for ref in refs}
+        if spreads:
+            return {ref: own._replace(outer=own.outer if own.outer == now[ref].outer else None) for ref, own in spreads.items()}
+        spreads = {
+            ref: own._replace(outer=own.outer if own.outer == 1 or interpreter.rows(ref) else None)
+            for ref, own in now.items()
+        }
+        if not examples or shapes.assumed[2] == shapes.assumed[0]:
+            return spreads
+    return {ref: own._replace(outer=None) for ref, own in spreads.items()}
 
 
 def _interpreted(

@@ -96,7 +96,7 @@ class AssignStages:
             if node.name in stage_of:
                 node.attr[STAGE_ATTR].i = stage_of[node.name]
         assigned = program.replace(graph=graph_def, node_stage=stage_of, boundaries=boundaries, stages=stages)
-        if self.layout is not None:
+        if self.layout is not None and shapes is not None and shapes.lengths_known:
             check_rows(assigned, self.layout)
         return assigned
 
