@@ -74,25 +74,26 @@ def spreads_of(program: Program, refs: Sequence[Ref]) -> Mapping[Ref, Spread]:
     factors = itertools.count(2)
     apart = tuple((None, *(size and size * next(factors) for size in shape[1:])) for shape in examples)
     doubled = tuple((None, *(size and size * 2 for size in shape[1:])) for shape in examples)
-    spreads: dict[Ref, Spread] = {}
+    spreads: dict[Ref, Spread] | None = None
     for lengths in (examples, apart, doubled, ()):
         assumed = program.replace(roles=dataclasses.replace(program.roles, example_shapes=lengths))
         shapes = _shapes(assumed, part)
-        if shapes is None and not spreads:
+        if spreads is None and shapes is None:
             return {}
         if shapes is None:
             continue
         interpreter, _ = _interpreted(assumed, Graph(part), shapes)
         now = {ref: interpreter.of(ref) for ref in refs}
-        if spreads:
-            return {ref: own._replace(outer=own.outer if own.outer == now[ref].outer else None) for ref, own in spreads.items()}
-        spreads = {
-            ref: own._replace(outer=own.outer if own.outer == 1 or interpreter.rows(ref) else None)
-            for ref, own in now.items()
-        }
+        if spreads is not None:
+            return {ref: own if own.outer == now[ref].outer else _unordered(own) for ref, own in spreads.items()}
+        spreads = {ref: own if own.outer == 1 or interpreter.rows(ref) else _unordered(own) for ref, own in now.items()}
         if not examples or shapes.assumed[2] == shapes.assumed[0]:
             return spreads
-    return {ref: own._replace(outer=None) for ref, own in spreads.items()}
+    return {ref: _unordered(own) for ref, own in (spreads or {}).items()}
+
+
+def _unordered(spread: Spread) -> Spread:
+    return spread._replace(outer=None)
 
 
 def _interpreted(

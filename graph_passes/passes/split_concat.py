@@ -245,9 +245,7 @@ class _Connection:
                 if (overlap := interval.overlap(wanted)).size
             ]
             sizes = [overlap.size for _, overlap in targets]
-            for (index, overlap), part in zip(
-                targets, self._split(boundary, axis, task, tensor, sizes), strict=True
-            ):
+            for (index, overlap), part in zip(targets, self._split(boundary, axis, task, tensor, sizes), strict=True):
                 received[index].append((part, overlap.size))
         return [
             self._concat(boundary, axis, receiver, received[index]) for index, (receiver, _) in enumerate(receivers)
