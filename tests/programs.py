@@ -210,8 +210,8 @@ def stateful_layers() -> Program:
 def sent(kind: str) -> Program:
     """A program of layers ``a`` and ``b`` whose boundary tensor is of the given kind.
 
-    ``rows``: (B, 2). ``time_major``: (3, B). ``merged``: (B * 3). ``heads``: (3 * B). ``merged_unknown``: (B * T), where
-    T is known at run time only. ``scalar``: (), computed from the whole slice.
+    ``rows``: (B, 2). ``time_major``: (3, B). ``merged``: (B * 3). ``heads``: (3 * B). ``merged_unknown``: (B * T),
+    where T is known at run time only. ``scalar``: (), computed from the whole slice.
     """
     return _sent(kind)
 

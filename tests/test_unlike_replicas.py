@@ -201,14 +201,15 @@ ORDERS: dict[str, tuple[Any, Any]] = {
         lambda x: together(x, 2, -1),
     ),
 }
-SEQUENCES: tuple[tuple[Any, Any], ...] = (
-    (views, lambda x: tf.add(*tf.split(x, 2))),
-    (
-        lambda x: tf.reshape(tf.transpose(tf.reshape(x, (-1, tf.shape(x)[1], 2, 2)), (2, 0, 1, 3)), (-1, tf.shape(x)[1], 2)),
-        lambda x: tf.concat(tf.split(x, 2), -1),
-    ),
-)  # fmt: skip
-"""Of any length: views, and heads before samples."""
+
+
+def heads(x: Any) -> Any:
+    """Two heads of sequences of any length, each before the samples."""
+    length = tf.shape(x)[1]
+    return tf.reshape(tf.transpose(tf.reshape(x, (-1, length, 2, 2)), (2, 0, 1, 3)), (-1, length, 2))
+
+
+SEQUENCES = ((views, lambda x: tf.add(*tf.split(x, 2))), (heads, lambda x: tf.concat(tf.split(x, 2), -1)))
 
 
 @keras.saving.register_keras_serializable("unlike_replicas")
@@ -265,9 +266,7 @@ def rows() -> keras.Model:
         thorough(((2, 2, 2), 2, {"shares": [[2, 1], [1, 3], [1, 1]], "recompute": "boundary"})),
     ],
 )
-def test_rows_of_samples_in_every_order(
-    replicas: tuple[int, ...], micro_batches: int, options: dict[str, Any]
-) -> None:
+def test_rows_of_samples_in_every_order(replicas: tuple[int, ...], micro_batches: int, options: dict[str, Any]) -> None:
     use_float64()
     model, plain = pair(rows)
     pipelined = pipeline(model, ["first", "second"], replicas, micro_batches, 11, **options)
