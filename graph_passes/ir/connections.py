@@ -59,7 +59,6 @@ def check_rows(program: Program, layout: Layout) -> None:
     Raises:
         PassError: names the tensor, its layer, the stages, and the way out.
     """
-    graph = Graph(program.flat_graph)
     for boundary in (each for each in program.boundaries if each.outer is None):
         for micro_batch, stage in itertools.product(range(len(layout.micro_batch_intervals)), boundary.consumers):
             sizes = [
@@ -67,12 +66,13 @@ def check_rows(program: Program, layout: Layout) -> None:
                 for own in (boundary.producer, stage)
             ]
             if sizes[0] != sizes[1]:
+                layer = layer_of(Graph(program.flat_graph), boundary.ref)
                 rows = "several" if boundary.rows_per_sample is None else boundary.rows_per_sample
                 raise PassError(
-                    f"tensor {boundary.ref} of layer {layer_of(graph, boundary.ref)!r} has {rows} rows for each sample "
-                    f"in an order that isn't known, so that it can't be cut: stage {boundary.producer} makes it in "
-                    f"slices of {sizes[0]} samples, stage {stage} reads it in slices of {sizes[1]}; give both stages "
-                    f"the same number of replicas and the same shares, or cut elsewhere"
+                    f"tensor {boundary.ref} of layer {layer!r} has {rows} rows for each sample in an order that isn't "
+                    f"known, so that it can't be cut: stage {boundary.producer} makes it in slices of {sizes[0]} "
+                    f"samples, stage {stage} reads it in slices of {sizes[1]}; give both stages the same number of "
+                    f"replicas and the same shares, or cut elsewhere"
                 )
 
 
