@@ -24,7 +24,7 @@ from dapple_tf.keras_private import compiled_loss, fresh_loss, items_of, output_
 from dapple_tf.measuring.example_batch import labels_of_outputs
 from dapple_tf.progress import Progress
 from graph_passes.analysis.slice_shapes import LengthsUnknownError
-from graph_passes.ir.program import LayerCall, Program
+from graph_passes.ir.program import LayerCall, Layout, Program
 from graph_passes.pass_manager import run_passes
 from graph_passes.passes.assign_stages import AssignStages, find_call
 
@@ -54,7 +54,10 @@ def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) ->
         return
     spec = declared_spec(model)
     if spec is not None:
-        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), plan, addresses)
+        devices, samples = tuple(tuple(map(str, stage)) for stage in plan.devices), plan.global_batch_size
+        layout = Layout(devices, samples, samples, plan.micro_batches, shares=plan.shares)
+        program = capture(model, VariableTable(model), Mode.PREDICT, spec)
+        _assigned(program, AssignStages(plan.cuts, layout=layout), addresses)
         return
     layers = items_of(model)
     names = {layer.name for layer in layers if layer is not model}
@@ -95,17 +98,17 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
 
 
 def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:
-    assigned = _assigned(program, passes.plan, passes.cluster.addresses)
+    assigned = _assigned(program, passes.assign_stages(), passes.cluster.addresses)
     if assigned is None and min(passes.slices) == 1:
         return None
     return notes_of(assigned or program, passes.slices, passes.plan.micro_batches)
 
 
-def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program | None:
+def _assigned(program: Program, assign_stages: AssignStages, addresses: Sequence[str]) -> Program | None:
     """Returns a captured program with its stages; None if these depend on lengths that only the first batch has."""
     check_py_functions(program.graph, addresses)
     try:
-        return run_passes(program, [AssignStages(plan.cuts, cuts_batches=plan.cuts_batches)])
+        return run_passes(program, [assign_stages])
     except LengthsUnknownError:
         return None
 

@@ -210,8 +210,8 @@ def stateful_layers() -> Program:
 def sent(kind: str) -> Program:
     """A program of layers ``a`` and ``b`` whose boundary tensor is of the given kind.
 
-    ``rows``: (B, 2). ``time_major``: (3, B). ``merged``: (B * 3). ``merged_unknown``: (B * T), where T is known at run
-    time only. ``scalar``: (), computed from the whole slice.
+    ``rows``: (B, 2). ``time_major``: (3, B). ``merged``: (B * 3). ``heads``: (3 * B). ``merged_unknown``: (B * T),
+    where T is known at run time only. ``scalar``: (), computed from the whole slice.
     """
     return _sent(kind)
 
@@ -226,9 +226,10 @@ def _sent(kind: str) -> Program:
     shape = {"Tshape": dtype_attr(INT32)}
     with writer.layer("a"):
         h = writer.op("scaled", "Mul", x, w)
-        if kind == "time_major":
-            h = writer.op("sent", "Transpose", h, writer.builder.const([1, 0], INT32), **perm)
-        elif kind.startswith("merged"):
+        if kind in ("time_major", "heads"):
+            name = "moved" if kind == "heads" else "sent"
+            h = writer.op(name, "Transpose", h, writer.builder.const([1, 0], INT32), **perm)
+        if kind.startswith("merged") or kind == "heads":
             h = writer.op("sent", "Reshape", h, writer.builder.const([-1], INT32), **shape)
         elif kind == "scalar":
             h = writer.reduce("sent", "Mean", h, [0, 1])

@@ -71,7 +71,7 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "a variable for each sample": (lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1]), Spread(0, known=False)),
     "how often a value is there": (
         lambda x, w: tf.unique_with_counts(x[:, 0]).count,
-        Spread(0, varies=True, partial=True),
+        Spread(0, outer=None, varies=True, partial=True),
     ),
     "a number of chosen samples": (
         lambda x, w: tf.size(tf.boolean_mask(x[:, 0], x[:, 0] > 0)),
@@ -86,9 +86,46 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
         lambda x, w: tf.reduce_max(tf.unique(x[:, 0]).idx),
         Spread(varies=True, linear=False),
     ),
+    "features before samples": (lambda x, w: tf.reshape(tf.transpose(x), [-1]), Spread(0, outer=5, varies=True)),
+    "samples before features": (lambda x, w: tf.reshape(x, [-1]), Spread(0, varies=True)),
+    "each sample three times": (lambda x, w: tf.repeat(x, 3, 0), Spread(0, varies=True)),
+    "three batches": (lambda x, w: tf.tile(x, [3, 1]) + noise(x, 3), Spread(0, outer=3, varies=True, known=False)),
+    "two batches by their places": (
+        lambda x, w: tf.gather(x, tf.range(2 * tf.shape(x)[0]) % tf.shape(x)[0]),
+        Spread(0, outer=2, varies=True),
+    ),
+    "blocks of an image": (
+        lambda x, w: tf.space_to_batch(x[:, :4, None, None], [2, 1], [[0, 0], [0, 0]]),
+        Spread(0, outer=2, varies=True),
+    ),
+    "joined again": (
+        lambda x, w: tf.batch_to_space(tf.tile(x[:, :4, None, None], [4, 1, 1, 1]), [2, 1], [[0, 0], [0, 0]]),
+        Spread(0, outer=2, varies=True),
+    ),
+    "one of two batches": (
+        lambda x, w: tf.split(tf.concat([x, x, x], 0), [tf.shape(x)[0], 2 * tf.shape(x)[0]], num=2)[1],
+        Spread(0, outer=2, varies=True),
+    ),
+    "two batches, some of repeated samples": (
+        lambda x, w: tf.concat([tf.repeat(x, 2, 0), x], 0),
+        Spread(0, outer=None, varies=True),
+    ),
+    "one of two orders": (
+        lambda x, w: tf.cond(w[0] > 0, lambda: tf.repeat(x, 2, 0), lambda: tf.tile(x, [2, 1])),
+        Spread(0, outer=None, varies=True, known=False),
+    ),
+    "rows where data say": (
+        lambda x, w: tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0], tf.int32), 2 * tf.shape(x)[0]),
+        Spread(0, outer=None, varies=True),
+    ),
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), Spread(0, varies=True)),
     "the slice's weight": (lambda x, w: scalar("weight"), Spread(degree=1, known=False)),
 }
+
+
+def noise(x: Any, times: int) -> Any:
+    """Random numbers, some for each sample."""
+    return tf.random.stateless_uniform([times * tf.shape(x)[0], 5], [1, 2])
 
 
 def shifted(x: Any, w: Any) -> Any:
@@ -119,6 +156,12 @@ COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
     "every second sample": (lambda x, w: x[::2], {Coupling.PLACE}),
     "all samples but one": (lambda x, w: tf.slice(x, [1, 0], [-1, -1]), {Coupling.PLACE}),
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), {Coupling.TOGETHER}),
+    "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
+    "two orders": (lambda x, w: tf.repeat(x, 2, 0) + tf.tile(x, [2, 1]), {Coupling.TOGETHER}),
+    "numbers of two batches": (
+        lambda x, w: tf.repeat(x, 2, 0) + tf.concat([tf.zeros_like(x), tf.ones_like(x)], 0),
+        {Coupling.PLACE},
+    ),
     "a mean for each sample": (lambda x, w: tf.fill([tf.shape(x)[0]], tf.reduce_mean(x * w)), {Coupling.TOGETHER}),
     "of a micro-batch": (lambda x, w: tf.sqrt(tf.sqrt(summed_over_replicas(x))), {Coupling.MICRO_BATCH}),
     "a long way in a loop": (shifted, {Coupling.UNKNOWN}),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import shapes_on_devices
@@ -16,9 +17,11 @@ from dapple_tf.operators.step_placer import PlacedStep
 from dapple_tf.tracing.step_nodes import StepNode
 from dapple_tf.tracing.step_trace import TracedStep
 from dapple_tf.variables.device_values import Holding
+from graph_passes.analysis.sample_dependence import spreads_of
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Layout, Program, Step
+from graph_passes.ir.spreads import Spread
 
 PREPARED_STEPS = 64
 """Number of steps that stay prepared, by default: more than training, evaluation and prediction of a few sizes need."""
@@ -78,6 +81,7 @@ class Build:
         placed: steps whose operators have been placed, and that aren't in the session yet.
         placements: step -> stage -> placement of its operators.
         requests: (name of a step, whether gradients are wanted) -> its feeds and fetches.
+        output_spreads: output -> its relation to the whole batch's; empty as long as nobody has asked.
     """
 
     mode: Mode
@@ -94,6 +98,43 @@ class Build:
     placed: dict[StepKind, PlacedStep] = dataclasses.field(default_factory=dict)
     placements: dict[StepKind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
     requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
+    output_spreads: dict[Ref, Spread] = dataclasses.field(default_factory=dict)
+
+    def joined(self, number: int, parts: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
+        """Joins the slices of an output of the model to the whole batch's.
+
+        Args:
+            number: of the output.
+            parts: its slices, in the order of samples.
+            layout: how the batch is cut.
+
+        Raises:
+            CaptureError: its values aren't known to belong to single samples.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        program, roles = self.program, self.program.roles
+        ref, shape = roles.outputs[number], roles.output_shapes[number]
+        stage, count = program.node_stage.get(ref.node, len(program.stages) - 1), len(layout.micro_batch_intervals)
+        sizes = [own.size for micro_batch in range(count) for own in layout.slices(stage, micro_batch) if own.size]
+        one_each = all(part.shape[:1] == (size,) for part, size in zip(parts, sizes, strict=True))
+        if one_each and shape is not None and None not in shape[1:]:
+            return np.concatenate(parts)
+        if not self.output_spreads:
+            self.output_spreads |= spreads_of(program.replace(graph=program.flat_graph), roles.outputs)
+        spread = self.output_spreads.get(ref, Spread(axis=0, outer=None))
+        if spread.constant:
+            return parts[0]
+        outer = 1 if one_each and spread.axis == 0 else spread.outer
+        if spread.axis is None or outer is None:
+            raise CaptureError(
+                f"output {number} of the model has shape {list(parts[0].shape)} for a slice of {sizes[0]} samples: "
+                f"which of its values belong to which sample isn't known, so that the slices of a batch can't be "
+                f"joined; plan one slice for stage {stage} (one micro-batch, one replica), or return an output with a "
+                f"row for each sample"
+            )
+        pieces = [np.split(part, outer or 1, spread.axis) for part in parts]
+        return np.concatenate([piece for several in zip(*pieces, strict=True) for piece in several], spread.axis)
 
     @property
     def flush_graph(self) -> str:

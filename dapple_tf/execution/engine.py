@@ -266,7 +266,7 @@ class Engine:
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
             outputs=tuple(
-                np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in result["outputs"] if parts
+                built.joined(number, parts, step.layout) for number, parts in enumerate(result["outputs"]) if parts
             ),
             gradients=result["gradients"],
             traced=traced,

@@ -154,6 +154,11 @@ class StepPasses:
         carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
         return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
 
+    def assign_stages(self, *, uncut: bool = False) -> AssignStages:
+        """Returns the first pass, for full batches, or for ones that can't be cut (``uncut``)."""
+        layout = self.layout(1 if uncut else self.plan.global_batch_size)
+        return AssignStages(self.plan.cuts, self.plan.backward_cuts, layout)
+
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
         """Returns the order of tasks for a batch; ``holdings`` are what devices keep."""
         micro_batches = len(layout.micro_batch_intervals)
@@ -267,11 +272,6 @@ class StagesAsked(NamedTuple):
     def training(self) -> bool:
         """Whether there are gradients."""
         return self.mode is Mode.TRAIN
-
-    def assign_stages(self) -> AssignStages:
-        """Returns the pass that finds the nodes of each stage."""
-        plan = self.passes.plan
-        return AssignStages(plan.cuts, plan.backward_cuts, plan.cuts_batches and not self.uncut)
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -423,7 +423,7 @@ class Slot(NamedTuple):
 
 
 PASSES: tuple[Slot, ...] = (
-    Slot(AssignStages, stage=StagesAsked.assign_stages),
+    Slot(AssignStages, stage=lambda asked: asked.passes.assign_stages(uncut=asked.uncut)),
     Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
     Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.slices) if asked.training else None),
     Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),

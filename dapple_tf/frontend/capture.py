@@ -432,6 +432,7 @@ class _Tracing:
             normalizers=self.normalizers,
             peers=self.peers,
             outputs=tuple(outputs) if self.mode is Mode.PREDICT else (),
+            output_shapes=tuple(_shape(tensor) for tensor in self.outputs) if self.mode is Mode.PREDICT else (),
             loss=loss,
             calls=calls,
             model_end=expanded.starts[self.model_end],
@@ -439,7 +440,7 @@ class _Tracing:
         )
         program = pruned(graph_def, roles, paths)
         program = program if host is None else CapturedProgram(program.graph, program.roles, host=host)
-        vague = any(tensor.shape.rank is None or None in tensor.shape[1:] for tensor in self.outputs)
+        vague = any(shape is None or None in shape[1:] for shape in map(_shape, self.outputs))
         if self.mode is Mode.PREDICT and not self.training and not self.updates and not vague:
             return program
         return scale_losses(program, outputs)
@@ -450,6 +451,10 @@ class _Tracing:
             return None
         described = self.table.describe(name, _ref(value), None if update is None else _ref(update))
         return dataclasses.replace(described, metric=metrics.get(id(self.table.keras_variables[name])))
+
+
+def _shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
+    return None if tensor.shape.rank is None else tuple(tensor.shape)
 
 
 def _placeholders(variables: Mapping[str, keras.Variable]) -> list[tf.Tensor]:

@@ -9,25 +9,24 @@ from graph_passes.analysis.sample_interpreter import Body, Interpreter, Rule
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import NodeDef, function_names
-from graph_passes.ir.spreads import Coupling, Spread, all_shared
+from graph_passes.ir.spreads import Coupling, Spread, all_shared, common_outer
 
 _MOST_ROUNDS = 8
 """The most interpretations of a loop's body: dependences pass from variable to variable, round by round."""
 
 
-def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
     """Returns the spreads of a call's results."""
     refs = interpreter.graph.inputs(node.name)
     body = interpreter.body(node.attr["f"].func.name, *interpreter.call_shapes(refs))
     if body is None:
-        _unknown(interpreter, node)
-        return None
+        return _unknown(interpreter, node)
     scalars = interpreter.scalars_of(body, refs)
     inside = interpreter.inside(body, [interpreter.of(ref) for ref in refs], scalars)
     return _taken_over(interpreter, node, body, inside)
 
 
-def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
     """Returns what the branches have in common; the choice mustn't depend on a slice."""
     _, *refs = interpreter.graph.inputs(node.name)
     used = _used(interpreter, node)[1:]
@@ -40,15 +39,14 @@ def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | Non
     for name in function_names(node):
         body = interpreter.body(name, *interpreter.call_shapes(refs))
         if body is None:
-            _unknown(interpreter, node)
-            return None
+            return _unknown(interpreter, node)
         inside = interpreter.inside(body, used, interpreter.scalars_of(body, refs))
         results.append(list(_taken_over(interpreter, node, body, inside)))
     merged = [_merged(several) for several in zip(*results, strict=True)]
     return [spread._replace(known=spread.known and chosen.known) for spread in merged]
 
 
-def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
     """Returns the spreads of a loop's variables that hold in every round."""
     refs = interpreter.graph.inputs(node.name)
     spreads = _used(interpreter, node)
@@ -57,13 +55,11 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
     except PassError:  # The body takes other numbers of samples only.
         results = [None, None]
     if results[0] is None or results[1] is None:
-        _unknown(interpreter, node)
-        return None
+        return _unknown(interpreter, node)
     body = interpreter.body(node.attr["body"].func.name, results[0], results[1])
     condition = interpreter.body(node.attr["cond"].func.name, results[0], results[1])
     if body is None or condition is None:
-        _unknown(interpreter, node)
-        return None
+        return _unknown(interpreter, node)
     same = [result == argument for argument, result in zip(body.arguments, body.results, strict=True)]
     scalars = interpreter.scalars_of(body, refs, same)
     for _ in range(_MOST_ROUNDS):
@@ -73,8 +69,7 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
             break
         spreads = after
     else:
-        _unknown(interpreter, node)
-        return None
+        return _unknown(interpreter, node)
     _taken_over(interpreter, node, body, inside)
     asked = interpreter.inside(condition, spreads, interpreter.scalars_of(condition, refs, same))
     goes_on = asked.of(condition.results[0])
@@ -112,10 +107,11 @@ def _taken_over(interpreter: Interpreter, node: NodeDef, body: Body, inside: Int
     return [inside.of(ref) for ref in body.results]
 
 
-def _unknown(interpreter: Interpreter, node: NodeDef) -> None:
+def _unknown(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
     """Notes that nothing is known of a body that can't be interpreted."""
     if any(spread.axis is not None and spread.varies for spread in interpreter.inputs(node)):
         interpreter.couple(node, Coupling.UNKNOWN)
+    return interpreter.unordered(node)
 
 
 def _merged(several: Sequence[Spread]) -> Spread:
@@ -124,10 +120,9 @@ def _merged(several: Sequence[Spread]) -> Spread:
         return several[0]
     axes = [spread.axis for spread in several if spread.axis is not None]
     degrees = {spread.degree for spread in several}
-    outers = {spread.outer for spread in several if spread.axis is not None}
     return Spread(
         axis=axes[0] if axes else None,
-        outer=outers.pop() if len(outers) == 1 else 1,
+        outer=common_outer(several),
         varies=any(spread.varies for spread in several),
         degree=degrees.pop() if len(degrees) == 1 else None,
         linear=all(spread.linear for spread in several),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS, ShapeInference
 from graph_passes.analysis.sample_interpreter import Interpreter, Whole
 from graph_passes.analysis.sample_rules import RULES
-from graph_passes.analysis.slice_shapes import Dependence, SliceShapes
+from graph_passes.analysis.slice_shapes import Dependence, SliceShapes, part_before
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Program
@@ -52,14 +53,55 @@ def sample_dependence(
     graph, partial = Graph(program.graph), False
     shapes = _shapes(program, program.graph)
     if shapes is None:
-        before, partial = graph.ancestors([ref for ref in outputs if ref.node in graph], control=False), True
-        part = GraphDef(versions=program.graph.versions, library=program.graph.library)
-        part.node.extend(node for node in program.graph.node if node.name in before)
+        part, partial = part_before(program.graph, [ref for ref in outputs if ref.node in graph]), True
         graph, shapes = Graph(part), _shapes(program, part)
-    if shapes is None or shapes.samples is None:
+    if shapes is None:
         return None
-    inference = ShapeInference(program.graph.library)
-    samples = shapes.samples
+    interpreter, few = _interpreted(program, graph, shapes, loss_nodes)
+    pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
+    couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, few, partial)
+
+
+def spreads_of(program: Program, refs: Sequence[Ref]) -> Mapping[Ref, Spread]:
+    """Returns the spreads of some of a flat program's tensors.
+
+    Where the parts of an axis depend on lengths that the model leaves open, they count as unknown: graphs made by one
+    batch serve all others. The result is empty if shapes contradict each other for all numbers of samples.
+    """
+    part, examples = part_before(program.graph, refs), program.roles.example_shapes
+    # Other lengths than at hand: each by itself, all together, and left open. The first count that shapes allow.
+    factors = itertools.count(2)
+    apart = tuple((None, *(size and size * next(factors) for size in shape[1:])) for shape in examples)
+    doubled = tuple((None, *(size and size * 2 for size in shape[1:])) for shape in examples)
+    spreads: dict[Ref, Spread] | None = None
+    for lengths in (examples, apart, doubled, ()):
+        assumed = program.replace(roles=dataclasses.replace(program.roles, example_shapes=lengths))
+        shapes = _shapes(assumed, part)
+        if spreads is None and shapes is None:
+            return {}
+        if shapes is None:
+            continue
+        interpreter, _ = _interpreted(assumed, Graph(part), shapes)
+        now = {ref: interpreter.of(ref) for ref in refs}
+        if spreads is not None:
+            return {ref: own if own.outer == now[ref].outer else _unordered(own) for ref, own in spreads.items()}
+        spreads = {ref: own if own.outer == 1 or interpreter.rows(ref) else _unordered(own) for ref, own in now.items()}
+        if not examples or shapes.assumed[2] == shapes.assumed[0]:
+            return spreads
+    return {ref: _unordered(own) for ref, own in (spreads or {}).items()}
+
+
+def _unordered(spread: Spread) -> Spread:
+    return spread._replace(outer=None)
+
+
+def _interpreted(
+    program: Program, graph: Graph, shapes: SliceShapes, loss_nodes: Container[str] = ()
+) -> tuple[Interpreter, Mapping[Ref, Shape | None]]:
+    """Interprets a part of a program's graph; returns the shapes for the smaller number of samples, too."""
+    assert shapes.samples is not None
+    inference, samples = ShapeInference(program.graph.library), shapes.samples
     shapes, elements = _inside(program, graph.graph, shapes, inference)
     roles = program.roles
     spreads: dict[Ref, Spread] = {ref: Spread(axis=0, varies=True) for ref in roles.inputs}
@@ -88,9 +130,7 @@ def sample_dependence(
         inference=inference,
     )
     interpreter.run(spreads)
-    pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
-    couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
-    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0], partial)
+    return interpreter, shapes.found[0]
 
 
 def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:

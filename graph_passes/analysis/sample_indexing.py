@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from graph_passes.analysis.sample_interpreter import Interpreter, Rule
 from graph_passes.ir.graph import NodeDef, Ref
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, together
@@ -19,16 +21,20 @@ def _mixed(interpreter: Interpreter, node: NodeDef, spread: Spread, coupling: Co
 def _reshaped(interpreter: Interpreter, node: NodeDef) -> Spread:
     ref, out = interpreter.graph.inputs(node.name)[0], Ref(node.name)
     spread, shape, lead = interpreter.of(ref), interpreter.shape(out), interpreter.lead(ref)
-    if spread.axis is None or spread.one_by_one or shape is None:
+    rows = interpreter.rows(out)
+    if spread.axis is None or spread.one_by_one:
         return spread
+    if shape is None:
+        return spread._replace(outer=spread.outer if lead == 1 else spread.outer and None)
     growing = interpreter.growing(out)
     before: int | None = 1
     for axis, size in enumerate(shape):
-        fits = lead is None or before is None or lead % before == 0
         if axis in growing or (not growing and size is None):
-            if not fits:
-                spread = _mixed(interpreter, node, spread, Coupling.TOGETHER)
-            outer = 1 if lead is None or before is None or not fits else lead // before
+            if lead is None or before is None:
+                return spread._replace(axis=axis, outer=None if spread.outer else spread.outer)
+            outer, rest = divmod(lead, before)
+            if rest or (rows is not None and rows % outer):
+                return _mixed(interpreter, node, spread, Coupling.TOGETHER)._replace(axis=axis, outer=None)
             return spread._replace(axis=axis, outer=outer)
         before = None if before is None or size is None else before * size
     return _mixed(interpreter, node, spread, Coupling.TOGETHER)._replace(axis=None, outer=1, linear=False)
@@ -59,13 +65,13 @@ def _cut(interpreter: Interpreter, node: NodeDef) -> Spread:
     before = None if sizes[0] is None else sizes[0][spread.axis]
     after = None if sizes[1] is None or axis is None else sizes[1][axis]
     first, step = part
-    if before and after and step == 1 and first is not None:
+    if before and after and step == 1 and first is not None and spread.outer:
         samples = before // spread.outer
         if after % samples == 0 and first % samples == 0:
             return spread._replace(axis=axis, outer=after // samples)
     spread = _mixed(interpreter, node, spread, Coupling.PLACE)
     remaining = interpreter.differing(Ref(node.name)) if axis is None else [axis]
-    return spread._replace(axis=remaining[0] if remaining else None, outer=1)
+    return spread._replace(axis=remaining[0] if remaining else None, outer=spread.outer and None)
 
 
 def _slice_of(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], axis: int) -> tuple[int | None, int] | None:
@@ -130,10 +136,15 @@ def _split(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
     if axis != spread.axis:
         lower = node.op == "Unpack" and axis < spread.axis
         return [spread._replace(axis=spread.axis - lower)] * count
-    if node.op == "Split" and spread.outer % count == 0:
+    if node.op == "Split" and spread.outer and spread.outer % count == 0:
         return [spread._replace(outer=spread.outer // count)] * count
+    sizes, length = interpreter.numbers(refs[1]) if node.op == "SplitV" else None, shape[axis]
+    if sizes is not None and length is not None and spread.outer:
+        samples = length // spread.outer
+        if not (sizes[0] % samples).any() and sizes[0].min() > 0:
+            return [spread._replace(outer=int(size) // samples) for size in sizes[0]]
     spread = _mixed(interpreter, node, spread, Coupling.PLACE)
-    return [spread._replace(axis=None if node.op == "Unpack" else axis, outer=1)] * count
+    return [spread._replace(axis=None if node.op == "Unpack" else axis, outer=spread.outer and None)] * count
 
 
 def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
@@ -145,14 +156,15 @@ def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     if not rows:
         return together(spread for _, spread in used)
     shape = interpreter.shape(values[0])
-    axes = None
+    axes, outer = None, None
     if node.op == "ConcatV2" and shape is not None:
         axes = interpreter.axes_of(refs[-1], len(shape))
-    outer = rows[0].outer
     if axes and axes[0] == rows[0].axis:
-        if len(rows) < len(used):
-            _mixed(interpreter, node, rows[0]._replace(varies=any(row.varies for row in rows)), Coupling.TOGETHER)
-        outer = sum(row.outer for row in rows)
+        outer = _in_a_row(interpreter, used)
+    elif axes or node.op == "Pack":
+        outer = interpreter.outer(node, 0, used)
+    if axes and axes[0] == rows[0].axis and len(rows) < len(used):
+        _mixed(interpreter, node, rows[0]._replace(varies=any(row.varies for row in rows)), Coupling.TOGETHER)
     degrees = {spread.degree for ref, spread in used if interpreter.is_float(ref) and not _empty(interpreter, ref)}
     if len(degrees) > 1:
         interpreter.couple_size(node)
@@ -167,6 +179,19 @@ def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     )
 
 
+def _in_a_row(interpreter: Interpreter, used: Sequence[tuple[Ref, Spread]]) -> int | None:
+    """Returns the parts of an axis along which tensors are concatenated: of as many rows for each sample in all."""
+    outers = [spread.outer for _, spread in used if spread.axis is not None]
+    lengths = [interpreter.rows(ref) for ref, spread in used if spread.axis is not None]
+    if None in outers or (None in lengths and set(lengths) != {None}):
+        return None
+    inner = {rows // outer for rows, outer in zip(lengths, outers, strict=True) if rows and outer}
+    if None in lengths or len(inner) != 1:
+        return sum(outer or 0 for outer in outers) if None in lengths else None if inner else 0
+    (each,) = inner
+    return None if any((rows or 0) % each for rows in lengths) else sum((rows or 0) // each for rows in lengths)
+
+
 def _empty(interpreter: Interpreter, ref: Ref) -> bool:
     return 0 in (interpreter.shape(ref) or ())
 
@@ -176,11 +201,11 @@ def _tiled(interpreter: Interpreter, node: NodeDef) -> Spread:
     spread = interpreter.of(refs[0])
     axis = interpreter.batch_axis(node, 0, [(refs[0], spread)])
     if spread.axis is None:
-        return spread if axis is None else interpreter.fixed(node, 0, rows=True)._replace(axis=axis)
-    if spread.one_by_one:
-        return spread
+        return spread if axis is None else interpreter.fixed(node, 0, rows=True)._replace(axis=axis, outer=0)
     times = interpreter.numbers(refs[1])
-    return spread._replace(outer=spread.outer * (1 if times is None else int(times[0][spread.axis])))
+    if spread.one_by_one or not spread.outer:
+        return spread
+    return spread._replace(outer=None if times is None else spread.outer * int(times[0][spread.axis]))
 
 
 def _gathered(interpreter: Interpreter, node: NodeDef) -> Spread | None:
@@ -218,7 +243,25 @@ def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spr
     if not indices.place:
         _mixed(interpreter, node, table, Coupling.TOGETHER)
     spread = _without_place(interpreter, node)
-    return spread._replace(axis=indices.axis if spread.axis is None else spread.axis, partial=indices.partial)
+    axis = indices.axis if spread.axis is None else spread.axis
+    return spread._replace(axis=axis, partial=indices.partial, outer=_outer_by_place(interpreter, node, table))
+
+
+def _outer_by_place(interpreter: Interpreter, node: NodeDef, table: Spread) -> int | None:
+    """Returns the parts of the batch axis of looked up samples: by their places if known, else those of the places."""
+    refs, out = interpreter.graph.inputs(node.name), Ref(node.name)
+    numbers, own, rows = interpreter.numbers(refs[1]), interpreter.rows(refs[0]), interpreter.rows(out)
+    if numbers is None:
+        return interpreter.of(refs[1]).outer or None
+    places = numbers[0].ravel()
+    if not own or not rows or not table.outer or places.size != rows * interpreter.samples or np.isnan(places).any():
+        return None
+    samples = places % (own * interpreter.samples) // (own // table.outer) % interpreter.samples
+    for outer in range(1, rows + 1):
+        wanted = np.arange(places.size) // (rows // outer) % interpreter.samples
+        if rows % outer == 0 and np.array_equal(samples, wanted):
+            return outer
+    return None
 
 
 def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:
@@ -227,6 +270,7 @@ def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:
     used = [(ref, interpreter.of(ref)) for ref in refs]
     return Spread(
         axis=interpreter.batch_axis(node, 0, used),
+        outer=interpreter.outer(node, 0, used),
         varies=any(spread.varies for _, spread in used),
         degree=used[0][1].degree,
         known=all(spread.known for _, spread in used),
@@ -240,7 +284,8 @@ def _where(interpreter: Interpreter, node: NodeDef) -> Spread | None:
         return None
     if spread.axis is None:
         return Spread(varies=spread.varies, linear=not spread.varies, known=spread.known)
-    return Spread(axis=0, varies=True, known=spread.known, place=True, partial=True)
+    outer = spread.outer if spread.axis == 0 else None
+    return Spread(axis=0, outer=outer, varies=True, known=spread.known, place=True, partial=True)
 
 
 def _unique(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
@@ -248,15 +293,15 @@ def _unique(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
     spread = interpreter.inputs(node)[0]
     if spread.axis is None or spread.one_by_one:
         return None
-    values = Spread(axis=0, varies=True, known=spread.known, partial=True)
-    places = Spread(axis=0, varies=True, known=spread.known, place=True)
+    values = Spread(axis=0, outer=None, varies=True, known=spread.known, partial=True)
+    places = Spread(axis=0, outer=spread.outer, varies=True, known=spread.known, place=True)
     return [values, places, *[values] * (len(interpreter.dtypes(node.name)) - 2)]
 
 
 def _range(interpreter: Interpreter, node: NodeDef) -> Spread:
     known = all(spread.known for spread in interpreter.inputs(node))
     if interpreter.growing(Ref(node.name)):
-        return Spread(axis=0, known=known, place=True)
+        return Spread(axis=0, outer=0, known=known, place=True)
     return Spread(known=known)
 
 

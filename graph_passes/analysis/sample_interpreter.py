@@ -13,7 +13,7 @@ from graph_passes.analysis.operator_traits import draws
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
-from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
+from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, common_outer, degree_of
 from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
@@ -116,7 +116,8 @@ class Interpreter:
             if Ref(node.name) in given:
                 continue
             for output, spread in enumerate(self._outputs(node)):
-                self.spreads[Ref(node.name, output)] = spread
+                ref = Ref(node.name, output)
+                self.spreads[ref] = spread._replace(outer=self._outer(ref, spread))
 
     def _outputs(self, node: NodeDef) -> list[Spread]:
         count = len(self.dtypes(node.name))
@@ -141,15 +142,22 @@ class Interpreter:
                 return [by_rule] * count if isinstance(by_rule, Spread) else list(by_rule)
         return self.generic(node)
 
+    def _outer(self, ref: Ref, spread: Spread) -> int | None:
+        """Returns the parts of a tensor's batch axis, as far as its length allows them."""
+        rows = self.rows(ref)
+        if spread.axis is None or rows == 1:  # whatever moves such a row, it is the sample in its place from then on
+            return 1
+        return None if rows is not None and spread.outer and rows % spread.outer else spread.outer
+
     def _evaluate(self, node: NodeDef) -> None:
         """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
         spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
         axis = None if spread.partial or spread.one_by_one else spread.axis
         for own, samples in zip(self._values, self._samples, strict=True):
-            own.add(node, axis, samples * spread.outer)
+            own.add(node, axis, samples * (spread.outer or 1))
         if self._supposed is not self._values:
             for own, samples in zip(self._supposed, self._samples, strict=True):
-                own.add(node, axis, samples * spread.outer, _SOME_LENGTH)
+                own.add(node, axis, samples * (spread.outer or 1), _SOME_LENGTH)
 
     # ---- functions
 
@@ -262,6 +270,35 @@ class Interpreter:
             return []
         return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
 
+    @property
+    def samples(self) -> int:
+        """The smaller number of samples."""
+        return self._samples[0]
+
+    def rows(self, ref: Ref) -> int | None:
+        """Returns the rows of each sample in a tensor with a batch axis; None where they aren't known."""
+        shape = self.shape(ref) or ()
+        lengths = {shape[axis] for axis in self.growing(ref)}
+        length = lengths.pop() if len(lengths) == 1 else None
+        return length // self.samples if length and length % self.samples == 0 else None
+
+    def outer(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
+        """Returns the parts of the batch axis of an output whose rows are computed from rows at the same places."""
+        ref = Ref(node.name, output)
+        rows, of_list = self.rows(ref), self.is_handle(ref)
+        moved = [(source, spread) for source, spread in inputs if spread.axis is not None]
+        same = [spread for source, spread in moved if self.rows(source) == rows and self.is_handle(source) == of_list]
+        alike = [spread for spread in same if spread.varies]
+        if not alike and any(spread.varies for _, spread in moved):
+            return None
+        outer = common_outer(alike)
+        others = {spread.outer for spread in same if not spread.varies} - {0, None}
+        if rows != 1 and outer is None and len({spread.outer for spread in alike} - {0, None}) > 1:
+            self.couple(node, Coupling.TOGETHER)
+        elif outer and others - {outer}:
+            self.couple(node, Coupling.PLACE)
+        return outer if alike or len(others) != 1 else others.pop()
+
     def batch_axis(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
         """Returns the axis with the samples of an output that is computed from others; two such axes are a coupling."""
         ref = Ref(node.name, output)
@@ -296,7 +333,7 @@ class Interpreter:
     def lead(self, ref: Ref) -> int | None:
         """Returns the number of places before the samples' own in the order of a tensor's elements."""
         spread, shape = self.of(ref), self.shape(ref)
-        if spread.axis is None or spread.one_by_one or shape is None:
+        if spread.axis is None or spread.one_by_one or shape is None or not spread.outer:
             return None
         lead = spread.outer
         for size in shape[: spread.axis]:
@@ -385,8 +422,7 @@ class Interpreter:
             if place and self.is_float(ref):
                 self.couple(node, Coupling.PLACE)
                 place = False
-            outers = {s.outer for _, s in used if s.axis is not None}
-            outer = outers.pop() if len(outers) == 1 and axis is not None else 1
+            outer = self.outer(node, output, used)
             collapsed = axis is None and has_rows
             linear = not collapsed and (axis is not None or not varies)
             partial = axis is not None and any(spread.partial for _, spread in used)
@@ -394,6 +430,10 @@ class Interpreter:
             sized = axis is None and not self.is_float(ref) and any(s.axis is None and s.degree != 0 for _, s in used)
             outputs.append(Spread(axis, outer, varies, None if sized else 0, linear, known, place, partial, shared))
         return outputs
+
+    def unordered(self, node: NodeDef) -> list[Spread]:
+        """Returns the default spreads of an operation that puts rows where data say, or of which nothing is known."""
+        return [spread._replace(outer=None) for spread in self.generic(node)]
 
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:

@@ -5,6 +5,7 @@ All others treat each sample by itself (`Interpreter.generic`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from graph_passes.analysis.sample_bodies import BODIES
@@ -45,13 +46,12 @@ def _of_samples(
     """Returns the spread of a tensor with a batch axis that is computed from others sample by sample."""
     spreads = [spread for _, spread in used]
     axis = interpreter.batch_axis(node, 0, used)
-    outers = {spread.outer for spread in spreads if spread.axis is not None}
     if degree is None:
         interpreter.couple_size(node)
         degree = 0
     combined = Spread(
         axis=axis,
-        outer=outers.pop() if len(outers) == 1 else 1,
+        outer=interpreter.outer(node, 0, used),
         varies=any(spread.varies for spread in spreads),
         degree=degree,
         known=all(spread.known for spread in spreads),
@@ -288,18 +288,34 @@ def _batch_norm(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | N
     return [spread._replace(known=False), mean, *others]
 
 
+def _between_axes(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    """Handles blocks of an image that become parts of the batch axis, before those that it has, or are joined again."""
+    refs = interpreter.graph.inputs(node.name)
+    spread = interpreter.of(refs[0])
+    block = interpreter.integers(refs[1]) if node.op.endswith("ND") else [node.attr["block_size"].i] * 2
+    if spread.axis != 0 or not spread.outer or block is None:
+        return None
+    if node.op.startswith("Space"):
+        return spread._replace(outer=math.prod(block) * spread.outer)
+    if spread.outer % math.prod(block):
+        interpreter.couple(node, Coupling.TOGETHER)
+    return spread._replace(outer=spread.outer // math.prod(block) or None)
+
+
 def _reduced_over_replicas(interpreter: Interpreter, node: NodeDef) -> Spread:
     """Handles a sum over the slices of a micro-batch."""
     spread = interpreter.inputs(node)[0]
     return spread._replace(axis=None, known=False, shared=True)
 
 
-def _added_up(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """Handles samples that are added up in the rows of a table, if the result has no batch axis."""
+def _added_up(interpreter: Interpreter, node: NodeDef) -> Spread | Sequence[Spread] | None:
+    """Handles samples that are added up in the rows of a table."""
     used = list(zip(interpreter.graph.inputs(node.name), interpreter.inputs(node), strict=True))
     rows = [spread for _, spread in used if spread.axis is not None]
-    if not rows or interpreter.batch_axis(node, 0, used) is not None:
+    if not rows:
         return None
+    if interpreter.batch_axis(node, 0, used) is not None:
+        return interpreter.unordered(node)
     degrees = [spread.degree for spread in rows if spread.degree is not None]
     return Spread(varies=True, degree=1 + max(degrees, default=0), known=all(spread.known for _, spread in used))
 
@@ -341,7 +357,7 @@ def _reversed_sequences(interpreter: Interpreter, node: NodeDef) -> None:
 def _alike(interpreter: Interpreter, node: NodeDef) -> Spread:
     """Handles zeros or ones in the shape of a tensor."""
     spread = interpreter.inputs(node)[0]
-    return Spread(axis=spread.axis, outer=spread.outer, known=spread.known, partial=spread.partial)
+    return Spread(axis=spread.axis, outer=0, known=spread.known, partial=spread.partial)
 
 
 def _filled(interpreter: Interpreter, node: NodeDef) -> Spread:
@@ -351,7 +367,7 @@ def _filled(interpreter: Interpreter, node: NodeDef) -> Spread:
     spread = interpreter.of(ref)
     axis = interpreter.batch_axis(node, 0, [(ref, spread)])
     if spread.axis is None and axis is not None:
-        spread = interpreter.fixed(node, index, rows=True)
+        spread = interpreter.fixed(node, index, rows=True)._replace(outer=0)
     return spread._replace(axis=axis)
 
 
@@ -374,6 +390,15 @@ _TABLES = (
     *("UnsortedSegmentSum", "SegmentSum", "SegmentSumV2", "SparseSegmentSum", "Bincount", "DenseBincount"),
     *("ScatterNd", "TensorScatterAdd", "HistogramFixedWidth"),
 )
+_PLACING = (
+    *(f"{name}{of}" for name in ("Segment", "UnsortedSegment") for of in ("Max", "Min", "Prod")),
+    *(f"Segment{of}" for of in ("Mean", "MaxV2", "MinV2", "ProdV2")),
+    *(f"SparseSegment{of}" for of in ("Mean", "SqrtN", "SumWithNumSegments", "MeanWithNumSegments")),
+    *("TensorScatterUpdate", "TensorScatterSub", "TensorScatterMax", "TensorScatterMin"),
+    *("DynamicStitch", "ParallelDynamicStitch", "SparseTensorDenseMatMul", "RandomShuffle"),
+    *("PyFunc", "PyFuncStateless", "EagerPyFunc"),
+)
+"""Ops whose rows aren't in the order of their inputs', or in one that isn't known."""
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_SUMS, _sum),
@@ -388,6 +413,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm),
     **dict.fromkeys(_MOVES, _chosen_elements),
     **dict.fromkeys(_TABLES, _added_up),
+    **dict.fromkeys(_PLACING, lambda interpreter, node: interpreter.unordered(node)),
+    **dict.fromkeys(("SpaceToBatch", "SpaceToBatchND", "BatchToSpace", "BatchToSpaceND"), _between_axes),
     **dict.fromkeys(("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"), _along(1)),
     **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2"), _along_last),
     **dict.fromkeys(("ZerosLike", "OnesLike"), _alike),

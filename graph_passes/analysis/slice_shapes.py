@@ -150,7 +150,7 @@ class SliceShapes:
         vague = self.vague(refs)
         if not vague:
             return self
-        part = _before(program.graph, vague)
+        part = part_before(program.graph, vague)
         if self.samples is None:
             alone = SliceShapes.of(program, part)
             if alone.samples is None:
@@ -224,7 +224,7 @@ def _each(
     return few, many, few if assumed[2] == assumed[0] else infer(assumed[2], values[2])
 
 
-def _before(graph: GraphDef, refs: Sequence[Ref]) -> GraphDef:
+def part_before(graph: GraphDef, refs: Sequence[Ref]) -> GraphDef:
     """Returns the part of a graph that computes tensors."""
     names = Graph(graph).ancestors(refs)
     part = GraphDef(versions=graph.versions, library=graph.library)

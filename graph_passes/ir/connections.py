@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import Graph, NodeDef, Ref
-from graph_passes.ir.program import Boundary, Program, Value, ValueKind
+from graph_passes.ir.outline import layer_of
+from graph_passes.ir.program import Boundary, Layout, Program, Value, ValueKind
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
 
@@ -44,6 +46,33 @@ def verify_connections(program: Program, graph: Graph) -> None:
                 raise PassError(
                     f"task {task} reads {value} from {str(ref)!r} with shape {_text(actual)}, but its slice has shape "
                     f"{_text(wanted)}"
+                )
+
+
+def check_rows(program: Program, layout: Layout) -> None:
+    """Checks that each tensor that some stages cut differently has its samples' rows in an order that is known.
+
+    Args:
+        program: a program with boundaries.
+        layout: how a batch is cut.
+
+    Raises:
+        PassError: names the tensor, its layer, the stages, and the way out.
+    """
+    for boundary in (each for each in program.boundaries if each.outer is None):
+        for micro_batch, stage in itertools.product(range(len(layout.micro_batch_intervals)), boundary.consumers):
+            sizes = [
+                [interval.size for interval in layout.slices(own, micro_batch) if interval.size]
+                for own in (boundary.producer, stage)
+            ]
+            if sizes[0] != sizes[1]:
+                layer = layer_of(Graph(program.flat_graph), boundary.ref)
+                rows = "several" if boundary.rows_per_sample is None else boundary.rows_per_sample
+                raise PassError(
+                    f"tensor {boundary.ref} of layer {layer!r} has {rows} rows for each sample in an order that isn't "
+                    f"known, so that it can't be cut: stage {boundary.producer} makes it in slices of {sizes[0]} "
+                    f"samples, stage {stage} reads it in slices of {sizes[1]}; give both stages the same number of "
+                    f"replicas and the same shares, or cut elsewhere"
                 )
 
 

@@ -186,6 +186,7 @@ class Roles:
         example_shapes: shapes of ``inputs`` in a batch at hand, by which lengths are known that the model leaves open,
             None for the number of samples, except where they are `uncut`; empty where no batch is at hand.
         peers: see :class:`Peers`; None where nothing is added up over replicas.
+        output_shapes: of ``outputs``, as traced; None for open lengths, and for one of unknown rank.
     """
 
     inputs: tuple[Ref, ...]
@@ -198,6 +199,7 @@ class Roles:
     model_end: int = 0
     example_shapes: tuple[tuple[int | None, ...], ...] = ()
     peers: Peers | None = None
+    output_shapes: tuple[tuple[int | None, ...] | None, ...] = ()
 
     @property
     def uncut(self) -> bool:
@@ -222,6 +224,8 @@ class Boundary:
         batch_axis: the axis along which it is cut into slices; None when it has no batch axis (a scalar loss term,
         say).
         rows_per_sample: length of that axis per sample; None when it is only known at run time.
+        outer: number of parts of that axis each of which has rows of all samples, in order (2 where two batches are
+            concatenated, 1 where each sample's rows are together); None when it isn't known.
         shape: static shape; None for axes that grow with the batch or are unknown.
         differentiable: whether a gradient flows back through it.
         example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.
@@ -236,6 +240,7 @@ class Boundary:
     shape: tuple[int | None, ...]
     differentiable: bool
     example_shape: tuple[int | None, ...]
+    outer: int | None = 1
 
     def slice_shape(self, samples: int) -> tuple[int | None, ...]:
         """Returns the shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
@@ -508,6 +513,16 @@ class Layout:
         """Returns the samples of each replica of a stage; empty intervals if there are fewer samples than replicas."""
         shares = None if self.shares is None else self.shares[stage]
         return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]), shares)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether some stage has several slices of the batch."""
+        micro_batches = [number for number, interval in enumerate(self.micro_batch_intervals) if interval.size]
+        return len(micro_batches) > 1 or any(
+            sum(interval.size > 0 for interval in self.slices(stage, number)) > 1
+            for stage in range(len(self.devices))
+            for number in micro_batches
+        )
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
         """Returns the samples of one replica."""

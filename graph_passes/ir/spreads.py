@@ -50,7 +50,9 @@ class Spread(NamedTuple):
     Attributes:
         axis: the axis with the samples; None where there is none. Negative in loops that take samples one by one: of a
             list with an element for each sample -1, and so of such an element, as the axis is before its others.
-        outer: number of parts of that axis each of which has all samples: 2 where two batches are concatenated.
+        outer: number of parts of that axis each of which has all samples, in order: 2 where two batches are
+            concatenated. 0 where any number fits, as rows don't belong to samples: constants, random numbers. None
+            where rows are in another order, or in one that isn't known.
         varies: whether it depends on the samples' values.
         degree: see above; None where it isn't a power of n: a sum of such terms with different degrees, for one.
         linear: whether the slices' values determine the batch's as above. A maximum over samples doesn't.
@@ -63,7 +65,7 @@ class Spread(NamedTuple):
     """
 
     axis: int | None = None
-    outer: int = 1
+    outer: int | None = 1
     varies: bool = False
     degree: int | None = 0
     linear: bool = True
@@ -131,6 +133,12 @@ def together(spreads: Iterable[Spread]) -> Spread:
         place=any(spread.place for spread in several),
         shared=all_shared(several),
     )
+
+
+def common_outer(spreads: Iterable[Spread]) -> int | None:
+    """Returns the number of parts of an axis that several tensors share; None where they differ."""
+    outers = {spread.outer for spread in spreads if spread.axis is not None} - {0} or {0}
+    return outers.pop() if len(outers) == 1 else None
 
 
 def all_shared(spreads: Iterable[Spread]) -> bool:

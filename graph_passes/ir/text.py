@@ -70,6 +70,8 @@ def _boundary_text(boundary: Boundary) -> str:
     shape = ", ".join("?" if size is None else str(size) for size in boundary.shape)
     rows = "?" if boundary.rows_per_sample is None else boundary.rows_per_sample
     batch = "no batch axis" if boundary.batch_axis is None else f"batch axis {boundary.batch_axis}, rows {rows}"
+    if boundary.outer != 1:
+        batch += " in an unknown order" if boundary.outer is None else f" in {boundary.outer} parts"
     flows = "differentiable" if boundary.differentiable else "no gradient"
     where = f"{boundary.ref} from {boundary.producer} to {consumers}"
     return f"boundary {where}: {dtype_name(boundary.dtype)}[{shape}], {batch}, {flows}"

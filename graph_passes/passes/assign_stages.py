@@ -16,11 +16,14 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
+from graph_passes.analysis.sample_dependence import spreads_of
 from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
 from graph_passes.errors import PassError
+from graph_passes.ir.connections import check_rows
 from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, Ref, copied, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
-from graph_passes.ir.program import Boundary, Fact, LayerCall, Program, Roles, Stage, VariableKind
+from graph_passes.ir.program import Boundary, Fact, LayerCall, Layout, Program, Roles, Stage, VariableKind
+from graph_passes.ir.spreads import Spread
 from graph_passes.ir.tensorflow_bridge import output_dtypes
 from graph_passes.passes.metric_stages import metric_stages
 
@@ -46,7 +49,8 @@ class AssignStages:
         cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
             layer that is called several times, a name and the number of the call (``shared#0``).
         within: names of layers, likewise, at which a later pass cuts within stages: they are looked up now, early.
-        cuts_batches: whether a stage may have several slices, so that tensors at cuts need a batch axis.
+        layout: how a full batch is cut. Tensors at cuts need a batch axis if stages have several slices, and are refused
+            now, early, if they can't be cut so; None asks for the axis alone.
 
     Source: DAPPLE (PPoPP'21), section 5.2.1: "we first construct the forward graph of each stage in sequence and record
     the boundary tensors".
@@ -57,13 +61,14 @@ class AssignStages:
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
     cuts: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
-    cuts_batches: bool = True
+    layout: Layout | None = None
 
     def run(self, program: Program) -> Program:
         """Flat program -> flat program with ``node_stage``, ``boundaries`` and ``stages``.
 
         Raises:
-            PassError: unknown or ambiguous cut, a stage without layers, or a tensor at a cut that can't be sent.
+            PassError: unknown or ambiguous cut, a stage without layers, or a tensor at a cut that can't be sent, or
+                can't be cut into slices.
         """
         calls = [find_call(name, program.roles.calls) for name in self.cuts]
         for name in self.within:
@@ -86,13 +91,18 @@ class AssignStages:
             stage_of = _node_stages(graph, roles, positions, shapes, even)
         _check_normalizers(graph, roles)
         staged = program.replace(graph=graph_def)
-        boundaries = _boundaries(staged, stage_of, even, shapes, self.cuts, sliced=self.cuts_batches)
+        boundaries = _boundaries(
+            staged, stage_of, even, shapes, self.cuts, sliced=self.layout is None or self.layout.sliced
+        )
         reads = _reads(graph, roles, stage_of, len(self.cuts))
         stages = tuple(Stage(index, reads=reads[index]) for index in range(len(self.cuts) + 1))
         for node in graph_def.node:
             if node.name in stage_of:
                 node.attr[STAGE_ATTR].i = stage_of[node.name]
-        return program.replace(graph=graph_def, node_stage=stage_of, boundaries=boundaries, stages=stages)
+        assigned = program.replace(graph=graph_def, node_stage=stage_of, boundaries=boundaries, stages=stages)
+        if self.layout is not None and shapes is not None and shapes.lengths_known:
+            check_rows(assigned, self.layout)
+        return assigned
 
     def _positions(self, calls: Sequence[LayerCall], roles: Roles) -> list[int]:
         positions = [call.stop for call in calls]
@@ -300,7 +310,20 @@ def _boundaries(
         boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
     if unknown is not None:
         raise unknown
-    return tuple(boundaries)
+    several = [each.ref for each in boundaries if each.batch_axis is not None and each.rows_per_sample != 1]
+    spreads = spreads_of(program, several) if several else {}
+    return tuple(
+        dataclasses.replace(each, outer=_outer(each, spreads.get(each.ref))) if each.ref in several else each
+        for each in boundaries
+    )
+
+
+def _outer(boundary: Boundary, spread: Spread | None) -> int | None:
+    """Returns the parts of a boundary's batch axis; None if they aren't known."""
+    if spread is None or spread.outer is None or spread.axis != boundary.batch_axis:
+        return None
+    rows = boundary.rows_per_sample
+    return None if rows is not None and spread.outer and rows % spread.outer else spread.outer or 1
 
 
 def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes, *, sliced: bool) -> int | None:

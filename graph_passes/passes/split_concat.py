@@ -9,6 +9,7 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.batching import Interval
+from graph_passes.ir.connections import check_rows
 from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
@@ -23,7 +24,8 @@ class SplitConcat:
         3 replicas [0,2) [2,4) [4,5)  ->  2 replicas [0,3) [3,5)
         sender 0 sends all to 0; sender 1 splits [2,3) to 0 and [3,4) to 1; sender 2 sends all to 1
 
-    Slices go from replica to replica, never through a gather on one device; gradients flow back the same way. A
+    Slices go from replica to replica, never through a gather on one device; gradients flow back the same way. Where
+    an axis has several parts with rows of all samples (`Boundary.outer`), each is split, and joined, for itself. A
     tensor that has no batch axis (a loss term of an earlier stage, say) is the mean over the sender's slices, weighted
     by their samples; its gradient is shared out by the same weights.
 
@@ -47,6 +49,7 @@ class SplitConcat:
 
     def run(self, program: Program) -> Program:
         """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""
+        check_rows(program, program.own_step.layout)
         graph = copied(program.graph)
         phases = [stage.gives_gradients for stage in program.stages]
         connection = _Connection(Builder(graph), program.own_step, phases)
@@ -234,7 +237,7 @@ class _Connection:
                 with self.builder.marked(task_attrs(receiver, NodeKind.MEAN)):
                     means.append(self._mean(boundary, sources, receiver))
             return means
-        received: dict[int, list[Ref]] = {index: [] for index in range(len(receivers))}
+        received: dict[int, list[tuple[Ref, int]]] = {index: [] for index in range(len(receivers))}
         for task, interval, tensor in sources:
             targets = [
                 (index, overlap)
@@ -242,50 +245,60 @@ class _Connection:
                 if (overlap := interval.overlap(wanted)).size
             ]
             sizes = [overlap.size for _, overlap in targets]
-            for (index, _), part in zip(
-                targets, self._split(boundary, axis, task, interval, tensor, sizes), strict=True
-            ):
-                received[index].append(part)
+            for (index, overlap), part in zip(targets, self._split(boundary, axis, task, tensor, sizes), strict=True):
+                received[index].append((part, overlap.size))
         return [
             self._concat(boundary, axis, receiver, received[index]) for index, (receiver, _) in enumerate(receivers)
         ]
 
-    def _concat(self, boundary: Boundary, axis: int, receiver: Task, parts: list[Ref]) -> Ref:
+    def _concat(self, boundary: Boundary, axis: int, receiver: Task, parts: list[tuple[Ref, int]]) -> Ref:
+        """Joins (tensor, its samples) along the batch axis."""
         name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
+        tensors = [tensor for tensor, _ in parts]
+        if len(parts) > 1 and boundary.outer != 1:
+            pieces = [
+                self._pieces(f"{name}/parts", receiver, boundary, axis, tensor, [size], device)
+                for tensor, size in parts
+            ]
+            tensors = [each for several in zip(*pieces, strict=True) for each in several]
         with self.builder.marked(task_attrs(receiver, NodeKind.CONCAT)):
-            return self.builder.concat(name, parts, boundary.dtype, axis, device=device)
+            return self.builder.concat(name, tensors, boundary.dtype, axis, device=device)
 
-    def _split(
-        self, boundary: Boundary, place: int, task: Task, interval: Interval, tensor: Ref, sizes: list[int]
-    ) -> list[Ref]:
-        name, device = f"split/{task}/{boundary.ref.node}", self._device(task)
-        if len(sizes) == 1:
+    def _split(self, boundary: Boundary, place: int, task: Task, tensor: Ref, sizes: list[int]) -> list[Ref]:
+        name, device, count = f"split/{task}/{boundary.ref.node}", self._device(task), len(sizes)
+        if count == 1:
             return [tensor]
+        pieces = self._pieces(name, task, boundary, place, tensor, sizes, device)
+        with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
+            return [
+                self.builder.concat(f"{name}/{part}", pieces[part::count], boundary.dtype, place, device=device)
+                for part in range(count)
+            ]
+
+    def _pieces(
+        self, name: str, task: Task, boundary: Boundary, place: int, tensor: Ref, sizes: list[int], device: str
+    ) -> list[Ref]:
+        """Splits each part of the batch axis, which has rows of all samples, into pieces of ``sizes`` samples."""
+        assert boundary.outer is not None
+        every = sizes * boundary.outer
         if boundary.rows_per_sample is not None:
-            lengths = [size * boundary.rows_per_sample for size in sizes]
+            lengths = [size * boundary.rows_per_sample // boundary.outer for size in every]
             with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
                 return self.builder.split(name, tensor, boundary.dtype, lengths, place, device=device)
+        if len(every) == 1:
+            return [tensor]
         # The rows of a sample are known at run time only.
         int64 = dtype_attr(types_pb2.DT_INT64)
         axis = self.builder.const(place, types_pb2.DT_INT32)
         with self.builder.marked(task_attrs(task, NodeKind.LENGTHS)):
-            rows = self._lengths(name, boundary, interval, tensor, sizes, axis, device)
-        kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(sizes)}
+            rows = self._lengths(name, boundary, tensor, every, axis, device)
+        kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(every)}
         with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
             split = self.builder.add(name, "SplitV", [tensor, rows, axis], device=device, **kind)
-        return [Ref(split.node, index) for index in range(len(sizes))]
+        return [Ref(split.node, index) for index in range(len(every))]
 
-    def _lengths(
-        self,
-        name: str,
-        boundary: Boundary,
-        interval: Interval,
-        tensor: Ref,
-        sizes: list[int],
-        axis: Ref,
-        device: str,
-    ) -> Ref:
-        """Returns the rows of each part: samples of the part * length of the axis / samples of the slice."""
+    def _lengths(self, name: str, boundary: Boundary, tensor: Ref, sizes: list[int], axis: Ref, device: str) -> Ref:
+        """Returns the rows of each piece: its samples * length of the axis / samples of all pieces."""
         int64 = dtype_attr(types_pb2.DT_INT64)
         shape = self.builder.add(
             f"{name}/shape", "Shape", [tensor], device=device, T=dtype_attr(boundary.dtype), out_type=int64
@@ -293,7 +306,7 @@ class _Connection:
         kind = {"Tparams": int64, "Tindices": dtype_attr(types_pb2.DT_INT32), "Taxis": dtype_attr(types_pb2.DT_INT32)}
         zero = self.builder.const(0, types_pb2.DT_INT32)
         length = self.builder.add(f"{name}/length", "GatherV2", [shape, axis, zero], device=device, **kind)
-        samples = self.builder.const(interval.size, types_pb2.DT_INT64)
+        samples = self.builder.const(sum(sizes), types_pb2.DT_INT64)
         rows = self.builder.add(f"{name}/rows", "FloorDiv", [length, samples], device=device, T=int64)
         return self.builder.add(
             f"{name}/sizes", "Mul", [self.builder.const(sizes, types_pb2.DT_INT64), rows], device=device, T=int64
