@@ -134,6 +134,7 @@ def _merged(several: Sequence[Spread]) -> Spread:
         place=any(spread.place for spread in several),
         partial=any(spread.partial for spread in several),
         shared=not axes and all_shared(several),
+        lengths=any(spread.lengths for spread in several),
     )
 
 

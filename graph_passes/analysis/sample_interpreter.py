@@ -9,16 +9,28 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
-from graph_passes.analysis.operator_traits import draws
+from graph_passes.analysis.operator_traits import ELEMENTWISE, KEEPING_ORDER, draws
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
-from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
+from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes, takes_functions
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
 """Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
+_PICKING = ELEMENTWISE | frozenset(
+    """
+    Gather GatherNd GatherV2 Slice Split SplitV StridedSlice TensorListFromTensor TensorListGetItem Unpack Where
+    """.split()
+)
+"""Ops that keep the places of elements along an axis, or choose some by places counted from its start."""
+_ALONG = {"CumulativeLogsumexp": 1, "Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}
+_ALONG_LAST = frozenset({"LogSoftmax", "Softmax", "TopK", "TopKV2"})
+_COMPARING = {"Less": (0, 1), "LessEqual": (0, 1), "Greater": (1, 0), "GreaterEqual": (1, 0)}
+"""Comparisons: the numbers of the smaller and of the larger input."""
+_MASKING = frozenset({"LogicalAnd", "Mul", "MulNoNan"})
+_KEEPING_ZEROS = KEEPING_ORDER | {"BroadcastTo", "DivNoNan", "Mean", "Neg", "RealDiv", "Square", "Sum", "Tile", "Transpose"}
 _DEEPEST = 8
 """The deepest nesting of calls that is interpreted."""
 
@@ -115,7 +127,7 @@ class Interpreter:
             self._evaluate(node)
             if Ref(node.name) in given:
                 continue
-            for output, spread in enumerate(self._outputs(node)):
+            for output, spread in enumerate(self._with_lengths(node, self._outputs(node))):
                 self.spreads[Ref(node.name, output)] = spread
 
     def _outputs(self, node: NodeDef) -> list[Spread]:
@@ -128,7 +140,10 @@ class Interpreter:
             known |= node.op == "Shape" and not np.isnan(numbers[0]).any()
             if np.isnan(numbers[0]).any() and any(spread.partial for spread in self.inputs(node)):
                 return [Spread(varies=True, degree=1, known=known)]  # the number of rows that a mask leaves
-            if np.isnan(numbers[0]).any():
+            if np.isnan(numbers[0]).any() and any(spread.lengths for spread in self.inputs(node)):
+                return [Spread(varies=True, linear=False, known=known)]
+            decided = node.op not in ASKING and any(spread.decides for spread in self.inputs(node))
+            if np.isnan(numbers[0]).any() and not decided:
                 numbers = self._numbers(self._supposed, Ref(node.name)) or numbers
             if np.isnan(numbers[0]).any() and any(spread.degree is None for spread in self.inputs(node)):
                 return [Spread(degree=None, known=known)]  # of lengths that nobody knows, perhaps the slice's own
@@ -140,6 +155,78 @@ class Interpreter:
             if by_rule is not None:
                 return [by_rule] * count if isinstance(by_rule, Spread) else list(by_rule)
         return self.generic(node)
+
+    def _with_lengths(self, node: NodeDef, outputs: Sequence[Spread]) -> Sequence[Spread]:
+        """Marks outputs with lengths that samples decide, and notes values that depend on such lengths.
+
+        An integer that several samples decide (the longest of all) is a length where an output has axes of unknown
+        length. Elsewhere it chooses elements.
+        """
+        used = [(ref, self.of(ref)) for ref in self.graph.inputs(node.name)]
+        decided = any(spread.decides and self._is_integer(ref) for ref, spread in used)
+        sized = [ref for ref, spread in used if spread.lengths]
+        numbers = self.numbers(Ref(node.name))
+        follows = numbers is not None and not np.isnan(numbers[0]).any()
+        if not (decided or sized) or follows or node.op in ASKING or takes_functions(node.op):
+            return outputs
+        before, rows = max(map(self._open_axes, sized), default=0), any(spread.axis is not None for _, spread in used)
+        results = []
+        for output, spread in enumerate(outputs):
+            ref = Ref(node.name, output)
+            after = 0 if self.is_handle(ref) else self._open_axes(ref, spread)
+            merged = after < before and not self.is_handle(ref)
+            if node.op == "Reshape" and spread.axis is not None:
+                spread = spread._replace(partial=merged or (spread.partial and not decided))
+            elif (merged and not self._keeps_places(node)) or self._along_lengths(node, sized) or (decided and not after):
+                if rows:
+                    self.couple(node, Coupling.NOT_LINEAR if self.in_loss(node) else Coupling.TOGETHER)
+                elif not spread.varies:
+                    spread = spread._replace(varies=True, linear=False)
+            results.append(spread._replace(lengths=after > 0 or (self.is_handle(ref) and bool(sized))))
+        return results
+
+    def _open_axes(self, ref: Ref, spread: Spread | None = None) -> int:
+        """Returns the number of a tensor's axes of unknown length, apart from the one with the samples."""
+        shape, axis = self.shape(ref), (spread or self.of(ref)).axis
+        return 1 if shape is None else sum(size is None for own, size in enumerate(shape) if own != axis)
+
+    def _keeps_places(self, node: NodeDef) -> bool:
+        """Returns whether a node doesn't combine elements along axes, or sums those that a mask leaves."""
+        return node.op in _PICKING or (node.op == "Sum" and self._is_masked(self.graph.inputs(node.name)[0]))
+
+    def _is_masked(self, ref: Ref) -> bool:
+        """Returns whether a tensor is zero or false but at places below a number that each sample has for itself."""
+        node = self.graph.nodes[ref.node]
+        refs = self.graph.inputs(node.name)
+        if node.op in _COMPARING:
+            place, limit = (self.of(refs[index]) for index in _COMPARING[node.op])
+            return place.lengths and place.axis is None and not place.varies and limit.axis is not None and not limit.lengths
+        if node.op in _MASKING:
+            return any(map(self._is_masked, refs))
+        if node.op == "SelectV2":
+            otherwise = self.numbers(refs[2])
+            return self._is_masked(refs[0]) and otherwise is not None and not otherwise[0].any()
+        return node.op in _KEEPING_ZEROS and self._is_masked(refs[0])
+
+    def _along_lengths(self, node: NodeDef, sized: Sequence[Ref]) -> bool:
+        """Returns whether elements along an axis of unknown length are combined, or counted from its end."""
+        refs = self.graph.inputs(node.name)
+        shape = self.shape(refs[0]) if refs and refs[0] in sized else None
+        if shape is None:
+            return False
+        if node.op in _ALONG_LAST:
+            return shape[-1] is None
+        along = _ALONG.get(node.op)
+        if along is not None:
+            axes = self.axes_of(refs[along], len(shape))
+            return axes is None or any(shape[axis] is None for axis in axes)
+        if node.op != "StridedSlice" or node.attr["ellipsis_mask"].i or node.attr["new_axis_mask"].i:
+            return False
+        begin, stride = self.integers(refs[1]), self.integers(refs[3])
+        return any(
+            size is None and (first < 0 or step < 0)
+            for size, first, step in zip(shape, begin or (), stride or (), strict=False)
+        )
 
     def _evaluate(self, node: NodeDef) -> None:
         """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
@@ -220,6 +307,9 @@ class Interpreter:
     def is_float(self, ref: Ref) -> bool:
         """Returns whether a tensor is of floating-point numbers."""
         return self.dtypes(ref.node)[ref.output] in COUNTABLE_DTYPES
+
+    def _is_integer(self, ref: Ref) -> bool:
+        return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_INT32, types_pb2.DT_INT64)
 
     def is_handle(self, ref: Ref) -> bool:
         """Returns whether a tensor is a list of tensors, say."""

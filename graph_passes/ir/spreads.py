@@ -58,6 +58,7 @@ class Spread(NamedTuple):
         place: whether it has the samples' places in the batch: numbers 0 to n - 1.
         shared: whether all slices of a micro-batch have the same value, being that of the micro-batch.
         partial: whether the number of rows that a sample has depends on values: those that a mask leaves, say.
+        lengths: whether lengths of axes without samples depend on samples' values: cropped to the longest, say.
     """
 
     axis: int | None = None
@@ -69,11 +70,17 @@ class Spread(NamedTuple):
     place: bool = False
     partial: bool = False
     shared: bool = False
+    lengths: bool = False
 
     @property
     def constant(self) -> bool:
         """Whether it is the same for all slices, whatever their sizes."""
         return self.axis is None and not self.varies and self.degree == 0
+
+    @property
+    def decides(self) -> bool:
+        """Whether it has no samples itself, but depends on those of the slice."""
+        return self.axis is None and self.varies
 
     @property
     def one_by_one(self) -> bool:

@@ -16,11 +16,13 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
+from graph_passes.analysis.sample_dependence import sample_dependence
 from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, Ref, copied, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
 from graph_passes.ir.program import Boundary, Fact, LayerCall, Program, Roles, Stage, VariableKind
+from graph_passes.ir.spreads import Spread
 from graph_passes.ir.tensorflow_bridge import output_dtypes
 from graph_passes.passes.metric_stages import metric_stages
 
@@ -265,7 +267,11 @@ def _boundaries(
     sized = _depends_on_slice_size(graph, roles)
     boundaries = []
     sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
-    shapes = shapes.through_functions(program, sendable).measured(program, sendable)
+    shapes = shapes.through_functions(program, sendable)
+    vague = shapes.vague(sendable)
+    dependence = sample_dependence(program, ()) if vague else None
+    spreads = {} if dependence is None else dependence.spreads
+    shapes = shapes.measured(program, sendable)
     unknown: LengthsUnknownError | None = None
     for ref in sorted(consumers, key=lambda ref: (graph.position[ref.node], ref.output)):
         producer, dtype = stage_of[ref.node], dtype_of(graph, ref)
@@ -278,12 +284,6 @@ def _boundaries(
         try:
             axes = shapes.axes(ref)
             axis = _batch_axis(axes, where, shapes)
-            if axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES:
-                raise _refusal(
-                    shapes,
-                    f"{where} is computed from the batch but has no batch axis, and as {dtype_name(dtype)} it can't be "
-                    f"averaged over slices; cut before the layer that makes it or after the last one that reads it",
-                )
         except LengthsUnknownError as error:
             unknown = unknown or error
             continue
@@ -292,7 +292,9 @@ def _boundaries(
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
         example = tuple(each.size for each in axes)
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
-        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
+        whole = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
+        whole = whole or (ref in vague and _has_own_lengths(spreads, ref, axis))
+        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, whole))
     if unknown is not None:
         raise unknown
     return tuple(boundaries)
@@ -307,12 +309,20 @@ def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) ->
         raise PassError(
             f"{where} has shape {_shown(axes)} with the batch in axes {grows}: it couples samples; cut elsewhere"
         )
-    unknown = [index for index, axis in enumerate(axes) if axis.dependence is Dependence.UNKNOWN]
-    if unknown and not (grows and unknown > grows):
+    unknown = any(axis.dependence is Dependence.UNKNOWN for axis in axes)
+    if unknown and not grows and (shapes.samples is None or not shapes.lengths_known):
         raise _refusal(
             shapes, f"{where} has shape {_shown(axes)}: which axis is the batch can't be told; cut elsewhere"
         )
     return grows[0] if grows else None
+
+
+def _has_own_lengths(spreads: Mapping[Ref, Spread], ref: Ref, axis: int | None) -> bool:
+    """Returns whether samples decide lengths of a tensor, or may, so that each slice has its own."""
+    spread = spreads.get(ref)
+    if spread is None:
+        return True
+    return spread.lengths or spread.partial or (axis is None and spread.axis is not None)
 
 
 def _refusal(shapes: SliceShapes, text: str) -> PassError:

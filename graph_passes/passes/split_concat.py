@@ -8,9 +8,11 @@ from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
+from graph_passes.ir.graph import Builder, Graph, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
+from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
 from graph_passes.ir.relays import sources_of
 from graph_passes.ir.tasks import Phase, Task
@@ -46,7 +48,12 @@ class SplitConcat:
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
 
     def run(self, program: Program) -> Program:
-        """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""
+        """Program after ``replicate`` -> the same with boundary tensors and their gradients connected.
+
+        Raises:
+            PassError: a tensor whose lengths samples decide would have to be split or joined.
+        """
+        _check_slices(program)
         graph = copied(program.graph)
         phases = [stage.gives_gradients for stage in program.stages]
         connection = _Connection(Builder(graph), program.own_step, phases)
@@ -58,6 +65,21 @@ class SplitConcat:
         substitute(graph, connection.bound)
         pending = {key: name for key, name in program.own_step.pending.items() if name not in connection.bound}
         return program.replace(graph=graph, step=dataclasses.replace(program.own_step, pending=pending))
+
+
+def _check_slices(program: Program) -> None:
+    layout, flat = program.own_step.layout, Graph(program.flat or program.graph)
+    for boundary in program.boundaries:
+        made = layout.slices(boundary.producer, 0)
+        for stage in boundary.consumers if boundary.whole else ():
+            if (read := layout.slices(stage, 0)) != made:
+                sizes, others = (", ".join(str(own.size) for own in intervals) for intervals in (made, read))
+                raise PassError(
+                    f"tensor {boundary.ref} of layer {layer_of(flat, boundary.ref)!r} can't be split or joined: the "
+                    f"samples of a slice together decide how long it is, or its value. Stage {boundary.producer} makes "
+                    f"it of slices of {sizes} samples, stage {stage} reads it for slices of {others}; plan as many "
+                    f"replicas with equal shares for both, or cut elsewhere"
+                )
 
 
 class _Connection:
@@ -179,7 +201,7 @@ class _Connection:
             ]
             if not sources:
                 continue
-            if boundary.batch_axis is None and not original:
+            if boundary.batch_axis is None and not original and not boundary.whole:
                 for index, (_, interval) in enumerate(receivers):
                     parts[index] += [
                         tensor for _, wanted, tensor in sources if self._first(receivers, wanted) == interval
@@ -222,6 +244,9 @@ class _Connection:
                 means already.
         """
         axis = boundary.batch_axis
+        if boundary.whole:
+            tensors = {interval: tensor for _, interval, tensor in sources}
+            return [tensors[interval] for _, interval in receivers]
         if axis is None:
             if backward:
                 return self._share(boundary, sources, receivers)
