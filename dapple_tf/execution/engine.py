@@ -16,7 +16,7 @@ from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
-from dapple_tf.errors import DappleError, DataError, reason
+from dapple_tf.errors import DappleError, DataError, StepError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, Build, StepKind, StepRequest, StepResult
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.device_state import DeviceState
@@ -263,9 +263,7 @@ class Engine:
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
-            outputs=tuple(
-                np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in result["outputs"] if parts
-            ),
+            outputs=tuple(_joined(parts) for parts in result["outputs"] if parts),
             gradients=result["gradients"],
             traced=traced,
         )
@@ -362,3 +360,19 @@ class Engine:
     def output_structure(self, spec: BatchSpec) -> Any:
         """Returns the structure of a prediction's outputs for batches of this structure."""
         return self.table.outputs[spec.key]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins the slices of a predicted output, [samples of the slice, ...] each.
+
+    Raises:
+        StepError: samples decide their lengths, which differ.
+    """
+    shapes = list(dict.fromkeys(part.shape[1:] for part in parts))
+    if len(shapes) > 1:
+        raise StepError(
+            f"slices of a batch predict samples of shapes {shapes[0]} and {shapes[1]}, which can't be joined: the "
+            f"samples of each slice decide their lengths (cropped to the longest, say); plan one slice for the last "
+            f"stage (one micro-batch, one replica), or give all predictions one length"
+        )
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

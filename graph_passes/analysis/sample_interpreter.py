@@ -9,7 +9,7 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
-from graph_passes.analysis.operator_traits import ELEMENTWISE, KEEPING_ORDER, draws
+from graph_passes.analysis.operator_traits import GATHERS, KEEPING_ELEMENTS, REPEATING, draws
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
@@ -19,18 +19,16 @@ from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
 """Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
-_PICKING = ELEMENTWISE | frozenset(
-    """
-    Gather GatherNd GatherV2 Slice Split SplitV StridedSlice TensorListFromTensor TensorListGetItem Unpack Where
-    """.split()
-)
-"""Ops that keep the places of elements along an axis, or choose some by places counted from its start."""
+_PICKING = GATHERS | {"Slice", "Split", "SplitV", "StridedSlice", "Unpack", "Where"}
+"""Ops that choose elements of an axis by places counted from its start."""
 _ALONG = {"CumulativeLogsumexp": 1, "Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}
+"""Ops along axes that an input names, and its number."""
 _ALONG_LAST = frozenset({"LogSoftmax", "Softmax", "TopK", "TopKV2"})
 _COMPARING = {"Less": (0, 1), "LessEqual": (0, 1), "Greater": (1, 0), "GreaterEqual": (1, 0)}
 """Comparisons: the numbers of the smaller and of the larger input."""
 _MASKING = frozenset({"LogicalAnd", "Mul", "MulNoNan"})
-_KEEPING_ZEROS = KEEPING_ORDER | {"BroadcastTo", "DivNoNan", "Mean", "Neg", "RealDiv", "Square", "Sum", "Tile", "Transpose"}
+_KEEPING_ZEROS = KEEPING_ELEMENTS | REPEATING | {"DivNoNan", "Mean", "Neg", "RealDiv", "Square", "StridedSlice", "Sum"}
+"""Ops whose result is zero where their first input is."""
 _DEEPEST = 8
 """The deepest nesting of calls that is interpreted."""
 
@@ -102,7 +100,7 @@ class Interpreter:
         inference: ShapeInference | None = None,
         depth: int = 0,
     ) -> None:
-        self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
+        self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, [dict(own) for own in shapes]
         self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         constants: dict[str, np.ndarray | None] = {}
@@ -237,6 +235,11 @@ class Interpreter:
         if self._supposed is not self._values:
             for own, samples in zip(self._supposed, self._samples, strict=True):
                 own.add(node, axis, samples * spread.outer, _SOME_LENGTH)
+        if node.op == "Reshape" and (sizes := self.numbers(self.graph.inputs(node.name)[1])) is not None:
+            for shapes, own in zip(self._shapes, sizes, strict=True):
+                known = shapes.get(Ref(node.name)) or (None,) * own.size
+                told = [int(size) if size >= 0 else None for size in own]  # Neither -1 nor unknown.
+                shapes[Ref(node.name)] = tuple(map(_either, known, told))
 
     # ---- functions
 
@@ -470,6 +473,10 @@ class Interpreter:
             sized = axis is None and not self.is_float(ref) and any(s.axis is None and s.degree != 0 for _, s in used)
             outputs.append(Spread(axis, outer, varies, None if sized else 0, linear, known, place, partial, shared))
         return outputs
+
+
+def _either(known: int | None, told: int | None) -> int | None:
+    return told if known is None else known
 
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:

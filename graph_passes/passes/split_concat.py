@@ -68,18 +68,20 @@ class SplitConcat:
 
 
 def _check_slices(program: Program) -> None:
-    layout, flat = program.own_step.layout, Graph(program.flat or program.graph)
+    layout = program.own_step.layout
     for boundary in program.boundaries:
-        made = layout.slices(boundary.producer, 0)
         for stage in boundary.consumers if boundary.whole else ():
-            if (read := layout.slices(stage, 0)) != made:
-                sizes, others = (", ".join(str(own.size) for own in intervals) for intervals in (made, read))
-                raise PassError(
-                    f"tensor {boundary.ref} of layer {layer_of(flat, boundary.ref)!r} can't be split or joined: the "
-                    f"samples of a slice together decide how long it is, or its value. Stage {boundary.producer} makes "
-                    f"it of slices of {sizes} samples, stage {stage} reads it for slices of {others}; plan as many "
-                    f"replicas with equal shares for both, or cut elsewhere"
-                )
+            for micro_batch in range(len(layout.micro_batch_intervals)):
+                made, read = (layout.slices(each, micro_batch) for each in (boundary.producer, stage))
+                if made != read:
+                    sizes, others = (", ".join(str(own.size) for own in intervals) for intervals in (made, read))
+                    layer = layer_of(Graph(program.flat or program.graph), boundary.ref)
+                    raise PassError(
+                        f"tensor {boundary.ref} of layer {layer!r} can't be split or joined: samples of a slice decide "
+                        f"its length, or its value, together. Stage {boundary.producer} makes it of slices of {sizes} "
+                        f"samples, and stage {stage} reads it for slices of {others}; plan as many replicas with equal "
+                        f"shares for both, or cut elsewhere"
+                    )
 
 
 class _Connection:
