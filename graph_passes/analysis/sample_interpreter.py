@@ -180,7 +180,7 @@ class Interpreter:
                     self.couple(node, Coupling.NOT_LINEAR if self.in_loss(node) else Coupling.TOGETHER)
                 elif not spread.varies:
                     spread = spread._replace(varies=True, linear=False)
-            results.append(spread._replace(lengths=after > 0 or (self.is_handle(ref) and bool(sized))))
+            results.append(spread._replace(lengths=after > 0 or self.is_handle(ref)))
         return results
 
     def _open_axes(self, ref: Ref, spread: Spread | None = None) -> int:
