@@ -9,7 +9,7 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
-from graph_passes.analysis.operator_traits import GATHERS, KEEPING_ELEMENTS, REPEATING, draws
+from graph_passes.analysis.operator_traits import GATHERS, KEEPING_ELEMENTS, KEEPING_ORDER, REPEATING, draws
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
@@ -171,16 +171,18 @@ class Interpreter:
         results = []
         for output, spread in enumerate(outputs):
             ref = Ref(node.name, output)
-            after = 0 if self.is_handle(ref) else self._open_axes(ref, spread)
-            merged = after < before and not self.is_handle(ref)
+            if self.is_handle(ref):
+                results.append(spread._replace(lengths=True))
+                continue
+            after = self._open_axes(ref, spread)
             if node.op == "Reshape" and spread.axis is not None:
-                spread = spread._replace(partial=merged or (spread.partial and not decided))
-            elif (merged and not self._keeps_places(node)) or self._along_lengths(node, sized) or (decided and not after):
+                spread = spread._replace(partial=after < before or (spread.partial and not decided))
+            elif self._combines_places(node, sized, after < before) or (decided and not after):
                 if rows:
                     self.couple(node, Coupling.NOT_LINEAR if self.in_loss(node) else Coupling.TOGETHER)
                 elif not spread.varies:
                     spread = spread._replace(varies=True, linear=False)
-            results.append(spread._replace(lengths=after > 0 or self.is_handle(ref)))
+            results.append(spread._replace(lengths=after > 0))
         return results
 
     def _open_axes(self, ref: Ref, spread: Spread | None = None) -> int:
@@ -188,43 +190,56 @@ class Interpreter:
         shape, axis = self.shape(ref), (spread or self.of(ref)).axis
         return 1 if shape is None else sum(size is None for own, size in enumerate(shape) if own != axis)
 
-    def _keeps_places(self, node: NodeDef) -> bool:
-        """Returns whether a node doesn't combine elements along axes, or sums those that a mask leaves."""
-        return node.op in _PICKING or (node.op == "Sum" and self._is_masked(self.graph.inputs(node.name)[0]))
+    def _combines_places(self, node: NodeDef, sized: Sequence[Ref], merged: bool) -> bool:
+        """Returns whether elements along an axis of unknown length are combined, or counted from its end.
 
-    def _is_masked(self, ref: Ref) -> bool:
-        """Returns whether a tensor is zero or false but at places below a number that each sample has for itself."""
-        node = self.graph.nodes[ref.node]
+        Args:
+            node: the node.
+            sized: its inputs with such axes.
+            merged: whether its output has fewer of them.
+        """
         refs = self.graph.inputs(node.name)
-        if node.op in _COMPARING:
-            place, limit = (self.of(refs[index]) for index in _COMPARING[node.op])
-            return place.lengths and place.axis is None and not place.varies and limit.axis is not None and not limit.lengths
-        if node.op in _MASKING:
-            return any(map(self._is_masked, refs))
-        if node.op == "SelectV2":
-            otherwise = self.numbers(refs[2])
-            return self._is_masked(refs[0]) and otherwise is not None and not otherwise[0].any()
-        return node.op in _KEEPING_ZEROS and self._is_masked(refs[0])
-
-    def _along_lengths(self, node: NodeDef, sized: Sequence[Ref]) -> bool:
-        """Returns whether elements along an axis of unknown length are combined, or counted from its end."""
-        refs = self.graph.inputs(node.name)
-        shape = self.shape(refs[0]) if refs and refs[0] in sized else None
+        if merged and node.op not in _PICKING and not (node.op == "Sum" and self._is_masked(refs[0])):
+            return True
+        shape = self.shape(refs[0]) if refs[0] in sized else None
         if shape is None:
             return False
         if node.op in _ALONG_LAST:
             return shape[-1] is None
-        along = _ALONG.get(node.op)
-        if along is not None:
-            axes = self.axes_of(refs[along], len(shape))
+        if node.op in _ALONG:
+            axes = self.axes_of(refs[_ALONG[node.op]], len(shape))
             return axes is None or any(shape[axis] is None for axis in axes)
         if node.op != "StridedSlice" or node.attr["ellipsis_mask"].i or node.attr["new_axis_mask"].i:
             return False
-        begin, stride = self.integers(refs[1]), self.integers(refs[3])
-        return any(
-            size is None and (first < 0 or step < 0)
-            for size, first, step in zip(shape, begin or (), stride or (), strict=False)
-        )
+        begin, stride = self.integers(refs[1]) or (), self.integers(refs[3]) or ()
+        entries = zip(shape, begin, stride, strict=False)
+        return any(size is None and (first < 0 or step < 0) for size, first, step in entries)
+
+    def _is_masked(self, ref: Ref) -> bool:
+        """Returns whether a tensor is zero but at each sample's places below a number, up to the largest of these."""
+        node = self.graph.nodes[ref.node]
+        refs = self.graph.inputs(node.name)
+        if node.op in _COMPARING:
+            place, limit = (self._origin(refs[index]) for index in _COMPARING[node.op])
+            if self.graph.nodes[place.node].op != "Range":
+                return False
+            stop = self._origin(self.graph.inputs(place.node)[1])
+            largest = self.graph.nodes[stop.node].op == "Max" and self._origin(self.graph.inputs(stop.node)[0])
+            return largest == limit
+        if node.op == "SelectV2":
+            return self._is_masked(refs[0]) and self.is_zero(refs[2])
+        if node.op in _MASKING:
+            return any(map(self._is_masked, set(refs)))
+        return node.op in _KEEPING_ZEROS and self._is_masked(refs[0])
+
+    def _origin(self, ref: Ref) -> Ref:
+        """Returns the tensor whose numbers another one has, in another shape or dtype."""
+        node = self.graph.nodes[ref.node]
+        refs = self.graph.inputs(node.name)
+        if node.op in KEEPING_ORDER or (node.op == "StridedSlice" and node.attr["new_axis_mask"].i):
+            return self._origin(refs[0])
+        zeros = [self.is_zero(own) for own in refs] if node.op == "Maximum" else []
+        return self._origin(refs[zeros.index(True) - 1]) if any(zeros) else ref
 
     def _evaluate(self, node: NodeDef) -> None:
         """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
@@ -236,9 +251,9 @@ class Interpreter:
             for own, samples in zip(self._supposed, self._samples, strict=True):
                 own.add(node, axis, samples * spread.outer, _SOME_LENGTH)
         if node.op == "Reshape" and (sizes := self.numbers(self.graph.inputs(node.name)[1])) is not None:
-            for shapes, own in zip(self._shapes, sizes, strict=True):
-                known = shapes.get(Ref(node.name)) or (None,) * own.size
-                told = [int(size) if size >= 0 else None for size in own]  # Neither -1 nor unknown.
+            for shapes, asked in zip(self._shapes, sizes, strict=True):
+                known = shapes.get(Ref(node.name)) or (None,) * asked.size
+                told = [int(size) if size >= 0 else None for size in asked]  # Neither -1 nor unknown.
                 shapes[Ref(node.name)] = tuple(map(_either, known, told))
 
     # ---- functions
@@ -330,6 +345,11 @@ class Interpreter:
     def _numbers(values: Sequence[ShapeValues], ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
         few, many = (own.values.get(ref) for own in values)
         return None if few is None or many is None else (few, many)
+
+    def is_zero(self, ref: Ref) -> bool:
+        """Returns whether a tensor follows from shapes, and is zero for both numbers of samples."""
+        numbers = self.numbers(ref)
+        return numbers is not None and all(not value.any() for value in numbers)
 
     def integers(self, ref: Ref) -> list[int] | None:
         """Returns the value of a small tensor that is the same for all slices."""

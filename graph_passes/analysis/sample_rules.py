@@ -34,11 +34,6 @@ def _cast(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     return _placed(interpreter, node, interpreter.inputs(node)[0])
 
 
-def _is_zero(interpreter: Interpreter, ref: Ref) -> bool:
-    numbers = interpreter.numbers(ref)
-    return numbers is not None and all(not value.any() for value in numbers)
-
-
 def _of_samples(
     interpreter: Interpreter, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None
 ) -> Spread:
@@ -63,7 +58,7 @@ def _of_samples(
 
 def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
     """Handles a sum of all inputs."""
-    refs = [ref for ref in interpreter.graph.inputs(node.name) if not _is_zero(interpreter, ref)]
+    refs = [ref for ref in interpreter.graph.inputs(node.name) if not interpreter.is_zero(ref)]
     spreads = [interpreter.of(ref) for ref in refs]
     if all(spread.axis is None for spread in spreads):
         return together(spreads) if spreads else CONSTANT
@@ -81,7 +76,7 @@ def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     chosen = interpreter.of(condition)
     if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
         interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
-    spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
+    spreads = [interpreter.of(ref) for ref in values if not interpreter.is_zero(ref)]
     if any(spread.axis is not None for spread in (*spreads, interpreter.of(condition))) or not spreads:
         return None
     combined = together(spreads)
