@@ -386,7 +386,7 @@ def test_the_shape_of_what_comes_out_of_a_loop_is_computed_from_the_stages_own_s
 
 @pytest.mark.parametrize("width", [2, None])
 def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only values tell how many rows are positive; lengths aren't made up for another run."""
+    """Only values tell how many rows are positive: all are handed on; lengths aren't made up for another run."""
     writer = Writer()
     x, w = writer.input("x", (None, width)), writer.variable("w", (1,))
     with writer.layer("a"):
@@ -404,8 +404,9 @@ def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monke
         return measure(graph, inputs, *rest)
 
     monkeypatch.setattr(slice_shapes, "measure_shapes", counted)
-    text = refused(writer.program(writer.op("loss", "L2Loss", y)), "a")
-    assert text.endswith("has shape (?, 1): which axis is the batch can't be told; cut elsewhere")
+    program = AssignStages(("a",)).run(writer.program(writer.op("loss", "L2Loss", y)))
+    boundary = only_boundary(program)
+    assert (boundary.batch_axis, boundary.shape, boundary.whole) == (None, (None, 1), True)
     assert sample_counts == [7, 11]
 
 
@@ -624,20 +625,9 @@ def through(kind: str) -> Program:
             "has shape (?, ?) with the batch in axes [0, 1]: it couples samples; cut elsewhere",
         ),
         (
-            "unknown_axis",
-            "a/sent",
-            "has shape (1, ?): which axis is the batch can't be told; cut elsewhere",
-        ),
-        (
             "unknown_rank",
             "a/sent",
             "has no known rank; cut elsewhere",
-        ),
-        (
-            "integer",
-            "a/size",
-            "is computed from the batch but has no batch axis, and as int32 it can't be averaged over slices; cut "
-            "before the layer that makes it or after the last one that reads it",
         ),
         (
             "variant",
@@ -649,6 +639,13 @@ def through(kind: str) -> Program:
 )
 def test_a_cut_through_a_tensor_without_a_usable_batch_axis_is_refused(kind: str, tensor: str, text: str) -> None:
     assert refused(through(kind), "a") == f"tensor {tensor} of layer 'a', which crosses the cut after 'a', {text}"
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("unknown_axis", (1, None)), ("integer", ())])
+def test_what_samples_decide_together_is_handed_on_whole(kind: str, shape: tuple[int | None, ...]) -> None:
+    boundary = only_boundary(assign(through(kind), "a"))
+    assert (boundary.batch_axis, boundary.shape, boundary.example_shape) == (None, shape, shape)
+    assert boundary.whole
 
 
 def test_a_program_for_prediction_is_cut_like_one_for_training() -> None:

@@ -142,7 +142,53 @@ def repeated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, function(x)), (0, x))[1]
 
 
+def count(x: Any) -> Any:
+    """A number from 1 to 6 for each sample."""
+    return 1 + tf.argmax(x, -1, output_type=tf.int32)
+
+
+def longest(x: Any) -> Any:
+    return tf.reduce_max(count(x))
+
+
+def pooled(h: Any) -> Any:
+    """The mean of each sample's row, whatever its length."""
+    return tf.tile(tf.reduce_mean(h, 1, keepdims=True), (1, 6))
+
+
 MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
+    "cropped to the longest": (lambda x: pooled(x[:, : longest(x)]), COUPLED),
+    "cropped by Keras": (
+        lambda x: keras.ops.tile(keras.ops.mean(x[:, : keras.ops.max(count(x))], 1, keepdims=True), (1, 6)),
+        COUPLED,
+    ),
+    "cropped by sizes": (lambda x: pooled(tf.slice(x, [0, 0], tf.stack([-1, longest(x)]))), COUPLED),
+    "cropped to the shortest": (lambda x: pooled(x[:, : tf.reduce_min(count(x))]), COUPLED),
+    "cropped by places": (lambda x: pooled(tf.gather(x, tf.range(longest(x)), axis=1)), COUPLED),
+    "padded to the longest": (lambda x: pooled(tf.pad(x, [[0, 0], [0, longest(x)]])), COUPLED),
+    "repeated as the longest": (lambda x: x * tf.reduce_sum(tf.repeat(x, longest(x), axis=1), 1, True), COUPLED),
+    "classes up to the largest": (lambda x: pooled(tf.one_hot(count(x), longest(x) + 1)), COUPLED),
+    "as many as the longest has": (lambda x: pooled(tf.nn.top_k(x, longest(x)).values), COUPLED),
+    "a range up to the longest": (lambda x: x + tf.reduce_sum(tf.cast(tf.range(longest(x)), x.dtype)), COUPLED),
+    "ones up to the longest": (lambda x: x + tf.reduce_sum(tf.ones((longest(x),))), COUPLED),
+    "a mask as wide as the longest": (lambda x: x + pooled(tf.cast(tf.sequence_mask(count(x)), x.dtype)), COUPLED),
+    "a mask of a width": (lambda x: x + pooled(tf.cast(tf.sequence_mask(count(x), longest(x)), x.dtype)), COUPLED),
+    "the length of the crop": (lambda x: x / tf.cast(tf.shape(x[:, : longest(x)])[1], x.dtype), COUPLED),
+    "softmax over the crop": (lambda x: x * tf.nn.softmax(x[:, : longest(x)])[:, :1], COUPLED),
+    "the last of the crop": (lambda x: x + x[:, : longest(x)][:, -1][:, None], COUPLED),
+    "the crop reversed": (lambda x: x * tf.reverse(x[:, : longest(x)], [1])[:, 0][:, None], COUPLED),
+    "the longest's last": (lambda x: x + tf.gather(x, longest(x) - 1, axis=1)[:, None], COUPLED),
+    "a table's row": (lambda x: x + tf.range(9.0)[longest(x)], COUPLED),
+    "less than the longest": (lambda x: x * tf.cast(longest(x) - count(x), x.dtype)[:, None], COUPLED),
+    "one after the other in the crop": (
+        lambda x: x * tf.scan(lambda a, v: 0.5 * a + v, tf.transpose(x[:, : longest(x)]))[-1][:, None],
+        COUPLED,
+    ),
+    "merged and taken apart": (lambda x: pooled(tf.reshape(x[:, : longest(x)], (-1, longest(x)))), COUPLED),
+    "resized to the longest": (
+        lambda x: pooled(tf.image.resize(x[:, None, :, None], tf.stack([1, longest(x)]))[:, 0, :, 0]),
+        COUPLED,
+    ),
     "a mean over the batch": (lambda x: x - tf.reduce_mean(x, 0, keepdims=True), COUPLED),
     "the largest of the batch": (lambda x: x / tf.reduce_max(x), COUPLED),
     "softmax over the batch": (lambda x: tf.nn.softmax(x, 0), COUPLED),
@@ -153,7 +199,7 @@ MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
     "the first sample": (lambda x: x + x[:1], PLACE),
     "moved by one": (lambda x: tf.concat([x[1:], x[:1]], 0), PLACE),
     "counted up": (lambda x: tf.cumsum(x, 0), PLACE),
-    "looked up by place": (lambda x: x + tf.gather(tf.ones((64, 6)), tf.range(tf.shape(x)[0])), PLACE),
+    "looked up by place": (lambda x: x + tf.gather(tf.eye(64, 6), tf.range(tf.shape(x)[0])), PLACE),
     "a mean in a loop": (repeated(lambda x: x - tf.reduce_mean(x, 0)), COUPLED),
     "reversed in a loop": (repeated(lambda x: x[::-1]), PLACE),
     "divided by the batch's size in a loop": (repeated(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype)), SIZE),
@@ -173,10 +219,19 @@ MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
 }
 
 
-@pytest.mark.few(8)
+def differs(function: Callable[[Any], Any]) -> bool:
+    """Whether a function of a batch has other values than of its halves."""
+    x = np.random.default_rng(4).normal(size=(8, 6)).astype("float32")
+    x[:4] = -np.sort(-x[:4]) / 10  # They count 1, the others more.
+    x[4:, 0] = -9
+    return not np.allclose(function(x), tf.concat([function(x[:4]), function(x[4:])], 0), atol=1e-5)
+
+
+@pytest.mark.few(12)
 @pytest.mark.parametrize("function", MIXING)
 def test_what_mixes_samples_is_noted(function: str) -> None:
     layer = Layer(MIXING[function][0])
+    assert differs(layer.function)
     assert noted_of(layer) == [(MIXING[function][1], "odd")]
     assert noted_of(layer, slices=1) == []
 
@@ -199,6 +254,26 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
     "in a branch": lambda x: tf.cond(tf.shape(x)[1] > 3, lambda: tf.nn.softmax(x), lambda: x),
     "mapped one by one": lambda x: tf.map_fn(lambda row: tf.nn.softmax(row - tf.reduce_mean(row)), x),
     "mapped": lambda x: tf.vectorized_map(lambda row: row - tf.reduce_mean(row), x),
+    "cropped to a length": lambda x: pooled(x[:, :3]),
+    "cropped to its length": lambda x: pooled(x[:, : tf.shape(x)[1]]),
+    "a mask of its length": lambda x: pooled(x * tf.cast(tf.sequence_mask(count(x), tf.shape(x)[1]), x.dtype)),
+    "the first of the crop": lambda x: x * x[:, : longest(x)][:, 0][:, None],
+    "its own last": lambda x: x + tf.gather(x, count(x) - 1, axis=1, batch_dims=1)[:, None],
+    "samples of the crop": lambda x: tf.reshape(x, [tf.shape(x[:, : longest(x)])[0], 6]),
+    "the crop with a mask": lambda x: (
+        x
+        + tf.reduce_sum(x[:, : longest(x)] * tf.cast(tf.sequence_mask(count(x)), x.dtype), 1, keepdims=True)
+        / tf.cast(count(x), x.dtype)[:, None]
+    ),
+    "the crop where a mask says": lambda x: (
+        x + tf.reduce_sum(tf.where(tf.sequence_mask(count(x)), x[:, : longest(x)], 0.0), 1, keepdims=True)
+    ),
+    "as often as it says": lambda x: tf.math.unsorted_segment_sum(
+        tf.repeat(x, count(x), axis=0), tf.repeat(tf.range(tf.shape(x)[0]), count(x)), tf.shape(x)[0]
+    ),
+    "different values and back": lambda x: (
+        x + tf.gather(tf.gather(tf.range(9.0), tf.unique(count(x)).y), tf.unique(count(x)).idx)[:, None]
+    ),
     "tiled and averaged": lambda x: tf.reduce_mean(tf.reshape(tf.tile(x, (1, 3)), (-1, 3, 6)), 1),
 }
 
@@ -206,6 +281,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("function", HARMLESS)
 def test_what_treats_each_sample_by_itself_is_not_noted(function: str) -> None:
     assert noted_of(Layer(HARMLESS[function])) == []
+    assert not differs(HARMLESS[function])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Axes that a model leaves open: sequences and images of any size, cut behind strided layers, equal plain Keras."""
+"""Axes that a model leaves open, or whose lengths data and variables decide, equal plain Keras over cuts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_variables, largest_difference, pair, pipeline, use_float64
 from selection import sampled
 
 from dapple_tf import DataError
+from dapple_tf.errors import StepError
+from dapple_tf.execution.notes import NoteKind
 from graph_passes.errors import PassError
 
 layers, ops = keras.layers, keras.ops
@@ -257,3 +260,146 @@ def test_batches_that_cannot_be_cut_are_refused_where_they_would_be() -> None:
     model.compile("sgd", "mse")
     with pytest.raises(DataError, match=r"x has 5, y has 10; .* takes a plan of one micro-batch and one replica"):
         pipeline(model, ["cut"], (1, 1), 2, 5).train_on_batch(x, y)
+
+
+class Computed(layers.Layer):
+    """A function of its input, a number of each sample, and a number that it keeps."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(name=name)
+        self.function = function
+        three = keras.initializers.Constant(3)
+        self.number = self.add_weight(shape=(), dtype="int32", initializer=three, trainable=False, name="number")
+
+    def call(self, x: Any, n: Any) -> Any:
+        """[batch, ...] and [batch] -> the function's result."""
+        return self.function(x, n, self.number.value)
+
+
+def cropped(x: Any, n: Any, _: Any) -> Any:
+    return x[:, : tf.reduce_max(n)]
+
+
+def mean(h: Any, *_: Any) -> Any:
+    return tf.reduce_mean(h, 1)
+
+
+def masked_mean(h: Any, n: Any, _: Any) -> Any:
+    mask = tf.cast(tf.sequence_mask(n, tf.reduce_max(n)), h.dtype)
+    return tf.reduce_sum(h * mask[..., None], 1) / tf.reduce_sum(mask, 1)[:, None]
+
+
+def best(x: Any, n: Any, _: Any) -> Any:
+    places = tf.nn.top_k(tf.reduce_sum(x, -1), tf.reduce_max(n)).indices
+    return tf.gather(x, places, axis=1, batch_dims=1)
+
+
+def resized(x: Any, n: Any, _: Any) -> Any:
+    return tf.cast(tf.image.resize(x[:, None], tf.stack([1, tf.reduce_max(n)]))[:, 0], x.dtype)
+
+
+def summed_rows(h: Any, n: Any, _: Any) -> Any:
+    return tf.math.unsorted_segment_sum(h, tf.repeat(tf.range(tf.shape(n)[0]), n), tf.shape(n)[0])
+
+
+def taken_apart(h: Any, n: Any, _: Any) -> Any:
+    return tf.reduce_mean(tf.reshape(h, (-1, tf.reduce_max(n), 4)), 1)
+
+
+def flattened(x: Any, n: Any, _: Any) -> Any:
+    return tf.reshape(cropped(x, n, _), (-1, 4))
+
+
+LENGTHS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
+    "cropped to the longest": (cropped, mean, False),
+    "cropped, with a mask": (cropped, masked_mean, True),
+    "cropped to a variable": (lambda x, n, k: x[:, :k], mean, True),
+    "padded": (lambda x, n, _: tf.pad(x, [[0, 0], [0, tf.reduce_max(n)], [0, 0]]), mean, False),
+    "the best, as many as the longest": (best, mean, False),
+    "the best, as many as a variable": (lambda x, n, k: tf.nn.top_k(tf.transpose(x, (0, 2, 1)), k).values,
+                                        lambda h, n, _: tf.reduce_mean(h, -1), True),
+    "resized": (resized, mean, False),
+    "time first": (lambda x, n, _: tf.transpose(cropped(x, n, _), (1, 0, 2)),
+                   lambda h, *_: tf.reduce_mean(h, 0), False),
+    "places merged with samples": (flattened, taken_apart, False),
+    "rows of a mask": (lambda x, n, _: tf.boolean_mask(x, tf.sequence_mask(n, 6)), summed_rows, True),
+    "different numbers": (lambda x, n, _: tf.one_hot(tf.unique(n).y, 4, dtype=x.dtype),
+                          lambda h, n, _: tf.gather(h, tf.unique(n).idx), True),
+    "classes up to the largest": (lambda x, n, _: tf.one_hot(n, tf.reduce_max(n), dtype=x.dtype)[..., None] * x[:, :1],
+                                  mean, False),
+    "repeated": (lambda x, n, _: tf.repeat(x, tf.reduce_max(n), axis=1), mean, False),
+}  # fmt: skip
+
+
+def decided(case: str, first: bool = False, then: str = "dense") -> keras.Model:
+    """6 vectors of 4 (-> p) -> a, which decides lengths -> d -> m -> logits."""
+    make, back, _ = LENGTHS[case]
+    x, n = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
+    h = Computed(make, "a")(x if first else layers.Dense(4, "tanh", name="p")(x), n)
+    if case == "the best, as many as a variable":
+        h = layers.Activation("tanh", name="d")(h)
+    else:
+        h = (layers.GRU(4, return_sequences=True, name="d") if then == "gru" else layers.Dense(4, "tanh", name="d"))(h)
+    return compiled({"x": x, "n": n}, layers.Dense(1)(Computed(back, "m")(h, n)))
+
+
+def lengths() -> tuple[Any, Any]:
+    """Samples of which the halves and the whole have other longest ones."""
+    rng = np.random.default_rng(2)
+    x = {"x": rng.normal(size=(8, 6, 4)), "n": np.array([2, 4, 3, 1, 4, 5, 1, 4], "int32")}
+    return x, rng.normal(size=(8, 1))
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        *((case, {"first": case == "different numbers"}) for case in LENGTHS),
+        ("cropped to the longest", {"first": True}),
+        ("rows of a mask", {"first": True}),
+        ("cropped to the longest", {"then": "gru"}),
+    ],
+)
+def test_lengths_that_data_or_variables_decide_cross_cuts(case: str, options: dict[str, Any]) -> None:
+    """They were taken for those of a run with integers 0 and 1; slices that keep them whole are as exact as one."""
+    use_float64()
+    exact = LENGTHS[case][2]
+    own, plain = pair(lambda: decided(case, **options))
+    pipelined = pipeline(own, ["a", "d"], (2, 2, 2) if exact else (1, 1, 1), 1, 8)
+    x, y = lengths()
+    for number in (3, 5):
+        for model in (own, plain):
+            model.get_layer("a").number.assign(number)
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(own, plain, TOLERANCE["float64"])
+    assert pipelined.test_on_batch(x, y) == pytest.approx(plain.test_on_batch(x, y), rel=1e-5)
+    assert largest_difference(pipelined.predict_on_batch(x), plain.predict_on_batch(x)) <= TOLERANCE["float64"]
+    assert pipelined.notes == ()
+
+
+def test_lengths_of_a_slice_are_noted_and_refused_between_unlike_slices() -> None:
+    use_float64()
+    x, y = lengths()
+    own, plain = pair(lambda: decided("cropped to the longest"))
+    pipelined = pipeline(own, ["a"], (2, 2), 1, 8)
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(NoteKind.COUPLED, "m")]
+    assert abs(pipelined.train_on_batch(x, y) - plain.train_on_batch(x, y)) > 1e-4
+    with pytest.raises(PassError) as caught:
+        pipeline(decided("cropped to the longest"), ["a"], (1, 2), 1, 8).train_on_batch(x, y)
+    assert str(caught.value).endswith(
+        "of layer 'a' has lengths, or a value, that samples of a slice decide together, so that it can't be cut: stage "
+        "0 makes it in slices of [8] samples, stage 1 reads it in slices of [4, 4]; give both stages the same number "
+        "of replicas and the same shares, or cut elsewhere"
+    )
+    own, plain = pair(lambda: decided("cropped to a variable"))
+    pipelined = pipeline(own, ["a", "d"], (1, 2, 1), 1, 8)
+    assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-5)
+
+
+def test_predictions_of_unlike_lengths_are_refused() -> None:
+    inputs = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
+    pipelined = pipeline(compiled(list(inputs), Computed(cropped, "a")(*inputs)), [], (1,), 2, 8)
+    with pytest.raises(StepError, match=r"of shapes \(4, 4\) and \(5, 4\), which can't be joined: .* plan one slice"):
+        pipelined.predict_on_batch(lengths()[0])

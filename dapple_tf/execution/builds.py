@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapple_tf.errors import CaptureError
+from dapple_tf.errors import CaptureError, StepError
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import shapes_on_devices
@@ -110,6 +110,7 @@ class Build:
 
         Raises:
             CaptureError: its values aren't known to belong to single samples.
+            StepError: samples decide the slices' lengths, which differ.
         """
         if len(parts) == 1:
             return parts[0]
@@ -118,6 +119,13 @@ class Build:
         stage, count = program.node_stage.get(ref.node, len(program.stages) - 1), len(layout.micro_batch_intervals)
         sizes = [own.size for micro_batch in range(count) for own in layout.slices(stage, micro_batch) if own.size]
         one_each = all(part.shape[:1] == (size,) for part, size in zip(parts, sizes, strict=True))
+        lengths = list(dict.fromkeys(part.shape[1:] for part in parts))
+        if one_each and len(lengths) > 1:
+            raise StepError(
+                f"slices of a batch predict samples of shapes {lengths[0]} and {lengths[1]}, which can't be joined: "
+                f"the samples of each slice decide their lengths (cropped to the longest, say); plan one slice for "
+                f"stage {stage} (one micro-batch, one replica), or give all predictions one length"
+            )
         if one_each and shape is not None and None not in shape[1:]:
             return np.concatenate(parts)
         if not self.output_spreads:

@@ -61,8 +61,9 @@ def layer_stages(model: keras.Model, training: Program, inference: Program) -> L
         return assigned[cuts]
 
     def both(cuts: tuple[str, ...]) -> None:
-        assign(cuts)
-        AssignStages(cuts).run(inference)
+        crossing = [*assign(cuts).boundaries, *AssignStages(cuts).run(inference).boundaries]
+        if own := [boundary.ref for boundary in crossing if boundary.whole]:
+            raise PassError(f"tensor {own[0]} crosses a cut between equal slices only, which not all plans have")
 
     def differentiated(cuts: tuple[str, ...]) -> Program:
         return run_passes(assign(cuts), [BuildForward(), BuildBackward()])

@@ -51,13 +51,13 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
     refs = interpreter.graph.inputs(node.name)
     spreads = _used(interpreter, node)
     try:
-        results = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
+        few, many = (interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs))
     except PassError:  # The body takes other numbers of samples only.
-        results = [None, None]
-    if results[0] is None or results[1] is None:
+        few = many = None
+    if few is None or many is None:
         return _unknown(interpreter, node)
-    body = interpreter.body(node.attr["body"].func.name, results[0], results[1])
-    condition = interpreter.body(node.attr["cond"].func.name, results[0], results[1])
+    body = interpreter.body(node.attr["body"].func.name, few, many)
+    condition = interpreter.body(node.attr["cond"].func.name, few, many)
     if body is None or condition is None:
         return _unknown(interpreter, node)
     same = [result == argument for argument, result in zip(body.arguments, body.results, strict=True)]
@@ -130,6 +130,7 @@ def _merged(several: Sequence[Spread]) -> Spread:
         place=any(spread.place for spread in several),
         partial=any(spread.partial for spread in several),
         shared=not axes and all_shared(several),
+        lengths=any(spread.lengths for spread in several),
     )
 
 

@@ -48,6 +48,11 @@ def _moved(interpreter: Interpreter, node: NodeDef) -> Spread:
         return spread
     if node.op == "Transpose" and (axes := interpreter.integers(refs[1])) is not None:
         return spread._replace(axis=axes.index(spread.axis))
+    shape = interpreter.shape(refs[0])
+    if shape is not None and node.op == "ExpandDims" and (axes := interpreter.axes_of(refs[1], len(shape) + 1)):
+        return spread._replace(axis=spread.axis + (axes[0] <= spread.axis))
+    if shape is not None and node.op == "Squeeze" and (dims := node.attr["squeeze_dims"].list.i):
+        return spread._replace(axis=spread.axis - sum(dim % len(shape) < spread.axis for dim in dims))
     return spread._replace(axis=interpreter.batch_axis(node, 0, [(refs[0], spread)]))
 
 

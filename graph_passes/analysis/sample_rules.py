@@ -35,11 +35,6 @@ def _cast(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     return _placed(interpreter, node, interpreter.inputs(node)[0])
 
 
-def _is_zero(interpreter: Interpreter, ref: Ref) -> bool:
-    numbers = interpreter.numbers(ref)
-    return numbers is not None and all(not value.any() for value in numbers)
-
-
 def _of_samples(
     interpreter: Interpreter, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None
 ) -> Spread:
@@ -63,7 +58,7 @@ def _of_samples(
 
 def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
     """Handles a sum of all inputs."""
-    refs = [ref for ref in interpreter.graph.inputs(node.name) if not _is_zero(interpreter, ref)]
+    refs = [ref for ref in interpreter.graph.inputs(node.name) if not interpreter.is_zero(ref)]
     spreads = [interpreter.of(ref) for ref in refs]
     if all(spread.axis is None for spread in spreads):
         rising = [spread.negated if node.op == "Sub" and index else spread for index, spread in enumerate(spreads)]
@@ -82,7 +77,7 @@ def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     chosen = interpreter.choice(node)
     if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
         interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
-    spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
+    spreads = [interpreter.of(ref) for ref in values if not interpreter.is_zero(ref)]
     if any(spread.axis is not None for spread in (*spreads, chosen)) or not spreads:
         return None
     combined, extreme = together(spreads), _extreme_of(spreads, several=True) if chosen.constant else ""

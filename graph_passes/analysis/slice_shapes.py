@@ -167,9 +167,10 @@ class SliceShapes:
         return self.with_shapes(_each(self.assumed, [{number: samples} for samples in (few, many, few)], infer))
 
     def measured(self, program: Program, refs: Iterable[Ref]) -> SliceShapes:
-        """Adds the shapes of ``refs`` that depend on values, from a run.
+        """Adds the axes of ``refs`` that grow with the batch, of shapes that depend on values, from a run.
 
-        A run uses random inputs, so that a length that the data decide isn't proportional to the batch.
+        A run uses random inputs, so that a length that the data decide isn't proportional to the batch. One that is the
+        same for all numbers of samples may be another one with other data: it stays unknown.
         """
         vague = self.vague(refs)
         if not vague or self.samples is None or not self.lengths_known:
@@ -180,8 +181,14 @@ class SliceShapes:
             measure_shapes(alone, {name: _whole(shape) for name, shape in inputs.items()}, values, vague)
             for inputs, values in zip(self.assumed, [{number: samples} for samples in self.samples], strict=False)
         )
-        # What a run tells of an axis holds for the lengths of the batch at hand only.
-        return self.with_shapes((few, many, few if self.assumed[2] == self.assumed[0] else {}))
+        grown = {ref: _grown(self.found[0].get(ref), few[ref], many[ref]) for ref in few.keys() & many.keys()}
+        return self.with_shapes(
+            (
+                {ref: shapes[0] for ref, shapes in grown.items()},
+                {ref: shapes[1] for ref, shapes in grown.items()},
+                {ref: self.found[2].get(ref) for ref in grown},
+            )
+        )
 
     def with_shapes(self, more: Sequence[_Shapes]) -> SliceShapes:
         """Returns these shapes and others, for few samples, many, and any number."""
@@ -230,6 +237,16 @@ def part_before(graph: GraphDef, refs: Sequence[Ref]) -> GraphDef:
     part = GraphDef(versions=graph.versions, library=graph.library)
     part.node.extend(node for node in graph.node if node.name in names)
     return part
+
+
+def _grown(known: Shape | None, few: Shape, many: Shape) -> tuple[Shape, Shape]:
+    """Returns measured shapes without the lengths that are equal, but for known ones."""
+    sizes = (None,) * len(few) if known is None else known
+    told = [size is not None or one != other for size, one, other in zip(sizes, few, many, strict=True)]
+    return (
+        tuple(one if sure else None for one, sure in zip(few, told, strict=True)),
+        tuple(other if sure else None for other, sure in zip(many, told, strict=True)),
+    )
 
 
 def _whole(shape: Sequence[int | None]) -> list[int]:

@@ -50,7 +50,9 @@ def verify_connections(program: Program, graph: Graph) -> None:
 
 
 def check_rows(program: Program, layout: Layout) -> None:
-    """Checks that each tensor that some stages cut differently has its samples' rows in an order that is known.
+    """Checks that each tensor that some stages cut differently can be split and joined.
+
+    Its samples' rows must be in an order that is known, and samples mustn't decide its lengths together.
 
     Args:
         program: a program with boundaries.
@@ -59,7 +61,7 @@ def check_rows(program: Program, layout: Layout) -> None:
     Raises:
         PassError: names the tensor, its layer, the stages, and the way out.
     """
-    for boundary in (each for each in program.boundaries if each.outer is None):
+    for boundary in (each for each in program.boundaries if each.whole or each.outer is None):
         for micro_batch, stage in itertools.product(range(len(layout.micro_batch_intervals)), boundary.consumers):
             sizes = [
                 [interval.size for interval in layout.slices(own, micro_batch) if interval.size]
@@ -68,11 +70,13 @@ def check_rows(program: Program, layout: Layout) -> None:
             if sizes[0] != sizes[1]:
                 layer = layer_of(Graph(program.flat_graph), boundary.ref)
                 rows = "several" if boundary.rows_per_sample is None else boundary.rows_per_sample
+                why = f"has {rows} rows for each sample in an order that isn't known"
+                if boundary.whole:
+                    why = "has lengths, or a value, that samples of a slice decide together"
                 raise PassError(
-                    f"tensor {boundary.ref} of layer {layer!r} has {rows} rows for each sample in an order that isn't "
-                    f"known, so that it can't be cut: stage {boundary.producer} makes it in slices of {sizes[0]} "
-                    f"samples, stage {stage} reads it in slices of {sizes[1]}; give both stages the same number of "
-                    f"replicas and the same shares, or cut elsewhere"
+                    f"tensor {boundary.ref} of layer {layer!r} {why}, so that it can't be cut: stage "
+                    f"{boundary.producer} makes it in slices of {sizes[0]} samples, stage {stage} reads it in slices "
+                    f"of {sizes[1]}; give both stages the same number of replicas and the same shares, or cut elsewhere"
                 )
 
 

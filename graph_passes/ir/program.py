@@ -229,6 +229,8 @@ class Boundary:
         shape: static shape; None for axes that grow with the batch or are unknown.
         differentiable: whether a gradient flows back through it.
         example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.
+        whole: whether it is handed on between equal slices only: each slice has its own, which can't be split, joined
+            or averaged, as its samples decide its lengths (cropped to the longest), or as it is their largest number.
     """
 
     ref: Ref
@@ -241,6 +243,7 @@ class Boundary:
     differentiable: bool
     example_shape: tuple[int | None, ...]
     outer: int | None = 1
+    whole: bool = False
 
     def slice_shape(self, samples: int) -> tuple[int | None, ...]:
         """Returns the shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""

@@ -62,6 +62,7 @@ class Spread(NamedTuple):
         partial: whether the number of rows that a sample has depends on values: those that a mask leaves, say.
         extreme: ``"Max"`` if the batch's value is the largest of the slices' values, ``"Min"`` if it is the smallest;
             empty otherwise.
+        lengths: whether lengths of axes without samples depend on samples' values: cropped to the longest, say.
     """
 
     axis: int | None = None
@@ -74,6 +75,7 @@ class Spread(NamedTuple):
     partial: bool = False
     shared: bool = False
     extreme: str = ""
+    lengths: bool = False
 
     @property
     def constant(self) -> bool:
@@ -89,6 +91,11 @@ class Spread(NamedTuple):
     def negated(self) -> Spread:
         """The spread of what falls where it rises."""
         return self._replace(extreme={"Max": "Min", "Min": "Max", "": ""}[self.extreme])
+
+    @property
+    def decides(self) -> bool:
+        """Whether it has no samples itself, but depends on those of the slice."""
+        return self.axis is None and self.varies
 
     @property
     def one_by_one(self) -> bool:

@@ -49,8 +49,8 @@ class AssignStages:
         cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
             layer that is called several times, a name and the number of the call (``shared#0``).
         within: names of layers, likewise, at which a later pass cuts within stages: they are looked up now, early.
-        layout: how a full batch is cut. Tensors at cuts need a batch axis if stages have several slices, and are refused
-            now, early, if they can't be cut so; None asks for the axis alone.
+        layout: how a full batch is cut. If stages have several slices, tensors at cuts need a batch axis, and are
+            refused now, early, if they can't be cut so. None asks for the axis alone.
 
     Source: DAPPLE (PPoPP'21), section 5.2.1: "we first construct the forward graph of each stage in sequence and record
     the boundary tensors".
@@ -280,7 +280,10 @@ def _boundaries(
     sized = _depends_on_slice_size(graph, roles)
     boundaries = []
     sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
-    shapes = shapes.through_functions(program, sendable).measured(program, sendable)
+    shapes = shapes.through_functions(program, sendable)
+    vague = shapes.vague(sendable)
+    spreads = dict(spreads_of(program, vague)) if vague else {}
+    shapes = shapes.measured(program, sendable)
     unknown: LengthsUnknownError | None = None
     for ref in sorted(consumers, key=lambda ref: (graph.position[ref.node], ref.output)):
         producer, dtype = stage_of[ref.node], dtype_of(graph, ref)
@@ -293,12 +296,6 @@ def _boundaries(
         try:
             axes = shapes.axes(ref)
             axis = _batch_axis(axes, where, shapes, sliced=sliced)
-            if sliced and axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES:
-                raise _refusal(
-                    shapes,
-                    f"{where} is computed from the batch but has no batch axis, and as {dtype_name(dtype)} it can't be "
-                    f"averaged over slices; cut before the layer that makes it or after the last one that reads it",
-                )
         except LengthsUnknownError as error:
             unknown = unknown or error
             continue
@@ -307,11 +304,13 @@ def _boundaries(
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
         example = tuple(each.size if place == axis or not each.of_batch else None for place, each in enumerate(axes))
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
-        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
+        whole = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
+        whole = whole or (ref in vague and _has_own_lengths(spreads, ref, axis))
+        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, whole=whole))
     if unknown is not None:
         raise unknown
     several = [each.ref for each in boundaries if each.batch_axis is not None and each.rows_per_sample != 1]
-    spreads = spreads_of(program, several) if several else {}
+    spreads |= spreads_of(program, missing) if (missing := [ref for ref in several if ref not in spreads]) else {}
     return tuple(
         dataclasses.replace(each, outer=_outer(each, spreads.get(each.ref))) if each.ref in several else each
         for each in boundaries
@@ -338,11 +337,19 @@ def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes, *,
         raise PassError(
             f"{where} has shape {_shown(axes)} with the batch in axes {grows}: it couples samples; cut elsewhere"
         )
-    if unknown and not (grows and unknown > grows):
+    if unknown and not grows and (shapes.samples is None or not shapes.lengths_known):
         raise _refusal(
             shapes, f"{where} has shape {_shown(axes)}: which axis is the batch can't be told; cut elsewhere"
         )
     return grows[0] if grows else None
+
+
+def _has_own_lengths(spreads: Mapping[Ref, Spread], ref: Ref, axis: int | None) -> bool:
+    """Returns whether samples decide lengths of a tensor, or may, so that each slice has its own."""
+    spread = spreads.get(ref)
+    if spread is None:
+        return True
+    return spread.lengths or spread.partial or (axis is None and spread.axis is not None)
 
 
 def _refusal(shapes: SliceShapes, text: str) -> PassError:

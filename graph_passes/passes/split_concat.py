@@ -48,7 +48,11 @@ class SplitConcat:
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
 
     def run(self, program: Program) -> Program:
-        """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""
+        """Program after ``replicate`` -> the same with boundary tensors and their gradients connected.
+
+        Raises:
+            PassError: a tensor would have to be split or joined, and can't be.
+        """
         check_rows(program, program.own_step.layout)
         graph = copied(program.graph)
         phases = [stage.gives_gradients for stage in program.stages]
@@ -182,7 +186,7 @@ class _Connection:
             ]
             if not sources:
                 continue
-            if boundary.batch_axis is None and not original:
+            if boundary.batch_axis is None and not original and not boundary.whole:
                 for index, (_, interval) in enumerate(receivers):
                     parts[index] += [
                         tensor for _, wanted, tensor in sources if self._first(receivers, wanted) == interval
@@ -225,6 +229,9 @@ class _Connection:
                 means already.
         """
         axis = boundary.batch_axis
+        if boundary.whole:
+            tensors = {interval: tensor for _, interval, tensor in sources}
+            return [tensors[interval] for _, interval in receivers]
         if axis is None:
             if backward:
                 return self._share(boundary, sources, receivers)
