@@ -157,6 +157,10 @@ COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
     "all samples but one": (lambda x, w: tf.slice(x, [1, 0], [-1, -1]), {Coupling.PLACE}),
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), {Coupling.TOGETHER}),
     "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
+    "the next sample": (
+        lambda x, w: tf.gather(x, (tf.range(tf.shape(x)[0]) + 1) % tf.shape(x)[0]),
+        {Coupling.PLACE},
+    ),
     "two orders": (lambda x, w: tf.repeat(x, 2, 0) + tf.tile(x, [2, 1]), {Coupling.TOGETHER}),
     "numbers of two batches": (
         lambda x, w: tf.repeat(x, 2, 0) + tf.concat([tf.zeros_like(x), tf.ones_like(x)], 0),

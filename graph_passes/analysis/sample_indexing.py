@@ -266,6 +266,7 @@ def _outer_by_place(interpreter: Interpreter, node: NodeDef, table: Spread) -> i
         wanted = np.arange(places.size) // (rows // outer) % interpreter.samples
         if rows % outer == 0 and np.array_equal(samples, wanted):
             return outer
+    _mixed(interpreter, node, table, Coupling.PLACE)
     return None
 
 
