@@ -100,17 +100,21 @@ def items_of(model: keras.Model) -> list[Any]:
 def seeds_of(model: keras.Model) -> list[Any]:
     """Returns the states of all seed generators that layers, metrics and losses hold, each once."""
     generators = [own for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
-    metrics = [own for metric in model.metrics for own in getattr(metric, "metrics", None) or [metric]]
-    losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
-    holders = {id(own): own for own in (model, *metrics, *losses) if hasattr(own, "__dict__")}
-    pending = list(holders.values())
+    compiled = [
+        (getattr(model, "_compile_metrics", None), ("_user_metrics", "_user_weighted_metrics")),
+        (getattr(model, "_compile_loss", None), ("_user_loss",)),
+    ]
+    given = [keras.tree.flatten(getattr(own, name, None)) for own, names in compiled for name in names]
+    pending = [own for own in (model, *model.metrics, *itertools.chain(*given)) if hasattr(own, "__dict__")]
+    seen = set[int]()
     while pending:  # Keras doesn't track what metrics and losses hold.
-        for own in vars(pending.pop()).values():
-            if isinstance(own, keras.random.SeedGenerator):
-                generators.append(own)
-            elif isinstance(own, (keras.losses.Loss, keras.metrics.Metric)) and id(own) not in holders:
-                holders[id(own)] = own
-                pending.append(own)
+        holder = pending.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for own in vars(holder).values():
+            generators += [own] if isinstance(own, keras.random.SeedGenerator) else []
+            pending += [own] if isinstance(own, (keras.losses.Loss, keras.metrics.Metric)) else []
     return list({id(own.state): own.state for own in generators}.values())
 
 
