@@ -104,15 +104,16 @@ def items_of(model: keras.Model) -> list[Any]:
 def seeds_of(model: keras.Model) -> list[Any]:
     """Returns the states of all seed generators that layers, metrics and losses hold, each once."""
     generators = [own for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
-    holders = {id(own): own for own in (model, *model.metrics, *compile_arguments(model)) if hasattr(own, "__dict__")}
-    pending = list(holders.values())
+    pending = [own for own in (model, *model.metrics, *compile_arguments(model)) if hasattr(own, "__dict__")]
+    seen = set[int]()
     while pending:  # Keras doesn't track what metrics and losses hold.
-        for own in vars(pending.pop()).values():
-            if isinstance(own, keras.random.SeedGenerator):
-                generators.append(own)
-            elif isinstance(own, (keras.losses.Loss, keras.metrics.Metric)) and id(own) not in holders:
-                holders[id(own)] = own
-                pending.append(own)
+        holder = pending.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for own in vars(holder).values():
+            generators += [own] if isinstance(own, keras.random.SeedGenerator) else []
+            pending += [own] if isinstance(own, (keras.losses.Loss, keras.metrics.Metric)) else []
     return list({id(own.state): own.state for own in generators}.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -347,8 +348,8 @@ class Shuffled(keras.metrics.Metric):
 
 
 @pytest.mark.slow
-def test_losses_and_metrics_draw_what_they_draw_in_plain_keras() -> None:
-    """With one slice; more draw other numbers, which is noted."""
+def test_losses_and_metrics_draw_what_they_draw_in_plain_keras(tmp_path: pathlib.Path) -> None:
+    """With one slice, also from a checkpoint on; more draw other numbers, which is noted."""
     use_float64()
     x, y = np.random.default_rng(0).normal(size=(7, 4)), np.zeros((7, 3))
     own, plain = pair(lambda: model_of(Noisy(), metrics=[Shuffled()]))
@@ -356,6 +357,9 @@ def test_losses_and_metrics_draw_what_they_draw_in_plain_keras() -> None:
     for method in ("train_on_batch", "train_on_batch", "test_on_batch", "train_on_batch"):
         assert getattr(pipelined, method)(x, y) == pytest.approx(getattr(plain, method)(x, y), rel=1e-10)
     assert pipelined.notes == ()
+    resumed = pipeline(model_of(Noisy(), metrics=[Shuffled()]), ["first"], (1, 1), 1, 7)
+    resumed.restore_checkpoint(pipelined.save_checkpoint(tmp_path))
+    assert resumed.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-10)
     sliced = pipeline(model_of(Noisy(), metrics=[Shuffled()]), ["first"], (1, 1), 2, 7)
     sliced.train_on_batch(x, y)
     assert {(note.kind, note.layer, note.alone) for note in sliced.notes} == {

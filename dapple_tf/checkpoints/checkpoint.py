@@ -23,6 +23,7 @@ from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointEr
 from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.errors import reason
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import seeds_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +107,8 @@ def load_checkpoint(path: Path, model: keras.Model, *, optimizer: bool = True) -
 def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
     """Returns the variables of a model and its optimizer without metrics, by key ("model/12", "optimizer/3")."""
     metrics = {id(variable) for variable in model.metrics_variables}
-    variables = {
-        f"model/{index}": variable for index, variable in enumerate(v for v in model.variables if id(v) not in metrics)
-    }
+    own = {id(v): v for v in (*model.variables, *seeds_of(model)) if id(v) not in metrics}
+    variables = {f"model/{index}": variable for index, variable in enumerate(own.values())}
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         if not optimizer.built:

@@ -317,8 +317,6 @@ class _Tracing:
         if self.mode is not Mode.PREDICT:
             for metric in self.model.metrics_variables:
                 self.table.add(metric, VariableKind.METRIC, "metric/")
-            for seed in seeds:
-                self.table.add(seed, VariableKind.STATE)
         shifted = {id(seed) for seed in seeds}
         metrics = {id(variable) for variable in self.model.metrics_variables}
         own = [*self.model.variables, *self.model.metrics_variables, *seeds]

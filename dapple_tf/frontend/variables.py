@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.initialization import value_of
 from dapple_tf.frontend.step_logs import StepLogs
+from dapple_tf.keras_private import seeds_of
 from graph_passes.ir.graph import Names, Ref
 from graph_passes.ir.program import Variable, VariableKind
 
@@ -55,7 +56,7 @@ class VariableTable:
         self._name_of: dict[int, str] = {}
         metrics = {id(variable) for variable in model.metrics_variables}
         trainable = {id(variable) for variable in model.trainable_variables}
-        for variable in model.variables:
+        for variable in [*model.variables, *seeds_of(model)]:
             if id(variable) not in metrics:
                 kind = VariableKind.PARAMETER if id(variable) in trainable else VariableKind.STATE
                 self.add(variable, kind)

@@ -290,7 +290,8 @@ class _Scaling:
         elif node.op in ("Mul", "RealDiv", "DivNoNan"):
             scaled = [index for index, own in enumerate(inputs) if not self.of(own).constant]
             varying = [index for index in scaled if self.of(inputs[index]).varies]
-            if not scaled or len(varying) > 1 or (node.op != "Mul" and varying == [1]):
+            several = len(scaled) > 1 and self.of(ref).degree is not None  # It is a power of the weight at once.
+            if not scaled or several or len(varying) > 1 or (node.op != "Mul" and 1 in varying):
                 return None
         else:
             return None
