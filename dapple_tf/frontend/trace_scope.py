@@ -29,6 +29,8 @@ class TraceScope(keras.StatelessScope):
         parameters: ids of the trainable variables.
     """
 
+    state_mapping: dict[int, Any]
+
     def __init__(
         self, mapping: list[tuple[keras.Variable, tf.Tensor]], state: Container[int], parameters: Container[int]
     ) -> None:
