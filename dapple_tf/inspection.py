@@ -9,7 +9,7 @@ import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -83,6 +83,9 @@ class Inspection(ModelFront, abc.ABC):
     @abc.abstractmethod
     def _twin(self, model: keras.Model) -> contextlib.AbstractContextManager[Run]:
         """Makes the same pipeline of another model, for the duration of the context."""
+
+    def _batches(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
+        return Batches(self.model, iterator, known=self._specs.get(mode), cut=self.plan.cuts_batches)
 
     @property
     def _engine(self) -> Engine:

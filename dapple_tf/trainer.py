@@ -486,9 +486,6 @@ class PipelinedModel(Inspection, KerasMethods):
             self._passes[mode] = self._batches(mode, iterator)
         return self._passes[mode]
 
-    def _batches(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
-        return Batches(self.model, iterator, known=self._specs.get(mode), cut=self.plan.cuts_batches)
-
     def _next(self, mode: Mode, batches: Batches) -> Batch:
         batch = next(batches)
         self._begun.add(mode)

@@ -194,9 +194,8 @@ def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
     x = Positive(name="positive")(layers.Dense(3, name="first")(features))
     model = keras.Model(features, layers.Dense(1, name="last")(x))
     model.compile("sgd", "mse")
-    pipelined = pipeline(model, ["positive"], (1, 1), 1, 4)
     with pytest.raises(dapple.PassError, match="which axis is the batch can't be told"):
-        pipelined.train_on_batch(X[:4], Y[:4, :1])
+        pipeline(model, ["positive"], (1, 1), 2, 4)
 
 
 # ---- losses

@@ -125,13 +125,29 @@ def test_python_control_flow_depends_on_data(layer: type[layers.Layer]) -> None:
 def test_layer_cannot_be_traced() -> None:
     class Broken(layers.Layer):
         def call(self, x: Any) -> Any:
-            if not isinstance(x, np.ndarray) and x.shape[0] is None:
-                raise ValueError("how many samples are there?")
+            if not tf.executing_eagerly():
+                raise ValueError("what is a graph?")
             return x
 
     pipelined = transform(subclassed(Broken(name="broken")))
-    with refused(dapple.CaptureError, "layer 'broken' can't be traced: how many samples are there?"):
+    with refused(dapple.CaptureError, "layer 'broken' can't be traced: what is a graph?"):
         pipelined.fit(X, Y, verbose=0)
+
+
+class Static(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return keras.ops.reshape(x, (x.shape[0], 2, 2, 1))[:, :, 0, 0]
+
+
+def test_static_number_of_samples_in_a_layer_or_a_loss() -> None:
+    text = "takes the number of samples from a static shape (x.shape[0]), where it isn't known"
+    pipelined = transform(subclassed(Static(name="static")))
+    with refused(dapple.CaptureError, f"layer 'static' {text}"):
+        pipelined.fit(X, Y, verbose=0)
+    model = subclassed()
+    model.compile("sgd", lambda y, outputs: keras.ops.sum(outputs) / y.shape[0])
+    with refused(dapple.CaptureError, f"the loss or a metric of model 'subclassed' {text}"):
+        transform(model).fit(X, Y, verbose=0)
 
 
 # --- plans

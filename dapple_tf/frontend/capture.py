@@ -7,15 +7,15 @@ import dataclasses
 import enum
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
-from dapple_tf.frontend.batch import BatchSpec
-from dapple_tf.frontend.captured_graph import pruned, without_captures
+from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape
+from dapple_tf.frontend.captured_graph import paths_of_nodes, pruned, without_captures
 from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
 from dapple_tf.frontend.functional import outputs_as_declared
 from dapple_tf.frontend.functions import functions_traced
@@ -29,16 +29,16 @@ from dapple_tf.frontend.replica_sums import ReplicaSums
 from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
-from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.frontend.variables import VariableTable, placeholders_of
 from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, seeds_of, takes_training
-from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr, make_node, shape_attr
-from graph_passes.ir.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
-from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
+from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.tensorflow_private import number_of_nodes
 from graph_passes.passes.scale_losses import scale_losses
 
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
 _SEED_STRIDE = 2654435769
+_SOME_SAMPLES = 12  # which many numbers divide
 _REFUSED = (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError, KeyError)
 """What TensorFlow and Keras raise for models that can't be traced."""
 
@@ -101,19 +101,22 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
             model.optimizer.build(model.trainable_variables)
         return
 
-    def symbolic(leaf: Any) -> Any:
-        return None if leaf is None else keras.KerasTensor(leaf.shape, leaf.dtype)
+    def symbolic(*, sized: bool = False) -> Any:
+        def tensor(leaf: Any) -> Any:
+            return None if leaf is None else keras.KerasTensor(_shape(leaf, sized=sized), leaf.dtype)
 
-    structures = (spec.x, spec.y, spec.sample_weight)
-    batch = tuple(None if tree is None else keras.tree.map_structure(symbolic, tree) for tree in structures)
+        structures = (spec.x, spec.y, spec.sample_weight)
+        return tuple(None if tree is None else keras.tree.map_structure(tensor, tree) for tree in structures)
+
     try:
         with outputs_as_declared(model):
-            build_for(model, batch)
+            build_for(model, symbolic())
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
-        raise CaptureError(
-            f"the loss or a metric of model {model.name!r} can't be computed for batches of {spec}: {reason(error)}"
-        ) from error
+        where = f"the loss or a metric of model {model.name!r}"
+        if _works(lambda: build_for(model, symbolic(sized=True))):
+            raise _takes_static_size(where, error) from error
+        raise CaptureError(f"{where} can't be computed for batches of {spec}: {reason(error)}") from error
 
 
 def capture(
@@ -158,6 +161,7 @@ class _Tracing:
         model, table, mode, spec, training: see `capture`.
         own: whether it is the model's own step.
         share: whether equal calls of layers may be traced once.
+        sized: whether for one size of batches instead of any: that at hand if there is one.
     """
 
     def __init__(
@@ -169,9 +173,11 @@ class _Tracing:
         training: bool,
         own: bool,
         share: bool = True,
+        sized: bool = False,
     ) -> None:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
-        self.own = own
+        self.own, self.sized = own, sized
+        self.arguments = model, table, mode, spec, training, own
         # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
         self.share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
         self.calls = LayerCalls(model, share=self.share)
@@ -179,9 +185,8 @@ class _Tracing:
         self.structure: Any = None
 
     def run(self) -> Program:
-        function = tf.function(self._trace, autograph=False)
         try:
-            graph = function.get_concrete_function().graph
+            graph = self.graph_of_trace()
         except Exception as error:
             if self.calls.repeats:  # Perhaps somebody looked at more of them than their tensors.
                 return self._again(share=False)
@@ -197,9 +202,13 @@ class _Tracing:
             return self._again(share=self.share)
         return self._program(graph)
 
+    def graph_of_trace(self) -> tf.Graph:
+        """Returns the graph into which the model is traced."""
+        return tf.function(self._trace, autograph=False).get_concrete_function().graph
+
     def _again(self, *, share: bool) -> Program:
         """Traces the model once more."""
-        tracing = _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own, share)
+        tracing = _Tracing(*self.arguments, share)
         program = tracing.run()
         self.structure = tracing.structure
         return program
@@ -217,13 +226,17 @@ class _Tracing:
                 f"can't record: use keras.ops.where, keras.ops.cond or keras.ops.while_loop. TensorFlow says: "
                 + reason(error).partition(". ")[0]
             )
+        if _works(_Tracing(*self.arguments, share=False, sized=True).graph_of_trace):
+            return _takes_static_size(where, error)
         return CaptureError(f"{where} can't be traced: {reason(error)}")
 
     def _trace(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
         placeholder = tf.compat.v1.placeholder
         self.inputs = [
-            placeholder(leaf.dtype, leaf.shape, name="batch_" + re.sub(r"\W+", "_", leaf.name).strip("_"))
+            placeholder(
+                leaf.dtype, _shape(leaf, sized=self.sized), name="batch_" + re.sub(r"\W+", "_", leaf.name).strip("_")
+            )
             for leaf in self.spec.leaves
         ]
         leaves = iter(self.inputs)
@@ -328,7 +341,7 @@ class _Tracing:
                 mapping.append((variable, tf.compat.v1.placeholder(variable.dtype, variable.shape, name="metric")))
             elif self.table.knows(variable):
                 variables.setdefault(self.table.name_of(variable), variable)
-        self.values |= dict(zip(variables, _placeholders(variables), strict=True))
+        self.values |= dict(zip(variables, placeholders_of(variables), strict=True))
         self.initial = {
             name: self._shifted_seed(self.values[name]) if id(variable) in shifted else self.values[name]
             for name, variable in variables.items()
@@ -416,7 +429,7 @@ class _Tracing:
         present = [variable for variable in variables if variable is not None]
         inputs, example_shapes, host = [_ref(tensor) for tensor in self.inputs], self.spec.sizes, None
         calls = self.calls.calls(expanded.starts)
-        paths = _paths_of_nodes(calls)
+        paths = paths_of_nodes(calls)
         if tables or any(leaf.dtype == "string" for leaf in self.spec.leaves):
             wanted = [*map(_ref, self.updates.values()), *outputs, *([] if loss is None else [loss])]
             wanted += [normalizer.of_whole_batch for normalizer in self.normalizers]
@@ -430,7 +443,7 @@ class _Tracing:
             normalizers=self.normalizers,
             peers=self.peers,
             outputs=tuple(outputs) if self.mode is Mode.PREDICT else (),
-            output_shapes=tuple(_shape(tensor) for tensor in self.outputs) if self.mode is Mode.PREDICT else (),
+            output_shapes=tuple(_static_shape(tensor) for tensor in self.outputs) if self.mode is Mode.PREDICT else (),
             loss=loss,
             calls=calls,
             model_end=expanded.starts[self.model_end],
@@ -438,7 +451,7 @@ class _Tracing:
         )
         program = pruned(graph_def, roles, paths)
         program = program if host is None else CapturedProgram(program.graph, program.roles, host=host)
-        vague = any(shape is None or None in shape[1:] for shape in map(_shape, self.outputs))
+        vague = any(shape is None or None in shape[1:] for shape in map(_static_shape, self.outputs))
         if self.mode is Mode.PREDICT and not self.training and not self.updates and not vague:
             return program
         return scale_losses(program, outputs)
@@ -451,27 +464,29 @@ class _Tracing:
         return dataclasses.replace(described, metric=metrics.get(id(self.table.keras_variables[name])))
 
 
-def _shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
+def _static_shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape)
 
 
-def _placeholders(variables: Mapping[str, keras.Variable]) -> list[tf.Tensor]:
-    """Makes a placeholder for each variable, all at once: one by one they take a tenth of a trace."""
-    graph = empty_graph()
-    for name, variable in variables.items():
-        dtype = tf.as_dtype(variable.dtype).as_datatype_enum
-        attrs = {"dtype": dtype_attr(dtype), "shape": shape_attr(variable.shape)}
-        graph.node.append(make_node(f"variable/{name}", "Placeholder", attrs=attrs))
-    tensors = [f"{node.name}:0" for node in graph.node]
-    return list(tf.graph_util.import_graph_def(graph, return_elements=tensors, name=""))
+def _shape(leaf: Leaf, *, sized: bool) -> Shape:
+    """Returns the shape of an array in batches of any size, or in one batch."""
+    return (leaf.sizes or (_SOME_SAMPLES, *leaf.shape[1:])) if sized else leaf.shape
 
 
-def _paths_of_nodes(calls: Iterable[LayerCall]) -> dict[int, str]:
-    """Returns position of a node -> path of the innermost layer call that made it."""
-    paths: dict[int, str] = {}
-    for call in sorted(calls, key=lambda call: call.start - call.stop):
-        paths |= dict.fromkeys(range(call.start, call.stop), call.path)
-    return paths
+def _works(trial: Callable[[], Any]) -> bool:
+    try:
+        trial()
+    except Exception:
+        return False
+    return True
+
+
+def _takes_static_size(where: str, error: Exception) -> CaptureError:
+    return CaptureError(
+        f"{where} takes the number of samples from a static shape (x.shape[0]), where it isn't known, since slices of "
+        f"any size run the same graph: take it from keras.ops.shape(x)[0], or let reshape infer it (-1). Keras says: "
+        f"{reason(error)}"
+    )
 
 
 def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variable]:

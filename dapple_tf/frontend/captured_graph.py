@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -11,7 +11,7 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.keras_private import tensorflow_variable
 from graph_passes.ir.graph import LAYER_ATTR, POSITION_ATTR, Graph, GraphDef
-from graph_passes.ir.program import Program, Roles
+from graph_passes.ir.program import LayerCall, Program, Roles
 from graph_passes.ir.tensorflow_bridge import make_constant
 
 
@@ -41,6 +41,14 @@ def without_captures(graph: tf.Graph, tables: Container[str], unknown: Sequence[
             )
         make_constant(nodes[internal.op.name], external.numpy())
     return graph_def
+
+
+def paths_of_nodes(calls: Iterable[LayerCall]) -> dict[int, str]:
+    """Returns position of a node -> path of the innermost layer call that made it."""
+    paths: dict[int, str] = {}
+    for call in sorted(calls, key=lambda call: call.start - call.stop):
+        paths |= dict.fromkeys(range(call.start, call.stop), call.path)
+    return paths
 
 
 def pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -13,8 +13,9 @@ import tensorflow as tf
 from dapple_tf.frontend.initialization import value_of
 from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.keras_private import seeds_of
-from graph_passes.ir.graph import Names, Ref
+from graph_passes.ir.graph import Names, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.program import Variable, VariableKind
+from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
 def read_tensor(variable: keras.Variable) -> tf.Tensor:
@@ -26,6 +27,17 @@ def read_tensor(variable: keras.Variable) -> tf.Tensor:
 def read_value(variable: keras.Variable) -> np.ndarray:
     """Returns the value of a variable that has one."""
     return np.asarray(read_tensor(variable).numpy())
+
+
+def placeholders_of(variables: Mapping[str, keras.Variable]) -> list[tf.Tensor]:
+    """Makes a placeholder for each variable, all at once: one by one they take a tenth of a trace."""
+    graph = empty_graph()
+    for name, variable in variables.items():
+        dtype = tf.as_dtype(variable.dtype).as_datatype_enum
+        attrs = {"dtype": dtype_attr(dtype), "shape": shape_attr(variable.shape)}
+        graph.node.append(make_node(f"variable/{name}", "Placeholder", attrs=attrs))
+    tensors = [f"{node.name}:0" for node in graph.node]
+    return list(tf.graph_util.import_graph_def(graph, return_elements=tensors, name=""))
 
 
 def assign_value(variable: keras.Variable, value: np.ndarray) -> None:

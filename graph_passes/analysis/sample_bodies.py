@@ -84,13 +84,13 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
         interpreter.couple(node, Coupling.BATCH_SIZE)
     if any(spread.axis is not None and spread.degree != 0 for spread in spreads):
         interpreter.couple(node, Coupling.BATCH_SIZE)
-    results = []
+    outputs = []
     for ref, spread, kept in zip(refs, spreads, same, strict=True):
         degree = spread.degree if spread.axis is None else 0
         if not (kept or goes_on.constant or interpreter.is_float(ref) or interpreter.is_handle(ref)):
             degree = None  # It may count rounds.
-        results.append(spread._replace(known=spread.known and (kept or goes_on.known), degree=degree))
-    return results
+        outputs.append(spread._replace(known=spread.known and (kept or goes_on.known), degree=degree))
+    return outputs
 
 
 def _used(interpreter: Interpreter, node: NodeDef) -> list[Spread]:

@@ -9,7 +9,14 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
-from graph_passes.analysis.operator_traits import GATHERS, KEEPING_ELEMENTS, KEEPING_ORDER, REPEATING, draws
+from graph_passes.analysis.operator_traits import (
+    ELEMENTWISE,
+    GATHERS,
+    KEEPING_ELEMENTS,
+    KEEPING_ORDER,
+    REPEATING,
+    draws,
+)
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
@@ -21,6 +28,8 @@ _SOME_LENGTH = 48
 """Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
 _PICKING = GATHERS | {"Slice", "Split", "SplitV", "StridedSlice", "Unpack", "Where"}
 """Ops that choose elements of an axis by places counted from its start."""
+_LIKE_INPUTS = ELEMENTWISE | frozenset({"BiasAdd", "Elu", "Erf", "LeakyRelu", "Selu", "Softplus"})
+"""Ops whose output has the rows of their inputs, even where shape inference doesn't know how many these are."""
 _ALONG = {"CumulativeLogsumexp": 1, "Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}
 """Ops along axes that an input names, and its number."""
 _ALONG_LAST = frozenset({"LogSoftmax", "Softmax", "TopK", "TopKV2"})
@@ -400,7 +409,8 @@ class Interpreter:
         ref = Ref(node.name, output)
         rows, of_list = self.rows(ref), self.is_handle(ref)
         moved = [(source, spread) for source, spread in inputs if spread.axis is not None]
-        same = [spread for source, spread in moved if self.rows(source) == rows and self.is_handle(source) == of_list]
+        like = rows is None and node.op in _LIKE_INPUTS
+        same = [own for ref, own in moved if (like or self.rows(ref) == rows) and self.is_handle(ref) == of_list]
         alike = [spread for spread in same if spread.varies]
         if not alike and any(spread.varies for _, spread in moved):
             return None
