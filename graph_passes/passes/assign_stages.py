@@ -272,6 +272,9 @@ def _boundaries(
     dependence = sample_dependence(program, ()) if vague else None
     spreads = {} if dependence is None else dependence.spreads
     shapes = shapes.measured(program, sendable)
+    decided = [ref for ref, spread in spreads.items() if spread.decides and ref.node not in stage_of]
+    integers = [ref.node for ref in decided if dtype_of(graph, ref) not in COUNTABLE_DTYPES]
+    deciding = {stage for name in integers for stage in readers[name]}  # each of its own slice
     unknown: LengthsUnknownError | None = None
     for ref in sorted(consumers, key=lambda ref: (graph.position[ref.node], ref.output)):
         producer, dtype = stage_of[ref.node], dtype_of(graph, ref)
@@ -292,9 +295,11 @@ def _boundaries(
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
         example = tuple(each.size for each in axes)
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
-        whole = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
-        whole = whole or (ref in vague and _has_own_lengths(spreads, ref, axis))
-        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, whole))
+        own = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
+        own = own or (ref in vague and _has_own_lengths(spreads, ref, axis))
+        ragged = axis is None or ref not in spreads or spreads[ref].partial
+        whole = own and (ragged or not deciding.isdisjoint(reading))
+        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, own, whole))
     if unknown is not None:
         raise unknown
     return tuple(boundaries)

@@ -70,17 +70,18 @@ class SplitConcat:
 def _check_slices(program: Program) -> None:
     layout = program.own_step.layout
     for boundary in program.boundaries:
-        for stage in boundary.consumers if boundary.whole else ():
+        for stage in boundary.consumers if boundary.own_lengths else ():
             for micro_batch in range(len(layout.micro_batch_intervals)):
                 made, read = (layout.slices(each, micro_batch) for each in (boundary.producer, stage))
-                if made != read:
+                parts = [sum(bool(own.overlap(wanted).size) for own in made) for wanted in read]
+                if made != read and (boundary.whole or max(parts) > 1):
                     sizes, others = (", ".join(str(own.size) for own in intervals) for intervals in (made, read))
                     layer = layer_of(Graph(program.flat or program.graph), boundary.ref)
                     raise PassError(
-                        f"tensor {boundary.ref} of layer {layer!r} can't be split or joined: samples of a slice decide "
-                        f"its length, or its value, together. Stage {boundary.producer} makes it of slices of {sizes} "
-                        f"samples, and stage {stage} reads it for slices of {others}; plan as many replicas with equal "
-                        f"shares for both, or cut elsewhere"
+                        f"tensor {boundary.ref} of layer {layer!r} can't be {'split or ' * boundary.whole}joined: "
+                        f"samples of a slice decide its length, or its value, together. Stage {boundary.producer} "
+                        f"makes it of slices of {sizes} samples, and stage {stage} reads it for slices of {others}; "
+                        f"plan as many replicas with equal shares for both, or cut elsewhere"
                     )
 
 
@@ -246,7 +247,7 @@ class _Connection:
                 means already.
         """
         axis = boundary.batch_axis
-        if boundary.whole:
+        if axis is None and boundary.whole:
             tensors = {interval: tensor for _, interval, tensor in sources}
             return [tensors[interval] for _, interval in receivers]
         if axis is None:
