@@ -645,7 +645,7 @@ def test_a_cut_through_a_tensor_without_a_usable_batch_axis_is_refused(kind: str
 def test_what_samples_decide_together_is_handed_on_whole(kind: str, shape: tuple[int | None, ...]) -> None:
     boundary = only_boundary(assign(through(kind), "a"))
     assert (boundary.batch_axis, boundary.shape, boundary.example_shape) == (None, shape, shape)
-    assert boundary.whole
+    assert boundary.own_lengths and boundary.whole
 
 
 def test_a_program_for_prediction_is_cut_like_one_for_training() -> None:

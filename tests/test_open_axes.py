@@ -9,7 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import TOLERANCE, assert_same_variables, largest_difference, pair, pipeline, use_float64
+from equivalence import (
+    TOLERANCE,
+    assert_same_variables,
+    assert_same_variables_after,
+    largest_difference,
+    pair,
+    pipeline,
+    use_float64,
+)
 from selection import sampled
 
 from dapple_tf import DataError
@@ -387,15 +395,24 @@ def test_lengths_of_a_slice_are_noted_and_refused_between_unlike_slices() -> Non
     assert [(note.kind, note.layer) for note in pipelined.notes] == [(NoteKind.COUPLED, "m")]
     assert abs(pipelined.train_on_batch(x, y) - plain.train_on_batch(x, y)) > 1e-4
     with pytest.raises(PassError) as caught:
-        pipeline(decided("cropped to the longest"), ["a"], (1, 2), 1, 8).train_on_batch(x, y)
+        pipeline(decided("cropped, with a mask"), ["a"], (1, 2), 1, 8).train_on_batch(x, y)
     assert str(caught.value).endswith(
         "of layer 'a' has lengths, or a value, that samples of a slice decide together, so that it can't be cut: stage "
         "0 makes it in slices of [8] samples, stage 1 reads it in slices of [4, 4]; give both stages the same number "
         "of replicas and the same shares, or cut elsewhere"
     )
-    own, plain = pair(lambda: decided("cropped to a variable"))
-    pipelined = pipeline(own, ["a", "d"], (1, 2, 1), 1, 8)
-    assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-5)
+    with pytest.raises(
+        PassError, match=r"layer 'a' has .*, so that it can't be joined: .* in slices of \[4, 4\] samples"
+    ):
+        pipeline(decided("cropped to the longest"), ["a"], (2, 1), 1, 8).train_on_batch(x, y)
+
+
+@pytest.mark.parametrize(("case", "replicas"), [("to the longest", (1, 2)), ("to a variable", (2, 1))])
+def test_one_length_for_all_slices_is_split_and_joined(case: str, replicas: tuple[int, int]) -> None:
+    use_float64()
+    x, y = lengths()
+    own, plain = pair(lambda: decided(f"cropped {case}"))
+    assert_same_variables_after(1, pipeline(own, ["a"], replicas, 1, 8), plain, x, y)
 
 
 def test_predictions_of_unlike_lengths_are_refused() -> None:

@@ -62,8 +62,8 @@ def layer_stages(model: keras.Model, training: Program, inference: Program) -> L
 
     def both(cuts: tuple[str, ...]) -> None:
         crossing = [*assign(cuts).boundaries, *AssignStages(cuts).run(inference).boundaries]
-        if own := [boundary.ref for boundary in crossing if boundary.whole]:
-            raise PassError(f"tensor {own[0]} crosses a cut between equal slices only, which not all plans have")
+        if own := [boundary.ref for boundary in crossing if boundary.whole or boundary.own_lengths]:
+            raise PassError(f"tensor {own[0]} can't be split and joined by any plan")
 
     def differentiated(cuts: tuple[str, ...]) -> Program:
         return run_passes(assign(cuts), [BuildForward(), BuildBackward()])

@@ -61,22 +61,23 @@ def check_rows(program: Program, layout: Layout) -> None:
     Raises:
         PassError: names the tensor, its layer, the stages, and the way out.
     """
-    for boundary in (each for each in program.boundaries if each.whole or each.outer is None):
+    for boundary in (each for each in program.boundaries if each.own_lengths or each.outer is None):
+        apart = boundary.whole or boundary.outer is None
         for micro_batch, stage in itertools.product(range(len(layout.micro_batch_intervals)), boundary.consumers):
-            sizes = [
-                [interval.size for interval in layout.slices(own, micro_batch) if interval.size]
-                for own in (boundary.producer, stage)
-            ]
-            if sizes[0] != sizes[1]:
+            made, read = (layout.slices(own, micro_batch) for own in (boundary.producer, stage))
+            joins = any(sum(own.overlap(wanted).size > 0 for own in made) > 1 for wanted in read)
+            sizes = [[own.size for own in intervals if own.size] for intervals in (made, read)]
+            if sizes[0] != sizes[1] and (apart or joins):
                 layer = layer_of(Graph(program.flat_graph), boundary.ref)
                 rows = "several" if boundary.rows_per_sample is None else boundary.rows_per_sample
-                why = f"has {rows} rows for each sample in an order that isn't known"
-                if boundary.whole:
-                    why = "has lengths, or a value, that samples of a slice decide together"
+                why = f"{rows} rows for each sample in an order that isn't known"
+                if boundary.own_lengths:
+                    why = "lengths, or a value, that samples of a slice decide together"
                 raise PassError(
-                    f"tensor {boundary.ref} of layer {layer!r} {why}, so that it can't be cut: stage "
-                    f"{boundary.producer} makes it in slices of {sizes[0]} samples, stage {stage} reads it in slices "
-                    f"of {sizes[1]}; give both stages the same number of replicas and the same shares, or cut elsewhere"
+                    f"tensor {boundary.ref} of layer {layer!r} has {why}, so that it can't be "
+                    f"{'cut' if apart else 'joined'}: stage {boundary.producer} makes it in slices of {sizes[0]} "
+                    f"samples, stage {stage} reads it in slices of {sizes[1]}; give both stages the same number of "
+                    f"replicas and the same shares, or cut elsewhere"
                 )
 
 

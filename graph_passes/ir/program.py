@@ -229,8 +229,9 @@ class Boundary:
         shape: static shape; None for axes that grow with the batch or are unknown.
         differentiable: whether a gradient flows back through it.
         example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.
-        whole: whether it is handed on between equal slices only: each slice has its own, which can't be split, joined
-            or averaged, as its samples decide its lengths (cropped to the longest), or as it is their largest number.
+        own_lengths: whether samples of a slice decide its lengths together, so that those of several can't be joined.
+        whole: whether it can't be split either: it is handed on between equal slices only. It has no known rows for
+            each sample, or readers that compute such lengths of their own slice.
     """
 
     ref: Ref
@@ -243,6 +244,7 @@ class Boundary:
     differentiable: bool
     example_shape: tuple[int | None, ...]
     outer: int | None = 1
+    own_lengths: bool = False
     whole: bool = False
 
     def slice_shape(self, samples: int) -> tuple[int | None, ...]:

@@ -74,8 +74,8 @@ def _boundary_text(boundary: Boundary) -> str:
         batch += " in an unknown order" if boundary.outer is None else f" in {boundary.outer} parts"
     flows = "differentiable" if boundary.differentiable else "no gradient"
     where = f"{boundary.ref} from {boundary.producer} to {consumers}"
-    whole = ", whole" if boundary.whole else ""
-    return f"boundary {where}: {dtype_name(boundary.dtype)}[{shape}], {batch}, {flows}{whole}"
+    own = ", whole" if boundary.whole else ", own lengths" if boundary.own_lengths else ""
+    return f"boundary {where}: {dtype_name(boundary.dtype)}[{shape}], {batch}, {flows}{own}"
 
 
 def _node_text(node: NodeDef) -> str:

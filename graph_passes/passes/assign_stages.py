@@ -16,7 +16,7 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
-from graph_passes.analysis.sample_dependence import spreads_of
+from graph_passes.analysis.sample_dependence import sample_dependence, spreads_of
 from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
 from graph_passes.errors import PassError
 from graph_passes.ir.connections import check_rows
@@ -282,8 +282,12 @@ def _boundaries(
     sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
     shapes = shapes.through_functions(program, sendable)
     vague = shapes.vague(sendable)
-    spreads = dict(spreads_of(program, vague)) if vague else {}
+    dependence = sample_dependence(program, ()) if vague else None
+    spreads = {} if dependence is None else dependence.spreads
     shapes = shapes.measured(program, sendable)
+    decided = [ref for ref, spread in spreads.items() if spread.decides and ref.node not in stage_of]
+    integers = [ref.node for ref in decided if dtype_of(graph, ref) not in COUNTABLE_DTYPES]
+    deciding = {stage for name in integers for stage in readers[name]}  # each of its own slice
     unknown: LengthsUnknownError | None = None
     for ref in sorted(consumers, key=lambda ref: (graph.position[ref.node], ref.output)):
         producer, dtype = stage_of[ref.node], dtype_of(graph, ref)
@@ -304,15 +308,17 @@ def _boundaries(
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
         example = tuple(each.size if place == axis or not each.of_batch else None for place, each in enumerate(axes))
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
-        whole = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
-        whole = whole or (ref in vague and _has_own_lengths(spreads, ref, axis))
-        boundaries.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, whole=whole))
+        own = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
+        own = own or (ref in vague and _has_own_lengths(spreads, ref, axis))
+        ragged = axis is None or ref not in spreads or spreads[ref].partial
+        made = Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, own_lengths=own)
+        boundaries.append(dataclasses.replace(made, whole=own and (ragged or not deciding.isdisjoint(reading))))
     if unknown is not None:
         raise unknown
     several = [each.ref for each in boundaries if each.batch_axis is not None and each.rows_per_sample != 1]
-    spreads |= spreads_of(program, missing) if (missing := [ref for ref in several if ref not in spreads]) else {}
+    orders = spreads_of(program, several) if several else {}
     return tuple(
-        dataclasses.replace(each, outer=_outer(each, spreads.get(each.ref))) if each.ref in several else each
+        dataclasses.replace(each, outer=_outer(each, orders.get(each.ref))) if each.ref in several else each
         for each in boundaries
     )
 

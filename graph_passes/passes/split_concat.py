@@ -229,7 +229,7 @@ class _Connection:
                 means already.
         """
         axis = boundary.batch_axis
-        if boundary.whole:
+        if axis is None and boundary.whole:
             tensors = {interval: tensor for _, interval, tensor in sources}
             return [tensors[interval] for _, interval in receivers]
         if axis is None:
