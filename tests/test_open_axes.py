@@ -402,7 +402,7 @@ def test_lengths_of_a_slice_are_noted_and_refused_between_unlike_slices() -> Non
         "of replicas and the same shares, or cut elsewhere"
     )
     with pytest.raises(
-        PassError, match=r"layer 'a' has .*, so that it can't be joined: .* in slices of \[4, 4\] samples"
+        PassError, match=r"layer 'a' has .* that it can't be joined: .* in slices of \[4, 4\] samples"
     ):
         pipeline(decided("cropped to the longest"), ["a"], (2, 1), 1, 8).train_on_batch(x, y)
 
