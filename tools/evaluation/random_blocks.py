@@ -16,6 +16,18 @@ VOCABULARY = 7
 _ACTIVATIONS = ("tanh", "gelu", "sigmoid", "softplus", "swish")
 
 
+class Apply(keras.layers.Layer):
+    """A function of tensors; unlike ``Lambda``, it keeps their types."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, *tensors: Any) -> Any:
+        """The function's result."""
+        return self.function(*tensors)
+
+
 class LookUp(keras.layers.Layer):
     """A table, and what a function makes of it and of the layer's input."""
 
@@ -127,13 +139,14 @@ def _after_dense(make: Callable[[int, str], keras.layers.Layer]) -> Block:
     )
 
 
-def _apart(spread: Callable[[Any], Any], gather: Callable[[Any, Any], Any]) -> Block:
+def _apart(spread: Callable[..., Any], gather: Callable[..., Any]) -> Block:
     """A dense layer of what ``spread`` makes of a tensor; ``gather`` brings the result into the tensor's form again."""
 
     def block(x: Any, name: str, rng: np.random.Generator) -> Any:
-        y = layers.Lambda(spread, name=name)(x)
+        tensors = x if isinstance(x, list) else [x]
+        y = Apply(spread, name=name)(*tensors)
         y = layers.Dense(y.shape[-1], _activation(rng), name=f"{name}_apart")(y)
-        return layers.Add(name=f"{name}_sum")([x, layers.Lambda(lambda pair: gather(*pair))([y, x])])
+        return layers.Add(name=f"{name}_sum")([tensors[0], Apply(gather, name=f"{name}_gather")(y, *tensors)])
 
     return block
 
@@ -142,14 +155,19 @@ def _mean_of_copies(copies: int) -> Callable[[Any, Any], Any]:
     return lambda y, x: ops.mean(ops.reshape(y, (copies, *ops.shape(x))), 0)
 
 
-def _lengths(x: Any) -> Any:
-    """The samples' lengths: [batch, places, width] -> [batch]."""
-    return ops.maximum(1, ops.sum(ops.cast(x[..., 0] > 0, "int32"), 1))
+def _lengths(inputs: Any) -> Any:
+    """The samples' lengths, 1 to 4, by the model's tokens or vectors: [batch, places, ...] -> [batch]."""
+    words = inputs if len(inputs.shape) == 2 else ops.cast(inputs[..., 0] > 0, "int32")
+    return 1 + ops.sum(words, 1) % 4
 
 
-def _sum_within(y: Any, x: Any) -> Any:
+def _longest(x: Any, inputs: Any) -> Any:
+    return ops.minimum(ops.max(_lengths(inputs)), ops.shape(x)[1])
+
+
+def _sum_within(y: Any, x: Any, inputs: Any) -> Any:
     """Sums ``y``, [batch, longest, width], over the places within each sample's length."""
-    within = ops.arange(ops.shape(y)[1], dtype="int32")[None, :, None] < _lengths(x)[:, None, None]
+    within = ops.arange(ops.shape(y)[1], dtype="int32")[None, :, None] < _lengths(inputs)[:, None, None]
     return ops.sum(ops.where(within, y, 0.0), 1, keepdims=True) + ops.zeros_like(x)
 
 
@@ -208,20 +226,15 @@ _ROWS: Mapping[str, Block] = {
     ),
 }
 """Rows in another order than the samples, or as many as there are different words in the batch."""
-_PLACES: Mapping[str, Block] = {
-    "time_major": _apart(
-        lambda x: ops.reshape(ops.transpose(x, (1, 0, 2)), (-1, x.shape[-1])),
-        lambda y, x: ops.transpose(ops.reshape(y, (ops.shape(x)[1], ops.shape(x)[0], x.shape[-1])), (1, 0, 2)),
-    ),
-    "crop": _apart(lambda x: x[:, : ops.max(_lengths(x))], _sum_within),
-    "crop by range": _apart(lambda x: ops.take(x, ops.arange(ops.max(_lengths(x))), 1), _sum_within),
+LENGTHS: Mapping[str, Block] = {
+    "crop": _apart(lambda x, inputs: x[:, : _longest(x, inputs)], _sum_within),
+    "crop by range": _apart(lambda x, inputs: ops.take(x, ops.arange(_longest(x, inputs)), 1), _sum_within),
     "top_k": _apart(
-        lambda x: ops.take_along_axis(x, tf.math.top_k(x[..., 0], ops.max(_lengths(x))).indices[..., None], 1),
-        _sum_within,
+        lambda x, inputs: tf.gather(x, tf.math.top_k(x[..., 0], _longest(x, inputs)).indices, batch_dims=1), _sum_within
     ),
 }
-"""Places before samples, and lengths that data decide."""
-DEPENDENT = (*_ROWS, *_PLACES)
+"""Lengths that data decide; these blocks take the model's inputs, too."""
+DEPENDENT = (*_ROWS, *LENGTHS, "time_major")
 """Blocks that may be refused or noted, as slices differ from the batch."""
 UNUSUAL = (*_STATES, *DEPENDENT)
 """Blocks that are drawn less often, so that few models have several."""
@@ -239,7 +252,11 @@ VECTOR: Mapping[str, Block] = {
 }
 SEQUENCE: Mapping[str, Block] = {
     **VECTOR,
-    **_PLACES,
+    **LENGTHS,
+    "time_major": _apart(
+        lambda x: ops.reshape(ops.transpose(x, (1, 0, 2)), (-1, x.shape[-1])),
+        lambda y, x: ops.transpose(ops.reshape(y, (ops.shape(x)[1], ops.shape(x)[0], x.shape[-1])), (1, 0, 2)),
+    ),
     "strides": _strides,
     "recurrent": _recurrent,
     "attention": _attention,

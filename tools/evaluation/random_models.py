@@ -25,10 +25,12 @@ from dapple_tf.keras_private import learning_rate_of
 from dapple_tf.tools.evaluation.random_blocks import (
     DEPENDENT,
     IMAGE,
+    LENGTHS,
     SEQUENCE,
     UNUSUAL,
     VECTOR,
     VOCABULARY,
+    Apply,
     LookUp,
     look_up_both_ways,
 )
@@ -150,13 +152,13 @@ class Chain:
         inputs, x = self._inputs()
         early = None
         for number, (kind, seed) in enumerate(zip(self.blocks, self.seeds, strict=True)):
-            x = self.kinds[kind](x, f"block_{number}", np.random.default_rng(seed))
+            x = self.kinds[kind]([x, inputs] if kind in LENGTHS else x, f"block_{number}", np.random.default_rng(seed))
             early = x if early is None else early
         outputs = [layers.Dense(self.rows * _CLASSES, name="head")(self._pooled(x, "pool"))]
         if self.heads == 2:
             outputs.append(layers.Dense(_CLASSES, name="early_head")(self._pooled(early, "early_pool")))
         if self.end == "rows":
-            outputs = [layers.Lambda(lambda y: ops.reshape(y, (-1, _CLASSES)))(outputs[0])]
+            outputs = [Apply(lambda y: ops.reshape(y, (-1, _CLASSES)))(outputs[0])]
         return keras.Model(inputs, outputs[0] if self.end in ("one output", "rows") else outputs)
 
     def losses(self) -> Any:

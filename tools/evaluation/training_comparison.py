@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import reason
@@ -54,6 +55,10 @@ class Comparison:
 
 def train_on_batch(trainer: Any, batch: Batch) -> Mapping[str, Any]:
     """Trains on a batch in the usual way."""
+    if isinstance(
+        trainer, keras.Model
+    ):  # An eager step would hand arrays on to losses and metrics, which expect tensors.
+        batch = keras.tree.map_structure(lambda array: None if array is None else tf.constant(array), batch)
     x, y, sample_weight = batch
     return trainer.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
 
