@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,13 +60,10 @@ def look_up_both_ways(table: Any, tokens: Any) -> Any:
 class Track(keras.layers.Layer):
     """Adds a moving mean, which is updated in a branch or a loop."""
 
-    def __init__(self, way: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, way: str, width: int, name: str) -> None:
+        super().__init__(name=name)
         self.way = way
-
-    def build(self, shape: Any) -> None:
-        """Makes the mean."""
-        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+        self.mean = self.add_weight(shape=(width,), initializer="zeros", trainable=False, name="mean")
 
     def call(self, x: Any, training: bool = False) -> Any:
         """``x``, [..., width], plus the mean of earlier steps."""
@@ -212,7 +210,7 @@ def _group_norm(x: Any, name: str, rng: np.random.Generator) -> Any:
 
 
 _STATES: Mapping[str, Block] = {
-    f"state in a {way}": _after_dense(lambda width, name, way=way: Track(way, name=name)) for way in _WAYS_OF_STATE
+    f"state in a {way}": _after_dense(functools.partial(Track, way)) for way in _WAYS_OF_STATE
 }
 _ROWS: Mapping[str, Block] = {
     "views": _apart(lambda x: ops.concatenate([x, -x], 0), _mean_of_copies(2)),

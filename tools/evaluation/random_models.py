@@ -53,7 +53,7 @@ class Draw:
         plan: its plan.
         batches: one batch for each step.
         between: name of the training loop's action after each step, see `BETWEEN`.
-        exact: whether the result must be equal, since nothing in the model lets it be refused or noted.
+        exact: whether the result must be equal, see `Chain.exact`.
     """
 
     about: str
@@ -119,8 +119,7 @@ def draw(seed: int) -> Draw:
         f"replicas {':'.join(map(str, replicas))}, M = {micro_batches} of {samples}, {plan.schedule}, "
         f"recompute {recompute_text(plan)}; between: {between}"
     )
-    exact = not {*chain.blocks, chain.end} & {*DEPENDENT, "rows"}
-    return Draw(about, build, plan, data, between, exact)
+    return Draw(about, build, plan, data, between, chain.exact)
 
 
 # ---- models
@@ -146,6 +145,11 @@ class Chain:
         self.blocks = [str(rng.choice(pool)) for _ in range(count)]
         self.seeds = rng.integers(0, 2**31, size=count).tolist()
         self.kinds = kinds
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing in the model may be refused or noted."""
+        return not {*self.blocks, self.end} & {*DEPENDENT, "rows"}
 
     def build(self) -> keras.Model:
         """Builds the model, not compiled."""
