@@ -38,7 +38,6 @@ from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, co
 
 layers, ops = keras.layers, keras.ops
 
-_STEPS = 3
 _CLASSES = 3
 _SCHEDULES = ("gpipe", "dapple_a", "dapple_b", "fast_forward", "fast_forward_a", "zb_h1", "zb_h2", "zero_bubble")
 
@@ -101,8 +100,7 @@ def draw(seed: int) -> Draw:
         str(rng.choice(_SCHEDULES)),
         recompute=rng.choice(["none", "none", "boundary", "min_cut"], stages).tolist(),
     )
-    sizes = [samples, max(1, samples // 2), samples]
-    data = tuple(chain.batch(rng, size) for size in sizes[:_STEPS])
+    data = tuple(chain.batch(rng, size) for size in (samples, max(1, samples // 2), samples))
 
     def build() -> keras.Model:
         keras.utils.set_random_seed(seed)
@@ -115,8 +113,7 @@ def draw(seed: int) -> Draw:
 
     about = (
         f"{chain.form}: {', '.join(chain.blocks)}; {chain.end}; {chain.loss}; {chain.metric}; {optimizer}; "
-        f"stages {'+'.join(plan.cuts) or 'one'}, "
-        f"replicas {':'.join(map(str, replicas))}, M = {micro_batches} of {samples}, {plan.schedule}, "
+        f"stages {'+'.join(plan.cuts) or 'one'}, replicas {':'.join(map(str, replicas))}, M = {micro_batches} of {samples}, {plan.schedule}, "
         f"recompute {recompute_text(plan)}; between: {between}"
     )
     return Draw(about, build, plan, data, between, chain.exact)
@@ -222,8 +219,8 @@ def _mean_squares(y_true: Any, y_pred: Any) -> Any:
 
 
 def _masked_twice(y_true: Any, y_pred: Any) -> Any:
-    kept = [tf.boolean_mask(values, _valid(y_true)) for values in (_columns(y_true, y_pred), y_pred)]
-    return ops.mean(ops.square(kept[0] - kept[1]))
+    labels, scores = (tf.boolean_mask(values, _valid(y_true)) for values in (y_true, y_pred))
+    return ops.mean(ops.square(labels - scores))
 
 
 def _columns(y_true: Any, y_pred: Any) -> Any:
