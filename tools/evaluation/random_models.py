@@ -113,8 +113,8 @@ def draw(seed: int) -> Draw:
 
     about = (
         f"{chain.form}: {', '.join(chain.blocks)}; {chain.end}; {chain.loss}; {chain.metric}; {optimizer}; "
-        f"stages {'+'.join(plan.cuts) or 'one'}, replicas {':'.join(map(str, replicas))}, M = {micro_batches} of {samples}, {plan.schedule}, "
-        f"recompute {recompute_text(plan)}; between: {between}"
+        f"stages {'+'.join(plan.cuts) or 'one'}, replicas {':'.join(map(str, replicas))}, "
+        f"M = {micro_batches} of {samples}, {plan.schedule}, recompute {recompute_text(plan)}; between: {between}"
     )
     return Draw(about, build, plan, data, between, chain.exact)
 
