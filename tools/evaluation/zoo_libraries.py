@@ -166,12 +166,17 @@ _RECIPES: Mapping[str, Architecture] = {
         (lambda: _of("keras_rs.losses:PairwiseHingeLoss"), lambda: [_of("keras_rs.metrics:NDCG")]),
     ),
     "tcn.TCN": _recipe(
-        lambda: _of("tcn:compiled_tcn", 2, 3, 4, 3, [1, 2], 1, 8, return_sequences=False),
-        (_floats(8, 2), _integers(3, dtype="float64")),
+        lambda: _chain(keras.Input((8, 2)), _of("tcn:TCN", 4, 3, dilations=[1, 2]), layers.Dense(1)),
+        (_floats(8, 2), _floats(1)),
     ),
-    "tcn.TCN regression": _recipe(
-        lambda: _of("tcn:compiled_tcn", 2, 0, 4, 3, [1, 2], 2, 8, regression=True, use_layer_norm=True),
-        (_floats(8, 2), _floats(8, 1)),
+    "tcn.TCN sequences": _recipe(
+        lambda: _chain(
+            keras.Input((8, 2)),
+            _of("tcn:TCN", 4, 3, 2, [1, 2], return_sequences=True, use_layer_norm=True),
+            layers.Dense(3),
+        ),
+        (_floats(8, 2), _integers(3, 8)),
+        _CLASSES,
     ),
     "hgq.QConv2D": _recipe(
         lambda: _quantized(
