@@ -7,7 +7,7 @@
 
 Every architecture of keras.applications and of keras_hub that `zoo_models` knows trains in two stages, two
 replicas and one, with 2 and 3 micro-batches, by Adam, AdamW with ``global_clipnorm`` and SGD, three steps each, in
-float64 where plain Keras can; those of `zoo_libraries` train by their own optimizers, and are skipped where their
+float64 where plain Keras can; those of `zoo_libraries` train with their own losses by Adam, and are skipped where their
 library isn't installed. Random models come from `random_models`, plans that mix all levels from `random_plans`; these
 are in the JSON, not on the page. docs/zoo.md, written by ``--document`` from the numbers of ``--json``, explains the
 columns. The exit code is 1 if anything differs without a reason that `transform` has given.
@@ -196,8 +196,8 @@ _INTRODUCTION = """# Models that nobody here wrote
 Written by `python -m tools.evaluation.zoo` (`make zoo`) from [results/zoo.json](results/zoo.json), which has facts
 about the machine. Each architecture trains for three steps, pipelined and by plain Keras from the same values: cut in
 two stages where half of its parameters are reached, with two replicas and one, 2 and 3 micro-batches, by Adam, AdamW
-with `global_clipnorm`, and SGD. Models of other libraries train as their own documents do, by their losses, metrics
-and optimizers. Compared are all variables, all slots of the optimizer, and the logs of each step.
+with `global_clipnorm`, and SGD. Models of other libraries train as their own documents do, with their losses and
+metrics, by Adam. Compared are all variables, all slots of the optimizer, and the logs of each step.
 
 * *equal*: no value differs by more than 1e-8 (float32: 1e-4) of the largest change that training made to its array, or
   of a hundredth of the array's largest value, which rounding is relative to, if that is more.

@@ -104,7 +104,7 @@ def _flow() -> keras.Model:
     networks = importlib.import_module("bayesflow.networks")
     summary = networks.DeepSet(summary_dim=4, embed_dim=6, mlp_widths=(6,), num_heads=2, name="summary")
     flow = networks.CouplingFlow(depth=2, subnet_kwargs={"widths": (8,)})
-    model = _of("bayesflow:ContinuousApproximator", inference_network=flow, summary_network=summary, standardize=None)
+    model = _of("bayesflow:ContinuousApproximator", inference_network=flow, summary_network=summary)
     model.build({"inference_variables": (None, 2), "summary_variables": (None, 5, 3)})
     model.compile("adam", jit_compile=False)
     return model
