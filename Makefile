@@ -5,7 +5,6 @@ PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/nul
 BIN := $(VENV)/bin
 OLDEST ?= .venv-oldest
 STAMP := $(VENV)/.installed
-DOCS_STAMP := $(VENV)/.installed-docs
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
 # For `make bench`: what is compared with tf.distribute, besides schedules; and what processors without bfloat16 still do in a minute.
@@ -36,11 +35,11 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 train: $(STAMP) ## train a byte-level GPT on four local devices, a few minutes; leaves everything in runs/gpt
 	$(BIN)/python -m tools.train_gpt
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]"
+$(STAMP)-%: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@
 
-docs: $(DOCS_STAMP) ## build the site of the documentation in build/site and check its links, seconds
+docs: $(STAMP)-docs ## build the site of the documentation in build/site and check its links, seconds
 	$(BIN)/python docs/site/pages.py build/docs
 	$(BIN)/zensical build --clean --strict
 
@@ -84,7 +83,7 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; rewrites do
 	$(BIN)/python -m tools.evaluation.bench_recompute --models=gpt --jit_compile=false --schedule=gpipe --micro_batches=8 --ways=none,boundary,offload --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_first_step --json=docs/results/scale.json
 
-zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside plain Keras, hours; rewrites docs/zoo.md
+zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/zoo.md
 	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
 
 faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, while a model trains, three hours; needs root

@@ -14,6 +14,11 @@ _EVALUATION = "tools.evaluation"
 """Programs of our own evaluation, which need a checkout: not installed."""
 _COMMANDS = ("dump", "keys", "launch", "plan", "profile", "simulate", "train", "what_if")
 """Programs of `tools` that do without a checkout."""
+_LIBRARIES = (
+    *("bayesflow", "csbdeep", "hgq2", "k3im", "keras-bio", "keras-climate", "keras-cv", "keras-proba", "keras-rs"),
+    *("keras-sciml", "keras-tcn", "medicai", "zeromodels"),
+)
+"""Libraries of models in tools/evaluation/zoo_libraries.py."""
 _MODULES = {"dump": "dump_graph"}
 _VERSION = runpy.run_path(str(_ROOT / "dapple_tf" / "version.py"))["VERSION"]
 
@@ -56,7 +61,7 @@ setup(
         "tls": ["cryptography"],  # for dapple-keys alone, which makes certificates
         "ray": ["ray"],  # for Cluster.from_ray alone
         "torch": ["torch>=2.6"],  # for tools.evaluation.bench_torch alone
-        "zoo": ["keras-hub"],  # for tools.evaluation.zoo, which trains its models beside plain Keras
+        "zoo": ["keras-hub", *_LIBRARIES],  # for tools.evaluation.zoo, which trains their models beside plain Keras
         "docs": ["zensical", "mkdocstrings-python", "ruff"],  # for the site of the documentation, `make docs`
         "dev": [
             "pytest",

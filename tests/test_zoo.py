@@ -17,9 +17,17 @@ import dapple_tf as dapple
 from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import zoo
-from dapple_tf.tools.evaluation.random_models import BETWEEN, compare_draw, draw
-from dapple_tf.tools.evaluation.training_comparison import Comparison, briefly, compare_training, largest_difference
-from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, find_architecture, narrowest, normalizes_batches
+from dapple_tf.tools.evaluation.random_blocks import IMAGE, SEQUENCE, VECTOR
+from dapple_tf.tools.evaluation.random_models import BETWEEN, Chain, compare_draw, draw
+from dapple_tf.tools.evaluation.training_comparison import (
+    Comparison,
+    briefly,
+    compare_training,
+    largest_difference,
+    train_on_batch,
+)
+from dapple_tf.tools.evaluation.zoo_libraries import LIBRARIES
+from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, narrowest, normalizes_batches
 
 DRAWS = range(30)
 
@@ -42,7 +50,7 @@ pytestmark = [
 def test_random_models_train_as_plain_keras(seed: int) -> None:
     use_float64()
     about, comparison = compare_draw(seed)
-    assert comparison.verdict == "equal", f"{about}: {comparison}"
+    assert comparison.verdict == "equal" or (comparison.passed and not draw(seed).exact), f"{about}: {comparison}"
 
 
 @pytest.mark.thorough
@@ -58,6 +66,10 @@ def test_random_models_are_of_all_forms() -> None:
     forms = {draw(seed).about.partition(":")[0] for seed in DRAWS}
     assert forms == {"vector", "sequence", "tokens", "image"}
     assert {draw(seed).between for seed in DRAWS} == set(BETWEEN)
+    chains = [Chain(np.random.default_rng(seed)) for seed in range(200)]
+    assert {block for chain in chains for block in chain.blocks} == {*VECTOR, *SEQUENCE, *IMAGE}
+    assert {chain.end for chain in chains} == {"one output", "one in a list", "two heads", "rows"}
+    assert sum(chain.exact for chain in chains) > 80
 
 
 def test_a_seed_gives_the_same_model_and_data_again() -> None:
@@ -90,15 +102,21 @@ def _pipeline(model: keras.Model, cut: str = "a") -> dapple.PipelinedModel:
     return dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
 
 
-def _forgetful(trainer: Any, batch: tuple[Any, Any, Any]) -> None:
+def _boasting(trainer: Any, batch: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """A training whose log is a little too small, but only where it is pipelined."""
+    logs = train_on_batch(trainer, batch)
+    return {name: value * (1 - 1e-6 * isinstance(trainer, dapple.PipelinedModel)) for name, value in logs.items()}
+
+
+def _forgetful(trainer: Any, batch: tuple[Any, Any, Any]) -> Any:
     """A training whose slots lose a little, but only where it is pipelined."""
-    x, y, _ = batch
-    trainer.train_on_batch(x, y)
+    logs = train_on_batch(trainer, batch)
     if isinstance(trainer, dapple.PipelinedModel):
         trainer.sync()
         slot = trainer.model.optimizer.variables[2]
         slot.assign(slot.numpy() * (1 + 1e-6))
         trainer.load()
+    return logs
 
 
 @pytest.mark.slow
@@ -108,8 +126,9 @@ def _forgetful(trainer: Any, batch: tuple[Any, Any, Any]) -> None:
         (_pipeline, None, "equal", ""),
         (functools.partial(_pipeline, cut="nowhere"), None, "refused", "nowhere"),
         (_pipeline, _forgetful, "differs", "momentum"),
+        (_pipeline, _boasting, "differs", "log loss"),
     ],
-    ids=["equal", "refused", "differs"],
+    ids=["equal", "refused", "differs", "log differs"],
 )
 def test_verdicts(
     transform: Callable[[keras.Model], dapple.PipelinedModel], train: Any, verdict: str, where: str
@@ -212,8 +231,11 @@ def test_the_document_tells_what_differs() -> None:
         row | {"optimizer": "sgd", "verdict": verdict, "difference": difference, "where": where}
         for verdict, difference, where in verdicts
     ]
+    other = row | {"model": "k3im.CaiT", "family": "k3im", "optimizer": "adam", "where": "", "verdict": "equal"}
     drawn = {"seed": 7, "about": "vector", "verdict": "differs", "difference": 0.25, "where": "bias", "seconds": 1}
-    text = zoo.document({"zoo Bert": {"records": records}, "draws": {"records": [drawn]}})
+    own = {"zoo Bert": {"records": records}, "zoo k3im.CaiT": {"records": [other | {"difference": 1e-9}]}}
+    text = zoo.document({**own, "draws": {"records": [drawn]}})
+    assert "| k3im.CaiT | layer | float64 | 1 equal | 1e-09 |" in text[text.index("## Other libraries") :]
     assert "| Bert | layer | float64 | 1 equal, 1 listed, 1 refused | 5e-01 | a mean; an error |" in text
     assert "1 of 3 trainings are equal" in text and "0 of 1 are equal" in text
     assert "| 7 | vector | differs | 2e-01 | bias |" in text
@@ -222,7 +244,7 @@ def test_the_document_tells_what_differs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models=Nothing"], "unknown architecture 'Nothing'"),
+        (["--models=Nothing"], "unknown Nothing"),
         (["--micro_batches=x"], "--micro_batches"),
         (["--optimizers=best"], "unknown best"),
         (["--document=zoo.md"], "give both"),
@@ -245,5 +267,12 @@ def test_a_child_writes_a_row_for_each_training(
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
 
-def test_names_of_architectures_are_checked() -> None:
-    assert find_architecture("VGG16").family == "applications"
+def test_libraries_that_are_not_installed_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(LIBRARIES) >= 20
+    monkeypatch.setattr(zoo.importlib.util, "find_spec", lambda name: None)
+    assert command.run(zoo.main, zoo.FLAGS, ["--models=k3im.CaiT,tcn.TCN", "--draws=0"]) == 0
+    printed = capsys.readouterr()
+    assert "k3im.CaiT: skipped, as k3im isn't installed: pip install" in printed.err
+    assert "2 skipped" in printed.out

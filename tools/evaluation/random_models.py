@@ -1,10 +1,11 @@
 """Random models, plans and batches, trained as pipelines and with plain Keras: a search for differences.
 
 A seed gives a model of some blocks (dense, convolution with strides, attention, recurrence, layers that are used twice,
-skip connections, lookups by the batch and by constants, penalties that are means or sums), whose length may be open,
-a loss, an optimizer, a plan, and the training loop's actions between steps: nothing, or reading and assigning variables
-as callbacks do. Blocks are drawn one after another with each other's tensors as inputs; the last layer of block k is
-named ``block_k``, so that any plan may cut there.
+skip connections, lookups by the batch and by constants, penalties that are means or sums, rows in another order than
+the samples, lengths that data decide, state in branches and loops), whose length may be open, outputs, a loss, a
+metric, an optimizer, a plan, and the training loop's actions between steps: nothing, or reading and assigning variables
+as callbacks do. Blocks are drawn one after another with each other's tensors as inputs; a layer of block k is named
+``block_k``, so that any plan may cut there: the last one, or the one whose rows or length differ.
 """
 
 from __future__ import annotations
@@ -16,70 +17,29 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan_text import recompute_text
 from dapple_tf.keras_private import learning_rate_of
-from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, compare_training
+from dapple_tf.tools.evaluation.random_blocks import (
+    DEPENDENT,
+    IMAGE,
+    LENGTHS,
+    SEQUENCE,
+    UNUSUAL,
+    VECTOR,
+    VOCABULARY,
+    Apply,
+    LookUp,
+    look_up_both_ways,
+)
+from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, compare_training, train_on_batch
 
 layers, ops = keras.layers, keras.ops
 
-_STEPS = 3
 _CLASSES = 3
-_VOCABULARY = 7
 _SCHEDULES = ("gpipe", "dapple_a", "dapple_b", "fast_forward", "fast_forward_a", "zb_h1", "zb_h2", "zero_bubble")
-_ACTIVATIONS = ("tanh", "gelu", "sigmoid", "softplus", "swish")
-
-
-class AddPositions(keras.layers.Layer):
-    """Adds a row of a table for each place along axis 1: places don't come from the batch."""
-
-    def __init__(self, places: int, width: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.table = layers.Embedding(places, width)
-
-    def call(self, x: Any) -> Any:
-        """``x``, [batch, places, width], with a row added at each place."""
-        return x + self.table(ops.arange(ops.shape(x)[1]))
-
-
-class AddConstantRows(keras.layers.Layer):
-    """Adds the mean over rows of a table, some of which are looked up twice."""
-
-    def __init__(self, rows: int, width: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.table = layers.Embedding(rows, width)
-
-    def call(self, x: Any) -> Any:
-        """``x``, [..., width], plus the mean."""
-        rows = self.table(np.array([0, 2, 2, 1]))
-        return x + ops.mean(rows, axis=0)
-
-
-class LookUpBothWays(keras.layers.Layer):
-    """One table, looked up by the batch's tokens and by a constant."""
-
-    def __init__(self, width: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.table = layers.Embedding(_VOCABULARY, width)
-
-    def call(self, tokens: Any) -> Any:
-        """[batch, length] -> [batch, length, width]."""
-        return self.table(tokens) + self.table(np.array([1]))
-
-
-class AddPenalty(keras.layers.Layer):
-    """Adds a loss of what it passes on: a mean over the samples, or (as few do on purpose) a sum."""
-
-    def __init__(self, mean: bool, factor: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.mean, self.factor = mean, factor
-
-    def call(self, x: Any) -> Any:
-        """``x`` itself."""
-        squares = ops.square(x)
-        self.add_loss(self.factor * (ops.mean(squares) if self.mean else ops.sum(squares)))
-        return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +52,7 @@ class Draw:
         plan: its plan.
         batches: one batch for each step.
         between: name of the training loop's action after each step, see `BETWEEN`.
+        exact: whether the result must be equal, see `Chain.exact`.
     """
 
     about: str
@@ -99,6 +60,7 @@ class Draw:
     plan: dapple.Plan
     batches: tuple[Batch, ...]
     between: str
+    exact: bool
 
 
 def compare_draw(seed: int) -> tuple[str, Comparison]:
@@ -125,9 +87,10 @@ def draw(seed: int) -> Draw:
     between = str(rng.choice([*BETWEEN, "nothing", "nothing"]))
     stages = int(rng.integers(1, min(3, len(chain.blocks)) + 1))
     cuts = sorted(rng.choice(len(chain.blocks) - 1, size=stages - 1, replace=False).tolist()) if stages > 1 else []
-    replicas = [int(rng.integers(1, 3)) for _ in range(stages)]
+    whole = chain.end == "rows" and bool(rng.integers(2))  # One slice per stage, where labels' rows needn't be cut.
+    replicas = [int(rng.integers(1, 2 if whole else 3)) for _ in range(stages)]
     starts = np.cumsum([0, *replicas])
-    micro_batches = int(rng.integers(1, 5))
+    micro_batches = int(rng.integers(1, 2 if whole else 5))
     samples = int(rng.integers(micro_batches * 2, micro_batches * 3 + 3))
     plan = dapple.Plan.manual(
         [f"block_{cut}" for cut in cuts],
@@ -137,8 +100,7 @@ def draw(seed: int) -> Draw:
         str(rng.choice(_SCHEDULES)),
         recompute=rng.choice(["none", "none", "boundary", "min_cut"], stages).tolist(),
     )
-    sizes = [samples, max(1, samples // 2), samples]
-    data = tuple(chain.batch(rng, size) for size in sizes[:_STEPS])
+    data = tuple(chain.batch(rng, size) for size in (samples, max(1, samples // 2), samples))
 
     def build() -> keras.Model:
         keras.utils.set_random_seed(seed)
@@ -146,15 +108,15 @@ def draw(seed: int) -> Draw:
         noise = np.random.default_rng(seed)
         for variable in model.trainable_variables:
             variable.assign(variable.numpy() + noise.normal(scale=0.1, size=variable.shape))
-        model.compile(_OPTIMIZERS[optimizer](), chain.losses(), jit_compile=False)
+        model.compile(_OPTIMIZERS[optimizer](), chain.losses(), metrics=chain.metrics(), jit_compile=False)
         return model
 
     about = (
-        f"{chain.form}: {', '.join(chain.blocks)}; {chain.loss}; {optimizer}; stages {'+'.join(plan.cuts) or 'one'}, "
-        f"replicas {':'.join(map(str, replicas))}, M = {micro_batches} of {samples}, {plan.schedule}, "
-        f"recompute {recompute_text(plan)}; between: {between}"
+        f"{chain.form}: {', '.join(chain.blocks)}; {chain.end}; {chain.loss}; {chain.metric}; {optimizer}; "
+        f"stages {'+'.join(plan.cuts) or 'one'}, replicas {':'.join(map(str, replicas))}, "
+        f"M = {micro_batches} of {samples}, {plan.schedule}, recompute {recompute_text(plan)}; between: {between}"
     )
-    return Draw(about, build, plan, data, between)
+    return Draw(about, build, plan, data, between, chain.exact)
 
 
 # ---- models
@@ -169,46 +131,65 @@ class Chain:
         self.length = int(rng.integers(4, 8))
         self.width = int(rng.integers(2, 5)) * 2
         self.masked = self.form == "tokens" and bool(rng.integers(2))
-        self.second_head = bool(rng.integers(3) == 0)
+        self.end = str(rng.choice(["one output", "one output", "one in a list", "two heads", "two heads", "rows"]))
+        self.heads = 2 if self.end == "two heads" else 1
+        self.rows = 2 if self.end == "rows" else 1
         self.loss = str(rng.choice(list(_LOSSES)))
+        self.metric = str(rng.choice(list(_METRICS)))
         count = int(rng.integers(3, 7))
-        kinds = {"vector": _VECTOR, "image": _IMAGE}.get(self.form, _SEQUENCE)
-        self.blocks = [str(rng.choice(list(kinds))) for _ in range(count)]
+        kinds = {"vector": VECTOR, "image": IMAGE}.get(self.form, SEQUENCE)
+        pool = [kind for kind in kinds for _ in range(1 if kind in UNUSUAL else 3)]
+        self.blocks = [str(rng.choice(pool)) for _ in range(count)]
         self.seeds = rng.integers(0, 2**31, size=count).tolist()
         self.kinds = kinds
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing in the model may be refused or noted."""
+        return not {*self.blocks, self.end} & {*DEPENDENT, "rows"}
 
     def build(self) -> keras.Model:
         """Builds the model, not compiled."""
         inputs, x = self._inputs()
         early = None
         for number, (kind, seed) in enumerate(zip(self.blocks, self.seeds, strict=True)):
-            x = self.kinds[kind](x, f"block_{number}", np.random.default_rng(seed))
+            x = self.kinds[kind]([x, inputs] if kind in LENGTHS else x, f"block_{number}", np.random.default_rng(seed))
             early = x if early is None else early
-        outputs = [layers.Dense(_CLASSES, name="head")(self._pooled(x, "pool"))]
-        if self.second_head:
+        outputs = [layers.Dense(self.rows * _CLASSES, name="head")(self._pooled(x, "pool"))]
+        if self.heads == 2:
             outputs.append(layers.Dense(_CLASSES, name="early_head")(self._pooled(early, "early_pool")))
-        return keras.Model(inputs, outputs if self.second_head else outputs[0])
+        if self.end == "rows":
+            outputs = [Apply(lambda y: ops.reshape(y, (-1, _CLASSES)))(outputs[0])]
+        return keras.Model(inputs, outputs[0] if self.end in ("one output", "rows") else outputs)
 
     def losses(self) -> Any:
         """Returns the losses to compile the model with."""
-        return [_LOSSES[self.loss]() for _ in range(2)] if self.second_head else _LOSSES[self.loss]()
+        return [_LOSSES[self.loss]() for _ in range(2)] if self.heads == 2 else _LOSSES[self.loss]()
+
+    def metrics(self) -> Any:
+        """Returns the metrics to compile the model with."""
+        return [_METRICS[self.metric]() for _ in range(self.heads)]
 
     def batch(self, rng: np.random.Generator, samples: int) -> Batch:
         """Returns inputs, labels and sample weights, with another length each time if it is open."""
         length = int(rng.integers(4, 9)) if self.open else self.length
         if self.form == "tokens":
-            x = rng.integers(0, _VOCABULARY, size=(samples, length)).astype("int32")
-            x[:, 0] = rng.integers(1, _VOCABULARY, size=samples)  # No sample is masked completely.
+            x = rng.integers(0, VOCABULARY, size=(samples, length)).astype("int32")
+            x[:, 0] = rng.integers(1, VOCABULARY, size=samples)  # No sample is masked completely.
         else:
             shape = {"vector": (self.width,), "sequence": (length, self.width), "image": (8, 8, 2)}[self.form]
             x = rng.normal(size=(samples, *shape))
         integers = self.loss == "classes"
 
         def labels() -> Any:
-            return rng.integers(0, _CLASSES, samples) if integers else rng.normal(size=(samples, _CLASSES))
+            rows = self.rows * samples
+            drawn = rng.integers(0, _CLASSES, rows) if integers else rng.normal(size=(rows, _CLASSES))
+            drawn[0] = 1  # No batch is masked completely.
+            return drawn
 
-        weights = rng.uniform(0.5, 2.0, size=samples) if self.loss in ("mse", "classes") and rng.integers(2) else None
-        if not self.second_head:
+        weighted = self.loss in ("mse", "classes") and self.rows == 1 and rng.integers(2)
+        weights = rng.uniform(0.5, 2.0, size=samples) if weighted else None
+        if self.heads == 1:
             return x, labels(), weights
         return x, [labels(), labels()], None if weights is None else [weights, weights[::-1].copy()]
 
@@ -217,8 +198,8 @@ class Chain:
         if self.form == "tokens":
             tokens = keras.Input((length,), dtype="int32")
             if self.masked:
-                return tokens, layers.Embedding(_VOCABULARY, self.width, mask_zero=True, name="embedding")(tokens)
-            return tokens, LookUpBothWays(self.width, name="embedding")(tokens)
+                return tokens, layers.Embedding(VOCABULARY, self.width, mask_zero=True, name="embedding")(tokens)
+            return tokens, LookUp(VOCABULARY, self.width, look_up_both_ways, name="embedding")(tokens)
         shape = {"vector": (self.width,), "sequence": (length, self.width), "image": (8, 8, 2)}[self.form]
         inputs = keras.Input(shape)
         return inputs, inputs
@@ -229,111 +210,6 @@ class Chain:
         return layers.GlobalAveragePooling1D(name=name)(x) if len(x.shape) == 3 else x
 
 
-Block = Callable[[Any, str, np.random.Generator], Any]
-"""(tensor, name of the last layer, numbers to draw from) -> tensor."""
-
-
-def _activation(rng: np.random.Generator) -> str:
-    return str(rng.choice(_ACTIVATIONS))
-
-
-def _dense(x: Any, name: str, rng: np.random.Generator) -> Any:
-    penalty = keras.regularizers.L2(0.01) if rng.integers(2) else None
-    return layers.Dense(x.shape[-1], _activation(rng), kernel_regularizer=penalty, name=name)(x)
-
-
-def _wide(x: Any, name: str, rng: np.random.Generator) -> Any:
-    hidden = layers.Dense(2 * x.shape[-1], _activation(rng), name=f"{name}_hidden")(x)
-    return layers.Add(name=name)([x, layers.Dense(x.shape[-1], name=f"{name}_narrow")(hidden)])
-
-
-def _twice(x: Any, name: str, rng: np.random.Generator) -> Any:
-    shared = layers.Dense(x.shape[-1], _activation(rng), name=f"{name}_shared")
-    return layers.LayerNormalization(name=name)(shared(shared(x)))
-
-
-def _gate(x: Any, name: str, rng: np.random.Generator) -> Any:
-    left = layers.Dense(x.shape[-1], "sigmoid", name=f"{name}_gate")(x)
-    right = layers.Dense(x.shape[-1], _activation(rng), activity_regularizer=keras.regularizers.L2(0.01))(x)
-    return layers.Multiply(name=name)([left, right])
-
-
-def _constant_rows(x: Any, name: str, rng: np.random.Generator) -> Any:
-    return AddConstantRows(3, x.shape[-1], name=name)(layers.Dense(x.shape[-1], name=f"{name}_dense")(x))
-
-
-def _mean_penalty(x: Any, name: str, rng: np.random.Generator) -> Any:
-    return AddPenalty(True, 0.1, name=name)(layers.Dense(x.shape[-1], _activation(rng), name=f"{name}_dense")(x))
-
-
-def _sum_penalty(x: Any, name: str, rng: np.random.Generator) -> Any:
-    return AddPenalty(False, 0.01, name=name)(layers.Dense(x.shape[-1], _activation(rng), name=f"{name}_dense")(x))
-
-
-def _strides(x: Any, name: str, rng: np.random.Generator) -> Any:
-    padding = str(rng.choice(["same", "valid"]))
-    return layers.Conv1D(x.shape[-1], 2, strides=int(rng.integers(1, 3)), padding=padding, name=name)(_room(x, name))
-
-
-def _room(x: Any, name: str) -> Any:
-    """Keeps at least two places of a sequence that strides make shorter."""
-    return layers.ZeroPadding1D((1, 1), name=f"{name}_room")(x)
-
-
-def _recurrent(x: Any, name: str, rng: np.random.Generator) -> Any:
-    kind = layers.LSTM if rng.integers(2) else layers.GRU
-    return kind(x.shape[-1], return_sequences=True, name=name)(x)
-
-
-def _attention(x: Any, name: str, rng: np.random.Generator) -> Any:
-    # A bias of keys has only rounding as its gradient, which Lamb, for one, makes as large as any other.
-    attention = layers.MultiHeadAttention(2, x.shape[-1] // 2, use_bias=False, name=f"{name}_attention")
-    attended = attention(x, x)
-    return layers.LayerNormalization(name=name)(layers.Add(name=f"{name}_sum")([x, attended]))
-
-
-def _positions(x: Any, name: str, rng: np.random.Generator) -> Any:
-    return AddPositions(32, x.shape[-1], name=name)(layers.Dense(x.shape[-1], name=f"{name}_dense")(x))
-
-
-def _convolution(x: Any, name: str, rng: np.random.Generator) -> Any:
-    strides = int(rng.integers(1, 3)) if x.shape[1] is None or x.shape[1] > 2 else 1
-    return layers.Conv2D(4, 3, strides, "same", activation=_activation(rng), name=name)(x)
-
-
-def _depthwise(x: Any, name: str, rng: np.random.Generator) -> Any:
-    return layers.SeparableConv2D(4, 3, padding="same", activation=_activation(rng), name=name)(x)
-
-
-def _group_norm(x: Any, name: str, rng: np.random.Generator) -> Any:
-    return layers.GroupNormalization(2, name=name)(layers.Conv2D(4, 1, name=f"{name}_mixed")(x))
-
-
-_VECTOR: Mapping[str, Block] = {
-    "dense": _dense,
-    "wide": _wide,
-    "twice": _twice,
-    "gate": _gate,
-    "constant_rows": _constant_rows,
-    "mean_penalty": _mean_penalty,
-    "sum_penalty": _sum_penalty,
-}
-_SEQUENCE: Mapping[str, Block] = {
-    **_VECTOR,
-    "strides": _strides,
-    "recurrent": _recurrent,
-    "attention": _attention,
-    "positions": _positions,
-}
-_IMAGE: Mapping[str, Block] = {
-    "convolution": _convolution,
-    "depthwise": _depthwise,
-    "group_norm": _group_norm,
-    "mean_penalty": _mean_penalty,
-    "wide": _wide,
-}
-
-
 def _summed_squares(y_true: Any, y_pred: Any) -> Any:
     return ops.sum(ops.square(y_true - y_pred))
 
@@ -342,12 +218,70 @@ def _mean_squares(y_true: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(y_true - y_pred))
 
 
+def _masked_twice(y_true: Any, y_pred: Any) -> Any:
+    labels, scores = (tf.boolean_mask(values, _valid(y_true)) for values in (y_true, y_pred))
+    return ops.mean(ops.square(labels - scores))
+
+
+def _columns(y_true: Any, y_pred: Any) -> Any:
+    """The labels as numbers for each class, whether they are that or classes."""
+    return y_true if len(y_true.shape) == 2 else ops.one_hot(ops.cast(y_true, "int32"), _CLASSES, dtype=y_pred.dtype)
+
+
+def _valid(y_true: Any) -> Any:
+    """Which samples count, by their labels: [batch]."""
+    return (y_true if len(y_true.shape) == 1 else y_true[:, 0]) > 0
+
+
+class Scalar(keras.losses.Loss):
+    """A mean that isn't to be reduced any more."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="none")
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """[batch, classes] twice -> []."""
+        return _mean_squares(y_true, y_pred)
+
+
+def _masked_error(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(tf.boolean_mask(ops.abs(_columns(y_true, y_pred) - y_pred), _valid(y_true)))
+
+
+def _error_by_valid(y_true: Any, y_pred: Any) -> Any:
+    valid = ops.cast(_valid(y_true), y_pred.dtype)
+    return ops.mean(valid[:, None] * ops.abs(_columns(y_true, y_pred) - y_pred), -1) / ops.mean(valid)
+
+
+class TopHit(keras.metrics.Mean):
+    """How often the label has the largest score, where equal scores are drawn by lot."""
+
+    def __init__(self) -> None:
+        super().__init__(name="top_hit")
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """[batch] or [batch, classes], and [batch, classes]."""
+        lots = 1e-9 * keras.random.uniform(ops.shape(y_pred), seed=self.seed_generator)
+        hits = ops.argmax(_columns(y_true, y_pred), -1) == ops.argmax(y_pred + lots, -1)
+        super().update_state(hits, sample_weight)
+
+
+_METRICS: Mapping[str, Callable[[], Any]] = {
+    "no metric": list,
+    "masked error": lambda: _masked_error,
+    "error by valid": lambda: _error_by_valid,
+    "top hit": TopHit,
+}
+
 _LOSSES: Mapping[str, Callable[[], Any]] = {
     "mse": keras.losses.MeanSquaredError,
     "huber": lambda: keras.losses.Huber(reduction="sum"),
     "classes": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     "sum of squares": lambda: _summed_squares,
     "mean of squares": lambda: _mean_squares,
+    "masked twice": lambda: _masked_twice,
+    "scalar": Scalar,
 }
 
 _OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -397,7 +331,7 @@ BETWEEN: Mapping[str, Callable[[keras.Model], None]] = {
 """Actions of a training loop on the user's model after each step."""
 
 
-def _train(between: str, trainer: Any, batch: Batch) -> None:
-    x, y, sample_weight = batch
-    trainer.train_on_batch(x, y, sample_weight=sample_weight)
+def _train(between: str, trainer: Any, batch: Batch) -> Mapping[str, Any]:
+    logs = train_on_batch(trainer, batch)
     BETWEEN[between](trainer.model if isinstance(trainer, dapple.PipelinedModel) else trainer)
+    return logs

@@ -1,13 +1,14 @@
-"""Trains a model for a few steps, pipelined and with plain Keras from the same values, and compares every variable."""
+"""Trains a model for a few steps, pipelined and with plain Keras from the same values; compares variables and logs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import reason
@@ -22,11 +23,13 @@ _ROUNDED = 1e-2
 
 _NO_EXCUSE = (NoteKind.METRIC, NoteKind.RANDOM)
 """Notes on metrics alone change no variable; the compared models draw nothing that counts."""
+_LOG = "log "
+"""Stands before the name of a log, where variables have their paths."""
 
 Batch = tuple[Any, Any, Any]
 """x, y and sample weights (or None)."""
-Train = Callable[[Any, Batch], None]
-"""Trains a model (plain or pipelined) on a batch."""
+Train = Callable[[Any, Batch], Mapping[str, Any]]
+"""Trains a model (plain or pipelined) on a batch; returns the logs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Comparison:
     Attributes:
         verdict: "equal"; "listed" if `transform` has said why it differs; "refused" with an error that says why;
             "differs" and "failed" otherwise, the latter also where a device failed in the middle of a step.
-        difference: largest difference of a variable or slot, see `TOLERANCE`; None if there is nothing to compare.
-        where: the variable that differs most, what was listed, or the error.
+        difference: largest difference of a variable, slot or log, see `TOLERANCE`; None if there is nothing to compare.
+        where: the variable or log that differs most, what was listed, or the error.
     """
 
     verdict: str
@@ -50,10 +53,14 @@ class Comparison:
         return self.verdict in ("equal", "listed", "refused")
 
 
-def train_on_batch(trainer: Any, batch: Batch) -> None:
+def train_on_batch(trainer: Any, batch: Batch) -> Mapping[str, Any]:
     """Trains on a batch in the usual way."""
+    if isinstance(
+        trainer, keras.Model
+    ):  # An eager step would hand arrays on to losses and metrics, which expect tensors.
+        batch = keras.tree.map_structure(lambda array: None if array is None else tf.constant(array), batch)
     x, y, sample_weight = batch
-    trainer.train_on_batch(x, y, sample_weight=sample_weight)
+    return trainer.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
 
 
 def compare_training(
@@ -65,7 +72,7 @@ def compare_training(
     dtype: str = "float64",
     most: float | None = None,
 ) -> Comparison:
-    """Trains a model both ways and finally compares every variable and slot.
+    """Trains a model both ways and compares the logs of every step, and finally every variable and slot.
 
     Args:
         build: function that returns the compiled model, each time with the same values, in float type ``dtype``.
@@ -80,10 +87,9 @@ def compare_training(
     try:
         pipelined = transform(own)
         try:
-            for batch in batches:
-                train(pipelined, batch)
+            logs = [train(pipelined, batch) for batch in batches]
             pipelined.sync()
-            told = [note for note in pipelined.notes if note.kind not in _NO_EXCUSE]
+            notes = list(pipelined.notes)
         finally:
             pipelined.close(sync=False)
     except Exception as error:  # Whatever it is, it is reported, and the others are still compared.
@@ -92,13 +98,17 @@ def compare_training(
             return Comparison("refused", None, reason(error))
         return Comparison("failed", None, f"{type(error).__name__}: {reason(error)}")
     plain.run_eagerly = True  # A few steps take less time than a trace.
-    for batch in batches:
-        train(plain, batch)
+    expected = [train(plain, batch) for batch in batches]
     difference, where = largest_difference(own, plain, before, dtype)
     moved = zip(before, own.variables, strict=True)
     if all(np.array_equal(old, variable.numpy()) for old, variable in moved if variable.trainable):
         return Comparison("failed", difference, "training changed nothing")
-    if difference <= (TOLERANCE[dtype] if most is None else most):
+    bound = TOLERANCE[dtype] if most is None else most
+    told = [note for note in notes if note.kind not in _NO_EXCUSE]
+    if difference <= bound:
+        difference, where = max((difference, where), _largest_of_logs(logs, expected, dtype))
+        told = [note for note in notes if note.kind != NoteKind.RANDOM]
+    if difference <= bound:
         return Comparison("equal", difference, where)
     if told:
         return Comparison("listed", difference, briefly(told))
@@ -137,6 +147,21 @@ def largest_difference(
         if difference > worst:
             worst, where = difference, one.path
     return worst, where
+
+
+def _largest_of_logs(
+    logs: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], dtype: str
+) -> tuple[float, str]:
+    """Returns the largest relative difference of logs, and its log."""
+    differences = [(0.0, "(no log)")]
+    for own, plain in zip(logs, expected, strict=True):
+        if own.keys() != plain.keys():
+            return float("inf"), f"{_LOG}names {', '.join(own)} for {', '.join(plain)}"
+        for name, value in plain.items():
+            first, second = np.asarray(own[name], "float64"), np.asarray(value, "float64")
+            difference = float(np.max(np.abs(first - second))) / max(FLOOR[dtype], float(np.max(np.abs(second))))
+            differences.append((difference if np.isfinite(difference) else float("inf"), f"{_LOG}{name}"))
+    return max(differences)
 
 
 def _scale(old: np.ndarray, new: np.ndarray, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""Trains third-party models as pipelines and with plain Keras, and compares every variable and slot.
+"""Trains third-party models as pipelines and with plain Keras, and compares every variable, slot and log.
 
     python -m tools.evaluation.zoo                            # all of them and 200 random models, some hours
     python -m tools.evaluation.zoo --models=ResNet50,GPT2 --draws=0
@@ -7,16 +7,18 @@
 
 Every architecture of keras.applications and of keras_hub that `zoo_models` knows trains in two stages, two
 replicas and one, with 2 and 3 micro-batches, by Adam, AdamW with ``global_clipnorm`` and SGD, three steps each, in
-float64 where plain Keras can. Random models come from `random_models`, plans that mix all levels from
-`random_plans`; these are in the JSON, not on the page. docs/zoo.md, written by ``--document``
-from the numbers of ``--json``, explains the columns. The exit code is 1 if anything differs without a reason
-that `transform` has given.
+float64 where plain Keras can; those of `zoo_libraries` train with their own losses by Adam, and are skipped where their
+library isn't installed. Random models come from `random_models`, plans that mix all levels from `random_plans`; these
+are in the JSON, not on the page. docs/zoo.md, written by ``--document`` from the numbers of ``--json``, explains the
+columns. The exit code is 1 if anything differs without a reason that `transform` has given.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import pathlib
@@ -30,22 +32,18 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.keras_private import nodes_in_order
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, read_results, rows_apart, write_results
 from dapple_tf.tools.evaluation.random_models import compare_draw
 from dapple_tf.tools.evaluation.random_plans import compare_plan
 from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, compare_training
-from dapple_tf.tools.evaluation.zoo_models import (
-    ARCHITECTURES,
-    Architecture,
-    find_architecture,
-    narrowest,
-    normalizes_batches,
-)
+from dapple_tf.tools.evaluation.zoo_libraries import LIBRARIES
+from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, Architecture, narrowest, normalizes_batches
+
+MODELS: Mapping[str, Architecture] = {**ARCHITECTURES, **LIBRARIES}
 
 FLAGS = flags.FlagValues()
-_MODELS = flags.DEFINE_list("models", list(ARCHITECTURES), "Architectures to train.", flag_values=FLAGS)
+_MODELS = flags.DEFINE_list("models", list(MODELS), "Architectures to train.", flag_values=FLAGS)
 _DRAWS = flags.DEFINE_integer("draws", 200, "Number of random models to train.", lower_bound=0, flag_values=FLAGS)
 _FIRST = flags.DEFINE_integer("first_draw", 0, "Seed of the first random model.", lower_bound=0, flag_values=FLAGS)
 _PLANS = flags.DEFINE_integer("plans", 0, "Number of random mixed plans.", lower_bound=0, flag_values=FLAGS)
@@ -76,10 +74,11 @@ OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 
 def compiled(architecture: Architecture, optimizer: str) -> keras.Model:
-    """Returns the compiled model with its values."""
+    """Returns the compiled model with its values; ``optimizer`` is for models that aren't compiled by themselves."""
     model = architecture.build(_SEED)
-    losses = "mse" if len(model.outputs) == 1 else ["mse"] * len(model.outputs)
-    model.compile(OPTIMIZERS[optimizer](), losses, jit_compile=False)
+    if not model.compiled:
+        losses = "mse" if len(model.outputs) == 1 else ["mse"] * len(model.outputs)
+        model.compile(OPTIMIZERS[optimizer](), losses, jit_compile=False)
     return model
 
 
@@ -100,17 +99,9 @@ def batches(architecture: Architecture, model: keras.Model, micro_batches: int) 
     return [(*keras.tree.map_structure(lambda array: array[order], tree), None) for tree in trees]
 
 
-def middle(model: keras.Model) -> str:
-    """Returns the (first call of the) layer where half of the parameters are reached, by its name for cuts."""
-    sizes = np.cumsum([layer.count_params() for layer in model.layers])
-    layer = model.layers[int(np.searchsorted(sizes, sizes[-1] / 2))]
-    calls = [node for node in nodes_in_order(model) if node.operation is layer]
-    return layer.name if len(calls) == 1 else f"{layer.name}#0"
-
-
 def rows_of(name: str, micro_batches: Sequence[int], optimizers: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Trains an architecture in all configurations; yields a row for each."""
-    architecture = find_architecture(name)
+    architecture = MODELS[name]
     keras.config.set_floatx(architecture.dtype)
     keras.config.set_dtype_policy(architecture.dtype)
     for count in micro_batches:
@@ -118,23 +109,25 @@ def rows_of(name: str, micro_batches: Sequence[int], optimizers: Sequence[str]) 
         data = batches(architecture, model, count)
         samples = len(keras.tree.flatten(data[0][0])[0])
         rounding = narrowest(model, data[0][0], architecture.dtype)
+        cut = architecture.middle(model)
 
         def transform(own: keras.Model, count: int = count, samples: int = samples) -> dapple.PipelinedModel:
-            plan = dapple.Plan.manual([middle(own)], [[0, 1], [2]], count, samples)
+            plan = dapple.Plan.manual([architecture.middle(own)], [[0, 1], [2]], count, samples)
             return dapple.transform(own, dapple.Cluster.local(3, kind="cpu"), plan)
 
-        for optimizer in optimizers:
+        for optimizer in [type(model.optimizer).__name__.lower()] if model.compiled else optimizers:
             began = time.monotonic()
             result = compare_training(
                 functools.partial(compiled, architecture, optimizer),
                 transform,
                 data,
+                train=architecture.train,
                 dtype=rounding,
             )
             yield {
                 "model": name,
                 "family": architecture.family,
-                "cut": middle(model),
+                "cut": cut,
                 "micro_batches": count,
                 "optimizer": optimizer,
                 "dtype": rounding,
@@ -180,8 +173,8 @@ def document(results: Mapping[str, Any]) -> str:
     rows = [row for name, entry in results.items() if name.startswith("zoo ") for row in entry["records"]]
     draws = sorted((row for row in results.get("draws", {"records": []})["records"]), key=lambda row: row["seed"])
     parts = [_INTRODUCTION]
-    for family in ("applications", "keras_hub"):
-        own = [row for row in rows if row["family"] == family]
+    for family in _TITLES:
+        own = [row for row in rows if (row["family"] if row["family"] in _TITLES else _OTHERS) == family]
         equal = sum(row["verdict"] == "equal" for row in own)
         parts.append(f"## {_TITLES[family]}\n\n{equal} of {len(own)} trainings are equal.\n")
         parts.append(markdown([_HEADS, *summary(own)]) + "\n")
@@ -196,13 +189,15 @@ def document(results: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-_TITLES = {"applications": "keras.applications", "keras_hub": "keras_hub"}
+_OTHERS = "libraries"
+_TITLES = {"applications": "keras.applications", "keras_hub": "keras_hub", _OTHERS: "Other libraries"}
 _INTRODUCTION = """# Models that nobody here wrote
 
 Written by `python -m tools.evaluation.zoo` (`make zoo`) from [results/zoo.json](results/zoo.json), which has facts
 about the machine. Each architecture trains for three steps, pipelined and by plain Keras from the same values: cut in
 two stages where half of its parameters are reached, with two replicas and one, 2 and 3 micro-batches, by Adam, AdamW
-with `global_clipnorm`, and SGD. Compared are all variables and all slots of the optimizer.
+with `global_clipnorm`, and SGD. Models of other libraries train as their own documents do, with their losses and
+metrics, by Adam. Compared are all variables, all slots of the optimizer, and the logs of each step.
 
 * *equal*: no value differs by more than 1e-8 (float32: 1e-4) of the largest change that training made to its array, or
   of a hundredth of the array's largest value, which rounding is relative to, if that is more.
@@ -249,12 +244,13 @@ def main() -> None:
     command.check_choices(_OPTIMIZERS, OPTIMIZERS)
     if _CHILD.value is not None:
         logging.getLogger("dapple_tf").setLevel(logging.ERROR)
-        for row in _child(_CHILD.value, [*map(int, counts)], _OPTIMIZERS.value):
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+        rows_out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):  # Some libraries print.
+            for row in _child(_CHILD.value, [*map(int, counts)], _OPTIMIZERS.value):
+                rows_out.write(json.dumps(row) + "\n")
+                rows_out.flush()
         return
-    for name in _MODELS.value:
-        find_architecture(name)
+    command.check_choices(_MODELS, MODELS, empty=True)
     check_output(_JSON.value)
     command.check(_DOCUMENT.value is None or _JSON.value is not None, "--document shows what --json holds; give both")
     draws = _drawn_children("draws", _FIRST.value, _DRAWS.value)
@@ -262,7 +258,10 @@ def main() -> None:
     began, rows = time.monotonic(), list[dict[str, Any]]()
     failures: list[str] = []
     ways = [f"--micro_batches={','.join(counts)}", f"--optimizers={','.join(_OPTIMIZERS.value)}"]
-    for child in (*_MODELS.value, *draws):
+    skipped = [name for name in _MODELS.value if importlib.util.find_spec(MODELS[name].library) is None]
+    for name in skipped:
+        command.say(f"{name}: skipped, as {MODELS[name].library} isn't installed: pip install 'dapple_tf[zoo]'", began)
+    for child in (*(name for name in _MODELS.value if name not in skipped), *draws):
         own: list[dict[str, Any]] = []
         try:
             for row in rows_apart("tools.evaluation.zoo", f"--child={child}", *ways):
@@ -274,7 +273,7 @@ def main() -> None:
             command.say(str(error), began)
         rows += own
         if _JSON.value and own:
-            if child in ARCHITECTURES:
+            if child in MODELS:
                 write_results(_JSON.value, f"zoo {child}", own)
             else:
                 what = child.partition("=")[0]
@@ -286,6 +285,7 @@ def main() -> None:
         if row["verdict"] in ("differs", "failed")
     ]
     sys.stdout.write(markdown([_HEADS, *summary([row for row in rows if "model" in row])]) + "\n")
+    sys.stdout.write(f"{len(skipped)} skipped, as their libraries aren't installed.\n" if skipped else "")
     if _DOCUMENT.value:
         pathlib.Path(_DOCUMENT.value).write_text(document(read_results(_JSON.value)), encoding="utf-8")
     if failures:

@@ -1,13 +1,13 @@
 """Third-party models for `zoo`: keras.applications and keras_hub, random weights, smallest sizes.
 
-Each model gets a head for each of its float outputs, so that all of it is trained. Random layers
-are silenced: draws belong to slices (docs/equivalence.md), so that there would be nothing to compare.
+Each model gets a head for each of its float outputs, so that all of it is trained; models that are compiled already
+(`zoo_libraries`) stay as they are. Random layers are silenced: draws belong to slices (docs/equivalence.md), so that
+there would be nothing to compare.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.keras_private import layers_of
-from dapple_tf.models.sources import ModelError
+from dapple_tf.keras_private import layers_of, nodes_in_order
+from dapple_tf.tools.evaluation.training_comparison import Train, train_on_batch
 
 _VOCABULARY = 31
 _LENGTH = 6
@@ -24,16 +24,23 @@ _RATES = ("rate", "drop_path_rate", "drop_prob", "dropout", "recurrent_dropout",
 """Attributes of layers with a random generator that set the strength of its effect."""
 
 
+Data = Callable[[np.random.Generator, int], np.ndarray]
+"""Draws an array of a number of samples."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """A model to compare.
 
     Attributes:
-        family: "applications" or "keras_hub".
-        backbone: function that returns the model without a head.
+        family: "applications", or the library's package.
+        backbone: function that returns the model, compiled or without a head.
         image: side of the images, with 3 channels, that stand for inputs whose height and width are open.
         length: length of inputs that are open sequences.
         dtype: the widest float type in which plain Keras trains it.
+        data: nested `Data` of the inputs and of the labels; None if the model's inputs and outputs tell them.
+        cut: layer to cut after; None if it is where half of the parameters are reached.
+        train: trains it on a batch.
     """
 
     family: str
@@ -41,27 +48,47 @@ class Architecture:
     image: int = 32
     length: int = _LENGTH
     dtype: str = "float64"
+    data: tuple[Any, Any] | None = None
+    cut: str | None = None
+    train: Train = train_on_batch
 
     def build(self, seed: int) -> keras.Model:
-        """Returns the model with a head for each float output; not compiled. Equal seeds give equal values."""
+        """Returns the model, with a head for each float output unless it is compiled. Equal seeds give equal values."""
         keras.utils.set_random_seed(seed)
-        backbone = self.backbone()
-        outputs = [head(tensor, number) for number, tensor in enumerate(_float_outputs(backbone))]
-        inputs = backbone.inputs
-        model = keras.Model(inputs[0] if len(inputs) == 1 else inputs, outputs[0] if len(outputs) == 1 else outputs)
+        model = self.backbone()
+        if not model.compiled:
+            outputs = [head(tensor, number) for number, tensor in enumerate(_float_outputs(model))]
+            inputs = model.inputs
+            model = keras.Model(inputs[0] if len(inputs) == 1 else inputs, outputs[0] if len(outputs) == 1 else outputs)
         _silence(model)
         _steady(model)
         _perturb(model, seed)
         return model
 
+    @property
+    def library(self) -> str:
+        """The package that has to be installed."""
+        return "keras" if self.family == "applications" else self.family
+
     def batch(self, model: keras.Model, rng: np.random.Generator, samples: int) -> tuple[Any, Any]:
         """Returns inputs and labels of ``samples`` samples."""
+        if self.data is not None:
+            return keras.tree.map_structure(lambda data: data and data(rng, samples), self.data)
         inputs = {tensor.name: self._input(tensor, rng, samples) for tensor in model.inputs}
         leaves = [inputs[tensor.name] for tensor in model.inputs]
         x = leaves[0] if len(leaves) == 1 else leaves
         shapes = [tensor.shape for tensor in keras.tree.flatten(model.compute_output_spec(_symbolic(model, leaves)))]
         labels = [rng.normal(size=(samples, *shape[1:])).astype(keras.backend.floatx()) for shape in shapes]
         return x, labels[0] if len(labels) == 1 else labels
+
+    def middle(self, model: keras.Model) -> str:
+        """Returns the (first call of the) layer to cut after, by its name for cuts."""
+        if self.cut is not None:
+            return self.cut
+        sizes = np.cumsum([layer.count_params() for layer in model.layers])
+        layer = model.layers[int(np.searchsorted(sizes, sizes[-1] / 2))]
+        calls = [node for node in nodes_in_order(model) if node.operation is layer]
+        return layer.name if len(calls) == 1 else f"{layer.name}#0"
 
     def _input(self, tensor: Any, rng: np.random.Generator, samples: int) -> np.ndarray:
         name, dtype = tensor.name, keras.backend.standardize_dtype(tensor.dtype)
@@ -93,6 +120,8 @@ def normalizes_batches(model: keras.Model) -> bool:
 
 def narrowest(model: keras.Model, x: Any, dtype: str) -> str:
     """Returns the float type that bounds a model's rounding: ``dtype``, or a narrower one that its layers cast to."""
+    if dtype == "float32":
+        return dtype  # There is no tolerance for a narrower one.
     graph = tf.function(lambda batch: model(batch, training=True)).get_concrete_function(x).graph
     casts = [operation for operation in graph.get_operations() if operation.type == "Cast"]
     floats = [dtype]
@@ -261,17 +290,3 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
 }
 """Name -> architecture."""
-
-
-def find_architecture(name: str) -> Architecture:
-    """Returns an architecture by its name.
-
-    Raises:
-        ModelError: there is none, or keras_hub isn't installed.
-    """
-    if name not in ARCHITECTURES:
-        raise ModelError(f"unknown architecture {name!r}; choose from {', '.join(ARCHITECTURES)}")
-    architecture = ARCHITECTURES[name]
-    if architecture.family == "keras_hub" and importlib.util.find_spec("keras_hub") is None:
-        raise ModelError(f"architecture {name!r} is keras_hub's; install it with: pip install 'dapple_tf[zoo]'")
-    return architecture
