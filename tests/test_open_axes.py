@@ -401,9 +401,7 @@ def test_lengths_of_a_slice_are_noted_and_refused_between_unlike_slices() -> Non
         "0 makes it in slices of [8] samples, stage 1 reads it in slices of [4, 4]; give both stages the same number "
         "of replicas and the same shares, or cut elsewhere"
     )
-    with pytest.raises(
-        PassError, match=r"layer 'a' has .* that it can't be joined: .* in slices of \[4, 4\] samples"
-    ):
+    with pytest.raises(PassError, match=r"layer 'a' has .* that it can't be joined: .* in slices of \[4, 4\] samples"):
         pipeline(decided("cropped to the longest"), ["a"], (2, 1), 1, 8).train_on_batch(x, y)
 
 
