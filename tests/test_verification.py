@@ -9,14 +9,21 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from equivalence import use_float64
+import tensorflow as tf
+from equivalence import pipeline, use_float64
 from models_for_tests import Pair, classifier, layers, plan, samples, transform, values, variables
 
 import dapple_tf as dapple
 from dapple_tf import compared_steps
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note, NoteKind
+from dapple_tf.frontend import functional
 from dapple_tf.verification import ComparedSteps, Difference
+from graph_passes.analysis import slice_shapes
+from graph_passes.analysis.sample_interpreter import Interpreter
+from graph_passes.analysis.slice_shapes import SliceShapes
+from graph_passes.passes import assign_stages
+from graph_passes.passes.scale_losses import _Scaling
 
 X, Y, W = samples(7)
 
@@ -274,6 +281,109 @@ def test_what_we_break_in_the_users_model_shows(broken: Any, shows: set[str], co
     result = pipelined.verify(X, Y, float64=False)
     assert shows <= set(result.unexplained), str(result)
     assert ("its copy by get_config() has" in str(result)) == configuration
+
+
+class Computed(layers.Layer):
+    """A function of its input and of a length for each sample."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        super().__init__(name=name)
+        self.function = function
+
+    def call(self, h: Any, n: Any) -> Any:
+        return self.function(h, n)
+
+
+def of_lengths(*functions: Any, listed: bool = False, metrics: Any = ()) -> keras.Model:
+    """Vectors and lengths -> p -> the functions f0, f1, ... -> last."""
+    x, n = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
+    h = layers.Dense(4, "tanh", name="p")(x)
+    for number, function in enumerate(functions):
+        h = Computed(function, f"f{number}")(h, n)
+    h = layers.Dense(1, name="last")(h)
+    model = keras.Model([x, n], [h] if listed else h)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=list(metrics))
+    return model
+
+
+def cropped(h: Any, n: Any) -> Any:
+    return h[:, : tf.reduce_max(n)]
+
+
+def mean(h: Any, _: Any) -> Any:
+    return tf.reduce_mean(h, 1)
+
+
+def views(h: Any, _: Any) -> Any:
+    return tf.concat([tf.reduce_mean(h, 1), tf.reduce_mean(2 * h, 1)], 0)
+
+
+def attention(h: Any, _: Any) -> Any:
+    return tf.matmul(h, h, transpose_b=True)
+
+
+def masked(y: Any, p: Any) -> Any:
+    mask = y > 0
+    return tf.reduce_mean(tf.abs(y[mask] - p[mask]))
+
+
+MEASURED = SliceShapes.measured
+
+
+def as_in_a_run(shapes: SliceShapes, program: Any, refs: Any) -> SliceShapes:
+    once = MEASURED(shapes, program, refs)
+    return once.with_shapes(({}, {}, {ref: once.found[0][ref] for ref in shapes.vague(refs)}))
+
+
+SILENT: dict[str, tuple[Any, tuple[Any, ...], list[tuple[Any, str, Any]], str]] = {
+    "one output in a list": (
+        lambda: of_lengths(mean, listed=True),
+        (["p"], (1, 1), 1),
+        [(functional, "output_structure", lambda model: model._outputs_struct)],
+        "loss",
+    ),
+    "rows in another order": (
+        lambda: of_lengths(views, lambda h, _: sum(tf.split(h, 2))),
+        (["f0"], (1, 2), 1),
+        [(assign_stages, "_outer", lambda *_: 1)],
+        "loss",
+    ),
+    "lengths of one run": (
+        lambda: of_lengths(cropped, attention, lambda h, _: tf.reduce_mean(tf.nn.softmax(h), [1, 2])[:, None]),
+        (["f0", "f1"], (1, 1, 1), 1),
+        [
+            (slice_shapes, "_grown", lambda _, *shapes: shapes),
+            (SliceShapes, "measured", as_in_a_run),
+            (assign_stages, "_has_own_lengths", lambda *_: False),
+        ],
+        "p",
+    ),
+    "a missing note": (
+        lambda: of_lengths(cropped, mean),
+        (["f0"], (1, 1), 2),
+        [(Interpreter, "_with_lengths", lambda _, __, outputs: outputs)],
+        "loss",
+    ),
+    "a log that isn't scaled": (
+        lambda: of_lengths(mean, metrics=[masked]),
+        (["p"], (1, 1), 2),
+        [(_Scaling, "_sum", lambda _, ref: ref)],
+        "logs['masked']",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", SILENT)
+def test_what_was_silently_wrong_shows(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    """Each defect is put back: users who had verified their models would have seen it."""
+    use_float64()
+    make, plan, patches, shows = SILENT[defect]
+    for patch in patches:
+        monkeypatch.setattr(*patch)
+    rng = np.random.default_rng(2)
+    x = [rng.normal(size=(8, 6, 4)), np.array([2, 4, 3, 1, 4, 5, 1, 4], "int32")]
+    result = pipeline(make(), *plan, 8).verify(x, rng.normal(size=(8, 1)), steps=2)
+    assert shows in result.unexplained, str(result)
 
 
 class Subclassed(keras.Model):
