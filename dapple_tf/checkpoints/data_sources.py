@@ -373,7 +373,7 @@ class DatasetSource(Source):
             options = tf.data.Options()
             options.experimental_symbolic_checkpoint = False  # Such states change only with elements that are read.
             self._counter = iter(self._dataset.with_options(options))
-            self._restore(self._counter, state)
+            self._restore(iter(self._dataset), state)  # Takes back the seeds of the last two.
             if shuffles_within_rounds(self._dataset):
                 logger.warning(
                     "a resumed run reads later epochs in another order than an undisturbed one: the dataset shuffles "
@@ -434,7 +434,7 @@ class DatasetSource(Source):
         items = self.open(number, 0)
         self._opened = self._opened_before
         self._restore(items, state["iterator"])
-        self._restore(iter(self._dataset), state["start"])
+        self._restore(self._counter, state["start"])
         return items
 
     def _restore(self, items: Any, state: tf.Tensor) -> None:

@@ -118,7 +118,7 @@ def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable
 
 def neutral(builder: Builder, variable: Variable, device: str = "") -> Ref:
     """Returns a contribution that changes nothing: zeros, or an infinity."""
-    value = {"Add": 0.0, "Max": -math.inf, "Min": math.inf}[variable.merge]
+    value = {"Add": 0, "Max": -math.inf, "Min": math.inf}[variable.merge]
     return zeros(builder, variable.dtype, variable.shape, device, value)
 
 
