@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import keras
@@ -22,12 +22,11 @@ from dapple_tf.keras_private import (
     compute_loss,
     inner_optimizer,
     recompiled,
-    seeds_of,
     slots_by_parameter,
     takes_training,
 )
 from dapple_tf.model_copies import FLOATS, coarsest, copy_of, doubled
-from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference
+from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, restored
 
 _FEW = 1e-3
 """Smallest change by which a variable's difference is scaled, relative to the largest change of its kind."""
@@ -54,26 +53,6 @@ class Outcome:
 
 def _values(model: keras.Model) -> dict[str, np.ndarray]:
     return {key: np.asarray(variable.value) for key, variable in variables_of(model).items()}
-
-
-@contextlib.contextmanager
-def restored(model: keras.Model) -> Iterator[None]:
-    """Resets a model's metrics, and restores weights, state, seeds, optimizer and metrics at the context's end.
-
-    Values are restored after an error, too.
-    """
-    changeable = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
-    changeable += [variable for metric in model.metrics for variable in metric.variables]
-    changeable += seeds_of(model)
-    own = list({id(variable): variable for variable in changeable}.values())
-    before = [np.asarray(variable.value) for variable in own]
-    try:
-        for metric in model.metrics:
-            metric.reset_state()
-        yield
-    finally:
-        for variable, value in zip(own, before, strict=True):
-            variable.assign(value)
 
 
 def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, training: bool) -> Outcome:

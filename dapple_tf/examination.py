@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import keras
 
-from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import reason
 from dapple_tf.execution.notes import Note, notes_of
 from dapple_tf.execution.step_passes import StepPasses
@@ -24,9 +23,9 @@ from dapple_tf.keras_private import compiled_loss, fresh_loss, items_of, output_
 from dapple_tf.measuring.example_batch import labels_of_outputs
 from dapple_tf.progress import Progress
 from graph_passes.analysis.slice_shapes import LengthsUnknownError
-from graph_passes.ir.program import LayerCall, Layout, Program
+from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes
-from graph_passes.passes.assign_stages import AssignStages, find_call
+from graph_passes.passes.assign_stages import find_call
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ _PATIENCE = 2.0
 """Seconds before anything is shown."""
 
 
-def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) -> None:
+def check_cuts(model: keras.Model, passes: StepPasses) -> None:
     """Finds errors in cuts, and code that workers lack, before there is data.
 
     For a model without declared inputs it finds unknown names only. It assumes nothing about lengths that the model
@@ -42,26 +41,22 @@ def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) ->
 
     Args:
         model: a built model.
-        plan: the plan with the cuts.
-        addresses: the addresses of workers in other processes.
+        passes: the passes of the plan with the cuts.
 
     Raises:
         CaptureError: the model can't be traced, or runs Python code that workers don't have.
         PassError: a cut names no layer, leaves a stage empty, or a tensor can't be sent over it.
     """
-    asked = bool(addresses) and may_have_py_functions(model)
-    if not asked and cuts_are_safe(model, plan.cuts):
+    cuts, asked = passes.plan.cuts, bool(passes.cluster.addresses) and may_have_py_functions(model)
+    if not asked and cuts_are_safe(model, cuts):
         return
     spec = declared_spec(model)
     if spec is not None:
-        devices, samples = tuple(tuple(map(str, stage)) for stage in plan.devices), plan.global_batch_size
-        layout = Layout(devices, samples, samples, plan.micro_batches, shares=plan.shares)
-        program = capture(model, VariableTable(model), Mode.PREDICT, spec)
-        _assigned(program, AssignStages(plan.cuts, layout=layout), addresses)
+        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), passes)
         return
     layers = items_of(model)
     names = {layer.name for layer in layers if layer is not model}
-    for cut in plan.cuts:
+    for cut in cuts:
         path, _, _ = cut.partition("#")
         if path.rpartition("/")[2] not in names:
             find_call(path, [LayerCall(name, 0, 1) for name in sorted(names)])
@@ -81,10 +76,9 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
     Raises:
         CaptureError, PassError: as for `check_cuts`.
     """
-    plan, addresses = passes.plan, passes.cluster.addresses
     spec = declared_spec(model)
     if spec is None or own_steps(model):
-        check_cuts(model, plan, addresses)
+        check_cuts(model, passes)
         return None
     with Progress("examining the model", patience=_PATIENCE) as bar:
         bar.step("what computes across samples")
@@ -98,17 +92,17 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
 
 
 def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:
-    assigned = _assigned(program, passes.assign_stages(), passes.cluster.addresses)
+    assigned = _assigned(program, passes)
     if assigned is None and min(passes.slices) == 1:
         return None
     return notes_of(assigned or program, passes.slices, passes.plan.micro_batches)
 
 
-def _assigned(program: Program, assign_stages: AssignStages, addresses: Sequence[str]) -> Program | None:
+def _assigned(program: Program, passes: StepPasses) -> Program | None:
     """Returns a captured program with its stages; None if these depend on lengths that only the first batch has."""
-    check_py_functions(program.graph, addresses)
+    check_py_functions(program.graph, passes.cluster.addresses)
     try:
-        return run_passes(program, [assign_stages])
+        return run_passes(program, [passes.assign_stages()])
     except LengthsUnknownError:
         return None
 

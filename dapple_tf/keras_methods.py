@@ -77,7 +77,7 @@ class KerasMethods(ModelFront, abc.ABC):
             raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
         calls = 0
 
-        def fit(**arguments: Any) -> Any:
+        def fit(_: str, **arguments: Any) -> Any:
             nonlocal calls
             calls += 1
             size = arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))
@@ -102,27 +102,27 @@ class KerasMethods(ModelFront, abc.ABC):
     @in_one_thread
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
-        return self._called("evaluate", functools.partial(self._sized, "evaluate"), args, kwargs)
+        return self._called("evaluate", self._sized, args, kwargs)
 
     @in_one_thread
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
-        return self._called("predict", functools.partial(self._sized, "predict"), args, kwargs)
+        return self._called("predict", self._sized, args, kwargs)
 
     @in_one_thread
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.train_on_batch``."""
-        return self._called("train_on_batch", functools.partial(self._on_batch, "train_on_batch"), args, kwargs)
+        return self._called("train_on_batch", self._on_batch, args, kwargs)
 
     @in_one_thread
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.test_on_batch``."""
-        return self._called("test_on_batch", functools.partial(self._on_batch, "test_on_batch"), args, kwargs)
+        return self._called("test_on_batch", self._on_batch, args, kwargs)
 
     @in_one_thread
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.predict_on_batch``."""
-        return self._called("predict_on_batch", functools.partial(self._call, "predict_on_batch"), args, kwargs)
+        return self._called("predict_on_batch", self._call, args, kwargs)
 
     def _called(
         self,
@@ -132,10 +132,10 @@ class KerasMethods(ModelFront, abc.ABC):
         kwargs: dict[str, Any],
         others: tuple[str, ...] = (),
     ) -> Any:
-        """Calls a method of the model, its own or Keras'; the latter as ``run``, with arguments by name."""
+        """Calls a model's method; Keras' own as ``run(method, ...)``, with arguments by name."""
         if not has_own(self.model, method):
-            return run(**_bound(method, args, kwargs, others))
-        return self._call_own(method, lambda *own, **named: run(**_bound(method, own, named)), *args, **kwargs)
+            return run(method, **_bound(method, args, kwargs, others))
+        return self._call_own(method, lambda *own, **named: run(method, **_bound(method, own, named)), *args, **kwargs)
 
     def _sized(self, method: str, **arguments: Any) -> Any:
         arguments["batch_size"] = self._batch_size(arguments.get("batch_size"))

@@ -76,9 +76,9 @@ class PipelinedModel(Inspection, KerasMethods):
     Values live in two places: on the devices, which train, and in the user's model. The two look like one: a variable
     of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
     and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
-    begins, before validation and at the end of each epoch; on devices of this process at the end of an epoch that is
-    over a second after the last time, and in longer ones every few seconds. Models that share variables see each
-    other's values.
+    begins, before validation and at the end of each epoch. On devices of this process the end of an epoch brings one
+    only if a second has passed since the last, and longer epochs have some within (docs/equivalence.md, "Errors").
+    Models that share variables see each other's values.
 
     An error in a step that updates variables leaves the model with the values of its last ``sync``, and says how many
     steps ago that was; all other errors leave the newest. After the model was compiled again or layers were frozen, the
@@ -142,7 +142,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if unknown
         passes = self._engine.builder.passes
         if not examined or max(passes.slices) == 1:
-            check_cuts(self.model, self.plan, self.cluster.addresses)
+            check_cuts(self.model, passes)
             return
         notes = examine(self.model, passes)
         if notes is not None:

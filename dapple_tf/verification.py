@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -348,6 +349,26 @@ def _scale(model: keras.Model) -> float:
     return float(keras.ops.convert_to_numpy(scaled))
 
 
+@contextlib.contextmanager
+def restored(model: keras.Model) -> Iterator[None]:
+    """Resets a model's metrics, and restores weights, state, seeds, optimizer and metrics at the context's end.
+
+    Values are restored after an error, too.
+    """
+    changeable = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    changeable += [variable for metric in model.metrics for variable in metric.variables]
+    changeable += seeds_of(model)
+    own = list({id(variable): variable for variable in changeable}.values())
+    before = [np.asarray(variable.value) for variable in own]
+    try:
+        for metric in model.metrics:
+            metric.reset_state()
+        yield
+    finally:
+        for variable, value in zip(own, before, strict=True):
+            variable.assign(value)
+
+
 def plain_step(
     model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool
 ) -> tuple[float, list[np.ndarray | None]]:
@@ -373,14 +394,6 @@ def plain_step(
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
         return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
-    changeable = [*model.non_trainable_variables, *model.metrics_variables]
-    changeable += [variable for metric in model.metrics for variable in metric.variables]
-    changeable += seeds_of(model)
-    kept = [np.asarray(variable.value) for variable in changeable]
-    try:
-        with recompiled(model):
-            loss, gradients = step.get_concrete_function()()
-    finally:
-        for variable, value in zip(changeable, kept, strict=True):
-            variable.assign(value)
+    with restored(model), recompiled(model):
+        loss, gradients = step.get_concrete_function()()
     return float(loss), [None if gradient is None else np.asarray(gradient) for gradient in gradients]

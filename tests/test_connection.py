@@ -579,7 +579,7 @@ def test_a_long_run_with_a_link_that_is_broken(cluster: dapple.Cluster, monkeypa
     ended = threading.Event()
     with held(cluster) as connection:
         monkeypatch.setattr(connection, "_pause", 0.05)
-        threading.Timer(0.5, close_second_port, [monkeypatch]).start()
+        close_second_port(monkeypatch)  # which nobody asks for before the first pause
         with pytest.raises(WorkerLostError) as raised:
             connection.call(ended.wait)
         assert_no_way(raised.value, cluster)

@@ -142,6 +142,7 @@ SINGLE = {
 
 
 @ANY_STRUCTURE
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("make", "number"), [(make, n) for n, make in enumerate(SINGLE.values())], ids=list(SINGLE))
 def test_one_output_in_a_list_is_trained_as_that_output(make, number: int) -> None:
     """Losses were built for a list, and read the first sample of each slice; the user's model did so ever after."""

@@ -115,6 +115,7 @@ class DeviceState:
 
     @contextlib.contextmanager
     def _updates(self) -> Iterator[None]:
+        """Runs an update inside the context; after an error `updating` stays true, as some devices may have made it."""
         self.updating = True
         yield
         self.updating = False

@@ -321,7 +321,7 @@ class Runtime:
         """Trains on a batch; see `run`."""
         prepared, began = self.engine.builder.num_steps, time.monotonic()
         if not self.engine.state.ahead:
-            self._synced, self._synced_at = self.steps, began
+            self._synced_at = began
         result = self.run(Mode.TRAIN, batch, trace=trace)
         if self.engine.builder.num_steps != prepared:
             self._synced_at += time.monotonic() - began
@@ -433,6 +433,8 @@ class Runtime:
             else:
                 self._recovery.succeeded()
                 self._cancelled = False
+                if not self.engine.state.ahead:
+                    self._synced = self.steps
                 return result
 
     # ---- faults

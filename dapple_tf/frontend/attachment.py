@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -78,7 +79,7 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
                 attributes.pop(name, None)
 
 
-_entries: dict[str, dict[int, Callable[..., Any] | None]] = {}
+_entries: dict[str, dict[int, Callable[..., Any] | None]] = collections.defaultdict(dict)
 """Method of ``keras.Model`` -> identity of a model -> what it calls instead; None while that runs."""
 _lock = threading.Lock()
 """Held while methods are replaced and restored."""
@@ -95,25 +96,27 @@ def entered(model: keras.Model, method: str, enter: Callable[..., Any]) -> Itera
 
     Other models, and calls that ``enter`` makes itself, get Keras' method.
     """
+    entries, key = _entries[method], id(model)
     with _lock:
-        if method not in _entries:
-            _entries[method] = {}
-            setattr(keras.Model, method, _forwarding(method, getattr(keras.Model, method)))
-        _entries[method][id(model)] = enter
+        if not entries:
+            setattr(keras.Model, method, _forwarding(entries, getattr(keras.Model, method)))
+        running = key in entries  # A callback calls the method again.
+        entries[key] = enter
     try:
         yield
     finally:
         with _lock:
-            del _entries[method][id(model)]
-            if not _entries[method]:
-                del _entries[method]
-                delattr(keras.Model, method)  # which inherits it
+            if running:
+                entries[key] = None
+            else:
+                del entries[key]
+            if not entries:  # Others may have replaced the method before.
+                setattr(keras.Model, method, getattr(keras.Model, method).__wrapped__)
 
 
-def _forwarding(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _forwarding(entries: dict[int, Callable[..., Any] | None], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        entries = _entries.get(method, {})
         enter = entries.get(id(model))
         if enter is None:
             return original(model, *args, **kwargs)

@@ -469,8 +469,9 @@ def _static_shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
 
 
 def _shape(leaf: Leaf, *, sized: bool) -> Shape:
-    """Returns the shape of an array in batches of any size, or in one batch."""
-    return (leaf.sizes or (_SOME_SAMPLES, *leaf.shape[1:])) if sized else leaf.shape
+    """Returns the shape of an array in batches of any size, or of one size."""
+    rows = leaf.sizes[0] if leaf.sizes else None
+    return (rows or _SOME_SAMPLES, *leaf.shape[1:]) if sized else leaf.shape
 
 
 def _works(trial: Callable[[], Any]) -> bool:

@@ -154,7 +154,8 @@ class TraceScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if value is None:
             value = self.provide(variable)
-            self.unknown += [variable] if value is None else []
+            if value is None:
+                self.unknown.append(variable)
             return value
         if id(variable) in self.parameters:
             if self._closed:

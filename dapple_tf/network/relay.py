@@ -219,7 +219,8 @@ class Relay:
             if (user := _user_at_the_other_end(connection)) == os.getuid():
                 self._start(self._take_out, connection, end)
             else:
-                logger.warning("user %s of this machine isn't let through to %s", user, end.address)
+                who = "a process that has hung up" if user is None else f"user {user} of this machine"
+                logger.warning("%s isn't let through to %s", who, end.address)
                 connection.close()
 
     def _bring_in(self, connection: ssl.SSLSocket, host: str) -> None:

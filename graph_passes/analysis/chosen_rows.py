@@ -59,6 +59,7 @@ class _Rows:
     def __init__(self, program: Program, dependence: SampleDependence) -> None:
         self.view = Graph(program.graph)
         self._spreads, self._shapes = dependence.spreads, dependence.shapes
+        self._masks: dict[Ref, Ref | None] = {}
 
     def counted(self, node: NodeDef, names: Names) -> Sequence[NodeDef] | None:
         """Returns the replacement of a mean; None if it isn't over rows that a mask of inputs chooses."""
@@ -97,6 +98,11 @@ class _Rows:
 
     def _mask(self, ref: Ref) -> Ref | None:
         """Returns the condition that has chosen a tensor's rows, if each row belongs to one true entry."""
+        if ref not in self._masks:
+            self._masks[ref] = self._mask_of(ref)
+        return self._masks[ref]
+
+    def _mask_of(self, ref: Ref) -> Ref | None:
         node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
         rank = len(self._shapes.get(inputs[0]) or ()) if inputs else 0
         if node.op == "GatherNd":

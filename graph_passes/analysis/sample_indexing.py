@@ -186,15 +186,16 @@ def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 def _in_a_row(interpreter: Interpreter, used: Sequence[tuple[Ref, Spread]]) -> int | None:
     """Returns the parts of an axis along which tensors are concatenated: of as many rows for each sample in all."""
-    outers = [spread.outer for _, spread in used if spread.axis is not None]
-    lengths = [interpreter.rows(ref) for ref, spread in used if spread.axis is not None]
-    if None in outers or (None in lengths and set(lengths) != {None}):
+    moved = [(ref, spread.outer) for ref, spread in used if spread.axis is not None]
+    outers = [outer for _, outer in moved if outer is not None]
+    lengths = [rows for ref, _ in moved if (rows := interpreter.rows(ref)) is not None]
+    if len(outers) < len(moved) or 0 < len(lengths) < len(moved):
         return None
-    inner = {rows // outer for rows, outer in zip(lengths, outers, strict=True) if rows and outer}
-    if None in lengths or len(inner) != 1:
-        return sum(outer or 0 for outer in outers) if None in lengths else None if inner else 0
-    (each,) = inner
-    return None if any((rows or 0) % each for rows in lengths) else sum((rows or 0) // each for rows in lengths)
+    if not lengths or not any(outers):
+        return sum(outers)
+    inner = {rows // outer for rows, outer in zip(lengths, outers, strict=True) if outer}
+    each = inner.pop()
+    return None if inner or any(rows % each for rows in lengths) else sum(lengths) // each
 
 
 def _empty(interpreter: Interpreter, ref: Ref) -> bool:

@@ -64,9 +64,9 @@ def check_rows(program: Program, layout: Layout) -> None:
     for boundary in (each for each in program.boundaries if each.own_lengths or each.outer is None):
         apart = boundary.whole or boundary.outer is None
         for micro_batch, stage in itertools.product(range(len(layout.micro_batch_intervals)), boundary.consumers):
-            made, read = (layout.slices(own, micro_batch) for own in (boundary.producer, stage))
-            joins = any(sum(own.overlap(wanted).size > 0 for own in made) > 1 for wanted in read)
-            sizes = [[own.size for own in intervals if own.size] for intervals in (made, read)]
+            sent, read = (layout.slices(own, micro_batch) for own in (boundary.producer, stage))
+            joins = any(sum(own.overlap(wanted).size > 0 for own in sent) > 1 for wanted in read)
+            sizes = [[own.size for own in intervals if own.size] for intervals in (sent, read)]
             if sizes[0] != sizes[1] and (apart or joins):
                 layer = layer_of(Graph(program.flat_graph), boundary.ref)
                 rows = "several" if boundary.rows_per_sample is None else boundary.rows_per_sample

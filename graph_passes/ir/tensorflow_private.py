@@ -268,16 +268,16 @@ SESSION_RUN = (pywrap_tf_session, "TF_SessionRun_wrapper")
 """Where ``Session.run`` finds the C function that it calls: a module, and the name in it. For those who time it."""
 
 
-def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+def _datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Returns a dataset, and the ones that it is made of."""
-    return [dataset, *(inner for given in dataset._inputs() for inner in datasets_within(given))]
+    return [dataset, *(inner for source in dataset._inputs() for inner in _datasets_within(source))]
 
 
 def shuffled_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Returns the inputs of all ``shuffle`` that a dataset is made by, which have another order in each round."""
     return [
         node._inputs()[0]
-        for node in datasets_within(dataset)
+        for node in _datasets_within(dataset)
         if isinstance(node, _ShuffleDataset) and node._reshuffle_each_iteration is not False
     ]
 
@@ -287,7 +287,7 @@ def shuffles_within_rounds(dataset: tf.data.Dataset) -> bool:
     twice = any(map(shuffled_datasets, shuffled_datasets(dataset)))
     return any(
         isinstance(node, _ConcatenateDataset) or (twice and isinstance(node, _RepeatDataset))
-        for node in datasets_within(dataset)
+        for node in _datasets_within(dataset)
         if shuffled_datasets(node)
     )
 

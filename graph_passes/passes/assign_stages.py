@@ -311,8 +311,10 @@ def _boundaries(
         own = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
         own = own or (ref in vague and _has_own_lengths(spreads, ref, axis))
         ragged = axis is None or ref not in spreads or spreads[ref].partial
-        made = Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, own_lengths=own)
-        boundaries.append(dataclasses.replace(made, whole=own and (ragged or not deciding.isdisjoint(reading))))
+        whole = own and (ragged or not deciding.isdisjoint(reading))
+        boundaries.append(
+            Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example, own_lengths=own, whole=whole)
+        )
     if unknown is not None:
         raise unknown
     several = [each.ref for each in boundaries if each.batch_axis is not None and each.rows_per_sample != 1]

@@ -55,9 +55,7 @@ class Comparison:
 
 def train_on_batch(trainer: Any, batch: Batch) -> Mapping[str, Any]:
     """Trains on a batch in the usual way."""
-    if isinstance(
-        trainer, keras.Model
-    ):  # An eager step would hand arrays on to losses and metrics, which expect tensors.
+    if isinstance(trainer, keras.Model):  # Its eager step hands arrays on to losses and metrics, which expect tensors.
         batch = keras.tree.map_structure(lambda array: None if array is None else tf.constant(array), batch)
     x, y, sample_weight = batch
     return trainer.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
