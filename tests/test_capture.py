@@ -185,7 +185,7 @@ def test_sequences_of_any_length_are_cut_also_where_batch_and_time_are_one_axis(
 
 
 @pytest.mark.slow
-def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
+def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused_between_unlike_slices() -> None:
     class Positive(layers.Layer):
         def call(self, x: Any) -> Any:
             return tf.boolean_mask(x, x[:, 0] > 0)
@@ -194,8 +194,9 @@ def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
     x = Positive(name="positive")(layers.Dense(3, name="first")(features))
     model = keras.Model(features, layers.Dense(1, name="last")(x))
     model.compile("sgd", "mse")
-    with pytest.raises(dapple.PassError, match="which axis is the batch can't be told"):
-        pipeline(model, ["positive"], (1, 1), 2, 4)
+    pipeline(model, ["positive"], (2, 2), 2, 4)
+    with pytest.raises(dapple.PassError, match="has lengths, or a value, that samples of a slice decide together"):
+        pipeline(model, ["positive"], (2, 1), 2, 4)
 
 
 # ---- losses

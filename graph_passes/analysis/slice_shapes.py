@@ -182,13 +182,10 @@ class SliceShapes:
             for inputs, values in zip(self.assumed, [{number: samples} for samples in self.samples], strict=False)
         )
         grown = {ref: _grown(self.found[0].get(ref), few[ref], many[ref]) for ref in few.keys() & many.keys()}
-        return self.with_shapes(
-            (
-                {ref: shapes[0] for ref, shapes in grown.items()},
-                {ref: shapes[1] for ref, shapes in grown.items()},
-                {ref: self.found[2].get(ref) for ref in grown},
-            )
-        )
+        small, large = ({ref: shapes[number] for ref, shapes in grown.items()} for number in (0, 1))
+        # What a run tells of an axis holds for the lengths of the batch at hand only.
+        whatever = small if self.assumed[2] == self.assumed[0] else {ref: self.found[2].get(ref) for ref in grown}
+        return self.with_shapes((small, large, whatever))
 
     def with_shapes(self, more: Sequence[_Shapes]) -> SliceShapes:
         """Returns these shapes and others, for few samples, many, and any number."""
