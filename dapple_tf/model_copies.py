@@ -91,7 +91,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _copy(model: keras.Model, twin: keras.Model) -> None:
-    """Copies the values of a model to its twin, and has layers that keep what follows from values compute it.
+    """Copies a model's values to its twin, and computes what layers derive from them.
 
     Raises:
         ValueError: the twin has other variables, or isn't compiled.

@@ -17,6 +17,7 @@ from graph_passes.ir.storage import (
     assign,
     buckets,
     by_dtype,
+    filled,
     flatten,
     join_function,
     load_function,
@@ -26,7 +27,6 @@ from graph_passes.ir.storage import (
     read_function,
     save_function,
     unflatten,
-    zeros,
 )
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.text import function_text
@@ -199,7 +199,7 @@ def test_flatten_and_unflatten_undo_each_other() -> None:
 @pytest.mark.parametrize("dtype", [FLOAT, DOUBLE, types_pb2.DT_HALF, INT32])
 def test_zeros_have_shape_and_dtype(dtype: int) -> None:
     builder = Builder(empty_graph())
-    tensors = [zeros(builder, dtype, shape) for shape in ((2, 3), ())]
+    tensors = [filled(builder, dtype, shape) for shape in ((2, 3), ())]
     with Machine(builder.graph) as machine:
         values = machine.run(tensors)
     assert [value.shape for value in values] == [(2, 3), ()]

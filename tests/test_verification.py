@@ -19,8 +19,7 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend import functional
 from dapple_tf.verification import ComparedSteps, Difference
-from graph_passes.analysis import slice_shapes
-from graph_passes.analysis.sample_interpreter import Interpreter
+from graph_passes.analysis import sample_interpreter, slice_shapes
 from graph_passes.analysis.slice_shapes import SliceShapes
 from graph_passes.passes import assign_stages
 from graph_passes.passes.scale_losses import _Scaling
@@ -361,7 +360,7 @@ SILENT: dict[str, tuple[Any, tuple[Any, ...], list[tuple[Any, str, Any]], str]] 
     "a missing note": (
         lambda: of_lengths(cropped, mean),
         (["f0"], (1, 1), 2),
-        [(Interpreter, "_with_lengths", lambda _, __, outputs: outputs)],
+        [(sample_interpreter, "with_lengths", lambda _, __, outputs: outputs)],
         "loss",
     ),
     "a log that isn't scaled": (

@@ -171,7 +171,7 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
 
 
 def _reaching(program: Program, flat: Graph, direct: set[str]) -> set[str]:
-    """Returns the nodes from which the loss is computed: those of this step, and through state in the next one."""
+    """Returns the nodes that the loss depends on, in this step or by state in the next."""
     reaching = set(direct)
     roles = program.roles
     kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]

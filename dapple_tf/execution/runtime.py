@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -55,7 +56,7 @@ _SYNC_SHARE = 0.01
 _FEW_REPLAYED = 10
 """The most steps that are repeated to take in workers, of a model whose values stay on the devices."""
 _CANCELLED = tf.errors.AbortedError, tf.errors.CancelledError
-"""What TensorFlow raises for devices that waited for another one, which failed or can't be reached."""
+"""TensorFlow's errors for devices that waited for one that failed or can't be reached."""
 _T = TypeVar("_T")
 
 
@@ -282,7 +283,7 @@ class Runtime:
 
     @property
     def kept(self) -> str:
-        """What remains if the devices' values are lost, for messages."""
+        """Values that remain if the devices' are lost, for messages."""
         steps = self.steps - self._synced
         ago = f"{steps} step{'s' * (steps != 1)} ago"
         if self.engine.state.deferred:
@@ -368,9 +369,10 @@ class Runtime:
                 metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
                 return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
 
+        cause = functools.cache(lambda: self._cause(batch, loss=mode is not Mode.PREDICT))
         self._others_first()
         try:
-            result = self._surviving(step, lambda: self._cause(batch, loss=mode is not Mode.PREDICT))
+            result = self._surviving(step, cause)
             batch_done()
             return result
         except tf.errors.OpError as error:
@@ -378,10 +380,10 @@ class Runtime:
             if lost:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.kept}" if lost else ""
-            cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
+            text = cause() or reason(error)
             told = [note for note in self.engine.builder.notes.latest or () if note.kind is NoteKind.PAIRS]
-            cause += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
-            raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
+            text += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
+            raise StepError(f"a {mode.value} step failed: {text}{kept}") from error
 
     def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""

@@ -24,7 +24,7 @@ Shape = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Dtype and shape of one array of a batch; the first axis is that of the samples, None is any length.
+    """Dtype and shape of one array of a batch; None is any length.
 
     Attributes:
         name: its name in messages.

@@ -167,7 +167,7 @@ def _private(key: Any) -> bytes:
 
 
 def _replace(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replaces a file as a whole: who reads it meanwhile, or after a crash, finds all of one of both."""
+    """Replaces a file whole: readers find all of the old or all of the new."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

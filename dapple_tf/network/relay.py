@@ -49,7 +49,7 @@ LEAST_SILENCE = 50.0
 _MOST_SILENCE = 32_767.0
 """The most seconds that the kernel takes for them."""
 _ESTABLISHED = "01"
-"""State of a connection in the kernel's table. Those that their process has closed are said to be root's."""
+"""State of an open connection in the kernel's table; closed ones are listed as root's."""
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
 
 

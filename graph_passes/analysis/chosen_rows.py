@@ -28,7 +28,7 @@ from graph_passes.ir.tensorflow_bridge import Shape, constant_value, is_stateful
 _BY_ROWS = ELEMENTWISE | {"Cast", "Elu", "Expm1", "LeakyRelu", "Log1p", "Reciprocal", "Relu6", "Rsqrt", "Softplus"}
 """Ops that compute each row of their result from one row of their inputs, which have the same rank."""
 _LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
-"""Likewise, of inputs of any rank."""
+"""Losses by rows, of inputs of any rank."""
 _ALONG = ("Sum", "Mean", "Max", "Min", "Prod", "Any", "All", "ArgMax", "ArgMin", "ExpandDims")
 """Ops along the axes that their second input names."""
 

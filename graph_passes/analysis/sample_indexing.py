@@ -254,7 +254,7 @@ def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spr
 
 
 def _outer_by_place(interpreter: Interpreter, node: NodeDef, table: Spread) -> int | None:
-    """Returns the parts of the batch axis of looked up samples: by their places if known, else those of the places."""
+    """Returns the parts of the batch axis of looked up samples."""
     refs, out = interpreter.graph.inputs(node.name), Ref(node.name)
     numbers, own, rows = interpreter.numbers(refs[1]), interpreter.rows(refs[0]), interpreter.rows(out)
     if numbers is None:

@@ -11,33 +11,20 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
 from graph_passes.analysis.operator_traits import (
     ELEMENTWISE,
-    GATHERS,
-    KEEPING_ELEMENTS,
-    KEEPING_ORDER,
-    REPEATING,
     draws,
 )
+from graph_passes.analysis.sample_lengths import with_lengths
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, common_outer, degree_of
-from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes, takes_functions
+from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
 """Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
-_PICKING = GATHERS | {"Slice", "Split", "SplitV", "StridedSlice", "Unpack", "Where"}
-"""Ops that choose elements of an axis by places counted from its start."""
 _LIKE_INPUTS = ELEMENTWISE | frozenset({"BiasAdd", "Elu", "Erf", "LeakyRelu", "Selu", "Softplus"})
 """Ops whose output has the rows of their inputs, even where shape inference doesn't know how many these are."""
-_ALONG = {"CumulativeLogsumexp": 1, "Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}
-"""Ops along axes that an input names, and its number."""
-_ALONG_LAST = frozenset({"LogSoftmax", "Softmax", "TopK", "TopKV2"})
-_COMPARING = {"Less": (0, 1), "LessEqual": (0, 1), "Greater": (1, 0), "GreaterEqual": (1, 0)}
-"""Comparisons: the numbers of the smaller and of the larger input."""
-_MASKING = frozenset({"LogicalAnd", "Mul", "MulNoNan"})
-_KEEPING_ZEROS = KEEPING_ELEMENTS | REPEATING | {"DivNoNan", "Mean", "Neg", "RealDiv", "Square", "StridedSlice", "Sum"}
-"""Ops whose result is zero where their first input is."""
 _DEEPEST = 8
 """The deepest nesting of calls that is interpreted."""
 
@@ -134,7 +121,7 @@ class Interpreter:
             self._evaluate(node)
             if Ref(node.name) in given:
                 continue
-            for output, spread in enumerate(self._with_lengths(node, self._outputs(node))):
+            for output, spread in enumerate(with_lengths(self, node, self._outputs(node))):
                 ref = Ref(node.name, output)
                 self.spreads[ref] = spread._replace(outer=self._outer(ref, spread))
 
@@ -170,93 +157,6 @@ class Interpreter:
         if spread.axis is None or rows == 1:  # whatever moves such a row, it is the sample in its place from then on
             return 1
         return None if rows is not None and spread.outer and rows % spread.outer else spread.outer
-
-    def _with_lengths(self, node: NodeDef, outputs: Sequence[Spread]) -> Sequence[Spread]:
-        """Marks outputs with lengths that samples decide, and notes values that depend on such lengths.
-
-        An integer that several samples decide (the longest of all) is a length where an output has axes of unknown
-        length. Elsewhere it chooses elements.
-        """
-        used = [(ref, self.of(ref)) for ref in self.graph.inputs(node.name)]
-        decided = any(spread.decides and self._is_integer(ref) for ref, spread in used)
-        sized = [ref for ref, spread in used if spread.lengths]
-        numbers = self.numbers(Ref(node.name))
-        follows = numbers is not None and not np.isnan(numbers[0]).any()
-        if not (decided or sized) or follows or node.op in ASKING or takes_functions(node.op):
-            return outputs
-        before, rows = max(map(self._open_axes, sized), default=0), any(spread.axis is not None for _, spread in used)
-        results = []
-        for output, spread in enumerate(outputs):
-            ref = Ref(node.name, output)
-            if self.is_handle(ref):
-                results.append(spread._replace(lengths=True))
-                continue
-            after = self._open_axes(ref, spread)
-            if node.op == "Reshape" and spread.axis is not None:
-                spread = spread._replace(partial=after < before or (spread.partial and not decided))
-            elif self._combines_places(node, sized, after < before) or (decided and not after):
-                if rows:
-                    self.couple(node, Coupling.NOT_LINEAR if self.in_loss(node) else Coupling.TOGETHER)
-                elif not spread.varies:
-                    spread = spread._replace(varies=True, linear=False)
-            results.append(spread._replace(lengths=after > 0))
-        return results
-
-    def _open_axes(self, ref: Ref, spread: Spread | None = None) -> int:
-        """Returns the number of a tensor's axes of unknown length, apart from the one with the samples."""
-        shape, axis = self.shape(ref), (spread or self.of(ref)).axis
-        return 1 if shape is None else sum(size is None for own, size in enumerate(shape) if own != axis)
-
-    def _combines_places(self, node: NodeDef, sized: Sequence[Ref], merged: bool) -> bool:
-        """Returns whether elements along an axis of unknown length are combined, or counted from its end.
-
-        Args:
-            node: the node.
-            sized: its inputs with such axes.
-            merged: whether its output has fewer of them.
-        """
-        refs = self.graph.inputs(node.name)
-        if merged and node.op not in _PICKING and not (node.op == "Sum" and self._is_masked(refs[0])):
-            return True
-        shape = self.shape(refs[0]) if refs[0] in sized else None
-        if shape is None:
-            return False
-        if node.op in _ALONG_LAST:
-            return shape[-1] is None
-        if node.op in _ALONG:
-            axes = self.axes_of(refs[_ALONG[node.op]], len(shape))
-            return axes is None or any(shape[axis] is None for axis in axes)
-        if node.op != "StridedSlice" or node.attr["ellipsis_mask"].i or node.attr["new_axis_mask"].i:
-            return False
-        begin, stride = self.integers(refs[1]) or (), self.integers(refs[3]) or ()
-        entries = zip(shape, begin, stride, strict=False)
-        return any(size is None and (first < 0 or step < 0) for size, first, step in entries)
-
-    def _is_masked(self, ref: Ref) -> bool:
-        """Returns whether a tensor is zero but at each sample's places below a number, up to the largest of these."""
-        node = self.graph.nodes[ref.node]
-        refs = self.graph.inputs(node.name)
-        if node.op in _COMPARING:
-            place, limit = (self._origin(refs[index]) for index in _COMPARING[node.op])
-            if self.graph.nodes[place.node].op != "Range":
-                return False
-            stop = self._origin(self.graph.inputs(place.node)[1])
-            largest = self.graph.nodes[stop.node].op == "Max" and self._origin(self.graph.inputs(stop.node)[0])
-            return largest == limit
-        if node.op == "SelectV2":
-            return self._is_masked(refs[0]) and self.is_zero(refs[2])
-        if node.op in _MASKING:
-            return any(map(self._is_masked, set(refs)))
-        return node.op in _KEEPING_ZEROS and self._is_masked(refs[0])
-
-    def _origin(self, ref: Ref) -> Ref:
-        """Returns the tensor whose numbers another one has, in another shape or dtype."""
-        node = self.graph.nodes[ref.node]
-        refs = self.graph.inputs(node.name)
-        if node.op in KEEPING_ORDER or (node.op == "StridedSlice" and node.attr["new_axis_mask"].i):
-            return self._origin(refs[0])
-        zeros = [self.is_zero(own) for own in refs] if node.op == "Maximum" else []
-        return self._origin(refs[zeros.index(True) - 1]) if any(zeros) else ref
 
     def _evaluate(self, node: NodeDef) -> None:
         """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
@@ -343,7 +243,8 @@ class Interpreter:
         """Returns whether a tensor is of floating-point numbers."""
         return self.dtypes(ref.node)[ref.output] in COUNTABLE_DTYPES
 
-    def _is_integer(self, ref: Ref) -> bool:
+    def is_integer(self, ref: Ref) -> bool:
+        """Returns whether a tensor is of integers, as lengths are."""
         return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_INT32, types_pb2.DT_INT64)
 
     def is_handle(self, ref: Ref) -> bool:

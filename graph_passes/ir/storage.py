@@ -60,7 +60,7 @@ def shards_of(builder: Builder, value: Ref, variable: Variable) -> Ref:
     vector = flatten(builder, value, variable.dtype)
     padding = shards * length - math.prod(variable.shape)
     if padding:
-        vector = builder.concat("padded", [vector, zeros(builder, variable.dtype, [padding])], variable.dtype, 0)
+        vector = builder.concat("padded", [vector, filled(builder, variable.dtype, [padding])], variable.dtype, 0)
     shape = builder.const([shards, length], types_pb2.DT_INT32)
     return builder.add("shards", "Reshape", [vector, shape], T=dtype_attr(variable.dtype))
 
@@ -97,8 +97,8 @@ def shard_number(builder: Builder, variables: Iterable[Variable]) -> list[Ref]:
     return [builder.append(placeholder("number", types_pb2.DT_INT32))] if in_shards else []
 
 
-def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "", value: float = 0) -> Ref:
-    """Returns a tensor of zeros, or of another value."""
+def filled(builder: Builder, dtype: int, shape: Sequence[int], device: str = "", value: float = 0) -> Ref:
+    """Returns a tensor of equal elements, zeros by default."""
     dims = builder.const(list(shape), types_pb2.DT_INT32)
     kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
     return builder.add("zeros", "Fill", [dims, builder.const(value, dtype)], device=device, **kind)
@@ -119,7 +119,7 @@ def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable
 def neutral(builder: Builder, variable: Variable, device: str = "") -> Ref:
     """Returns a contribution that changes nothing: zeros, or an infinity."""
     value = {"Add": 0, "Max": -math.inf, "Min": math.inf}[variable.merge]
-    return zeros(builder, variable.dtype, variable.shape, device, value)
+    return filled(builder, variable.dtype, variable.shape, device, value)
 
 
 def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
