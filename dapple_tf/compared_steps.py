@@ -19,6 +19,7 @@ from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.keras_private import (
+    compiled_metrics,
     compute_loss,
     inner_optimizer,
     recompiled,
@@ -47,7 +48,8 @@ class Outcome:
     @classmethod
     def of(cls, model: keras.Model, *, logs: bool) -> Outcome:
         """Returns a model's current values, and the metrics' results if ``logs``."""
-        results = model.get_metrics_result() if logs else {}
+        updated = getattr(compiled_metrics(model), "built", True)  # An own step may leave them out.
+        results = model.get_metrics_result() if logs and updated else {}
         return cls(_values(model), {name: float(np.mean(np.asarray(value))) for name, value in results.items()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def copy_of(model: keras.Model, *, float64: bool = False) -> keras.Model | str:
         model: a compiled model.
         float64: whether the copy keeps and computes everything in float64.
     """
-    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    policy, floatx, drawn = keras.config.dtype_policy(), keras.config.floatx(), random.getstate()
     try:
         classes = _classes(model)
         config = keras.saving.serialize_keras_object(model)
@@ -52,6 +53,7 @@ def copy_of(model: keras.Model, *, float64: bool = False) -> keras.Model | str:
     finally:
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)
+        random.setstate(drawn)  # Layers without a seed draw one.
     if float64 and coarsest(twin) != "float64":
         return f"a layer of it computes in {coarsest(twin)} whatever it is told"
     return twin
@@ -67,6 +69,8 @@ def _classes(model: keras.Model) -> dict[str, Any]:
     for item in [*layers_of(model), model.optimizer, *model.metrics, *compile_arguments(model)]:
         own = type(item) if hasattr(item, "get_config") and not isinstance(item, type) else item
         name = getattr(own, "__name__", type(own).__name__)
+        if name == "<lambda>":
+            raise ValueError("it is compiled with a lambda, of which a configuration keeps the code alone")
         if classes.setdefault(name, own) is not own:
             raise ValueError(f"two of its classes or functions are called {name!r}")
     return classes

@@ -156,6 +156,24 @@ def pooled(h: Any) -> Any:
     return tf.tile(tf.reduce_mean(h, 1, keepdims=True), (1, 6))
 
 
+def crop(x: Any) -> Any:
+    return x[:, : longest(x)]
+
+
+def places(x: Any, weights: Any) -> Any:
+    """The sum over the crop's places, each with its weight."""
+    return x + tf.reduce_sum(crop(x) * tf.cast(weights, x.dtype), 1, True)
+
+
+def own_last(h: Any, x: Any) -> Any:
+    """Of [batch, places] each sample's last own place."""
+    return x + tf.gather(h, count(x) - 1, batch_dims=1)[:, None]
+
+
+def convolved(x: Any, padding: str) -> Any:
+    return tf.nn.conv1d(crop(x)[..., None], tf.ones((3, 1, 1)), 1, padding)[..., 0]
+
+
 MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
     "cropped to the longest": (lambda x: pooled(x[:, : longest(x)]), COUPLED),
     "cropped by Keras": (
@@ -189,6 +207,21 @@ MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
         lambda x: pooled(tf.image.resize(x[:, None, :, None], tf.stack([1, longest(x)]))[:, 0, :, 0]),
         COUPLED,
     ),
+    "a window over the crop": (lambda x: own_last(convolved(x, "SAME"), x), COUPLED),
+    "averages over the crop": (
+        lambda x: own_last(tf.nn.avg_pool1d(crop(x)[..., None], 3, 1, "SAME")[..., 0], x),
+        COUPLED,
+    ),
+    "the next place in the crop": (lambda x: own_last(tf.pad(crop(x), [[0, 0], [0, 1]])[:, 1:], x), COUPLED),
+    "zeros behind the crop": (
+        lambda x: own_last(tf.concat([crop(x)[:, 1:], 0 * crop(x)[:, :1]], 1), x),
+        COUPLED,
+    ),
+    "a range down": (lambda x: places(x, tf.range(longest(x) - 1, -1, -1)), COUPLED),
+    "a range from below": (lambda x: places(x, tf.range(-longest(x), 0)), COUPLED),
+    "cropped from the front": (lambda x: x * x[:, 6 - longest(x) :][:, 0][:, None], COUPLED),
+    "the last place by number": (lambda x: places(x, tf.equal(tf.range(longest(x)), longest(x) - 1)), COUPLED),
+    "one behind zeros": (lambda x: places(x, tf.concat([tf.zeros([longest(x) - 1]), tf.ones([1])], 0)), COUPLED),
     "a mean over the batch": (lambda x: x - tf.reduce_mean(x, 0, keepdims=True), COUPLED),
     "the largest of the batch": (lambda x: x / tf.reduce_max(x), COUPLED),
     "softmax over the batch": (lambda x: tf.nn.softmax(x, 0), COUPLED),
@@ -243,6 +276,12 @@ def own_class(x: Any) -> Any:
 
 
 HARMLESS: dict[str, Callable[[Any], Any]] = {
+    "the past of the crop": lambda x: own_last(
+        tf.nn.conv1d(tf.pad(crop(x), [[0, 0], [2, 0]])[..., None], tf.ones((3, 1, 1)), 1, "VALID")[..., 0], x
+    ),
+    "places from the end of a table": lambda x: (
+        x + tf.gather(tf.reshape(tf.range(12.0), (12, 1)), tf.range(8 - tf.shape(x)[1], 8))[:, 0]
+    ),
     "flattened and back": lambda x: tf.reshape(tf.reshape(x, (-1,)), (-1, 6)),
     "transposed and back": lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
     "two batches in one": lambda x: tf.add_n(tf.split(tf.tanh(tf.concat([x, 2 * x], 0)), 2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from typing import Any
 
 import keras
@@ -280,6 +281,16 @@ def test_what_we_break_in_the_users_model_shows(broken: Any, shows: set[str], co
     result = pipelined.verify(X, Y, float64=False)
     assert shows <= set(result.unexplained), str(result)
     assert ("its copy by get_config() has" in str(result)) == configuration
+
+
+def test_a_copy_costs_no_random_numbers_and_lambdas_have_none(pipelined: dapple.PipelinedModel) -> None:
+    """Layers without a seed drew one in the copy, and a metric's lambda didn't find what it names."""
+    random.seed(5)
+    pipelined.verify(X, Y, steps=0)
+    assert random.random() == random.Random(5).random()
+    result = transform(classifier(metrics=[lambda y, p: keras.ops.mean(p)])).verify(X, Y, steps=1, float64=False)
+    assert "Plain Keras ran on the model itself, which can't be made again: it is compiled with a lambda" in str(result)
+    result.assert_equal()
 
 
 class Computed(layers.Layer):

@@ -30,7 +30,7 @@ from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable, placeholders_of
-from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, seeds_of, takes_training
+from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, recompiled, seeds_of, takes_training
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.tensorflow_private import number_of_nodes
@@ -114,7 +114,9 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
         where = f"the loss or a metric of model {model.name!r}"
-        if _works(lambda: build_for(model, symbolic(sized=True))):
+        with recompiled(model):  # The failed one may count as built.
+            static = _works(lambda: build_for(model, symbolic(sized=True)))
+        if static:
             raise _takes_static_size(where, error) from error
         raise CaptureError(f"{where} can't be computed for batches of {spec}: {reason(error)}") from error
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graph_passes.analysis.operator_traits import GATHERS, KEEPING_ELEMENTS, KEEPING_ORDER, REPEATING
+from graph_passes.analysis.operator_traits import ELEMENTWISE, GATHERS, KEEPING_ELEMENTS, KEEPING_ORDER, REPEATING
 from graph_passes.analysis.shape_values import ASKING
 from graph_passes.ir.graph import NodeDef, Ref
 from graph_passes.ir.spreads import Coupling, Spread
@@ -20,6 +20,11 @@ _PICKING = GATHERS | {"Slice", "Split", "SplitV", "StridedSlice", "Unpack", "Whe
 """Ops that choose elements of an axis by places counted from its start."""
 _ALONG = {"CumulativeLogsumexp": 1, "Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}
 """Ops along axes that an input names, and its number."""
+_WINDOWS = frozenset({"AvgPool", "AvgPool3D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "MaxPool3D"}) | {
+    "Conv2DBackpropInput",
+    "Conv3DBackpropInputV2",
+}
+"""Ops whose result at a place depends on neighbours, or on padding beyond the ends."""
 _ALONG_LAST = frozenset({"LogSoftmax", "Softmax", "TopK", "TopKV2"})
 _COMPARING = {"Less": (0, 1), "LessEqual": (0, 1), "Greater": (1, 0), "GreaterEqual": (1, 0)}
 """Comparisons: the numbers of the smaller and of the larger input."""
@@ -52,7 +57,9 @@ def with_lengths(interpreter: Interpreter, node: NodeDef, outputs: Sequence[Spre
         after = _open_axes(interpreter, ref, spread)
         if node.op == "Reshape" and spread.axis is not None:
             spread = spread._replace(partial=after < before or (spread.partial and not decided))
-        elif _combines_places(interpreter, node, sized, after < before) or (decided and not after):
+        elif _combines_places(interpreter, node, sized, after < before) or (
+            decided and _is_value(interpreter, node, after)
+        ):
             if rows:
                 interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
             elif not spread.varies:
@@ -67,6 +74,38 @@ def _open_axes(interpreter: Interpreter, ref: Ref, spread: Spread | None = None)
     return 1 if shape is None else sum(size is None for own, size in enumerate(shape) if own != axis)
 
 
+def _is_value(interpreter: Interpreter, node: NodeDef, after: int) -> bool:
+    """Returns whether a node uses an integer that samples decide as a value, not as a length of its output."""
+    refs = interpreter.graph.inputs(node.name)
+    if node.op == "Range":
+        step = interpreter.numbers(refs[2])
+        return interpreter.of(refs[0]).decides or step is None or not step[0] > 0
+    begins = node.op in ("Slice", "StridedSlice") and interpreter.of(refs[1]).decides
+    return not after or begins or node.op in ELEMENTWISE or node.op.startswith("Resize")
+
+
+def _crosses_ends(interpreter: Interpreter, node: NodeDef, sized: Sequence[Ref]) -> bool:
+    """Returns whether a window or a shift reaches beyond the end of an axis of unknown length."""
+    refs = interpreter.graph.inputs(node.name)
+    if node.op in _WINDOWS:
+        kernel = (interpreter.shape(refs[1]) or ())[:-2] if len(refs) > 1 else node.attr["ksize"].list.i[1:-1]
+        return (node.attr["padding"].s != b"VALID" or "Backprop" in node.op) and any(
+            size != 1 for size in kernel or (None,)
+        )
+    if node.op in ("ConcatV2", "Pad", "PadV2", "MirrorPad", "SpaceToBatchND"):
+        shape = interpreter.shape(refs[0])
+        if shape is None:
+            return True
+        axes = {axis for axis, size in enumerate(shape) if size is None} - {interpreter.of(refs[0]).axis}
+        if node.op == "ConcatV2":
+            along = interpreter.axes_of(refs[-1], len(shape))
+            return bool(set(refs[:-2]) & set(sized)) and (along is None or not axes.isdisjoint(along))
+        numbers = interpreter.integers(refs[-1 if node.op == "SpaceToBatchND" else 1])
+        first = 1 if node.op == "SpaceToBatchND" else 0
+        return numbers is None or any(numbers[2 * (axis - first) + 1] > 0 for axis in axes if axis >= first)
+    return node.op.startswith("Resize")
+
+
 def _combines_places(interpreter: Interpreter, node: NodeDef, sized: Sequence[Ref], merged: bool) -> bool:
     """Returns whether elements along an axis of unknown length are combined, or counted from its end.
 
@@ -78,6 +117,8 @@ def _combines_places(interpreter: Interpreter, node: NodeDef, sized: Sequence[Re
     """
     refs = interpreter.graph.inputs(node.name)
     if merged and node.op not in _PICKING and not (node.op == "Sum" and _is_masked(interpreter, refs[0])):
+        return True
+    if sized and _crosses_ends(interpreter, node, sized):
         return True
     shape = interpreter.shape(refs[0]) if refs[0] in sized else None
     if shape is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -95,7 +96,8 @@ class ShapeValues:
                     self._constants[node.name] = _constant(node)
                 result = self._constants[node.name]
             elif inputs and all(value is not None for value in inputs):
-                result = _computed(node, [value for value in inputs if value is not None])
+                with contextlib.suppress(IndexError, ValueError):  # A place or a shape that assumed lengths don't have.
+                    result = _computed(node, [value for value in inputs if value is not None])
         if result is not None and result.size <= _LARGEST:
             self.values[own] = result
 
