@@ -255,9 +255,9 @@ def compiled_metrics(model: keras.Model) -> Any:
 def compile_arguments(model: keras.Model) -> list[Any]:
     """Returns the losses and metrics that `compile` got, but for names."""
     loss, metrics = model._compile_loss, model._compile_metrics
-    given = [] if loss is None else [loss._user_loss]
-    given += [] if metrics is None else [metrics._user_metrics, metrics._user_weighted_metrics]
-    return [item for item in keras.tree.flatten(given) if item is not None and not isinstance(item, str)]
+    arguments = [] if loss is None else [loss._user_loss]
+    arguments += [] if metrics is None else [metrics._user_metrics, metrics._user_weighted_metrics]
+    return [item for item in keras.tree.flatten(arguments) if item is not None and not isinstance(item, str)]
 
 
 def names_in_logs(model: keras.Model) -> dict[int, str]:

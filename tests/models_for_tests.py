@@ -21,6 +21,17 @@ ATTACHED = (
 )
 
 
+class Computed(layers.Layer):
+    """A function of its inputs."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.function = function
+
+    def call(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
 def classifier(name: str = "classifier", **options: Any) -> keras.Model:
     """4 features -> first -> second -> logits of 3 classes; options are those of ``compile``."""
     features = keras.Input((4,))

@@ -558,7 +558,7 @@ CUT_OFF = [tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.Unavailab
 
 @pytest.mark.parametrize("links", ["whole", "broken"])
 def test_a_run_that_was_cancelled(links: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorFlow tells so of packets that are dropped one way, which pings don't notice, and of a failed operator."""
+    """Packets that are dropped one way end so, unnoticed by pings, and so does a failed operator."""
 
     def fail(kind: type[tf.errors.OpError]) -> None:
         raise kind(None, None, "RecvFromRemoteAsync is cancelled.")

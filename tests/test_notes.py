@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models_for_tests import classifier, plan, samples, transform
+from models_for_tests import Computed, classifier, plan, samples, transform
 from zoo import ZOO
 
 from dapple_tf.errors import CaptureError, StepError
@@ -23,18 +23,6 @@ from graph_passes.passes.assign_stages import AssignStages
 
 layers = keras.layers
 RANDOM, COUPLED, PLACE, SIZE = NoteKind.RANDOM, NoteKind.COUPLED, NoteKind.PLACE, NoteKind.BATCH_SIZE
-
-
-class Layer(layers.Layer):
-    """Computes a function."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__(name="odd")
-        self.function = function
-
-    def call(self, x: Any) -> Any:
-        """The function of its input."""
-        return self.function(x)
 
 
 def model_with(layer: layers.Layer, metrics: Sequence[Any] = ()) -> keras.Model:
@@ -131,7 +119,9 @@ def test_lengths_that_are_open_hide_no_note_and_make_none() -> None:
         return tf.reduce_sum(x, 1) / tf.cast(tf.shape(x)[1], x.dtype)
 
     x = keras.Input((None, 4))
-    h = Layer(by_length)(layers.BatchNormalization(name="norm")(layers.Conv1D(6, 3, strides=2, name="first")(x)))
+    h = Computed(by_length, "odd")(
+        layers.BatchNormalization(name="norm")(layers.Conv1D(6, 3, strides=2, name="first")(x))
+    )
     model = keras.Model(x, layers.Dense(3)(h))
     model.compile("sgd", "mse")
     assert [(note.kind, note.layer) for note in transform(model).notes] == [(COUPLED, "norm")]
@@ -263,7 +253,7 @@ def differs(function: Callable[[Any], Any]) -> bool:
 @pytest.mark.few(12)
 @pytest.mark.parametrize("function", MIXING)
 def test_what_mixes_samples_is_noted(function: str) -> None:
-    layer = Layer(MIXING[function][0])
+    layer = Computed(MIXING[function][0], "odd")
     assert differs(layer.function)
     assert noted_of(layer) == [(MIXING[function][1], "odd")]
     assert noted_of(layer, slices=1) == []
@@ -319,7 +309,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("function", HARMLESS)
 def test_what_treats_each_sample_by_itself_is_not_noted(function: str) -> None:
-    assert noted_of(Layer(HARMLESS[function])) == []
+    assert noted_of(Computed(HARMLESS[function], "odd")) == []
     assert not differs(HARMLESS[function])
 
 
@@ -430,9 +420,12 @@ KERAS_LAYERS: dict[str, tuple[Callable[[], layers.Layer], list[NoteKind]]] = {
     "recurrent": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.LSTM(2)]), []),
     "recurrent, dropped": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.LSTM(2, dropout=0.2)]), [RANDOM]),
     "a cell that mixes": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.RNN(Cell())]), [COUPLED]),
-    "noise of TensorFlow's": (lambda: Layer(lambda x: x + tf.random.normal(tf.shape(x))), [RANDOM]),
-    "the same noise": (lambda: Layer(lambda x: x * tf.random.stateless_normal(tf.shape(x), (1, 2))), [RANDOM]),
-    "one noise for all": (lambda: Layer(lambda x: x * tf.random.stateless_normal((6,), (1, 2))), []),
+    "noise of TensorFlow's": (lambda: Computed(lambda x: x + tf.random.normal(tf.shape(x)), "odd"), [RANDOM]),
+    "the same noise": (
+        lambda: Computed(lambda x: x * tf.random.stateless_normal(tf.shape(x), (1, 2)), "odd"),
+        [RANDOM],
+    ),
+    "one noise for all": (lambda: Computed(lambda x: x * tf.random.stateless_normal((6,), (1, 2)), "odd"), []),
 }
 
 
@@ -511,5 +504,5 @@ def test_what_cannot_be_told_is_noted() -> None:
         return tf.reshape(tf.tanh(tf.reshape(x, (-1, 30))), (-1, 6))
 
     x, y = samples(10)[:2]
-    assert [note.kind for note in noted(model_with(Layer(by_fives)), x, y)] == [NoteKind.UNKNOWN]
-    assert noted(model_with(Layer(by_fives)), x, y, slices=1) == ()
+    assert [note.kind for note in noted(model_with(Computed(by_fives, "odd")), x, y)] == [NoteKind.UNKNOWN]
+    assert noted(model_with(Computed(by_fives, "odd")), x, y, slices=1) == ()

@@ -18,6 +18,7 @@ from equivalence import (
     pipeline,
     use_float64,
 )
+from models_for_tests import Computed
 from selection import sampled
 
 from dapple_tf import DataError
@@ -270,18 +271,16 @@ def test_batches_that_cannot_be_cut_are_refused_where_they_would_be() -> None:
         pipeline(model, ["cut"], (1, 1), 2, 5).train_on_batch(x, y)
 
 
-class Computed(layers.Layer):
-    """A function of its input, a number of each sample, and a number that it keeps."""
+class Kept(Computed):
+    """A function of its inputs, and of a number that it keeps."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        super().__init__(name=name)
-        self.function = function
+        super().__init__(function, name)
         three = keras.initializers.Constant(3)
         self.number = self.add_weight(shape=(), dtype="int32", initializer=three, trainable=False, name="number")
 
-    def call(self, x: Any, n: Any) -> Any:
-        """[batch, ...] and [batch] -> the function's result."""
-        return self.function(x, n, self.number.value)
+    def call(self, *inputs: Any) -> Any:
+        return self.function(*inputs, self.number.value)
 
 
 def cropped(x: Any, n: Any, _: Any) -> Any:
@@ -343,12 +342,12 @@ def decided(case: str, first: bool = False, then: str = "dense") -> keras.Model:
     """6 vectors of 4 (-> p) -> a, which decides lengths -> d -> m -> logits."""
     make, back, _ = LENGTHS[case]
     x, n = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
-    h = Computed(make, "a")(x if first else layers.Dense(4, "tanh", name="p")(x), n)
+    h = Kept(make, "a")(x if first else layers.Dense(4, "tanh", name="p")(x), n)
     if case == "the best, as many as a variable":
         h = layers.Activation("tanh", name="d")(h)
     else:
         h = (layers.GRU(4, return_sequences=True, name="d") if then == "gru" else layers.Dense(4, "tanh", name="d"))(h)
-    return compiled({"x": x, "n": n}, layers.Dense(1)(Computed(back, "m")(h, n)))
+    return compiled({"x": x, "n": n}, layers.Dense(1)(Kept(back, "m")(h, n)))
 
 
 def lengths() -> tuple[Any, Any]:
@@ -369,7 +368,7 @@ def lengths() -> tuple[Any, Any]:
     ],
 )
 def test_lengths_that_data_or_variables_decide_cross_cuts(case: str, options: dict[str, Any]) -> None:
-    """They were taken for those of a run with integers 0 and 1; slices that keep them whole are as exact as one."""
+    """A run with integers 0 and 1 decided them; slices that keep them whole are as exact as one."""
     use_float64()
     exact = LENGTHS[case][2]
     own, plain = pair(lambda: decided(case, **options))
@@ -415,6 +414,6 @@ def test_one_length_for_all_slices_is_split_and_joined(case: str, replicas: tupl
 
 def test_predictions_of_unlike_lengths_are_refused() -> None:
     inputs = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
-    pipelined = pipeline(compiled(list(inputs), Computed(cropped, "a")(*inputs)), [], (1,), 2, 8)
+    pipelined = pipeline(compiled(list(inputs), Kept(cropped, "a")(*inputs)), [], (1,), 2, 8)
     with pytest.raises(StepError, match=r"of shapes \(4, 4\) and \(5, 4\), which can't be joined: .* plan one slice"):
         pipelined.predict_on_batch(lengths()[0])

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same_training, assert_same_variables, pair, pipeline, use_float64
 from keras import layers
+from models_for_tests import Computed
 from selection import thorough
 
 import dapple_tf as dapple
@@ -281,25 +282,14 @@ def test_rows_of_samples_in_every_order(replicas: tuple[int, ...], micro_batches
     assert not pipelined.notes
 
 
-class Of(layers.Layer):
-    """A function in a layer."""
-
-    def __init__(self, function: Any, **options: Any) -> None:
-        super().__init__(**options)
-        self.function = function
-
-    def call(self, x: Any) -> Any:
-        return self.function(x)
-
-
 def test_rows_in_an_order_that_is_not_known_are_refused_where_stages_cut_them_differently() -> None:
     def sums(x: Any) -> Any:
         places = tf.reverse(tf.range(2 * tf.shape(x)[0]), [0])
         return tf.math.unsorted_segment_sum(tf.repeat(x, 2, 0), places, tf.size(places))
 
     features = keras.Input((4,))
-    x = layers.Dense(3, name="a")(Of(sums, name="sums")(features))
-    model = keras.Model(features, Of(lambda x: tf.reshape(x, (-1, 6)), name="back")(layers.Dense(3, name="b")(x)))
+    x = layers.Dense(3, name="a")(Computed(sums, name="sums")(features))
+    model = keras.Model(features, Computed(lambda x: tf.reshape(x, (-1, 6)), name="back")(layers.Dense(3, name="b")(x)))
     model.compile("sgd", "mse")
     told = (
         r"tensor \S+ of layer 'a' has 2 rows for each sample in an order that isn't known, so that it can't be cut: "
@@ -333,12 +323,12 @@ def test_predictions_have_their_rows_in_the_order_of_plain_keras() -> None:
         model.compile("sgd")
         return model
 
-    plain = compiled({name: Of(function)(x) for name, function in OUTPUTS.items()})
+    plain = compiled({name: Computed(function)(x) for name, function in OUTPUTS.items()})
     given = np.random.default_rng(0).normal(size=(12, 3))
     expected = plain.predict_on_batch(given)
     own = pipeline(plain, ["first"], (1, 2), 2, 12).predict_on_batch(given)
     for name, value in expected.items():
         np.testing.assert_array_equal(own[name], value, err_msg=name)
-    mean = compiled(Of(lambda x: tf.reduce_mean(x, 0, keepdims=True))(x))
+    mean = compiled(Computed(lambda x: tf.reduce_mean(x, 0, keepdims=True))(x))
     with pytest.raises(CaptureError, match=r"output 0 of the model has shape \[1, 4\] for a slice of 3 samples"):
         pipeline(mean, ["first"], (1, 2), 2, 12).predict_on_batch(given)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import pipeline, use_float64
-from models_for_tests import Pair, classifier, layers, plan, samples, transform, values, variables
+from models_for_tests import Computed, Pair, classifier, layers, plan, samples, transform, values, variables
 
 import dapple_tf as dapple
 from dapple_tf import compared_steps
@@ -291,17 +291,6 @@ def test_a_copy_costs_no_random_numbers_and_lambdas_have_none(pipelined: dapple.
     result = transform(classifier(metrics=[lambda y, p: keras.ops.mean(p)])).verify(X, Y, steps=1, float64=False)
     assert "Plain Keras ran on the model itself, which can't be made again: it is compiled with a lambda" in str(result)
     result.assert_equal()
-
-
-class Computed(layers.Layer):
-    """A function of its input and of a length for each sample."""
-
-    def __init__(self, function: Any, name: str) -> None:
-        super().__init__(name=name)
-        self.function = function
-
-    def call(self, h: Any, n: Any) -> Any:
-        return self.function(h, n)
 
 
 def of_lengths(*functions: Any, listed: bool = False, metrics: Any = ()) -> keras.Model:

@@ -36,7 +36,7 @@ class Scope(Protocol):
 
 @contextlib.contextmanager
 def state_passed_on(scope: Scope) -> Iterator[None]:
-    """Passes on what is assigned in branches and in bodies of loops, inside the context."""
+    """Hands assignments in branches and loops' bodies on to the scope, inside the context."""
 
     def conditional(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(predicate: Any, true: Callable[[], Any], false: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -90,7 +90,11 @@ class GlobalNormalizers:
 
 
 def _times(loss: Any, value: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-    """Returns a loss that is one number before any reduction, times what Keras makes of 1 for a mask or weights."""
+    """Returns a scalar loss, times the factor of a mask or of sample weights.
+
+    Raises:
+        CaptureError: it is a ratio of sums over the batch, or there is a factor for each sample.
+    """
     if isinstance(loss, (keras.losses.Dice, keras.losses.Tversky)):
         raise CaptureError(
             f"loss {loss.name!r} is a ratio of sums over the whole batch, which slices can't compute by "

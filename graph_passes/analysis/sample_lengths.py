@@ -20,10 +20,9 @@ _PICKING = GATHERS | {"Slice", "Split", "SplitV", "StridedSlice", "Unpack", "Whe
 """Ops that choose elements of an axis by places counted from its start."""
 _ALONG = {"CumulativeLogsumexp": 1, "Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}
 """Ops along axes that an input names, and its number."""
-_WINDOWS = frozenset({"AvgPool", "AvgPool3D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "MaxPool3D"}) | {
-    "Conv2DBackpropInput",
-    "Conv3DBackpropInputV2",
-}
+_TRANSPOSED = frozenset({"Conv2DBackpropInput", "Conv3DBackpropInputV2"})
+_POOLING = frozenset({"AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D"})
+_WINDOWS = _TRANSPOSED | _POOLING | {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
 """Ops whose result at a place depends on neighbours, or on padding beyond the ends."""
 _ALONG_LAST = frozenset({"LogSoftmax", "Softmax", "TopK", "TopKV2"})
 _COMPARING = {"Less": (0, 1), "LessEqual": (0, 1), "Greater": (1, 0), "GreaterEqual": (1, 0)}
@@ -57,8 +56,8 @@ def with_lengths(interpreter: Interpreter, node: NodeDef, outputs: Sequence[Spre
         after = _open_axes(interpreter, ref, spread)
         if node.op == "Reshape" and spread.axis is not None:
             spread = spread._replace(partial=after < before or (spread.partial and not decided))
-        elif _combines_places(interpreter, node, sized, after < before) or (
-            decided and _is_value(interpreter, node, after)
+        elif (decided and _is_value(interpreter, node, after)) or _combines_places(
+            interpreter, node, sized, after < before
         ):
             if rows:
                 interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
@@ -88,10 +87,9 @@ def _crosses_ends(interpreter: Interpreter, node: NodeDef, sized: Sequence[Ref])
     """Returns whether a window or a shift reaches beyond the end of an axis of unknown length."""
     refs = interpreter.graph.inputs(node.name)
     if node.op in _WINDOWS:
-        kernel = (interpreter.shape(refs[1]) or ())[:-2] if len(refs) > 1 else node.attr["ksize"].list.i[1:-1]
-        return (node.attr["padding"].s != b"VALID" or "Backprop" in node.op) and any(
-            size != 1 for size in kernel or (None,)
-        )
+        sizes = node.attr["ksize"].list.i[1:-1] if node.op in _POOLING else (interpreter.shape(refs[1]) or (None,))[:-2]
+        wide = not sizes or any(size != 1 for size in sizes)
+        return wide and (node.op in _TRANSPOSED or node.attr["padding"].s != b"VALID")
     if node.op in ("ConcatV2", "Pad", "PadV2", "MirrorPad", "SpaceToBatchND"):
         shape = interpreter.shape(refs[0])
         if shape is None:

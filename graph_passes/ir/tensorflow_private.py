@@ -269,7 +269,7 @@ SESSION_RUN = (pywrap_tf_session, "TF_SessionRun_wrapper")
 
 
 def _datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns a dataset, and the ones that it is made of."""
+    """Returns a dataset and its inputs, however deep."""
     return [dataset, *(inner for source in dataset._inputs() for inner in _datasets_within(source))]
 
 

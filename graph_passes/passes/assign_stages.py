@@ -334,7 +334,7 @@ def _outer(boundary: Boundary, spread: Spread | None) -> int | None:
 
 
 def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes, *, sliced: bool) -> int | None:
-    """Returns the axis that is cut into slices; None where there is none, or none that must be known."""
+    """Returns the axis that is cut into slices; None where there is none, or nothing is cut."""
     if axes is None:
         raise _refusal(shapes, f"{where} has no known rank; cut elsewhere")
     grows = [index for index, axis in enumerate(axes) if axis.of_batch]
