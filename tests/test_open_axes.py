@@ -271,6 +271,18 @@ def test_batches_that_cannot_be_cut_are_refused_where_they_would_be() -> None:
         pipeline(model, ["cut"], (1, 1), 2, 5).train_on_batch(x, y)
 
 
+@pytest.mark.parametrize("replicas, micro_batches", [((1, 1), 2), ((2,), 1)])
+def test_an_adjacency_matrix_is_refused_where_it_would_be_cut(replicas: tuple[int, ...], micro_batches: int) -> None:
+    """A step failed, with "RecvAsync is cancelled" where another device was waiting: all arrays have as many rows."""
+    (x, y), *_ = UNCUT["adjacency"][1]
+    model = Adjacent()
+    model(x)
+    model.compile("sgd", "mse")
+    cuts = ["cut"] * (len(replicas) - 1)
+    with pytest.raises(PassError, match=r"MatMul.* for a slice of 2 of the batch's 5 samples, in stage 0: .* plan one"):
+        pipeline(model, cuts, replicas, micro_batches, 5).train_on_batch(x, y)
+
+
 class Kept(Computed):
     """A function of its inputs, and of a number that it keeps."""
 

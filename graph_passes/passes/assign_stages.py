@@ -17,13 +17,21 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
 from graph_passes.analysis.sample_dependence import sample_dependence, spreads_of
-from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
+from graph_passes.analysis.slice_shapes import (
+    Axis,
+    Dependence,
+    LengthsUnknownError,
+    SliceShapes,
+    input_shapes,
+    part_before,
+)
 from graph_passes.errors import PassError
 from graph_passes.ir.connections import check_rows
 from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, Ref, copied, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
 from graph_passes.ir.program import Boundary, Fact, LayerCall, Layout, Program, Roles, Stage, VariableKind
 from graph_passes.ir.spreads import Spread
+from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import output_dtypes
 from graph_passes.passes.metric_stages import metric_stages
 
@@ -90,6 +98,8 @@ class AssignStages:
             graph = Graph(graph_def)
             stage_of = _node_stages(graph, roles, positions, shapes, even)
         _check_normalizers(graph, roles)
+        if self.layout is not None and (shapes is None or shapes.contradiction) and not roles.uncut:
+            _check_slices(program, stage_of, self.layout)
         staged = program.replace(graph=graph_def)
         boundaries = _boundaries(
             staged, stage_of, even, shapes, self.cuts, sliced=self.layout is None or self.layout.sliced
@@ -323,6 +333,32 @@ def _boundaries(
         dataclasses.replace(each, outer=_outer(each, orders.get(each.ref))) if each.ref in several else each
         for each in boundaries
     )
+
+
+def _check_slices(program: Program, stage_of: Mapping[str, int], layout: Layout) -> None:
+    """Checks that the first stages' layers can compute the slices that they get: not so for an adjacency matrix.
+
+    Raises:
+        PassError: they can't; it names the layer.
+    """
+    graph, number = Graph(program.graph), program.roles.slice.samples
+
+    def contradiction(stages: range, size: int) -> str:
+        part = part_before(program.graph, [Ref(name) for name in graph.nodes if stage_of.get(name) in stages])
+        try:
+            ShapesOf(part).under(input_shapes(graph, program.roles, size), {number: size})
+        except PassError as error:
+            return str(error)
+        return ""
+
+    for stage in range(len(layout.devices)):
+        slices = [each for micro in range(len(layout.micro_batch_intervals)) for each in layout.slices(stage, micro)]
+        for size in sorted({each.size for each in slices} - {0, layout.batch}):
+            if (text := contradiction(range(stage + 1), size)) and not contradiction(range(stage), size):
+                raise PassError(
+                    f"{text}, for a slice of {size} of the batch's {layout.batch} samples, in stage {stage}: where a "
+                    f"layer needs all samples at once, plan one slice for its stage (one micro-batch, one replica)"
+                )
 
 
 def _outer(boundary: Boundary, spread: Spread | None) -> int | None:
