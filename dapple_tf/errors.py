@@ -84,7 +84,7 @@ def reason(error: BaseException) -> str:
         lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b.*: ", line)] or lines[1:]
     frame = (
         r"(Unable to automatically build|Exception encountered|Graph execution error|Detected at node|Node:"
-        r"|\d+ root error|([A-Z_]+: )?From /job:\S+:$|=+$)"
+        r"|File \".*\", line \d+, in |\d+ root error|([A-Z_]+: )?From /job:\S+:$|=+$)"
     )
     said = [line for line in lines if line and not re.match(frame, line)]
     return printable(re.sub(r"^\(\d+\) ?", "", said[0])) if said else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,8 @@ def copy_of(model: keras.Model, *, float64: bool = False) -> keras.Model | str:
     try:
         classes = _classes(model)
         config = keras.saving.serialize_keras_object(model)
+        if config.get("compile_config"):  # Keras writes the optimizer within a loss scaling one, which float64 lacks.
+            config["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(model.optimizer)
         if float64:
             config = _in_float64(config)
             keras.config.set_floatx("float64")
@@ -110,6 +113,10 @@ def _copy(model: keras.Model, twin: keras.Model) -> None:
         raise ValueError("it has other variables when it is made again from its configuration")
     for key, variable in own.items():
         other[key].assign(np.asarray(variable.value))
-    for layer in layers_of(twin):
+    for own_layer, layer in zip(layers_of(model), layers_of(twin), strict=True):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
+        elif hasattr(layer, "load_assets"):  # vocabularies, which a configuration lacks
+            with tempfile.TemporaryDirectory() as folder:
+                own_layer.save_assets(folder)
+                layer.load_assets(folder)
