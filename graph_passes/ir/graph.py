@@ -391,10 +391,15 @@ class Builder:
         return self.add(name, "ConcatV2", inputs, device=device, **kind)
 
     def add_n(self, name: str, parts: Sequence[Ref], dtype: int, *, device: str = "") -> Ref:
-        """Returns the sum of tensors of one shape."""
-        if len(parts) == 1:
-            return parts[0]
-        return self.add(name, "AddN", parts, device=device, T=dtype_attr(dtype), N=len(parts))
+        """Returns the sum of tensors of one shape, added up in their order.
+
+        TensorFlow adds three or more in an order that depends on which buffer is free first: steps wouldn't repeat.
+        """
+        total, *others = parts
+        for number, part in enumerate(others, start=1):
+            own = name if number == len(others) else f"{name}/first{number + 1}"
+            total = self.add(own, "AddN", [total, part], device=device, T=dtype_attr(dtype), N=2)
+        return total
 
 
 def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
