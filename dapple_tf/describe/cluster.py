@@ -194,7 +194,7 @@ class Cluster(JsonFile):
         keys = None if tls is None else Keys(tls)
         if devices_per_server is None:
             answers = inventory(addresses, FaultPolicy().notice_seconds, keys)
-            hide_gpus({device.get("card") for devices in answers for device in devices})
+            hide_gpus(device.get("card") for devices in answers for device in devices)
             server_devices = [
                 [(str(d["kind"]), d["memory_bytes"], clean(d.get("hardware", ""))) for d in devices]
                 for devices in answers

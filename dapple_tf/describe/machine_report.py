@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dapple_tf.describe.hardware import gpu_kinds
@@ -100,20 +100,21 @@ def own_gpus(options: bytes) -> tuple[Mapping[str, Any], ...]:
     return tuple(gpus)
 
 
-def hide_gpus(lent: Container[object]) -> None:
+def hide_gpus(lent: Iterable[str | None]) -> None:
     """Leaves this machine's GPUs to workers: TensorFlow makes none in this process.
 
     Warns if it has made some already that workers lend.
 
     Args:
-        lent: cards of the workers' GPUs.
+        lent: cards of the workers' GPUs, as far as they are known.
     """
     import tensorflow as tf  # heavy, hence here
 
     try:
         tf.config.set_visible_devices([], "GPU")
     except RuntimeError:  # It has made them.
-        held = {gpu["card"]: gpu["memory_bytes"] for gpu in local_gpus() if gpu["card"] and gpu["card"] in lent}
+        cards = set(filter(None, lent))
+        held = {gpu["card"]: gpu["memory_bytes"] for gpu in (local_gpus() if cards else ()) if gpu["card"] in cards}
         if held:
             logger.warning(
                 "this process (%d) keeps up to %s of memory, which workers will lack, on each GPU of theirs that it "
