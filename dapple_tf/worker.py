@@ -19,21 +19,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from absl import app, flags, logging
 
 from dapple_tf.clusters.ends import End, memory_kills
-from dapple_tf.clusters.machine_report import report, run_child
 from dapple_tf.clusters.serving import Machine, attend
 from dapple_tf.describe.cluster import ClusterError, check_addresses
+from dapple_tf.describe.machine_report import MachineReport, report
 from dapple_tf.network.acceptor import Acceptor, Guest
 from dapple_tf.network.control import Hello, split_address
 from dapple_tf.network.keys import Keys, tls_directory
@@ -43,6 +44,11 @@ from dapple_tf.program import run_program
 _ADDRESS = flags.DEFINE_string("address", None, "This worker's host:port; by default its address in TF_CONFIG.")
 _DEVICES = flags.DEFINE_integer(
     "devices", 0, "Logical CPU devices; 0 for the machine's GPUs, or 1 if it has none.", 0, 1000
+)
+_GPUS = flags.DEFINE_list(
+    "gpus",
+    None,
+    "Numbers of the GPUs to lend, as in nvidia-smi, such as 0,1; by default those in CUDA_VISIBLE_DEVICES, or all.",
 )
 _MEMORY = flags.DEFINE_integer("memory_bytes", None, "Bytes of each device, for planning; by default what it has.", 1)
 _SERVER_PORT = flags.DEFINE_integer("server_port", 0, "Port of the TensorFlow server; 0 for any free port.", 0, 65_535)
@@ -55,6 +61,7 @@ _TLS = flags.DEFINE_string(
 _ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "Start even on an address that the whole Internet can reach.")
 _ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addresses of this machine.")
 
+_PR_SET_PDEATHSIG = 1
 _MOST_CHILDREN = 64
 _MOST_ENDS = 1000
 """Maximum number of processes whose ends are remembered for their clients."""
@@ -159,7 +166,7 @@ class Worker:
             return
         if child == 0:
             self._acceptor.close()
-            run_child(lambda: self._attend(guest.opening), "a connection to the worker", own)
+            _run_child(lambda: self._attend(guest.opening), own)
         self.machine.ends.pop(child, None)
         self._children[child] = _Child(guest.host, memory_kills())
 
@@ -185,6 +192,43 @@ class Worker:
                     os.write(sys.stderr.fileno(), f"process {child} for a client: {end.text}\n".encode())
 
 
+def _run_child(work: Callable[[], object], parent: int) -> NoReturn:
+    """Runs a forked process's work and ends it: with code 1 after an error, and at once if its parent ends."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and this process with it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            work()
+            code = 0
+    except Exception:
+        logging.exception("a connection to the worker failed")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # TensorFlow's server can't be stopped.
+
+
+def _report(gpus: list[str] | None) -> MachineReport:
+    """Returns what TensorFlow knows of this machine, of whose GPUs it and later processes see only these.
+
+    Raises:
+        ClusterError: it sees other ones.
+    """
+    if gpus is None:
+        return report()
+    os.environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    told = report()
+    if len(told.gpus) != len(gpus):
+        raise ClusterError(
+            f"--gpus={','.join(gpus)}: TensorFlow sees {len(told.gpus)} of these GPUs here; `nvidia-smi -L` lists "
+            f"this machine's"
+        )
+    return told
+
+
 def _warn_of_name(keys: Keys, host: str) -> None:
     """Warns if the certificate isn't for the worker's own host: others may reach it by another name (Kubernetes)."""
     try:
@@ -204,15 +248,16 @@ def main(argv: list[str]) -> None:
         host, port = split_address(address)
         if port == _SERVER_PORT.value:
             raise ClusterError(f"--server_port={port} is the port of --address, too; give another one")
+        if _GPUS.value and _DEVICES.value:
+            raise ClusterError(f"--gpus and --devices={_DEVICES.value} (processors) exclude each other; give one")
         directory = tls_directory(_TLS.value)
         keys = None if directory is None else Keys(directory)
         if keys is not None:
             _warn_of_name(keys, host)
         allow_public = _ALLOW_PUBLIC.value or keys is not None
         check_private(host, allow_public=allow_public, all_interfaces=_ALL_INTERFACES.value)
-        machine = Machine(
-            host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value, keys, report()
-        )
+        told = _report(_GPUS.value)
+        machine = Machine(host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value, keys, told)
         worker = Worker(address, machine, all_interfaces=_ALL_INTERFACES.value)
     except ClusterError as error:
         raise app.UsageError(str(error)) from error

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
@@ -36,6 +38,36 @@ def cluster_of(*servers: int, memory: int | None = None, speeds: Sequence[float]
     given = itertools.chain(speeds, itertools.repeat(1.0))
     devices = [Device(f"d{i}", server, memory, next(given)) for i, server in enumerate(numbers)]
     return Cluster(tuple(devices), real=False, **links)
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int, memory: int = 2**34, name: str = "NVIDIA H200") -> None:
+    """TensorFlow has GPUs that aren't there: what it lists, describes and makes, as recorded, before any is made."""
+    from tensorflow.core.framework.device_attributes_pb2 import DeviceAttributes
+    from tensorflow.python import pywrap_tfe
+    from tensorflow.python.eager import context
+
+    from graph_passes.ir import tensorflow_private
+
+    def local_devices(config: Any) -> list[DeviceAttributes]:
+        options = config.gpu_options
+        assert options.allow_growth
+        cards = [int(card) for card in options.visible_device_list.split(",") if card] or range(count)
+        logical = [list(own.memory_limit_mb) for own in options.experimental.virtual_devices]
+        devices = [DeviceAttributes(name="/device:CPU:0", device_type="CPU")]
+        for card, sizes in zip(cards, logical or [[]] * len(cards), strict=True):
+            text = f"device: {card}, name: {name}, pci bus id: 0000:{card:02x}:00.0, compute capability: 9.0"
+            limits = [int(size) * 2**20 for size in sizes] or [memory + card]
+            devices += [
+                DeviceAttributes(device_type="GPU", memory_limit=limit, physical_device_desc=text) for limit in limits
+            ]
+        return devices
+
+    names = [b"/physical_device:CPU:0", *(f"/physical_device:GPU:{number}".encode() for number in range(count))]
+    details = {"device_name": name, "compute_capability": "9.0"}
+    monkeypatch.setattr(pywrap_tfe, "TF_ListPhysicalDevices", lambda: names)
+    monkeypatch.setattr(pywrap_tfe, "TF_GetDeviceDetails", lambda index: dict(details))
+    monkeypatch.setattr(tensorflow_private, "local_devices", local_devices)
+    monkeypatch.setattr(context, "_context", context.Context())
 
 
 def two_on_each_machine(workers: int) -> Cluster:

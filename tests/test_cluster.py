@@ -1,15 +1,22 @@
 """Clusters: this machine's devices, and descriptions to plan for."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hardware import two_on_each_machine
+import tensorflow as tf
+from hardware import show_gpus, two_on_each_machine
+from tensorflow.python.eager import context
 
-from dapple_tf.describe import cluster as cluster_module
+from dapple_tf.clusters.session import session_config
+from dapple_tf.describe import machine_report
 from dapple_tf.describe.cluster import Cluster, ClusterError, Device, Link, Server
+from dapple_tf.network import inquiry
 from dapple_tf.planning.replanning import without_servers
 
 DESCRIPTION: dict[str, Any] = {
@@ -20,10 +27,6 @@ DESCRIPTION: dict[str, Any] = {
     "intra_latency": 5e-6,
     "inter_latency": 3e-5,
 }
-
-
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(cluster_module, "_count_gpus", lambda: count)
 
 
 def test_local_cpu_devices_have_fully_qualified_names_on_one_server() -> None:
@@ -39,27 +42,25 @@ def test_local_cpu_devices_have_fully_qualified_names_on_one_server() -> None:
 
 @pytest.mark.parametrize(("present", "expected"), [(0, "CPU"), (1, "CPU"), (2, "GPU"), (8, "GPU")])
 def test_auto_takes_gpus_only_if_there_are_enough(monkeypatch: pytest.MonkeyPatch, present: int, expected: str) -> None:
-    gpus(monkeypatch, present)
-    names = Cluster.local(2).device_names
+    show_gpus(monkeypatch, present)
+    names = Cluster.local(2, 2**30).device_names
     assert names == tuple(f"/job:localhost/replica:0/task:0/device:{expected}:{index}" for index in range(2))
 
 
 def test_auto_asks_tensorflow_for_this_machines_gpus() -> None:
-    import tensorflow as tf
-
-    expected = "GPU" if len(tf.config.list_physical_devices("GPU")) >= 1 else "CPU"
+    expected = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     assert Cluster.local(1).device_names == (f"/job:localhost/replica:0/task:0/device:{expected}:0",)
 
 
 def test_more_gpus_than_this_machine_has_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
-    assert Cluster.local(1, kind="gpu").device_names == ("/job:localhost/replica:0/task:0/device:GPU:0",)
+    show_gpus(monkeypatch, 1)
+    assert Cluster.local(1, 2**30, kind="gpu").device_names == ("/job:localhost/replica:0/task:0/device:GPU:0",)
     with pytest.raises(ClusterError, match="2 GPUs were asked for, but TensorFlow sees 1 here"):
         Cluster.local(2, kind="gpu")
 
 
 def test_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 8)
+    show_gpus(monkeypatch, 8)
     assert Cluster.local(1, kind="cpu").device_names == ("/job:localhost/replica:0/task:0/device:CPU:0",)
 
 
@@ -348,3 +349,80 @@ def test_a_cluster_prints_a_summary() -> None:
 def test_a_summary_says_for_how_many_devices_memory_is_known() -> None:
     cluster = Cluster((Device("a", 0, 2**30), Device("b", 0)))
     assert "1 server of 2 devices, 1 GiB each (known for 1 of 2)" in str(cluster)
+
+
+# ---- GPUs of this machine
+
+
+def told(report: dict[str, Any]) -> Any:
+    """A process that reports."""
+    text = json.dumps({"versions": {}, **report})
+    return lambda *_, **__: subprocess.CompletedProcess([], 0, f"{text}\n", "")
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_local_gpus_have_the_memory_that_tensorflow_gets(monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
+    """Asked in another process, in which they are made, unless this one has made them."""
+    show_gpus(monkeypatch, 3)
+    asked = {"gpus": [{"memory_bytes": 7}, {"memory_bytes": 8}, {"memory_bytes": 9}]}
+    monkeypatch.setattr(machine_report.subprocess, "run", told(asked))
+    machine_report.report.cache_clear()
+    if made:
+        context.context().ensure_initialized()
+    cluster = Cluster.local(2)
+    assert [device.memory_bytes for device in cluster.devices] == ([2**34, 2**34 + 1] if made else [7, 8])
+    assert {device.kind for device in cluster.devices} == {"NVIDIA H200, compute capability 9.0"}
+    options = session_config(cluster).gpu_options
+    assert (options.visible_device_list, options.allow_growth) == ("0,1", True)
+    assert session_config(Cluster.local(2, kind="cpu")).device_count == {"CPU": 2, "GPU": 0}
+
+
+def test_logical_gpus_are_devices_as_the_process_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One card makes several devices; a session that didn't know would map GPU:1 to another card, which TensorFlow
+    refuses."""
+    show_gpus(monkeypatch, 2)
+    card, _ = tf.config.list_physical_devices("GPU")
+    tf.config.set_visible_devices(card, "GPU")
+    tf.config.set_logical_device_configuration(card, [tf.config.LogicalDeviceConfiguration(2**10)] * 3)
+    context.context().ensure_initialized()
+    cluster = Cluster.local(3, kind="gpu")
+    assert [device.memory_bytes for device in cluster.devices] == [2**30] * 3
+    (logical,) = (options := session_config(cluster).gpu_options).experimental.virtual_devices
+    assert options.visible_device_list == "0" and list(logical.memory_limit_mb) == [2**10] * 3
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_client_leaves_gpus_to_workers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, made: bool
+) -> None:
+    """It took all memory of all GPUs, also those that a worker on its machine lends; now it says so if it has."""
+    show_gpus(monkeypatch, 2)
+    if made:
+        context.context().ensure_initialized()
+    lent = [{"kind": "GPU", **gpu} for gpu in machine_report.own_gpus(b"")]
+    machine = lent[0]["card"].partition(" of ")[2]
+    assert [gpu["card"] for gpu in lent] == [f"0000:{card:02x}:00.0 of {machine}" for card in range(2)]
+    answers = {"a:1": lent[:1], "b:1": [lent[0] | {"card": "0000:00:00.0 of machine other"}], "c:1": lent[:1]}
+
+    def hello(task: int, address: str, *_: Any) -> Any:
+        return contextlib.ExitStack(), {"devices": answers[address]}
+
+    monkeypatch.setattr(inquiry, "hello", hello)
+    with pytest.raises(
+        ClusterError, match=r"workers 0 \(a:1\) and 2 \(c:1\) both lend the GPU 0000:00:00.0 of machine .*: start"
+    ):
+        Cluster.of_servers(["a:1", "b:1", "c:1"])
+    assert Cluster.of_servers(["a:1", "b:1"]).num_devices == 2
+    assert len(tf.config.get_visible_devices("GPU")) == 2 * made
+    assert [text.partition(":")[0] for text in caplog.messages] == [
+        f"this process ({os.getpid()}) keeps up to 16 GiB of memory, which workers will lack, on each GPU of theirs "
+        f"that it has made devices of already (0000"
+    ] * made
+    if not made:
+        with pytest.raises(ClusterError, match="sees 0 here"):
+            Cluster.local(1, kind="gpu")
+
+
+def test_parts_of_a_card_are_lent_by_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_gpus(monkeypatch, 1, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    assert [gpu["card"] for gpu in machine_report.own_gpus(b"")] == [""]

@@ -112,6 +112,13 @@ def test_a_worker_that_does_not_start_is_told() -> None:
         LocalWorkers(0)
 
 
+@pytest.mark.parametrize(("count", "expected"), [(1, []), (2, ["--gpus=1"])])
+def test_each_of_several_workers_has_one_gpu(monkeypatch: pytest.MonkeyPatch, count: int, expected: list[str]) -> None:
+    """All lent all."""
+    monkeypatch.setattr("dapple_tf.tools.hosts.WorkerProcess", lambda command, echo: command)
+    assert LocalWorkers(count, devices=0)._start(count - 1)[-1 - len(expected) :] == ["--devices=0", *expected]
+
+
 def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20

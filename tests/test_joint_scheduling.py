@@ -10,12 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from equivalence import assert_equal_training, use_float64
+from hardware import show_gpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import SAMPLES, reference
 from selection import thorough
+from tensorflow.python.eager import context
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -394,7 +395,9 @@ def gpus(count: int, memory: int | None = 2**34, **options: Any) -> Cluster:
     return Cluster(tuple(Device(name, 0, memory) for name in names), **options)
 
 
-def test_a_session_makes_two_logical_devices_of_each_gpu() -> None:
+def test_a_session_makes_two_logical_devices_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_gpus(monkeypatch, 3)
+    assert not session_config(gpus(2)).gpu_options.experimental.virtual_devices
     cluster = gpus(2).with_sub_streams(0.25)
     assert [name.rsplit(":", 1)[1] for name in cluster.device_names] == ["0", "1", "2", "3"]
     options = session_config(cluster).gpu_options
@@ -404,27 +407,25 @@ def test_a_session_makes_two_logical_devices_of_each_gpu() -> None:
     # Main streams first: they keep the numbers of their GPUs. TensorFlow looks priorities up by these numbers.
     assert [list(gpu.device_ordinal) for gpu in made] == [[0, 1], [0, 1]]
     assert [list(gpu.priority) for gpu in made] == [[-1, -1], [0, 0]]
+    show_gpus(monkeypatch, 1)
     (single,) = session_config(gpus(1).with_sub_streams()).gpu_options.experimental.virtual_devices
     assert list(single.priority) == [-1, 0]  # lower is higher
-    assert not session_config(gpus(2)).gpu_options.experimental.virtual_devices
 
 
-def test_the_process_gpus_are_configured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, list[Any]] = {}
-    visible: list[Any] = []
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}{i}" for i in range(3)])
-    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: visible.append((devices, kind)))
-    monkeypatch.setattr(tf.config, "set_logical_device_configuration", made.__setitem__)
+def test_sub_streams_come_before_all_that_uses_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow said "GPU:1 is being mapped to multiple devices", if anything."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    show_gpus(monkeypatch, 2)
+    with pytest.raises(ClusterError, match="has sub-streams of 3 GPUs, but this machine has 2"):
+        configure_gpus(gpus(3).with_sub_streams())
+    configure_gpus(gpus(1).with_sub_streams())
+    context.context().ensure_initialized()
+    configure_gpus(gpus(1).with_sub_streams())
     configure_gpus(gpus(2))
-    configure_gpus(Cluster.local(1, kind="cpu").with_sub_streams())
-    assert not made and not visible
-    configure_gpus(gpus(2).with_sub_streams())
-    assert visible == [(["GPU0", "GPU1"], "GPU")]
-    assert {gpu: [(x.memory_limit, x.experimental_priority) for x in configs] for gpu, configs in made.items()} == {
-        "GPU0": [(2**13, -1), (2**13, -1)],
-        "GPU1": [(2**13, 0), (2**13, 0)],
-    }
-    assert [x.experimental_device_ordinal for x in made["GPU1"]] == [0, 1]
+    with pytest.raises(
+        ClusterError, match=r"already, without the sub-streams of 2 GPUs: call dapple_tf\..*configure_gpus"
+    ):
+        dapple.transform(model, gpus(2).with_sub_streams(), global_batch_size=2)
 
 
 @pytest.mark.parametrize(

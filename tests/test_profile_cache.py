@@ -13,9 +13,11 @@ import pytest
 import zoo
 from profiled import captured, mlp
 
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile
 from dapple_tf.describe.profile import Profile
-from dapple_tf.measuring.profile_cache import cache_directory, graph_hash, write_profile
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.profile_cache import cache_directory, graph_hash, profile_key, write_profile
 from dapple_tf.measuring.profiler import profile
 
 layers = keras.layers
@@ -82,6 +84,20 @@ def test_the_key_knows_the_graph() -> None:
     other = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="relu")])
     other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     assert graph_hash(captured(other)) != graph_hash(captured(mlp()))
+
+
+def test_the_key_knows_the_measured_device_rather_than_the_client() -> None:
+    """Workers' GPUs were told apart by those of the client."""
+    model, program = mlp(), captured(mlp())
+    example = ExampleBatch.of(model, None, None, None)
+    names = (("GPU", "A100"), ("GPU", "H200"), ("CPU", "H200"), ("GPU", "A100"))
+    keys = [
+        profile_key(
+            model, program, example, [1], Cluster((Device(f"/job:worker/task:0/device:{kind}:0", 0, kind=of),)), 0, 1
+        )
+        for kind, of in names
+    ]
+    assert len(set(keys)) == 3 and keys[0] == keys[3]
 
 
 def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

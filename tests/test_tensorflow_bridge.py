@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from graph_passes.ir.tensorflow_bridge import (
     add_gradients,
     dtype_size,
     empty_graph,
+    evaluate,
     function_body_name,
     is_stateful,
     makes_resource,
+    measure_shapes,
     op_def,
     output_dtypes,
     output_number,
@@ -210,6 +213,22 @@ def test_a_loop_is_differentiated_again_in_another_stage() -> None:
         feed = {Ref("x"): np.array([0.1, 0.2, 0.3], np.float32), Ref("dy"): np.ones(3, np.float32)}
         values.append(run(extended, [gradient.dense], feed)[0])
     np.testing.assert_array_equal(*values)
+
+
+def test_what_is_computed_here_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    class Session(tf.compat.v1.Session):
+        def __init__(self, *, config: tf.compat.v1.ConfigProto, **options: Any) -> None:
+            counts.append(dict(config.device_count))
+            super().__init__(config=config, **options)
+
+    monkeypatch.setattr(tf.compat.v1, "Session", Session)
+    builder = Builder(GraphDef())
+    one = builder.const([1, 1], INT32)
+    assert list(evaluate(builder.graph, [one])[one]) == [1, 1]
+    assert measure_shapes(builder.graph, {}, {}, [one]) == {one: (2,)}
+    assert counts == [{"GPU": 0}] * 2
 
 
 def test_shapes_follow_from_assumed_placeholders() -> None:

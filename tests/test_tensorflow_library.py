@@ -19,11 +19,11 @@ from dapple_tf.errors import ClusterError
 from dapple_tf.tools.hosts import free_ports
 
 
-@pytest.mark.parametrize("settings", [ServerSettings(), ServerSettings(300, 301, 2, 200, allow_growth=True)])
+@pytest.mark.parametrize("settings", [ServerSettings(), ServerSettings(300, 2, 301, 2, 200)])
 def test_definitions_are_tensorflow_s_messages(settings: ServerSettings) -> None:
     addresses = {"worker": [f"host{number}.a-long-domain:{2222 + number}" for number in range(200)], "client": ["c:1"]}
     config = config_pb2.ConfigProto(
-        device_count={"CPU": settings.cpus},
+        device_count={"CPU": settings.cpus, "GPU": settings.gpus},
         inter_op_parallelism_threads=settings.inter_op,
         intra_op_parallelism_threads=settings.intra_op,
     )
@@ -43,8 +43,8 @@ def test_definitions_are_tensorflow_s_messages(settings: ServerSettings) -> None
 
 def test_settings_of_workers() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert ServerSettings.of_worker(3, 0) == ServerSettings(3, max(4, cores), max(1, cores // 3), 0, allow_growth=True)
-    assert ServerSettings.of_worker(0, 2, 5) == ServerSettings(1, max(3, cores), 0, 5, allow_growth=True)
+    assert ServerSettings.of_worker(3, 0) == ServerSettings(3, 0, max(4, cores), max(1, cores // 3), 0)
+    assert ServerSettings.of_worker(0, 2, 5) == ServerSettings(1, 2, max(3, cores), 0, 5)
 
 
 def test_errors_of_the_library_are_told() -> None:

@@ -35,12 +35,12 @@ from workers import (
 
 import dapple_tf as dapple
 from dapple_tf import worker as worker_module
-from dapple_tf.clusters.machine_report import MachineReport, report
 from dapple_tf.clusters.serving import Lease, Machine
 from dapple_tf.clusters.session import session_config
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.hardware import cpu_kind
+from dapple_tf.describe.machine_report import MachineReport, report
 from dapple_tf.network.control import Channel, ControlError, split_address
 from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, free_ports, launch
@@ -135,6 +135,7 @@ def _flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["--address=no-such-host.invalid:2222"], "the host 'no-such-host.invalid' isn't known"),
         (["--address=192.0.2.77:2222"], "no worker can listen on 192.0.2.77:2222: Cannot assign"),
         (["--address=8.8.8.8:2222", "--allow_public"], "no worker can listen on 8.8.8.8:2222: Cannot assign"),
+        (["--address=127.0.0.1:2222", "--gpus=0,1", "--devices=2"], "--gpus and --devices=2 .* exclude each other"),
         (["--address=127.0.0.1:2222", "--server_port=2222"], "--server_port=2222 is the port of --address, too"),
     ],
 )
@@ -259,10 +260,27 @@ def test_a_machine_s_report() -> None:
     assert report() == (own_versions(), ())
 
 
-def test_a_report_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: 1 / 0)
-    with pytest.raises(ClusterError, match="asked for this machine's devices, but its process ended with code 1"):
-        report()
+def test_a_report_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise OSError('no library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"(?s)asked for this machine's .* ended with code 1: .*OSError: no library"):
+        report(b" ")
+
+
+def test_a_worker_lends_the_gpus_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets CUDA_VISIBLE_DEVICES before the library is loaded; two workers lent the same cards."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "before")
+
+    def told() -> MachineReport:
+        assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # as nvidia-smi numbers them
+        numbers = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return MachineReport({}, tuple({"memory_bytes": 5, "card": number} for number in numbers if number in "123"))
+
+    monkeypatch.setattr(worker_module, "report", told)
+    assert [gpu["card"] for gpu in worker_module._report(["2", "3"]).gpus] == ["2", "3"]
+    with pytest.raises(ClusterError, match="--gpus=3,4: TensorFlow sees 1 of these GPUs here; `nvidia-smi -L` lists"):
+        worker_module._report(["3", "4"])
 
 
 def test_a_worker_that_waits_has_no_tensorflow(worker: Worker_) -> None:

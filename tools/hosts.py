@@ -124,7 +124,7 @@ class LocalWorkers:
 
         Args:
             count: number of workers.
-            devices: number of devices per worker.
+            devices: logical CPU devices of each; 0 for GPUs: all of this machine's, or one each of several workers.
             ports: port of each worker; None for any free ones.
             arguments: further arguments of each worker.
             cores: worker i runs on core i of these only (modulo their number); None for all.
@@ -208,7 +208,8 @@ class LocalWorkers:
 
     def _start(self, worker: int) -> WorkerProcess:
         pinned = [] if self._cores is None else ["taskset", "-c", str(self._cores[worker % len(self._cores)])]
-        command = worker_command(self.addresses[worker], self.devices, self._arguments)
+        own = [f"--gpus={worker}"] if self.devices == 0 and len(self.addresses) > 1 else []
+        command = worker_command(self.addresses[worker], self.devices, [*own, *self._arguments])
         return WorkerProcess([*self._prefix(worker), *pinned, *command], lambda line: self._echo(worker, line))
 
     def _wait(self, workers: Sequence[int]) -> None:

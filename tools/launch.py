@@ -39,7 +39,7 @@ from dapple_tf.tools.hosts import HostsError, LocalWorkers, new_keys
 
 _WORKERS = flags.DEFINE_integer("workers", 2, "Number of workers to start.", lower_bound=1, upper_bound=1000)
 _DEVICES = flags.DEFINE_integer(
-    "devices", 1, "Logical CPU devices of each worker; 0 for this machine's GPUs.", lower_bound=0, upper_bound=1000
+    "devices", 1, "Logical CPU devices of each worker; 0 for all of this machine's GPUs, or for one GPU each.", 0, 1000
 )
 _MEMORY = flags.DEFINE_integer(
     "memory_bytes", None, "Bytes of memory per device, for planning; by default the real size."

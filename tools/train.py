@@ -191,7 +191,7 @@ def prepare() -> Job:
     """Builds the model, measures what is needed, and plans."""
     from dapple_tf.automatic import measured, plan_model
 
-    data, cluster = _MODEL.data(), _CLUSTER.cluster()
+    cluster, data = _CLUSTER.cluster(), _MODEL.data()  # in this order: a client of workers has no GPUs itself
     profile = _PROFILE.profile() if _PROFILE.given else None
     model = _MODEL.build()
     if _LEARNING_RATE.value is not None:

@@ -26,23 +26,23 @@ class ServerSettings:
 
     Attributes:
         cpus: number of its logical CPU devices.
+        gpus: number of its GPUs, whose memory is taken as it is needed, instead of all at the start.
         inter_op: threads that run operators; 0 for TensorFlow's own choice.
         intra_op: threads inside an operator; 0 for TensorFlow's own choice.
         leader: number of the worker that assigns the keys of collective operations; None for no such operations.
-        allow_growth: whether memory of GPUs is taken as it is needed, instead of all at the start.
     """
 
     cpus: int = 1
+    gpus: int = 0
     inter_op: int = 0
     intra_op: int = 0
     leader: int | None = None
-    allow_growth: bool = False
 
     @classmethod
     def of_worker(cls, cpus: int, gpus: int, leader: int = 0) -> Self:
         """Returns those of a worker with as many devices; threads as in `session.session_config`."""
         inter_op, intra_op = threads(cpus + gpus, cpus)
-        return cls(max(1, cpus), inter_op, intra_op, leader, allow_growth=True)
+        return cls(max(1, cpus), gpus, inter_op, intra_op, leader)
 
 
 def threads(devices: int, cpus: int) -> tuple[int, int]:
@@ -74,9 +74,10 @@ def serialized(cluster: Mapping[str, Sequence[str]], job: str, task: int, settin
     ]
     config: list[tuple[int, int | str | bytes]] = [
         (_DEVICE_COUNT, _message((_KEY, "CPU"), (_VALUE, settings.cpus))),
+        (_DEVICE_COUNT, _message((_KEY, "GPU"), (_VALUE, settings.gpus))),
         (_INTRA_OP, settings.intra_op),
         (_INTER_OP, settings.inter_op),
-        *([(_GPU_OPTIONS, _message((_ALLOW_GROWTH, 1)))] if settings.allow_growth else []),
+        *([(_GPU_OPTIONS, _message((_ALLOW_GROWTH, 1)))] if settings.gpus else []),
         *([] if settings.leader is None else [(_EXPERIMENTAL, _message((_LEADER, worker_name(settings.leader))))]),
     ]
     return _message(

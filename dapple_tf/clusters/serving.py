@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 from absl import logging
 
 from dapple_tf.clusters.ends import End
-from dapple_tf.clusters.machine_report import MachineReport
 from dapple_tf.clusters.server_definition import ServerSettings, serialized
 from dapple_tf.clusters.tensorflow_library import LibraryError, Server, load
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.describe.hardware import cpu_kind
+from dapple_tf.describe.machine_report import MachineReport
 from dapple_tf.errors import PortTakenError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError, split_address
 from dapple_tf.network.keys import Keys
@@ -165,7 +165,7 @@ class Machine:
     ends: dict[int, End] = dataclasses.field(default_factory=dict)
 
     def inventory(self) -> list[dict[str, Any]]:
-        """Returns kind, memory and hardware of each device."""
+        """Returns kind, memory and hardware of each device, and the card of GPUs."""
         if self.devices == 0 and self.report.gpus:
             limit = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
             return [{"kind": "GPU", **gpu, **limit} for gpu in self.report.gpus]

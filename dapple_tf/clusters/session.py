@@ -11,8 +11,9 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 
 from dapple_tf.clusters.server_definition import threads, worker_name
-from dapple_tf.describe.cluster import Cluster
-from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run
+from dapple_tf.describe.cluster import Cluster, ClusterError
+from graph_passes.ir.tensorflow_bridge import bare_config
+from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run, process_config
 
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities; the lower number is the higher priority. Every GPU with priorities has these two."""
@@ -44,20 +45,26 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
 
     Servers have their own threads and devices, see `server_definition.ServerSettings`.
     """
-    config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
+    cpus = sum("device:CPU" in device.name for device in cluster.devices)
+    gpus = cluster.num_devices - cpus
     # A step's top level is calls of functions, where Grappler finds nothing to do but searches again and again. It
     # still optimizes each function at its first call. It would even drop nodes that are only timed.
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config = bare_config(**({} if gpus or cluster.addresses else {"GPU": 0}))
     if cluster.addresses:
         config.experimental.collective_group_leader = worker_name(0)
         config.isolate_session_state = True  # Sessions on one server mustn't share variables.
         return config
-    cpus = sum("device:CPU" in device.name for device in cluster.devices)
     config.device_count["CPU"] = max(1, cpus)
     config.inter_op_parallelism_threads, config.intra_op_parallelism_threads = threads(cluster.num_devices, cpus)
-    config.gpu_options.allow_growth = True
-    if _has_gpu_streams(cluster):
-        _split_gpus(config.gpu_options, cluster)
+    if gpus:
+        configure_gpus(cluster)
+        options = config.gpu_options
+        options.CopyFrom(process_config().gpu_options)  # One number mustn't mean two GPUs in a process.
+        options.allow_growth = True
+        logical = options.experimental.virtual_devices
+        if all(len(own.memory_limit_mb) < 2 for own in logical):
+            options.visible_device_list = ",".join(options.visible_device_list.split(",")[:gpus])
+            del logical[gpus:]
     return config
 
 
@@ -109,44 +116,35 @@ class PreparedRun:
 def configure_gpus(cluster: Cluster) -> None:
     """Makes the two logical devices of each GPU for this process, before anything else uses TensorFlow's GPUs.
 
-    Streams and allocators are made once in a process. If Keras has used a GPU before the first session, its main
-    stream has the default priority, no higher than the sub-stream's, and its memory isn't shared. Calling this
-    before models are built makes both right. Nothing is done for a cluster without sub-streams on GPUs.
+        GPU 0, GPU 1   become   GPU:0 on 0, GPU:1 on 1 (main), GPU:2 on 0, GPU:3 on 1 (sub, at a lower priority)
+
+    Streams and allocators are made once in a process: had Keras used a GPU before, its main stream would have the
+    default priority, no higher than the sub-stream's, and all of its memory. Nothing is done for a cluster without
+    sub-streams on GPUs, or a second time.
 
     Raises:
-        RuntimeError: TensorFlow has been initialized already.
+        ClusterError: TensorFlow has made this process's devices already, in another way.
     """
-    if not _has_gpu_streams(cluster):
+    if not cluster.sub_streams or "device:GPU" not in cluster.devices[0].name:
         return
     gpus = tf.config.list_physical_devices("GPU")[: cluster.sub_streams]
-    tf.config.set_visible_devices(gpus, "GPU")
-    for gpu, made in zip(gpus, _logical_gpus(cluster), strict=True):
-        configurations = [
-            tf.config.LogicalDeviceConfiguration(
-                size, experimental_priority=priority, experimental_device_ordinal=ordinal
-            )
-            for size, priority, ordinal in made
-        ]
-        tf.config.set_logical_device_configuration(gpu, configurations)
+    if len(gpus) < cluster.sub_streams:
+        raise ClusterError(
+            f"the cluster has sub-streams of {cluster.sub_streams} GPUs, but this machine has {len(gpus)}"
+        )
+    try:
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu, configurations in zip(gpus, _logical_gpus(cluster), strict=True):
+            tf.config.set_logical_device_configuration(gpu, configurations)
+    except RuntimeError as error:
+        raise ClusterError(
+            f"TensorFlow has made this process's devices already, without the sub-streams of {cluster.sub_streams} "
+            f"GPUs: call dapple_tf.clusters.session.configure_gpus(cluster) before a model is built ({error})"
+        ) from error
 
 
-def _has_gpu_streams(cluster: Cluster) -> bool:
-    return cluster.sub_streams > 0 and "device:GPU" in cluster.devices[0].name
-
-
-def _split_gpus(options: tf.compat.v1.GPUOptions, cluster: Cluster) -> None:
-    """Makes two logical devices of each GPU: its main stream and, at a lower priority, its sub-stream.
-
-    GPU 0, GPU 1   become   GPU:0 on 0, GPU:1 on 1 (main), GPU:2 on 0, GPU:3 on 1 (sub)
-    """
-    options.visible_device_list = ",".join(map(str, range(cluster.sub_streams)))
-    for made in _logical_gpus(cluster):
-        sizes, priorities, ordinals = zip(*made, strict=True)
-        options.experimental.virtual_devices.add(memory_limit_mb=sizes, priority=priorities, device_ordinal=ordinals)
-
-
-def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
-    """Returns, for each GPU, (MiB, priority, ordinal) of its main and its sub device.
+def _logical_gpus(cluster: Cluster) -> list[list[tf.config.LogicalDeviceConfiguration]]:
+    """Returns the main and the sub device of each GPU.
 
     Devices are numbered by their ordinals first, so that the main ones keep their GPUs' numbers: TensorFlow refuses a
     process in which one number means two GPUs, and Keras may have used them already. Priorities, however, are looked up
@@ -160,7 +158,9 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
         sizes = [cluster.devices[device].memory_bytes for device in (gpu, gpu + count)]
         gpus.append(
             [
-                ((size or 0) / 2**20, priority, ordinal)
+                tf.config.LogicalDeviceConfiguration(
+                    (size or 0) / 2**20, experimental_priority=priority, experimental_device_ordinal=ordinal
+                )
                 for ordinal, (size, priority) in enumerate(zip(sizes, priorities[2 * gpu :], strict=False))
             ]
         )

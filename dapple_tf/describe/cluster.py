@@ -27,6 +27,7 @@ from dapple_tf.describe.devices import (
 )
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.hardware import clean, cpu_kind, gpu_kinds
+from dapple_tf.describe.machine_report import hide_gpus, local_gpus
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
 from dapple_tf.network.keys import Keys, tls_directory
@@ -135,9 +136,10 @@ class Cluster(JsonFile):
 
         Args:
             count: number of devices.
-            memory_bytes: memory of each, for planning; None for unknown.
+            memory_bytes: memory of each, for planning; None for what TensorFlow gets of GPUs, and unknown for CPUs.
             kind: "gpu"; "cpu" (logical CPU devices, of which a session may have any number); or "auto": GPUs if this
-                machine has at least ``count`` of them, else logical CPU devices.
+                process has at least ``count`` of them, else logical CPU devices. Logical GPUs count
+                (``tf.config.set_logical_device_configuration``).
 
         Raises:
             ClusterError: ``count`` is below 1, the kind is unknown, or there are too few GPUs for kind "gpu".
@@ -146,15 +148,20 @@ class Cluster(JsonFile):
             raise ClusterError(f"a local cluster of {count} devices was asked for; ask for at least 1")
         if kind not in _KINDS:
             raise ClusterError(f"unknown kind of device {kind!r}; use one of {', '.join(_KINDS)}")
-        gpus = 0 if kind == "cpu" else _count_gpus()
-        if kind == "gpu" and gpus < count:
+        gpus = [] if kind == "cpu" else gpu_kinds()
+        if kind == "gpu" and len(gpus) < count:
             raise ClusterError(
-                f"{count} GPUs were asked for, but TensorFlow sees {gpus} here; ask for fewer or for CPUs"
+                f"{count} GPUs were asked for, but TensorFlow sees {len(gpus)} here (and none in a client of workers); "
+                f"ask for fewer or for CPUs"
             )
-        device_type = "GPU" if gpus >= count else "CPU"
+        device_type, kinds = ("GPU", gpus) if len(gpus) >= count else ("CPU", [cpu_kind(count)] * count)
+        sizes: list[int | None] = [memory_bytes] * count
+        if device_type == "GPU" and memory_bytes is None:
+            sizes = [gpu["memory_bytes"] for gpu in local_gpus()]
         names = (f"/job:localhost/replica:0/task:0/device:{device_type}:{index}" for index in range(count))
-        kinds = [*gpu_kinds(), *[""] * count][:count] if device_type == "GPU" else [cpu_kind(count)] * count
-        return cls(tuple(Device(name, 0, memory_bytes, kind=kind) for name, kind in zip(names, kinds, strict=True)))
+        return cls(
+            tuple(Device(name, 0, size, kind=kind) for name, size, kind in zip(names, sizes, kinds, strict=False))
+        )
 
     @classmethod
     def of_servers(
@@ -169,6 +176,8 @@ class Cluster(JsonFile):
 
             Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])
 
+        This process's own GPUs are left to workers from then on (docs/cluster.md).
+
         Args:
             addresses: "host:port" of each worker, at which this process and the other workers reach it.
             devices_per_server: logical CPU devices of each worker; None asks the workers for their devices.
@@ -178,13 +187,14 @@ class Cluster(JsonFile):
 
         Raises:
             ClusterError: there are no addresses, one isn't "host:port" or is listed twice, there are no devices, no
-                worker answers, or TLS doesn't accept a certificate.
+                worker answers, two lend the same GPU, or TLS doesn't accept a certificate.
         """
         check_addresses(addresses)
         tls = tls_directory(tls)
         keys = None if tls is None else Keys(tls)
         if devices_per_server is None:
             answers = inventory(addresses, FaultPolicy().notice_seconds, keys)
+            hide_gpus(device.get("card") for devices in answers for device in devices)
             server_devices = [
                 [(str(d["kind"]), d["memory_bytes"], clean(d.get("hardware", ""))) for d in devices]
                 for devices in answers
@@ -192,6 +202,7 @@ class Cluster(JsonFile):
         elif devices_per_server < 1:
             raise ClusterError(f"devices_per_server is {devices_per_server}; servers have at least 1 device each")
         else:
+            hide_gpus(())
             server_devices = [[("CPU", None, "")] * devices_per_server] * len(addresses)
         devices = tuple(
             Device(
@@ -577,9 +588,3 @@ def _is_like(first: Device, second: Device) -> bool:
     same = len(sizes) < 2 or max(sizes) <= min(sizes) * _LIKE_MEMORY
     kinds = {(kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)}
     return same and len(kinds) == 1
-
-
-def _count_gpus() -> int:
-    import tensorflow as tf  # heavy, and a description doesn't need it
-
-    return len(tf.config.list_physical_devices("GPU"))

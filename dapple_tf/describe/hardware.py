@@ -28,15 +28,16 @@ def cpu_kind(devices: int) -> str:
 
 
 def gpu_kinds() -> list[str]:
-    """Returns the kind of each of this machine's GPUs, such as ``NVIDIA H200, compute capability 9.0``."""
+    """Returns the kind of each logical GPU that TensorFlow makes here: ``NVIDIA H200, compute capability 9.0``, say."""
     import tensorflow as tf  # heavy, and a description doesn't need it
 
     kinds = []
-    for gpu in tf.config.list_physical_devices("GPU"):
+    for gpu in tf.config.get_visible_devices("GPU"):
         details = tf.config.experimental.get_device_details(gpu)
         capability = ".".join(map(str, details.get("compute_capability") or ()))
         name = str(details.get("device_name", "GPU"))
-        kinds.append(clean(f"{name}, compute capability {capability}" if capability else name))
+        kind = clean(f"{name}, compute capability {capability}" if capability else name)
+        kinds += [kind] * len(tf.config.get_logical_device_configuration(gpu) or [gpu])
     return kinds
 
 

@@ -28,6 +28,7 @@ from dapple_tf.text_table import table
 from dapple_tf.units import ms_text
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tensorflow_bridge import bare_config
 
 MAX_DEVICES = 32
 """Maximum number of emulated devices: with more, the executor's own work would show in the result."""
@@ -163,11 +164,10 @@ def emulate(
         scale = _choose_scale(simulated)
     clock = StepClock(costs, scale, catch_up=catch_up)
     step = EmulatedStep(costs, schedule, clock, simulated, reduction_order, next_forward)
-    config = tf.compat.v1.ConfigProto(allow_soft_placement=False, device_count={"CPU": len(devices), "GPU": 0})
+    config = bare_config(CPU=len(devices), GPU=0)
     config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16
     config.intra_op_parallelism_threads = 1
     config.use_per_session_threads = True  # otherwise the process' first session decides the number of threads
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
     measured = []
     with tf.compat.v1.Session(graph=step.graph, config=config) as session:
         run = session.make_callable(step.end)

@@ -16,6 +16,7 @@ from graph_passes.analysis.slice_shapes import input_shapes
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.tensorflow_bridge import bare_config
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,7 @@ def _why_not_run(
         values: values of scalar placeholders.
         wanted: tensors to compute.
     """
-    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config = bare_config(GPU=0)
     config.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0
     given: dict[str, tf.Tensor] = {}
     with tf.Graph().as_default() as scope:

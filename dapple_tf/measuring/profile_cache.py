@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import pathlib
-import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +15,8 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.devices import kind_and_number
+from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.example_batch import ExampleBatch
@@ -86,10 +86,10 @@ def profile_key(
         device: index of the measured device.
         repeats: number of measurements, if it was given.
     """
-    kind = str(tf.DeviceSpec.from_string(cluster.device_names[device]).device_type)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    own = cluster.devices[device]
+    hardware = own.kind or cpu_kind(cluster.num_devices)
     parts = [
-        *(_VERSION, tf.version.VERSION, keras.version(), kind, _hardware(kind), cluster.num_devices, cores),
+        *(_VERSION, tf.version.VERSION, keras.version(), *kind_and_number(own.name)[:1], hardware, cluster.num_devices),
         *(model.name, list(sizes), repeats, [(array.dtype.name, array.shape) for array in example.arrays]),
         [(call.path, call.number, call.stop > call.start) for call in program.roles.calls],
         [(v.name, v.dtype, v.shape, v.kind.value) for v in program.roles.variables],
@@ -101,18 +101,6 @@ def profile_key(
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _hardware(kind: str) -> str:
-    """Returns the device's hardware: the model of the processor, or of this machine's GPUs."""
-    if kind == "GPU":
-        gpus = tf.config.list_physical_devices("GPU")
-        return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)
-    with contextlib.suppress(OSError):  # Only Linux has this file.
-        for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _optimizer_text(optimizer: Any) -> str:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dapple_tf.errors import ClusterError, PortTakenError
+from dapple_tf.errors import ClusterError, PortTakenError, printable
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.keys import Keys
 from dapple_tf.network.versions import are_versions, version_difference
@@ -46,9 +46,10 @@ def inventory(addresses: Sequence[str], seconds: float, keys: Keys | None = None
         keys: this machine's, for TLS.
 
     Raises:
-        ClusterError: a worker isn't there.
+        ClusterError: a worker isn't there, or two lend the same GPU.
     """
     inventories: dict[int, list[dict[str, Any]]] = {}
+    lenders: dict[str, int] = {}
 
     def ask(task: int) -> None:
         channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds, keys)
@@ -56,6 +57,14 @@ def inventory(addresses: Sequence[str], seconds: float, keys: Keys | None = None
         inventories[task] = devices(task, addresses[task], answer)
 
     for_each(ask, len(addresses))
+    for task, address in enumerate(addresses):
+        for card in filter(None, (device.get("card") for device in inventories[task])):
+            first = lenders.setdefault(card, task)
+            if first != task:
+                raise ClusterError(
+                    f"workers {first} ({addresses[first]}) and {task} ({address}) both lend the GPU {printable(card)}: "
+                    f"start them with GPUs of their own, --gpus=0 and --gpus=1, say"
+                )
     return [inventories[task] for task in range(len(addresses))]
 
 
@@ -77,7 +86,7 @@ def _is_device(entry: object) -> bool:
         and entry.get("kind") in ("CPU", "GPU")
         and type(entry.get("memory_bytes")) is int
         and entry["memory_bytes"] > 0
-        and isinstance(entry.get("hardware", ""), str)
+        and all(isinstance(entry.get(name, ""), str) for name in ("hardware", "card"))
     )
 
 

@@ -24,6 +24,9 @@ parser.add_argument("--length", type=int, default=32, help="tokens of a sample")
 parser.add_argument("--epochs", type=int, default=2)
 arguments = parser.parse_args()
 
+# Before the model: it would take the memory of GPUs that a worker on this machine lends.
+cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
 keras.utils.set_random_seed(0)
 if arguments.preset:
     backbone = keras_hub.models.GPT2Backbone.from_preset(arguments.preset)
@@ -49,7 +52,6 @@ rows = text[: samples * (arguments.length + 1)].reshape(samples, -1)
 x = {"token_ids": rows[:, :-1], "padding_mask": np.ones_like(rows[:, :-1])}
 y = rows[:, 1:]
 
-cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 blocks = backbone.num_layers
 cuts = [f"transformer_layer_{blocks * stage // cluster.num_devices - 1}" for stage in range(1, cluster.num_devices)]
 plan = dapple.Plan.straight(cuts, global_batch_size=16, micro_batches=4)

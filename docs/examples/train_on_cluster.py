@@ -24,6 +24,9 @@ parser.add_argument("--model", help="save the trained model to this file, such a
 arguments = parser.parse_args()
 logging.basicConfig(level=logging.INFO)
 
+# Before the model: it would take the memory of GPUs that a worker on this machine lends.
+cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
 draw = np.random.default_rng(0)
 x = draw.normal(size=(2048, 32)).astype("float32")
 y = x[:, :10].argmax(axis=1)
@@ -34,7 +37,6 @@ model = keras.Sequential([keras.Input((32,)), *hidden, keras.layers.Dense(10, na
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(3e-3), loss, metrics=["accuracy"])
 
-cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 print(f"{cluster.num_devices} devices on {cluster.num_servers} workers: {', '.join(cluster.addresses)}")
 plan = None
 if arguments.pipeline:

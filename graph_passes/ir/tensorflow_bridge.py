@@ -341,6 +341,17 @@ def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
     return Gradient(Ref.parse(tf.convert_to_tensor(gradient).name), slices)
 
 
+def bare_config(**devices: int) -> tf.compat.v1.ConfigProto:
+    """Returns a configuration of sessions that run a graph as it is: unoptimized, each node on the device it names.
+
+    Args:
+        devices: kind -> number of devices that the session makes, such as ``GPU=0``; of other kinds TensorFlow's own.
+    """
+    config = tf.compat.v1.ConfigProto(allow_soft_placement=False, device_count=devices)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return config
+
+
 def measure_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int]], values: Mapping[Ref, int], wanted: Sequence[Ref]
 ) -> dict[Ref, Shape]:
@@ -357,9 +368,8 @@ def measure_shapes(
         Shapes; empty if the graph doesn't run on such numbers.
     """
     generator = np.random.default_rng(0)
-    config = tf.compat.v1.ConfigProto()
+    config = bare_config(GPU=0)
     # Nothing is fed: the optimizer would make everything constant.
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0
     given: dict[str, tf.Tensor] = {}
     with tf.Graph().as_default() as scope:
@@ -462,8 +472,7 @@ def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
     """
     if not wanted:
         return {}
-    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config = bare_config(GPU=0)
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="")
         with tf.compat.v1.Session(graph=scope, config=config) as session:

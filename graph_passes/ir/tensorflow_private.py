@@ -34,6 +34,7 @@ __all__ = [
     "eager_mode",
     "functions_of",
     "global_seed",
+    "has_devices",
     "has_scopes",
     "iterator_resource",
     "local_devices",
@@ -41,6 +42,7 @@ __all__ = [
     "number_of_nodes",
     "op_def_registry",
     "prepared_run",
+    "process_config",
     "python_body",
     "python_function",
     "registered_gradient",
@@ -58,7 +60,18 @@ eager_mode = context.eager_mode
 """Context in which TensorFlow runs operations at once, even while a graph is being built."""
 
 local_devices = device_lib.list_local_devices
-"""Names, kinds and memory of this process's devices."""
+"""Names, kinds and memory of the devices that a session's configuration makes in this process."""
+
+
+def process_config() -> tf.compat.v1.ConfigProto:
+    """Returns the configuration that ``tf.config`` has for this process: its visible and its logical devices."""
+    config: tf.compat.v1.ConfigProto = context.context().config
+    return config
+
+
+def has_devices() -> bool:
+    """Returns whether eager TensorFlow has made this process's devices, after which they can't be configured."""
+    return context.context()._context_handle is not None
 
 
 # ---- seeds
