@@ -80,13 +80,7 @@ class MixedPlan:
     sizes: tuple[int, ...]
 
     def __str__(self) -> str:
-        plan = self.plan
-        fields = [
-            field.name
-            for field in dataclasses.fields(plan)
-            if field.compare and field.default != getattr(plan, field.name)
-        ]
-        own = ", ".join(f"{name}={getattr(plan, name)!r}" for name in fields)
+        own = fields_text(self.plan)
         return f"{self.model.about}; {self.optimizer}; {own}; servers {self.servers}, batches {self.sizes}"
 
     def build(self) -> keras.Model:
@@ -113,6 +107,12 @@ class MixedPlan:
         )  # fmt: skip
 
 
+def fields_text(plan: dapple.Plan) -> str:
+    """Returns the fields of a plan that aren't as by default."""
+    fields = [f.name for f in dataclasses.fields(plan) if f.compare and f.default != getattr(plan, f.name)]
+    return ", ".join(f"{name}={getattr(plan, name)!r}" for name in fields)
+
+
 def compare_plan(seed: int) -> tuple[str, Comparison]:
     """Trains a random model by a random plan and by plain Keras; returns its description, and the comparison.
 
@@ -135,20 +135,31 @@ def compare_plan(seed: int) -> tuple[str, Comparison]:
 def draw_plan(seed: int) -> MixedPlan:
     """Returns the model and the plan of a seed."""
     rng = np.random.default_rng([_STREAM, seed])
-    level = _one_of(rng, _LEVELS)
+    level = _one_of(rng, LEVELS)
     model = _one_of(rng, _MODELS[:2] if level == "rows" else _MODELS)(rng)
+    plan, servers = allowed_plan(rng, model.cuts, level)
+    refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
+    refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
+    optimizer = _one_of(rng, [name for name in OPTIMIZERS if name not in refused])
+    batch = plan.global_batch_size
+    sizes = (batch, int(rng.integers(1, batch)), batch)
+    return MixedPlan(seed, model, optimizer, plan, servers, sizes)
+
+
+def allowed_plan(rng: np.random.Generator, cuts: Sequence[str], level: str) -> tuple[dapple.Plan, tuple[int, ...]]:
+    """Draws plans until one is allowed; returns it, and the number of devices of each server.
+
+    Args:
+        rng: the draws.
+        cuts: names of layers after which the model may be cut, in order.
+        level: one of `LEVELS`.
+    """
     for _ in range(_TRIES):
         try:
-            plan, servers = _draw_plan(rng, model, level)
+            return _draw_plan(rng, cuts, level)
         except dapple.PlanError:
             continue
-        refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
-        refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
-        optimizer = _one_of(rng, [name for name in OPTIMIZERS if name not in refused])
-        batch = plan.global_batch_size
-        sizes = (batch, int(rng.integers(1, batch)), batch)
-        return MixedPlan(seed, model, optimizer, plan, servers, sizes)
-    raise AssertionError(f"none of {_TRIES} plans for {model.about} is allowed")
+    raise AssertionError(f"none of {_TRIES} plans is allowed")
 
 
 FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
@@ -183,20 +194,20 @@ def _one_of(rng: np.random.Generator, values: Sequence[Any]) -> Any:
     return values[int(rng.integers(len(values)))]
 
 
-_LEVELS = ("placed", "placed", "rows", "rows", "shards", "shards", "stages")
+LEVELS = ("placed", "placed", "rows", "rows", "shards", "shards", "stages")
 """What stages have besides replicas, some more often than others: placed operators, or shards of rows or of all."""
 
 
-def _draw_plan(rng: np.random.Generator, model: Drawn, level: str) -> tuple[dapple.Plan, tuple[int, ...]]:
+def _draw_plan(rng: np.random.Generator, places: Sequence[str], level: str) -> tuple[dapple.Plan, tuple[int, ...]]:
     """Draws a plan and its servers.
 
     Raises:
         PlanError: there is no such plan.
     """
-    devices = _devices(rng, chunks=level != "placed" and rng.random() < 0.4, most=len(model.cuts) + 1)
+    devices = _devices(rng, chunks=level != "placed" and rng.random() < 0.4, most=len(places) + 1)
     stages = len(devices)
-    cuts = sorted(rng.choice(len(model.cuts), stages - 1, replace=False).tolist())
-    names = [model.cuts[cut] for cut in cuts]
+    cuts = sorted(rng.choice(len(places), stages - 1, replace=False).tolist())
+    names = [places[cut] for cut in cuts]
     micro_batches = int(rng.integers(1, 6))
     options: dict[str, Any] = {}
 
@@ -220,7 +231,7 @@ def _draw_plan(rng: np.random.Generator, model: Drawn, level: str) -> tuple[dapp
         devices = [[group[0] for group in own] for own in groups]
         options["operator_devices"] = groups
     else:
-        perhaps(0.4, "backward_cuts", lambda: [name for name in model.cuts if name not in names and rng.random() < 0.5])
+        perhaps(0.4, "backward_cuts", lambda: [name for name in places if name not in names and rng.random() < 0.5])
         perhaps(0.4, "relays", lambda: [stage for stage in range(stages) if rng.random() < 0.6])
         perhaps(0.4, "all_reduce", lambda: [_one_of(rng, ["hierarchical", "hierarchical", "flat"]) for _ in devices])
         perhaps(0.15, "weight_devices", lambda: [[count + number for number in range(len(own))] for own in devices])
