@@ -30,26 +30,45 @@ ON_HOST = frozenset({types_pb2.DT_STRING, types_pb2.DT_RESOURCE})
 """Dtypes that are in the host's memory wherever they are used."""
 
 
-@functools.cache
-def _registered(op: str, kind: str) -> tuple[KernelDef, ...]:
-    """Returns an operator's kernels for a kind of device, those of its own before those of any kind."""
-    kernels = [kernel for kernel in registered_kernels(op).kernel if not kernel.label]
-    return tuple(kernel for wanted in (kind, _ANY_KIND) for kernel in kernels if kernel.device_type == wanted)
-
-
 def knows_gpus() -> bool:
     """Returns whether this TensorFlow has kernels for GPUs: only then does its registry tell what GPUs can compute."""
     return any(kernel.device_type == GPU for kernel in _registered("MatMul", GPU))
 
 
-def _dtypes(value: AttrValue) -> set[int]:
-    return set(value.list.type) or {value.type}
-
-
 def kernel_of(node: NodeDef, kind: str) -> KernelDef | None:
     """Returns the kernel that TensorFlow takes for a node on a kind of device; None if it has none there."""
-    for kernel in _registered(node.op, kind):
-        if all(_dtypes(attribute(node, own.name)) <= set(own.allowed_values.list.type) for own in kernel.constraint):
+    return _chosen(node.op, kind, *(_dtypes(attribute(node, name)) for name in _constrained(node.op, kind)))
+
+
+def kernel_dtypes(op: str, kind: str, name: str) -> list[int]:
+    """Returns the dtypes of an operator's attribute that have kernels on a kind of device."""
+    kernels = _registered(op, kind)
+    own = (own for kernel in kernels for own in kernel.constraint if own.name == name)
+    return sorted({dtype for constraint in own for dtype in constraint.allowed_values.list.type})
+
+
+@functools.cache
+def _registered(op: str, kind: str) -> tuple[KernelDef, ...]:
+    """Returns an operator's kernels for a kind of device, its own before those of any kind."""
+    kernels = [kernel for kernel in registered_kernels(op).kernel if not kernel.label]
+    return tuple(kernel for wanted in (kind, _ANY_KIND) for kernel in kernels if kernel.device_type == wanted)
+
+
+@functools.cache
+def _constrained(op: str, kind: str) -> tuple[str, ...]:
+    """Returns the attributes that decide between an operator's kernels."""
+    return tuple(dict.fromkeys(own.name for kernel in _registered(op, kind) for own in kernel.constraint))
+
+
+def _dtypes(value: AttrValue) -> frozenset[int]:
+    return frozenset(value.list.type or (value.type,))
+
+
+@functools.cache
+def _chosen(op: str, kind: str, *dtypes: frozenset[int]) -> KernelDef | None:
+    by_name = dict(zip(_constrained(op, kind), dtypes, strict=True))
+    for kernel in _registered(op, kind):
+        if all(by_name[own.name] <= set(own.allowed_values.list.type) for own in kernel.constraint):
             return kernel
     return None
 
