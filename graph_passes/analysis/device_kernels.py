@@ -28,11 +28,17 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.kernels import CPU, FED, GPU, ON_HOST, inputs_on_host, kernel_of, outputs_on_host
 from graph_passes.ir.replica_sums import SUM_OP
-from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, function_graph, input_dtypes, output_dtypes
+from graph_passes.ir.tensorflow_bridge import (
+    FunctionDefLibrary,
+    function_graph,
+    input_dtypes,
+    makes_resource,
+    output_dtypes,
+)
 
 REFUSED = "refused"
 """A node of the top level without a kernel on its GPU: no step runs."""
-MOVED = "shared"
+SHARED = "shared"
 """A resource without a kernel: one for all GPUs of a process in place of one on each."""
 ON_CPU = "on the CPU"
 """A node of a function without a kernel: it runs on the CPU, between copies."""
@@ -119,7 +125,7 @@ class _Walk:
         self._visited: set[tuple[str, str]] = set()
         self._visit(graph, None, "")
         for device, before, after in _unordered(graph, gpus):
-            self.report.add(UNORDERED, device, f"{before.name} | {after.name}", after)
+            self.report.add(UNORDERED, device, " | ".join(sorted((before.name, after.name))), after)
 
     def _visit(self, graph: GraphDef, caller: str | None, part: str) -> None:
         """Walks through the top level, or a function that is called on a kind of device."""
@@ -132,10 +138,10 @@ class _Walk:
             if devices[node.name]:
                 kind = GPU if self._gpus(devices[node.name]) else CPU
             elif caller is None and node.op != "NoOp" and (node.input or view.consumers(node.name)):
-                self.report.add(UNPLACED, own, _label(node), node)
+                self.report.add(UNPLACED, own, label(node), node)
             if kind == GPU and node.op not in FED and kernel_of(node, GPU) is None:
                 makes = types_pb2.DT_RESOURCE in (*input_dtypes(node), *output_dtypes(node))
-                self.report.add(REFUSED if caller is None else MOVED if makes else ON_CPU, own, _label(node), node)
+                self.report.add(REFUSED if caller is None else SHARED if makes else ON_CPU, own, label(node), node)
                 kind = CPU
             kinds[node.name] = kind
             if not (COMPILED_ATTR in node.attr and node.attr[COMPILED_ATTR].b):
@@ -171,8 +177,10 @@ class _Walk:
                 self.report.add(TO_HOST if on_host else TO_DEVICE, part, what, node)
 
 
-def _label(node: NodeDef) -> str:
-    return f"{node.op}({', '.join(dict.fromkeys(map(dtype_name, output_dtypes(node))))})"
+def label(node: NodeDef) -> str:
+    """Returns an operator with the dtypes that it gives; a variable's handle with those of its values."""
+    dtypes = [node.attr["dtype"].type] if makes_resource(node.op) and "dtype" in node.attr else output_dtypes(node)
+    return f"{node.op}({', '.join(dict.fromkeys(map(dtype_name, dtypes)))})"
 
 
 def _unordered(graph: GraphDef, gpus: Callable[[str], bool]) -> Iterator[tuple[str, NodeDef, NodeDef]]:
