@@ -22,11 +22,13 @@ from graph_passes.ir.graph import (
     NodeDef,
     control_inputs,
     data_inputs,
+    dtype_attr,
     dtype_name,
     function_names,
     layer_or_node,
+    make_node,
 )
-from graph_passes.ir.kernels import CPU, FED, GPU, ON_HOST, inputs_on_host, kernel_of, outputs_on_host
+from graph_passes.ir.kernels import CPU, GPU, ON_HOST, PASSED, inputs_on_host, kernel_of, outputs_on_host
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import (
     FunctionDefLibrary,
@@ -50,6 +52,7 @@ TO_DEVICE = "host to GPU"
 UNORDERED = "unordered"
 """Two collective operations of a device of which neither waits for the other."""
 
+_RESULT = "_Retval"
 _REST = "rest"
 """The part of a step that no mark names."""
 
@@ -139,7 +142,7 @@ class _Walk:
                 kind = GPU if self._gpus(devices[node.name]) else CPU
             elif caller is None and node.op != "NoOp" and (node.input or view.consumers(node.name)):
                 self.report.add(UNPLACED, own, label(node), node)
-            if kind == GPU and node.op not in FED and kernel_of(node, GPU) is None:
+            if kind == GPU and node.op not in PASSED and kernel_of(node, GPU) is None:
                 makes = types_pb2.DT_RESOURCE in (*input_dtypes(node), *output_dtypes(node))
                 self.report.add(REFUSED if caller is None else SHARED if makes else ON_CPU, own, label(node), node)
                 kind = CPU
@@ -148,8 +151,7 @@ class _Walk:
                 for name in function_names(node):
                     self._call(name, kind, own)
         for node in graph.node:
-            if node.op not in FED:
-                self._count_copies(view, node, kinds, devices, parts[node.name])
+            self._count_copies(view, node, kinds, devices, parts[node.name])
 
     def _beside(self, view: Graph, node: NodeDef) -> str:
         """Returns where TensorFlow puts a node that names no device: beside its readers if it reads nothing itself."""
@@ -159,7 +161,11 @@ class _Walk:
     def _call(self, name: str, kind: str, part: str) -> None:
         if name in self._functions and (name, kind) not in self._visited:
             self._visited.add((name, kind))
-            body, _ = function_graph(FunctionDefLibrary(function=[self._functions[name]]), name)
+            function = self._functions[name]
+            body, results = function_graph(FunctionDefLibrary(function=[function]), name)
+            for result, ref in zip(function.signature.output_arg, results, strict=True):
+                kinds = {"T": dtype_attr(result.type)}
+                body.node.append(make_node(f"{result.name}/result", _RESULT, [ref], attrs=kinds))
             self._visit(body, kind, part)
 
     def _count_copies(
@@ -174,7 +180,8 @@ class _Walk:
             made_there = outputs_on_host(maker, kinds[maker.name])[ref.output]
             if made_there != on_host and dtype not in (*ON_HOST, types_pb2.DT_VARIANT):
                 what = f"{maker.op} -> {node.op} ({dtype_name(dtype)})"
-                self.report.add(TO_HOST if on_host else TO_DEVICE, part, what, node)
+                of = maker if node.op == _RESULT else node
+                self.report.add(TO_HOST if on_host else TO_DEVICE, part, what, of)
 
 
 def label(node: NodeDef) -> str:

@@ -24,8 +24,8 @@ KernelDef: TypeAlias = kernel_def_pb2.KernelDef
 CPU, GPU = "CPU", "GPU"
 """Kinds of devices, as TensorFlow names them."""
 _ANY_KIND = "DEFAULT"
-FED = frozenset({"Placeholder", "_Arg"})
-"""Operators without a kernel of their own: what is fed, or passed to a function, takes their place."""
+PASSED = frozenset({"Placeholder", "_Arg", "_Retval"})
+"""Operators that compute nothing: tensors that are fed, or passed to functions and back."""
 ON_HOST = frozenset({types_pb2.DT_STRING, types_pb2.DT_RESOURCE})
 """Dtypes that are in the host's memory wherever they are used."""
 
@@ -89,6 +89,6 @@ def _on_host(node: NodeDef, kind: str, args: Sequence[op_def_pb2.OpDef.ArgDef], 
         return [True] * len(dtypes)
     kernel = kernel_of(node, kind)
     names = () if kernel is None else kernel.host_memory_arg
-    there = ON_HOST | {types_pb2.DT_INT32} if node.op in FED or takes_functions(node.op) else ON_HOST
+    there = ON_HOST | {types_pb2.DT_INT32} if node.op in PASSED or takes_functions(node.op) else ON_HOST
     tensors = [arg.name for arg in args for _ in range(tensor_count(arg, node))]
     return [name in names or dtype in there for name, dtype in zip(tensors, dtypes, strict=True)]
