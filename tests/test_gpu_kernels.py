@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from models_for_tests import Computed
@@ -14,6 +15,7 @@ from programs import BOOL, FLOAT, INT32, INT64
 from step_programs import of_model
 
 import dapple_tf as dapple
+from dapple_tf.execution.gpu_check import check_kernels, gpu_text
 from dapple_tf.models import gpt
 from graph_passes.analysis.device_kernels import (
     ON_CPU,
@@ -243,3 +245,51 @@ def test_each_defect_is_found(make: Callable[..., None]) -> None:
     make(builder, *GPUS.device_names[:2])
     kind, counts = DEFECTS[make]
     assert gpu_report(builder.graph).of(kind) == counts
+
+
+# ---- what users are told
+
+
+class CountingSGD(keras.optimizers.SGD):
+    """Counts its updates in an int32."""
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        super().build(variables)
+        self.updates = self.add_variable(shape=(), dtype="int32", name="updates")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.updates.assign_add(1)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_what_gpus_have_no_kernel_for_is_told() -> None:
+    builder = Builder(empty_graph())
+    refused(builder, *GPUS.device_names[:2])
+    with pytest.raises(dapple.DappleError) as told:
+        check_kernels(builder.graph)
+    assert str(told.value) == (
+        "node 'slices' is to run SplitV on /job:worker/replica:0/task:0/device:GPU:0, for which TensorFlow has no GPU "
+        "kernel of bool: cast to one of float32, float64, int32, complex64, bfloat16, complex128, float16 before, or "
+        "run it on processors"
+    )
+
+
+def test_variables_that_gpus_would_share_are_told_before_a_step() -> None:
+    """The session refuses the graph; no GPU is needed for that."""
+    x = keras.Input((4,))
+    model = compiled(x, layers.Dense(2)(x), CountingSGD())
+    names = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(2)]
+    cluster = dapple.Cluster(tuple(dapple.Device(name, 0) for name in names))
+    pipelined = dapple.transform(model, cluster, dapple.Plan.data_parallel(2, 4))
+    with pytest.raises(dapple.DappleError, match=r"'optimizer/.*updates' is int32, .* once for all GPUs of a process"):
+        pipelined.train_on_batch(np.ones((4, 4)), np.ones((4, 2)))
+
+
+def test_the_report_is_a_table() -> None:
+    graph = of_model(small_gpt(), plan("embedding", TWO), GPUS).graph
+    lines = gpu_text(graph, GPUS).splitlines()
+    assert lines[0] == "All operators have kernels there, in one order."
+    assert lines[1].split() == ["on", "GPUs", "part", "of", "the", "step", "number", "most", "often", "first", "in"]
+    forward = next(line for line in lines if line.startswith("GPU to host  forward"))
+    assert "Cast -> StatelessRandomGetKeyCounter (int32)" in forward and "layer 'embedding/dropout'" in forward
+    assert gpu_text(graph, dapple.Cluster.local(2, kind="cpu")) == ""

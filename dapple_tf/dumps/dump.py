@@ -18,6 +18,7 @@ from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
+from dapple_tf.execution.gpu_check import gpu_text
 from dapple_tf.execution.planned_steps import complete_step, full_step, training_source
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
@@ -233,7 +234,12 @@ class _Writer:
         entries = self._graph(place, whole, task_graph(complete, self.passes.cluster.device_names))
         entries += self._schedule(place, step.schedule)
         if self.placer is not None:
-            entries += self._operators(place, self.placer, source.built, kind, complete, graphs)
+            own, complete = self._operators(place, self.placer, source.built, kind, complete, graphs)
+            entries += own
+        if gpus := gpu_text(complete.graph, self.passes.cluster):
+            text = place / "gpus.txt"
+            text.write_text(gpus, encoding="utf-8")
+            entries.append(self.entry(text, "what the step does on GPUs: copies, and operators without kernels there"))
         if mode is Mode.TRAIN:
             entries += self._timelines(place, whole, step.schedule)
         entries += [self.entry(graph.file, graph.what, graph) for graph in graphs.files.written]
@@ -274,7 +280,7 @@ class _Writer:
 
     def _operators(
         self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: StepKind, complete: Program, graphs: _Graphs
-    ) -> list[Entry]:
+    ) -> tuple[list[Entry], Program]:
         """Places a step's operators as in its run, or as they would be placed."""
         known = built.placements.get(kind)
         if known is None and kind in built.placed:
@@ -283,7 +289,7 @@ class _Writer:
         placed = placer.place(complete, built.input_shapes(kind), {}, [graphs], known)
         text = place / "operators.txt"
         text.write_text(placements_report(placed.placements, placer.devices), encoding="utf-8")
-        return [self.entry(text, "where each operator runs, and in which order")]
+        return [self.entry(text, "where each operator runs, and in which order")], placed.program
 
     def _timelines(self, place: pathlib.Path, title: str, schedule: Schedule) -> list[Entry]:
         self.bar.step(f"{place.name}: drawing timelines")

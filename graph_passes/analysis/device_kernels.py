@@ -25,7 +25,6 @@ from graph_passes.ir.graph import (
     dtype_attr,
     dtype_name,
     function_names,
-    layer_or_node,
     make_node,
 )
 from graph_passes.ir.kernels import CPU, GPU, ON_HOST, PASSED, inputs_on_host, kernel_of, outputs_on_host
@@ -52,6 +51,7 @@ TO_DEVICE = "host to GPU"
 UNORDERED = "unordered"
 """Two collective operations of a device of which neither waits for the other."""
 
+_KINDS = (REFUSED, SHARED, UNORDERED, UNPLACED, ON_CPU, TO_HOST, TO_DEVICE)
 _RESULT = "_Retval"
 _REST = "rest"
 """The part of a step that no mark names."""
@@ -71,6 +71,11 @@ class Finding:
     part: str
     what: str
 
+    @property
+    def order(self) -> tuple[int, str]:
+        """Sorts findings by how much harm they do, and by part."""
+        return _KINDS.index(self.kind), self.part
+
 
 @dataclasses.dataclass(frozen=True)
 class GpuReport:
@@ -78,17 +83,17 @@ class GpuReport:
 
     Attributes:
         counts: finding -> number of nodes, or of tensors that are copied.
-        places: finding -> the first such node's layer, or its name.
+        first: finding -> the first such node.
     """
 
     counts: collections.Counter[Finding] = dataclasses.field(default_factory=collections.Counter)
-    places: dict[Finding, str] = dataclasses.field(default_factory=dict)
+    first: dict[Finding, NodeDef] = dataclasses.field(default_factory=dict)
 
     def add(self, kind: str, part: str, what: str, node: NodeDef) -> None:
         """Counts a finding."""
         finding = Finding(kind, part, what)
         self.counts[finding] += 1
-        self.places.setdefault(finding, layer_or_node(node))
+        self.first.setdefault(finding, node)
 
     def of(self, *kinds: str) -> dict[str, int]:
         """Returns what was found of some kinds -> number."""
