@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from programs import BOOL, FLOAT, INT32, INT64
 from step_programs import of_model
 
 import dapple_tf as dapple
+from dapple_tf.clusters.session import collective_hint
 from dapple_tf.execution.gpu_check import check_kernels, gpu_text
 from dapple_tf.models import gpt
 from graph_passes.analysis.device_kernels import (
@@ -26,7 +28,8 @@ from graph_passes.analysis.device_kernels import (
     UNPLACED,
     gpu_report,
 )
-from graph_passes.ir.graph import Builder, Graph, Ref, dtype_attr
+from graph_passes.ir.collectives import HINT_ATTR, NCCL, RING
+from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
 from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.outline import call_node, outline
 from graph_passes.ir.replica_sums import SUM_OP
@@ -222,7 +225,7 @@ def unordered(builder: Builder, *gpus: str, ordered: bool = False) -> None:
         for number in (1, 2):
             value = builder.add("value", "Placeholder", device=gpu, dtype=dtype_attr(FLOAT))
             keys = [builder.const(key, INT32, device=gpu) for key in (2, 1, number)]
-            kinds = {"T": dtype_attr(FLOAT), "merge_op": "Add", "final_op": "Id"}
+            kinds = {"T": dtype_attr(FLOAT), "merge_op": "Add", "final_op": "Id", HINT_ATTR: NCCL}
             before = [
                 builder.add(f"{gpu} {number}", SUM_OP, [value, *keys], device=gpu, control=before, **kinds).node
             ] * ordered
@@ -245,6 +248,54 @@ def test_each_defect_is_found(make: Callable[..., None]) -> None:
     make(builder, *GPUS.device_names[:2])
     kind, counts = DEFECTS[make]
     assert gpu_report(builder.graph).of(kind) == counts
+
+
+# ---- NCCL
+
+
+def hints(nodes: Iterable[NodeDef]) -> set[bytes]:
+    return {node.attr[HINT_ATTR].s for node in nodes if node.op == SUM_OP}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "hint"),
+    [
+        (GPUS, NCCL),
+        (dataclasses.replace(GPUS, tls="keys"), RING),
+        (dataclasses.replace(GPUS, sub_streams=2), RING),
+        (dapple.Cluster.local(2, kind="cpu"), RING),
+    ],
+)
+def test_nccl_reduces_where_it_can(cluster: dapple.Cluster, hint: str) -> None:
+    assert collective_hint(cluster) == hint
+
+
+def test_gradients_are_reduced_by_nccl_in_one_order_and_sums_inside_tasks_by_the_ring() -> None:
+    """An order that a device's all-reduces lack is found."""
+    own = plan("block_0", [[1, 2], [1, 2]], bucket_bytes=64)
+    graph = of_model(convolutions(synchronized=True), own, GPUS).graph
+    assert hints(graph.node) == {b"nccl"}
+    assert hints(node for function in graph.library.function for node in function.node_def) == {b"auto"}
+    assert gpu_report(graph).of(UNORDERED) == {}
+    reductions = [node for node in graph.node if node.op == SUM_OP and node.device == GPUS.device_names[1]]
+    last = reductions[-1]
+    last.input.remove(next(f"^{name}" for name in control_inputs(last) if name in {node.name for node in reductions}))
+    assert gpu_report(graph).of(UNORDERED)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        dapple.Plan.data_parallel(4, 8).with_placed_operators(2),
+        plan("route", [[0, 1], [2, 3]], carried_updates=1),
+        dapple.Plan.data_parallel(4, 8, all_reduce="hierarchical"),
+    ],
+    ids=["placed", "carried", "hierarchical"],
+)
+def test_all_reduces_that_passes_make_anew_stay_with_nccl(own: dapple.Plan) -> None:
+    graph = of_model(routed(), own, GPUS).graph
+    assert hints(graph.node) == {b"nccl"}
+    assert gpu_report(graph).of(UNORDERED) == {}
 
 
 # ---- what users are told
@@ -291,5 +342,5 @@ def test_the_report_is_a_table() -> None:
     assert lines[0] == "All operators have kernels there, in one order."
     assert lines[1].split() == ["on", "GPUs", "part", "of", "the", "step", "number", "most", "often", "first", "in"]
     forward = next(line for line in lines if line.startswith("GPU to host  forward"))
-    assert "Cast -> StatelessRandomGetKeyCounter (int32)" in forward and "layer 'embedding/dropout'" in forward
+    assert "Cast -> StatelessRandomGetKeyCounter (int32)" in forward and "layer 'embedding/dropout" in forward
     assert gpu_text(graph, dapple.Cluster.local(2, kind="cpu")) == ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.ir.collectives import HINT_ATTR, NCCL
 from graph_passes.ir.graph import (
     COMPILED_ATTR,
     PHASE_ATTR,
@@ -49,7 +50,7 @@ TO_HOST = "GPU to host"
 """A copy that waits until all kernels that were queued before have run."""
 TO_DEVICE = "host to GPU"
 UNORDERED = "unordered"
-"""Two collective operations of a device of which neither waits for the other."""
+"""Two collective operations by NCCL of a device of which neither waits for the other."""
 
 _KINDS = (REFUSED, SHARED, UNORDERED, UNPLACED, ON_CPU, TO_HOST, TO_DEVICE)
 _RESULT = "_Retval"
@@ -195,10 +196,14 @@ def label(node: NodeDef) -> str:
     return f"{node.op}({', '.join(dict.fromkeys(map(dtype_name, dtypes)))})"
 
 
+def _by_nccl(node: NodeDef) -> bool:
+    return node.op == SUM_OP and HINT_ATTR in node.attr and node.attr[HINT_ATTR].s.decode() == NCCL
+
+
 def _unordered(graph: GraphDef, gpus: Callable[[str], bool]) -> Iterator[tuple[str, NodeDef, NodeDef]]:
-    """Returns neighbours among the collective operations of each GPU, and calls with some, that have no order."""
+    """Returns neighbours among the collective operations by NCCL of each GPU, and calls with some, without an order."""
     view = Graph(graph)
-    summing = {f.signature.name for f in graph.library.function if any(node.op == SUM_OP for node in f.node_def)}
+    summing = {f.signature.name for f in graph.library.function if any(map(_by_nccl, f.node_def))}
     before: dict[str, int] = {}  # node -> the collectives before it, as a set of bits
     bits: dict[str, int] = {}
     queues: dict[str, list[str]] = collections.defaultdict(list)
@@ -207,7 +212,7 @@ def _unordered(graph: GraphDef, gpus: Callable[[str], bool]) -> Iterator[tuple[s
         before[name] = 0
         for producer in itertools.chain((ref.node for ref in view.inputs(name)), control_inputs(node)):
             before[name] |= before[producer] | bits.get(producer, 0)
-        if gpus(node.device) and (node.op == SUM_OP or not summing.isdisjoint(function_names(node))):
+        if gpus(node.device) and (_by_nccl(node) or not summing.isdisjoint(function_names(node))):
             bits[name] = 1 << len(bits)
             queues[node.device].append(name)
     for device, queue in queues.items():
