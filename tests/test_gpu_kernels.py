@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ import dapple_tf as dapple
 from dapple_tf.clusters.session import collective_hint
 from dapple_tf.execution.gpu_check import check_kernels, gpu_text
 from dapple_tf.models import gpt
+from dapple_tf.tools import command, dump_graph
+from dapple_tf.tools import plan as plan_tool
 from graph_passes.analysis.device_kernels import (
     ON_CPU,
     REFUSED,
@@ -334,6 +337,25 @@ def test_variables_that_gpus_would_share_are_told_before_a_step() -> None:
     pipelined = dapple.transform(model, cluster, dapple.Plan.data_parallel(2, 4))
     with pytest.raises(dapple.DappleError, match=r"'optimizer/.*updates' is int32, .* once for all GPUs of a process"):
         pipelined.train_on_batch(np.ones((4, 4)), np.ones((4, 2)))
+
+
+def test_the_tools_print_the_report(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a cluster that doesn't exist."""
+    own = plan("counting", ONE_TO_TWO)
+    monkeypatch.setattr(plan_tool, "find", lambda: (own, None, GPUS))
+    model = f"--model={__name__}:counted"
+    assert command.run(plan_tool.main, plan_tool.FLAGS, [model, "--check", "--global_batch_size=8"]) == 0
+    GPUS.save(tmp_path / "cluster.json")
+    own.save(tmp_path / "plan.json")
+    places = [f"--{name}={tmp_path / name}.json" for name in ("cluster", "plan")]
+    arguments = [model, *places, f"--output_dir={tmp_path / 'dump'}"]
+    assert command.run(dump_graph.main, dump_graph.FLAGS, arguments) == 0
+    report = (tmp_path / "dump/train/gpus.txt").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out
+    assert report in printed
+    assert printed.count("GPU to host  read") == 2
 
 
 def test_the_report_is_a_table() -> None:
