@@ -19,7 +19,9 @@ from graph_passes.analysis.device_kernels import (
 from graph_passes.analysis.device_kernels import gpu_report as report_of
 from graph_passes.ir.graph import PHASE_ATTR, GraphDef, NodeDef, dtype_name, layer_or_node
 from graph_passes.ir.kernels import GPU, PASSED, kernel_dtypes, kernel_of, knows_gpus
-from graph_passes.ir.tensorflow_bridge import attribute, makes_resource
+from graph_passes.ir.tensorflow_bridge import attribute
+
+_VARIABLE = "VarHandleOp"
 
 
 def has_gpus(cluster: Cluster) -> bool:
@@ -37,7 +39,9 @@ def check_kernels(graph: GraphDef) -> None:
         return
     report = report_of(graph)
     for kind, why in ((REFUSED, _why_refused), (SHARED, _why_shared)):
-        nodes = [report.first[finding] for finding in report.counts if finding.kind == kind]
+        nodes = [node for finding, node in report.first.items() if finding.kind == kind]
+        if kind == SHARED:  # Tables are the same for all.
+            nodes = [node for node in nodes if node.op == _VARIABLE]
         if nodes:
             more = f" (so is {', '.join(sorted({label(node) for node in nodes[1:]}))})" if nodes[1:] else ""
             raise DappleError(why(nodes[0]) + more)
@@ -45,7 +49,7 @@ def check_kernels(graph: GraphDef) -> None:
 
 def _lacking(graph: GraphDef) -> Iterator[NodeDef]:
     """Returns the nodes that may lack a kernel: all on GPUs, and in functions those that make variables."""
-    within = (node for function in graph.library.function for node in function.node_def if makes_resource(node.op))
+    within = (node for function in graph.library.function for node in function.node_def if node.op == _VARIABLE)
     for node in itertools.chain((node for node in graph.node if on_gpu(node.device)), within):
         if node.op not in PASSED and kernel_of(node, GPU) is None:
             yield node
