@@ -13,11 +13,11 @@ from graph_passes.analysis.device_kernels import (
     SHARED,
     UNORDERED,
     GpuReport,
+    gpu_report,
     label,
     on_gpu,
 )
-from graph_passes.analysis.device_kernels import gpu_report as report_of
-from graph_passes.ir.graph import PHASE_ATTR, GraphDef, NodeDef, dtype_name, layer_or_node
+from graph_passes.ir.graph import PHASE_ATTR, STAGE_ATTR, GraphDef, NodeDef, dtype_name, layer_or_node
 from graph_passes.ir.kernels import GPU, PASSED, kernel_dtypes, kernel_of, knows_gpus
 from graph_passes.ir.tensorflow_bridge import attribute
 
@@ -37,13 +37,13 @@ def check_kernels(graph: GraphDef) -> None:
     """
     if not knows_gpus() or not any(_lacking(graph)):
         return
-    report = report_of(graph)
+    report = gpu_report(graph)
     for kind, why in ((REFUSED, _why_refused), (SHARED, _why_shared)):
         nodes = [node for finding, node in report.first.items() if finding.kind == kind]
         if kind == SHARED:  # Tables are the same for all.
             nodes = [node for node in nodes if node.op == _VARIABLE]
         if nodes:
-            more = f" (so is {', '.join(sorted({label(node) for node in nodes[1:]}))})" if nodes[1:] else ""
+            more = f" (likewise {', '.join(sorted({label(node) for node in nodes[1:]}))})" if nodes[1:] else ""
             raise DappleError(why(nodes[0]) + more)
 
 
@@ -57,10 +57,12 @@ def _lacking(graph: GraphDef) -> Iterator[NodeDef]:
 
 def _why_refused(node: NodeDef) -> str:
     lacking, known = _dtypes(node)
-    part = f" ({node.attr[PHASE_ATTR].s.decode()})" if PHASE_ATTR in node.attr else ""
+    marks = [f"stage {node.attr[STAGE_ATTR].i}"] if STAGE_ATTR in node.attr else []
+    marks += [node.attr[PHASE_ATTR].s.decode()] if PHASE_ATTR in node.attr else []
+    where = f" ({', '.join(marks)})" if marks else ""
     cast = f"cast to one of {', '.join(known)} before" if known else "use another operator"
     return (
-        f"{layer_or_node(node)}{part} is to run {node.op} on {node.device}, for which TensorFlow has no GPU kernel"
+        f"{layer_or_node(node)}{where} is to run {node.op} on {node.device}, for which TensorFlow has no GPU kernel"
         f"{f' of {lacking}' if known else ''}: {cast}, or run it on processors"
     )
 
@@ -88,7 +90,7 @@ def gpu_text(graph: GraphDef, cluster: Cluster) -> str:
         return ""
     if not knows_gpus():
         return "On GPUs: unknown, as the TensorFlow of this process has no kernels for them.\n"
-    return _table(report_of(graph))
+    return _table(gpu_report(graph))
 
 
 def _table(report: GpuReport) -> str:
