@@ -22,6 +22,8 @@ from dapple_tf.execution.gpu_check import check_kernels, gpu_text
 from dapple_tf.models import gpt
 from dapple_tf.tools import command, dump_graph
 from dapple_tf.tools import plan as plan_tool
+from dapple_tf.variables.device_initialization import rearrangement, removal
+from dapple_tf.variables.device_values import Holding
 from graph_passes.analysis.device_kernels import (
     ON_CPU,
     REFUSED,
@@ -35,6 +37,7 @@ from graph_passes.ir.collectives import HINT_ATTR, NCCL, RING
 from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
 from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.outline import call_node, outline
+from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.storage import merge_library, read
 from graph_passes.ir.tensorflow_bridge import empty_graph
@@ -171,6 +174,13 @@ STEPS: dict[str, tuple[Callable[[], keras.Model], dapple.Plan, Mapping[str, int]
         {"read": 1, "apply": 1, "gradients": 1, "split": 2, UNPLACED: 2},
     ),
 }
+
+
+def test_graphs_that_give_and_free_values_make_no_shared_variables() -> None:
+    count = Variable("count", INT32, (2,), VariableKind.STATE)
+    before, after = (Holding((0,), (device,), (count,)) for device in GPUS.device_names[:2])
+    for graph in (rearrangement([before], [after], "moved")[0], removal([before], [after], "removed")[0]):
+        assert gpu_report(graph).of(REFUSED, SHARED) == {}
 
 
 @pytest.mark.parametrize("name", STEPS)

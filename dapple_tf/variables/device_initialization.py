@@ -165,7 +165,7 @@ def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) ->
         for variable, device in _placed(holding):
             if (variable.storage_name, device) not in wanted:
                 builder = Builder(empty_graph())
-                target = handle(builder, variable.storage_name, variable.dtype, variable.shape)
+                target = handle(builder, variable.storage_name, variable.storage_dtype, variable.shape)
                 effect = builder.add("destroy", "DestroyResourceOp", [target], ignore_lookup_error=True).node
                 name = chains.function_name(f"{variable.storage_name}/destroy")
                 function = outline(name, Graph(builder.graph), [], [], effects=[effect])
