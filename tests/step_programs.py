@@ -12,12 +12,13 @@ import keras
 from programs import HOST, attention, mlp, owners, sgd_updates, stateful_layers, tied_layers
 
 import dapple_tf as dapple
-from dapple_tf.execution.builds import Build, StepKind
+from dapple_tf.execution.builds import Build
+from dapple_tf.execution.planned_steps import planned_step
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.variables.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.tasks import reduction_order
 from graph_passes.pass_manager import Pass, run_passes
@@ -179,10 +180,4 @@ def built_of_model(model: keras.Model, passes: StepPasses, table: VariableTable)
 
 def of_model(model: keras.Model, plan: dapple.Plan, cluster: dapple.Cluster) -> Program:
     """The training step of a compiled Keras model, with its own optimizer."""
-    passes, table = StepPasses(plan, cluster), VariableTable(model)
-    built = built_of_model(model, passes, table)
-    program, updates, owners = built.program, built.updates, readers_of(built.program)
-    kept = holdings(table, owners, optimizer_variables(updates), passes.owner_devices)
-    schedule = passes.schedule(built, passes.layout(plan.global_batch_size), kept)
-    made = passes.step_passes(built, StepKind(plan.global_batch_size), schedule, owners)
-    return run_passes(program, made, complete=True)
+    return planned_step(model, plan, cluster, ExampleBatch.of(model).spec)

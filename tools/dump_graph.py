@@ -6,8 +6,9 @@ r"""Writes what training a model with a plan would run: the graph after every pa
         --output_dir=runs/graphs
 
 Nothing is run: the cluster may be a description of devices that don't exist, and the model isn't trained. With
---profile, simulated timelines are added. Open index.html in --output_dir first; it describes all files. Files of an
-earlier dump there are replaced, others are left; a file in the way is an error.
+--profile, simulated timelines are added; for a cluster with GPUs it is told which operators have no kernels there, and
+which copies GPUs wait for. Open index.html in --output_dir first; it describes all files. Files of an earlier dump
+there are replaced, others are left; a file in the way is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def main() -> None:
         plan = _PLAN.plan(lambda replicas: cuts_by_profile(profile, replicas))
     spec = spec_of(model, *data.example(model, plan.global_batch_size))
     page = dump_model(_OUTPUT_DIR.value, model, cluster, plan, profile, spec=spec)
-    sys.stdout.write(f"{plan}\n\nThe dump is in {_OUTPUT_DIR.value}; open {page}\n")
+    told = "".join(f"\n{path.read_text(encoding='utf-8')}" for path in page.parent.glob("train/gpus.txt"))
+    sys.stdout.write(f"{plan}\n{told}\nThe dump is in {_OUTPUT_DIR.value}; open {page}\n")
 
 
 def run() -> NoReturn:

@@ -99,6 +99,13 @@ _OPERATOR_GROUPS = flags.DEFINE_boolean(
     "--nooperator_groups leaves out those of a profile's file, too.",
     flag_values=FLAGS,
 )
+_CHECK = flags.DEFINE_boolean(
+    "check",
+    False,
+    "With --model, also beside --profile: print what the plan's step does on the cluster's GPUs, which needn't exist: "
+    "operators without kernels there, and copies that GPUs wait for.",
+    flag_values=FLAGS,
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)
 _SAVE_PROFILE = flags.DEFINE_string(
     "save_profile", None, "With --model: JSON file to write the measured profile to.", flag_values=FLAGS
@@ -182,11 +189,25 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     return planned.plan, planned.profile, planned.cluster
 
 
+def checked(plan: dapple.Plan, cluster: dapple.Cluster) -> str:
+    """Returns what the plan's training step does on the cluster's GPUs."""
+    from dapple_tf.execution.gpu_check import gpu_text
+    from dapple_tf.execution.planned_steps import planned_step
+    from dapple_tf.frontend.batch import spec_of
+
+    model = _MODEL.build()
+    spec = spec_of(model, *_MODEL.data().example(model, plan.global_batch_size))
+    step = planned_step(model, plan, cluster, spec)
+    return gpu_text(step.graph, cluster) or "The cluster has no GPUs, of which --check would tell.\n"
+
+
 def main() -> None:
     """Plans, writes and prints."""
     command.check(_GLOBAL_BATCH_SIZE.value is not None, "--global_batch_size isn't given; see --help")
     command.check(_PROFILE.given or _MODEL.given, "neither --profile nor --model is given; give one of them")
-    command.check(not (_PROFILE.given and _MODEL.given), "both --profile and --model are given; give one of them")
+    both = _PROFILE.given and _MODEL.given
+    command.check(_CHECK.value or not both, "both --profile and --model are given; give one of them, or --check")
+    command.check(_MODEL.given or not _CHECK.value, "--check needs the model: give --model, too")
     for flag, given in (("--save_profile", _SAVE_PROFILE), ("--save_cluster", _SAVE_CLUSTER)):
         command.check(
             _MODEL.given or given.value is None, f"{flag}={given.value} is for --model, which measures; leave it out"
@@ -195,6 +216,8 @@ def main() -> None:
     check_output("--output", _OUTPUT.value)
     plan, profile, cluster = find()
     sys.stdout.write(f"{cluster}\n\n{plan}\n")
+    if _CHECK.value:
+        sys.stdout.write(f"\n{checked(plan, cluster)}")
     if _SAVE_PROFILE.value:
         profile.save(_SAVE_PROFILE.value)
     if _SAVE_CLUSTER.value:

@@ -18,6 +18,8 @@ from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
+from dapple_tf.execution.gpu_check import gpu_text
+from dapple_tf.execution.planned_steps import complete_step, full_step, training_source
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -34,8 +36,6 @@ from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.variables.device_values import parameters_in_shards
-from dapple_tf.variables.parameter_groups import holdings, optimizer_variables, readers_of, stored_in_shards
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
@@ -217,46 +217,37 @@ class _Writer:
         staging = self.passes.stage_passes(mode, prefix, uncut=batch.uncut)
         program = run_passes(captured, staging, first=number(staging[0]), instruments=[graphs])
         if source is None:
-            source = self._source(program, names, batch, prefix)
-        kind = source.kind or StepKind(
-            batch.parts(self.passes.plan.global_batch_size), *[bool(source.built.carried)] * 2
-        )
+            source = training_source(self.model, self.passes, names, batch, program, prefix)
+        kind = source.kind or full_step(source, self.passes.plan)
         if self.passes.joins(source.built, kind.samples):
             kind = kind._replace(apart=True)  # A single function would show nothing.
-        layout = self.passes.layout(kind.samples)
-        schedule = self.passes.schedule(source.built, layout, source.holdings)
-        in_shards = parameters_in_shards(source.holdings)
-        passes = self.passes.step_passes(source.built, kind, schedule, source.owners, in_shards=in_shards)
-        complete = run_passes(
-            source.built.program, passes, first=number(passes[0]), instruments=[graphs], complete=True
-        )
+        complete = complete_step(self.passes, source, kind, [graphs])
+        step = complete.own_step
+        assert step.schedule is not None
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
         title += f", {kind.samples} samples ({place.name})"
         shape = " : ".join(map(str, self.passes.plan.replicas))
         whole = (
             f"{self.model.name}: {_TITLES[mode].lower()}, {kind.samples} samples in "
-            f"{len(layout.micro_batch_intervals)} micro-batches, {schedule.name} on {shape}"
+            f"{len(step.layout.micro_batch_intervals)} micro-batches, {step.schedule.name} on {shape}"
         )
         entries = self._graph(place, whole, task_graph(complete, self.passes.cluster.device_names))
-        entries += self._schedule(place, schedule)
+        entries += self._schedule(place, step.schedule)
         if self.placer is not None:
-            entries += self._operators(place, self.placer, source.built, kind, complete, graphs)
+            own, complete = self._operators(place, self.placer, source.built, kind, complete, graphs)
+            entries += own
+        if gpus := gpu_text(complete.graph, self.passes.cluster):
+            text = place / "gpus.txt"
+            text.write_text(gpus, encoding="utf-8")
+            entries.append(self.entry(text, "what the step does on GPUs: copies, and operators without kernels there"))
         if mode is Mode.TRAIN:
-            entries += self._timelines(place, whole, schedule)
+            entries += self._timelines(place, whole, step.schedule)
         entries += [self.entry(graph.file, graph.what, graph) for graph in graphs.files.written]
         runs = f"{EVENTS_FOLDER}/{place.name}"
         entries.append(Entry("", f"TensorBoard shows the same graphs: tensorboard --logdir {runs}"))
         picture = place / "graph.svg"
         shown = picture.relative_to(self.folder).as_posix() if picture.exists() else ""
         return Section(title, entries, shown)
-
-    def _source(self, program: Program, table: VariableTable, spec: BatchSpec, prefix: str) -> StepSource:
-        updates = self.passes.updates(self.model, table, program)
-        owners = readers_of(program)
-        variables, in_shards = optimizer_variables(updates), stored_in_shards(updates)
-        held = holdings(table, owners, variables, self.passes.owner_devices, in_shards=in_shards)
-        built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=self.passes.carried(updates))
-        return StepSource(built, True, None, owners, held)
 
     # ---- drawings
 
@@ -289,7 +280,7 @@ class _Writer:
 
     def _operators(
         self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: StepKind, complete: Program, graphs: _Graphs
-    ) -> list[Entry]:
+    ) -> tuple[list[Entry], Program]:
         """Places a step's operators as in its run, or as they would be placed."""
         known = built.placements.get(kind)
         if known is None and kind in built.placed:
@@ -298,7 +289,7 @@ class _Writer:
         placed = placer.place(complete, built.input_shapes(kind), {}, [graphs], known)
         text = place / "operators.txt"
         text.write_text(placements_report(placed.placements, placer.devices), encoding="utf-8")
-        return [self.entry(text, "where each operator runs, and in which order")]
+        return [self.entry(text, "where each operator runs, and in which order")], placed.program
 
     def _timelines(self, place: pathlib.Path, title: str, schedule: Schedule) -> list[Entry]:
         self.bar.step(f"{place.name}: drawing timelines")

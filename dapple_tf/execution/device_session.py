@@ -19,6 +19,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.builds import StepRequest
+from dapple_tf.execution.gpu_check import check_kernels, has_gpus
 from dapple_tf.execution.terminal import without_profiler_lines
 from dapple_tf.garbage import return_freed_memory
 from graph_passes.ir.graph import GraphDef
@@ -125,7 +126,13 @@ class DeviceSession:
         return () if isinstance(self._session, RemoteSession) else tuple(self._prepared)
 
     def add(self, graph: GraphDef, name: str) -> None:
-        """Adds a graph to the session's, under a name."""
+        """Adds a graph to the session's, under a name.
+
+        Raises:
+            DappleError: a GPU lacks a kernel that it needs.
+        """
+        if has_gpus(self.cluster):
+            check_kernels(graph)
         self._session_graph.add(graph, name)
 
     def run(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import keras
 
+from dapple_tf.clusters.session import collective_hint
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
@@ -373,6 +374,7 @@ class StepAsked(NamedTuple):
             jit_compile=plan.jit_compile,
             accumulated=self._accumulates,
             spread=plan.spread_stages,
+            hint=collective_hint(self.passes.cluster),
         )
 
     def reduce_by_server(self) -> ReduceByServer | None:

@@ -19,10 +19,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.clusters.session import collective_keys
+from dapple_tf.clusters.session import collective_hint, collective_keys
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster, ClusterError, Link, ReductionLinks, Server
-from graph_passes.ir.collectives import all_reduce
+from graph_passes.ir.collectives import HINT_ATTR, all_reduce
 from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, STAGE_ATTR, Builder, Ref
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.passes.reduce_by_server import ReduceByServer
@@ -341,7 +341,7 @@ def all_reduces(
             nothing = [_on(name, lambda vector: vector[:1], vectors[-1]) for name, vectors in on.items()]
         alone = _clock(nothing, _host(names[0]))
     graph = parts.as_graph_def()
-    builder, first_key = Builder(graph), collective_keys()
+    builder, first_key, hint = Builder(graph), collective_keys(), collective_hint(cluster)
     ends: dict[str, Ref] = {}
     for number, size in enumerate(sizes):
         for name in names:
@@ -353,7 +353,7 @@ def all_reduces(
                 (len(names), first_key, first_key + 1 + number),
                 device=name,
                 control=[ends[name].node] if name in ends else [],
-                **{PHASE_ATTR: NodeKind.ALL_REDUCE.text, STAGE_ATTR: 0, BYTES_ATTR: 4 * size},
+                **{PHASE_ATTR: NodeKind.ALL_REDUCE.text, STAGE_ATTR: 0, BYTES_ATTR: 4 * size, HINT_ATTR: hint},
             )
     if by_server:
         ReduceByServer(frozenset([0]), {device.name: device.server for device in cluster.devices}).rewrite(graph)

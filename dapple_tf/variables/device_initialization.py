@@ -14,8 +14,8 @@ from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs,
 from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import (
-    assign,
     assign_function,
+    assign_variable,
     handle,
     join_function,
     merge_library,
@@ -165,7 +165,7 @@ def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) ->
         for variable, device in _placed(holding):
             if (variable.storage_name, device) not in wanted:
                 builder = Builder(empty_graph())
-                target = handle(builder, variable.storage_name, variable.dtype, variable.shape)
+                target = handle(builder, variable.storage_name, variable.storage_dtype, variable.shape)
                 effect = builder.add("destroy", "DestroyResourceOp", [target], ignore_lookup_error=True).node
                 name = chains.function_name(f"{variable.storage_name}/destroy")
                 function = outline(name, Graph(builder.graph), [], [], effects=[effect])
@@ -204,7 +204,7 @@ def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[st
     last: str | None = None
     for variable in variables:
         value = shard_of(builder, _copied(builder, initials[variable.name], last), variable, *number)
-        last = assign(builder, variable.storage_name, value, variable.dtype, variable.storage_shape)
+        last = assign_variable(builder, variable, value)
     assert last is not None
     return outline(name, Graph(builder.graph), number, [], effects=[last])
 

@@ -10,6 +10,10 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.ir.graph import Builder, Ref, dtype_attr
 from graph_passes.ir.replica_sums import SUM_OP
 
+HINT_ATTR = "communication_hint"
+RING, NCCL = "auto", "nccl"
+"""Who adds up: TensorFlow by a ring of copies, which need no order; NCCL by kernels, which wait for each other."""
+
 
 def all_reduce(
     builder: Builder,
@@ -32,7 +36,7 @@ def all_reduce(
         keys: number of members, key of these members, and number of this all-reduce among theirs.
         device: the member's device.
         control: nodes that it waits for.
-        **attrs: further attributes; ``merge_op`` is ``"Add"``, if it isn't among them.
+        **attrs: further attributes; ``merge_op`` is ``"Add"``, and `HINT_ATTR` is `RING`, if they aren't among them.
     """
     numbers = [builder.const(value, types_pb2.DT_INT32) for value in keys]
     return builder.add(
@@ -43,10 +47,9 @@ def all_reduce(
         device=device,
         T=dtype_attr(dtype),
         final_op="Id",
-        communication_hint="auto",
         # No timeout: TensorFlow would start a thread for each, which sleeps until it is over in any case.
         timeout_seconds=0.0,
         Nordering_token=0,
         max_subdivs_per_device=-1,
-        **{"merge_op": "Add", **attrs},
+        **{"merge_op": "Add", HINT_ATTR: RING, **attrs},
     )

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tensorflow.core.framework import types_pb2
+
 from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval, micro_batch_intervals, slice_intervals
 from graph_passes.ir.graph import COUNTABLE_DTYPES, GraphDef, Ref
@@ -95,6 +97,12 @@ class Variable:
     def storage_shape(self) -> tuple[int, ...]:
         """Shape of what a device keeps of it."""
         return self.shape if self.shards == 1 else storage_shape(self.shape, self.shards)
+
+    @property
+    def storage_dtype(self) -> int:
+        """Dtype of what a device keeps of it: GPUs have no int32 variables, all of a process would share the host's."""
+        widened = self.kind is VariableKind.STATE and self.dtype == types_pb2.DT_INT32
+        return types_pb2.DT_INT64 if widened else self.dtype
 
     @property
     def is_counter(self) -> bool:

@@ -39,6 +39,24 @@ def assign(
     return builder.add(f"assign/{name}", op, [target, value], dtype=dtype_attr(dtype)).node
 
 
+def read_variable(builder: Builder, variable: Variable) -> Ref:
+    """Returns the value of what a device keeps of a variable."""
+    value = read(builder, variable.storage_name, variable.storage_dtype, variable.storage_shape)
+    return _cast(builder, value, variable.storage_dtype, variable.dtype)
+
+
+def assign_variable(builder: Builder, variable: Variable, value: Ref) -> str:
+    """Assigns what a device keeps of a variable; returns the node's name."""
+    stored = _cast(builder, value, variable.dtype, variable.storage_dtype)
+    return assign(builder, variable.storage_name, stored, variable.storage_dtype, variable.storage_shape)
+
+
+def _cast(builder: Builder, value: Ref, source: int, target: int) -> Ref:
+    if source == target:
+        return value
+    return builder.add("cast", "Cast", [value], SrcT=dtype_attr(source), DstT=dtype_attr(target))
+
+
 def flatten(builder: Builder, tensor: Ref, dtype: int, *, device: str = "") -> Ref:
     """Returns all elements as a vector."""
     minus_one = builder.const([-1], types_pb2.DT_INT32, device=device)
@@ -131,7 +149,7 @@ def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
 def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     """Returns a function () -> the variables' values; of those in shards, the device's own."""
     builder = Builder(empty_graph())
-    values = [read(builder, variable.storage_name, variable.dtype, variable.storage_shape) for variable in variables]
+    values = [read_variable(builder, variable) for variable in variables]
     return outline(name, Graph(builder.graph), [], values)
 
 
@@ -148,8 +166,7 @@ def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
         vectors.append(vector)
         parts = unflatten(builder, vector, dtype, [variable.shape for variable in group])
         for variable, part in zip(group, parts, strict=True):
-            own = shard_of(builder, part, variable, *number)
-            effects.append(assign(builder, variable.storage_name, own, dtype, variable.storage_shape))
+            effects.append(assign_variable(builder, variable, shard_of(builder, part, variable, *number)))
     return outline(name, Graph(builder.graph), [*vectors, *number], [], effects=effects)
 
 
@@ -159,7 +176,7 @@ def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     number = shard_number(builder, variables)
     values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
     effects = [
-        assign(builder, v.storage_name, shard_of(builder, value, v, *number), v.dtype, v.storage_shape)
+        assign_variable(builder, v, shard_of(builder, value, v, *number))
         for v, value in zip(variables, values, strict=True)
     ]
     return outline(name, Graph(builder.graph), [*values, *number], [], effects=effects)
@@ -183,7 +200,7 @@ def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     builder = Builder(empty_graph())
     vectors = []
     for dtype, group in by_dtype(variables).items():
-        parts = [flatten(builder, read(builder, v.storage_name, dtype, v.shape), dtype) for v in group]
+        parts = [flatten(builder, read_variable(builder, v), dtype) for v in group]
         vectors.append(builder.concat("values", parts, dtype, 0))
     return outline(name, Graph(builder.graph), [], vectors)
 
@@ -230,7 +247,7 @@ def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, .
 
 def bytes_of(variables: Iterable[Variable]) -> int:
     """Returns the bytes that a device keeps of variables."""
-    return sum(math.prod(variable.storage_shape) * dtype_size(variable.dtype) for variable in variables)
+    return sum(math.prod(variable.storage_shape) * dtype_size(variable.storage_dtype) for variable in variables)
 
 
 def merge_library(graph: GraphDef, functions: Iterable[FunctionDef]) -> None:

@@ -23,7 +23,7 @@ from graph_passes.ir.group_update import Captured
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, compiled, outline, placeholder
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
-from graph_passes.ir.storage import assign, handle, merge_library
+from graph_passes.ir.storage import assign_variable, handle, merge_library
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup, whole
@@ -275,7 +275,7 @@ class Application:
                 first = Task(producer, Phase.FORWARD, 0, 0)
                 value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
                 inputs[value] = functools.partial(_everywhere, self._step.values[first, Value(variable.update)])
-            effects.append(assign(builder, variable.storage_name, value, variable.dtype, variable.shape))
+            effects.append(assign_variable(builder, variable, value))
         return effects
 
     def _bound(

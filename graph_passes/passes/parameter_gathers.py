@@ -21,7 +21,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Stage, Variable
-from graph_passes.ir.storage import buckets, bytes_of, flatten, joined_shards, read, unflatten
+from graph_passes.ir.storage import buckets, bytes_of, flatten, joined_shards, read_variable, unflatten
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _reading(name: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
     builder = Builder(empty_graph())
     vectors = []
     for bucket in packed:
-        shards = [read(builder, v.storage_name, v.dtype, v.storage_shape) for v in bucket]
+        shards = [read_variable(builder, v) for v in bucket]
         vectors.append(packed_shards(builder, shards, bucket[0].dtype))
     return outline(name, Graph(builder.graph), [], vectors)
 

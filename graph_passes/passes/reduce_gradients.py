@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from graph_passes.ir.collectives import all_reduce
+from graph_passes.ir.collectives import HINT_ATTR, all_reduce
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     PHASE_ATTR,
@@ -211,7 +211,7 @@ class Reduction:
             control=after,
             merge_op=bucket[0].merge,
             **marks(NodeKind.ALL_REDUCE, group),
-            **{BYTES_ATTR: bytes_of(bucket)},
+            **{BYTES_ATTR: bytes_of(bucket), HINT_ATTR: self._options.hint},
         )
 
     def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:

@@ -11,7 +11,7 @@ from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.program import Variable, VariableKind
-from graph_passes.ir.storage import assign, buckets, bytes_of, handle, read, shard_of
+from graph_passes.ir.storage import assign, assign_variable, buckets, bytes_of, handle, read, shard_of
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_gathers import joined_buckets, packed_shards, vector_arguments
 from graph_passes.passes.parameter_group import ParameterGroup
@@ -35,7 +35,7 @@ def take_shards(builder: Builder, captured: Captured, number: Ref, stored: Conta
         if variable.kind is VariableKind.PARAMETER and variable.shards > 1 and variable.name not in stored:
             whole = read(builder, variable.name, variable.dtype, variable.shape)
             value = shard_of(builder, whole, variable, number)
-            begun = assign(builder, variable.storage_name, value, variable.dtype, variable.storage_shape)
+            begun = assign_variable(builder, variable, value)
             own = handle(builder, variable.storage_name, variable.dtype, variable.storage_shape)
             kind = dtype_attr(types_pb2.DT_RESOURCE)
             handles[ref.node] = builder.add("begun", "Identity", [own], control=[begun], T=kind)

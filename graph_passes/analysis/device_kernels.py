@@ -1,0 +1,221 @@
+"""A step on GPUs, told without one: what TensorFlow has no kernel for, and what it copies between memories.
+
+A node of the top level runs on the device that it names, or the session refuses the whole graph. A node of a function
+runs on the device of the call; without a kernel there TensorFlow puts it on its process's first CPU, and copies what it
+reads and gives. Where it makes a variable, all GPUs of the process then share a single one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.collectives import HINT_ATTR, NCCL
+from graph_passes.ir.graph import (
+    COMPILED_ATTR,
+    PHASE_ATTR,
+    Graph,
+    GraphDef,
+    NodeDef,
+    control_inputs,
+    data_inputs,
+    dtype_attr,
+    dtype_name,
+    function_names,
+    make_node,
+)
+from graph_passes.ir.kernels import CPU, GPU, ON_HOST, PASSED, inputs_on_host, kernel_of, outputs_on_host
+from graph_passes.ir.replica_sums import SUM_OP
+from graph_passes.ir.tensorflow_bridge import (
+    FunctionDefLibrary,
+    function_graph,
+    input_dtypes,
+    makes_resource,
+    output_dtypes,
+)
+
+REFUSED = "refused"
+"""A node of the top level without a kernel on its GPU: no step runs."""
+SHARED = "shared"
+"""A resource without a kernel: one for all GPUs of a process in place of one on each."""
+ON_CPU = "on the CPU"
+"""A node of a function without a kernel: it runs on the CPU, between copies."""
+UNPLACED = "unplaced"
+"""A node of the top level that names no device, and goes to the first GPU that TensorFlow knows."""
+TO_HOST = "GPU to host"
+"""A copy that waits until all kernels that were queued before have run."""
+TO_DEVICE = "host to GPU"
+UNORDERED = "unordered"
+"""Two collective operations by NCCL of a device of which neither waits for the other."""
+
+_KINDS = (REFUSED, SHARED, UNORDERED, UNPLACED, ON_CPU, TO_HOST, TO_DEVICE)
+_RESULT = "_Retval"
+_REST = "rest"
+"""The part of a step that no mark names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that differs on GPUs from what the graph says.
+
+    Attributes:
+        kind: one of the above.
+        part: the part of the step, as nodes name it.
+        what: the operator and its dtype; for copies and collectives both ends.
+    """
+
+    kind: str
+    part: str
+    what: str
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Sorts findings by how much harm they do, and by part."""
+        return _KINDS.index(self.kind), self.part
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuReport:
+    """What a step does on GPUs that its graph doesn't show. Functions count once, however often they are called.
+
+    Attributes:
+        counts: finding -> number of nodes, or of tensors that are copied.
+        first: finding -> the first such node.
+    """
+
+    counts: collections.Counter[Finding] = dataclasses.field(default_factory=collections.Counter)
+    first: dict[Finding, NodeDef] = dataclasses.field(default_factory=dict)
+
+    def add(self, kind: str, part: str, what: str, node: NodeDef) -> None:
+        """Counts a finding."""
+        finding = Finding(kind, part, what)
+        self.counts[finding] += 1
+        self.first.setdefault(finding, node)
+
+    def of(self, *kinds: str) -> dict[str, int]:
+        """Returns what was found of some kinds -> number."""
+        return self._sums(lambda finding: finding.what, kinds)
+
+    def by_part(self, *kinds: str) -> dict[str, int]:
+        """Returns part of the step -> number of findings of some kinds."""
+        return self._sums(lambda finding: finding.part, kinds)
+
+    def _sums(self, key: Callable[[Finding], str], kinds: Iterable[str]) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for finding, count in self.counts.items():
+            if finding.kind in kinds:
+                sums[key(finding)] = sums.get(key(finding), 0) + count
+        return sums
+
+
+def on_gpu(device: str) -> bool:
+    """Returns whether a device's name is a GPU's."""
+    return "device:GPU:" in device
+
+
+def gpu_report(graph: GraphDef, gpus: Callable[[str], bool] = on_gpu) -> GpuReport:
+    """Returns what a step's graph does on GPUs.
+
+    Args:
+        graph: its top level, with all functions.
+        gpus: whether a device of this name is a GPU: another one may stand for it.
+    """
+    return _Walk(graph, gpus).report
+
+
+class _Walk:
+    def __init__(self, graph: GraphDef, gpus: Callable[[str], bool]) -> None:
+        self.report, self._gpus = GpuReport(), gpus
+        self._functions = {function.signature.name: function for function in graph.library.function}
+        self._visited: set[tuple[str, str]] = set()
+        self._visit(graph, None, "")
+        for device, before, after in _unordered(graph, gpus):
+            self.report.add(UNORDERED, device, " | ".join(sorted((before.name, after.name))), after)
+
+    def _visit(self, graph: GraphDef, caller: str | None, part: str) -> None:
+        """Walks through the top level, or a function that is called on a kind of device."""
+        view = Graph(graph)
+        devices = {node.name: node.device or self._beside(view, node) for node in graph.node}
+        kinds, parts = {}, {}
+        for node in graph.node:
+            own = parts[node.name] = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else part or _REST
+            kind = caller or GPU
+            if devices[node.name]:
+                kind = GPU if self._gpus(devices[node.name]) else CPU
+            elif caller is None and node.op != "NoOp" and (node.input or view.consumers(node.name)):
+                self.report.add(UNPLACED, own, label(node), node)
+            if kind == GPU and node.op not in PASSED and kernel_of(node, GPU) is None:
+                makes = types_pb2.DT_RESOURCE in (*input_dtypes(node), *output_dtypes(node))
+                self.report.add(REFUSED if caller is None else SHARED if makes else ON_CPU, own, label(node), node)
+                kind = CPU
+            kinds[node.name] = kind
+            if not (COMPILED_ATTR in node.attr and node.attr[COMPILED_ATTR].b):
+                for name in function_names(node):
+                    self._call(name, kind, own)
+        for node in graph.node:
+            self._count_copies(view, node, kinds, devices, parts[node.name])
+
+    def _beside(self, view: Graph, node: NodeDef) -> str:
+        """Returns where TensorFlow puts a node that names no device: beside its readers if it reads nothing itself."""
+        near = {view.nodes[reader].device for reader in view.consumers(node.name)}
+        return near.pop() if len(near) == 1 and not node.input else ""
+
+    def _call(self, name: str, kind: str, part: str) -> None:
+        if name in self._functions and (name, kind) not in self._visited:
+            self._visited.add((name, kind))
+            function = self._functions[name]
+            body, results = function_graph(FunctionDefLibrary(function=[function]), name)
+            for result, ref in zip(function.signature.output_arg, results, strict=True):
+                kinds = {"T": dtype_attr(result.type)}
+                body.node.append(make_node(f"{result.name}/result", _RESULT, [ref], attrs=kinds))
+            self._visit(body, kind, part)
+
+    def _count_copies(
+        self, view: Graph, node: NodeDef, kinds: dict[str, str], devices: dict[str, str], part: str
+    ) -> None:
+        read_there = inputs_on_host(node, kinds[node.name])
+        for on_host, ref in zip(read_there, data_inputs(node), strict=True):
+            maker = view.nodes[ref.node]
+            if devices[maker.name] != devices[node.name] or GPU not in (kinds[maker.name], kinds[node.name]):
+                continue  # It is sent, or stays.
+            dtype = output_dtypes(maker)[ref.output]
+            made_there = outputs_on_host(maker, kinds[maker.name])[ref.output]
+            if made_there != on_host and dtype not in (*ON_HOST, types_pb2.DT_VARIANT):
+                what = f"{maker.op} -> {node.op} ({dtype_name(dtype)})"
+                of = maker if node.op == _RESULT else node
+                self.report.add(TO_HOST if on_host else TO_DEVICE, part, what, of)
+
+
+def label(node: NodeDef) -> str:
+    """Returns an operator with the dtypes that it gives; a variable's handle with those of its values."""
+    dtypes = [node.attr["dtype"].type] if makes_resource(node.op) and "dtype" in node.attr else output_dtypes(node)
+    return f"{node.op}({', '.join(dict.fromkeys(map(dtype_name, dtypes)))})"
+
+
+def _by_nccl(node: NodeDef) -> bool:
+    return node.op == SUM_OP and HINT_ATTR in node.attr and node.attr[HINT_ATTR].s.decode() == NCCL
+
+
+def _unordered(graph: GraphDef, gpus: Callable[[str], bool]) -> Iterator[tuple[str, NodeDef, NodeDef]]:
+    """Returns neighbours among the collective operations by NCCL of each GPU, and calls with some, without an order."""
+    view = Graph(graph)
+    summing = {f.signature.name for f in graph.library.function if any(map(_by_nccl, f.node_def))}
+    before: dict[str, int] = {}  # node -> the collectives before it, as a set of bits
+    bits: dict[str, int] = {}
+    queues: dict[str, list[str]] = collections.defaultdict(list)
+    for name in view.topological():
+        node = view.nodes[name]
+        before[name] = 0
+        for producer in itertools.chain((ref.node for ref in view.inputs(name)), control_inputs(node)):
+            before[name] |= before[producer] | bits.get(producer, 0)
+        if gpus(node.device) and (_by_nccl(node) or not summing.isdisjoint(function_names(node))):
+            bits[name] = 1 << len(bits)
+            queues[node.device].append(name)
+    for device, queue in queues.items():
+        for first, second in itertools.pairwise(queue):
+            if not before[second] & bits[first]:
+                yield device, view.nodes[first], view.nodes[second]

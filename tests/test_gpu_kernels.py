@@ -1,0 +1,378 @@
+"""Steps on GPUs, told without one: by the kernels that this TensorFlow has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models_for_tests import Computed
+from programs import BOOL, FLOAT, INT32, INT64
+from step_programs import of_model
+
+import dapple_tf as dapple
+from dapple_tf.clusters.session import collective_hint
+from dapple_tf.execution.gpu_check import check_kernels, gpu_text
+from dapple_tf.models import gpt
+from dapple_tf.tools import command, dump_graph
+from dapple_tf.tools import plan as plan_tool
+from dapple_tf.variables.device_initialization import rearrangement, removal
+from dapple_tf.variables.device_values import Holding
+from graph_passes.analysis.device_kernels import (
+    ON_CPU,
+    REFUSED,
+    SHARED,
+    TO_HOST,
+    UNORDERED,
+    UNPLACED,
+    gpu_report,
+)
+from graph_passes.ir.collectives import HINT_ATTR, NCCL, RING
+from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
+from graph_passes.ir.kernels import knows_gpus
+from graph_passes.ir.outline import call_node, outline
+from graph_passes.ir.program import Variable, VariableKind
+from graph_passes.ir.replica_sums import SUM_OP
+from graph_passes.ir.storage import merge_library, read
+from graph_passes.ir.tensorflow_bridge import empty_graph
+
+pytestmark = pytest.mark.skipif(not knows_gpus(), reason="this TensorFlow has no kernels for GPUs")
+layers = keras.layers
+
+GPUS = dapple.Cluster(
+    tuple(
+        dapple.Device(f"/job:worker/replica:0/task:{number // 2}/device:GPU:{number % 2}", number // 2, 2**34)
+        for number in range(4)
+    ),
+    real=False,
+)
+"""Two workers with two GPUs each, which don't exist."""
+
+
+def compiled(inputs: Any, outputs: Any, optimizer: Any = "adam", loss: Any = "mse") -> keras.Model:
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer, loss)
+    return model
+
+
+def small_gpt() -> keras.Model:
+    model = gpt.gpt_tiny(depth=1, sequence=8, vocabulary=16, width=8, dropout=0.1)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def convolutions(synchronized: bool = False) -> keras.Model:
+    image = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, padding="same", name="stem")(image)
+    for number in range(2):
+        y = layers.BatchNormalization(synchronized=synchronized, name=f"norm_{number}")(x)
+        y = layers.Conv2D(4, 3, padding="same", name=f"conv_{number}")(layers.ReLU()(y))
+        x = layers.Add(name=f"block_{number}")([x, y])
+    pooled = layers.GlobalAveragePooling2D()(layers.MaxPooling2D()(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return compiled(image, layers.Dense(3, name="logits")(pooled), keras.optimizers.SGD(0.1, momentum=0.9), loss)
+
+
+def recurrent(kind: type[layers.Layer]) -> keras.Model:
+    words = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embedding")(words)
+    return compiled(words, layers.Dense(1, name="logit")(kind(4, name="recurrent")(x)))
+
+
+def recommendation() -> keras.Model:
+    ids = keras.Input((2,), dtype="int64"), keras.Input((3,), dtype="int32")
+    tables = [layers.Embedding(30, 4, name=f"table_{number}")(own) for number, own in enumerate(ids)]
+    x = layers.Concatenate(axis=1, name="joined")(tables)
+    x = layers.Dense(4, activation="relu", name="hidden")(layers.Flatten()(x))
+    y = layers.Dense(1, activation="sigmoid", name="click")(x)
+    return compiled(ids, y, keras.optimizers.Adagrad(0.1), "binary_crossentropy")
+
+
+def routed() -> keras.Model:
+    x = keras.Input((4,))
+    h = layers.Dense(4, name="first")(x)
+    h, best, positive = Computed(lambda t: (t * 1.0, tf.argmax(t, axis=-1), t > 0), name="route")(h)
+    chosen = Computed(lambda t, b, p: tf.where(p, t, 0.0) * tf.one_hot(b, 4), name="chosen")(h, best, positive)
+    return compiled(x, layers.Dense(1, name="last")(chosen))
+
+
+def mixed_convolutions() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")
+    return convolutions()
+
+
+class Counting(layers.Layer):
+    """Counts its calls in an int32."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(shape=(2,), dtype="int32", initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add([1, 1])
+        return x
+
+
+def counted() -> keras.Model:
+    x = keras.Input((4,))
+    return compiled(x, layers.Dense(2, name="last")(Counting(name="counting")(layers.Dense(3, name="first")(x))))
+
+
+def plan(cut: str, devices: Sequence[Sequence[int]], schedule: str = "dapple_a", **options: Any) -> dapple.Plan:
+    return dapple.Plan.manual([cut], devices, 2, 8, schedule, **options)
+
+
+TWO, FOUR, ONE_TO_TWO = [[0], [1]], [[0, 1], [2, 3]], [[0], [1, 2]]
+
+TOGETHER = [[1, 2], [1, 2]]
+
+# A model, its plan, and by part of the step the copies that wait until a GPU has run all that was queued before; nodes
+# without a device, and operators of functions that run on the CPU. Numbers may only fall: write what is left of them.
+STEPS: dict[str, tuple[Callable[[], keras.Model], dapple.Plan, Mapping[str, int]]] = {
+    "gpt": (small_gpt, plan("embedding", TWO), {"forward": 5, "apply": 2}),
+    "zero_bubble": (small_gpt, plan("embedding", TWO, "zero_bubble"), {"forward": 5, "apply": 2}),
+    "recompute": (
+        *(small_gpt, plan("embedding", TWO, recompute="boundary")),
+        {"forward": 4, "backward": 5, "apply": 2},
+    ),
+    "slot_shards": (
+        *(small_gpt, plan("embedding", FOUR, optimizer_shards=True)),
+        {"forward": 5, "apply": 3, "all_gather": 2, "gradients": 2, UNPLACED: 1},
+    ),
+    "jit": (small_gpt, plan("embedding", FOUR, jit_compile=True), {"gradients": 1, UNPLACED: 3}),
+    "placed": (routed, dapple.Plan.by_operators(2, 8), {}),
+    "convolutions": (convolutions, plan("block_0", TWO), {}),
+    "mixed_precision": (
+        *(mixed_convolutions, plan("block_0", ONE_TO_TWO)),
+        {"statistics": 1, "apply": 5, "gradients": 1, "split": 2, UNPLACED: 2},
+    ),
+    "synchronized": (
+        *(lambda: convolutions(synchronized=True), plan("block_0", FOUR)),
+        {"apply": 2, "gradients": 2, UNPLACED: 3},
+    ),
+    "synchronized_together": (
+        *(lambda: convolutions(synchronized=True), plan("block_0", TOGETHER)),
+        {"apply": 2, "gradients": 2, UNPLACED: 3},
+    ),
+    "lstm": (lambda: recurrent(layers.LSTM), plan("embedding", TWO), {"forward": 1, "backward": 27, "apply": 2}),
+    "gru": (lambda: recurrent(layers.GRU), plan("embedding", TWO), {"forward": 1, "backward": 32, "apply": 2}),
+    "embeddings": (
+        *(recommendation, plan("joined", [[0, 1], [2]])),
+        {"forward": 1, "apply": 16, "split": 2, UNPLACED: 1, ON_CPU: 4},
+    ),
+    "integers_over_a_cut": (
+        *(routed, plan("route", ONE_TO_TWO)),
+        {"apply": 1, "gradients": 1, "split": 10, UNPLACED: 2},
+    ),
+    "integer_state": (
+        *(counted, plan("counting", ONE_TO_TWO)),
+        {"read": 1, "apply": 1, "gradients": 1, "split": 2, UNPLACED: 2},
+    ),
+}
+
+
+def test_graphs_that_give_and_free_values_make_no_shared_variables() -> None:
+    count = Variable("count", INT32, (2,), VariableKind.STATE)
+    before, after = (Holding((0,), (device,), (count,)) for device in GPUS.device_names[:2])
+    for graph in (rearrangement([before], [after], "moved")[0], removal([before], [after], "removed")[0]):
+        assert gpu_report(graph).of(REFUSED, SHARED) == {}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_on_gpus(name: str) -> None:
+    """GPUs have kernels for all that they are to run, and variables of their own, and seldom wait for copies."""
+    make, own, most = STEPS[name]
+    report = gpu_report(of_model(make(), own, GPUS).graph)
+    assert report.of(REFUSED, SHARED, UNORDERED) == {}
+    counts = report.by_part(TO_HOST) | {kind: sum(report.of(kind).values()) for kind in (UNPLACED, ON_CPU)}
+    assert {part: count for part, count in counts.items() if count > most.get(part, 0)} == {}
+
+
+def two_slices(builder: Builder, gpu: str, dtype: int, sizes_dtype: int, device: str) -> None:
+    value = builder.add("value", "Placeholder", device=device, dtype=dtype_attr(dtype))
+    inputs = [value, builder.const([1, 1], sizes_dtype, device=gpu), builder.const(0, INT32, device=gpu)]
+    kinds = {"T": dtype_attr(dtype), "Tlen": dtype_attr(sizes_dtype), "num_split": 2}
+    builder.add("slices", "SplitV", inputs, device=device, **kinds)
+
+
+def refused(builder: Builder, gpu: str, _: str) -> None:
+    two_slices(builder, gpu, BOOL, INT32, gpu)
+
+
+def on_the_cpu(builder: Builder, gpu: str, _: str) -> None:
+    body = Builder(empty_graph())
+    two_slices(body, "", BOOL, INT32, "")
+    called(builder, gpu, body, [Ref("slices")])
+
+
+def shared(builder: Builder, gpu: str, _: str) -> None:
+    body = Builder(empty_graph())
+    called(builder, gpu, body, [read(body, "calls", INT32, [2])])
+
+
+def called(builder: Builder, gpu: str, body: Builder, results: Sequence[Ref]) -> None:
+    arguments = [Ref(node.name) for node in body.graph.node if node.op == "Placeholder"]
+    function = outline("function", Graph(body.graph), arguments, results)
+    merge_library(builder.graph, [function])
+    inputs = [builder.add("fed", "Placeholder", device=gpu, dtype=dtype_attr(BOOL)) for _ in arguments]
+    builder.append(call_node("call", function, inputs, device=gpu))
+
+
+def unplaced(builder: Builder, *gpus: str) -> None:
+    for gpu in gpus:
+        builder.add("reader", "Identity", [builder.const(1.0, FLOAT)], device=gpu, T=dtype_attr(FLOAT))
+
+
+def waiting(builder: Builder, gpu: str, _: str) -> None:
+    two_slices(builder, gpu, FLOAT, INT64, gpu)
+
+
+def unordered(builder: Builder, *gpus: str, ordered: bool = False) -> None:
+    for gpu in gpus:
+        before: list[str] = []
+        for number in (1, 2):
+            value = builder.add("value", "Placeholder", device=gpu, dtype=dtype_attr(FLOAT))
+            keys = [builder.const(key, INT32, device=gpu) for key in (2, 1, number)]
+            kinds = {"T": dtype_attr(FLOAT), "merge_op": "Add", "final_op": "Id", HINT_ATTR: NCCL}
+            before = [
+                builder.add(f"{gpu} {number}", SUM_OP, [value, *keys], device=gpu, control=before, **kinds).node
+            ] * ordered
+
+
+DEFECTS = {
+    refused: (REFUSED, {"SplitV(bool)": 1}),
+    on_the_cpu: (ON_CPU, {"SplitV(bool)": 1}),
+    shared: (SHARED, {"VarHandleOp(int32)": 1}),
+    unplaced: (UNPLACED, {"Const(float32)": 1}),
+    waiting: (TO_HOST, {"Const -> SplitV (int64)": 1}),
+    unordered: (UNORDERED, {f"{gpu} 1 | {gpu} 2": 1 for gpu in GPUS.device_names[:2]}),
+    functools.partial(unordered, ordered=True): (UNORDERED, {}),
+}
+
+
+@pytest.mark.parametrize("make", DEFECTS)
+def test_each_defect_is_found(make: Callable[..., None]) -> None:
+    builder = Builder(empty_graph())
+    make(builder, *GPUS.device_names[:2])
+    kind, counts = DEFECTS[make]
+    assert gpu_report(builder.graph).of(kind) == counts
+
+
+# ---- NCCL
+
+
+def hints(nodes: Iterable[NodeDef]) -> set[bytes]:
+    return {node.attr[HINT_ATTR].s for node in nodes if node.op == SUM_OP}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "hint"),
+    [
+        (GPUS, NCCL),
+        (dataclasses.replace(GPUS, tls="keys"), RING),
+        (dataclasses.replace(GPUS, sub_streams=2), RING),
+        (dapple.Cluster.local(2, kind="cpu"), RING),
+    ],
+)
+def test_nccl_reduces_where_it_can(cluster: dapple.Cluster, hint: str) -> None:
+    assert collective_hint(cluster) == hint
+
+
+def test_gradients_are_reduced_by_nccl_in_one_order_and_sums_inside_tasks_by_the_ring() -> None:
+    """An order that a device's all-reduces lack is found."""
+    own = plan("block_0", [[1, 2], [1, 2]], bucket_bytes=64)
+    graph = of_model(convolutions(synchronized=True), own, GPUS).graph
+    assert hints(graph.node) == {b"nccl"}
+    assert hints(node for function in graph.library.function for node in function.node_def) == {b"auto"}
+    assert gpu_report(graph).of(UNORDERED) == {}
+    reductions = [node for node in graph.node if node.op == SUM_OP and node.device == GPUS.device_names[1]]
+    last = reductions[-1]
+    last.input.remove(next(f"^{name}" for name in control_inputs(last) if name in {node.name for node in reductions}))
+    assert gpu_report(graph).of(UNORDERED)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        dapple.Plan.data_parallel(4, 8).with_placed_operators(2),
+        plan("route", [[0, 1], [2, 3]], carried_updates=1),
+        dapple.Plan.data_parallel(4, 8, all_reduce="hierarchical"),
+    ],
+    ids=["placed", "carried", "hierarchical"],
+)
+def test_all_reduces_that_passes_make_anew_stay_with_nccl(own: dapple.Plan) -> None:
+    graph = of_model(routed(), own, GPUS).graph
+    assert hints(graph.node) == {b"nccl"}
+    assert gpu_report(graph).of(UNORDERED) == {}
+
+
+# ---- what users are told
+
+
+class CountingSGD(keras.optimizers.SGD):
+    """Counts its updates in an int32."""
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        super().build(variables)
+        self.updates = self.add_variable(shape=(), dtype="int32", name="updates")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.updates.assign_add(1)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_what_gpus_have_no_kernel_for_is_told() -> None:
+    builder = Builder(empty_graph())
+    refused(builder, *GPUS.device_names[:2])
+    with pytest.raises(dapple.DappleError) as told:
+        check_kernels(builder.graph)
+    assert str(told.value) == (
+        "node 'slices' is to run SplitV on /job:worker/replica:0/task:0/device:GPU:0, for which TensorFlow has no GPU "
+        "kernel of bool: cast to one of float32, float64, int32, complex64, bfloat16, complex128, float16 before, or "
+        "run it on processors"
+    )
+
+
+def test_variables_that_gpus_would_share_are_told_before_a_step() -> None:
+    """The session refuses the graph; no GPU is needed for that."""
+    x = keras.Input((4,))
+    model = compiled(x, layers.Dense(2)(x), CountingSGD())
+    names = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(2)]
+    cluster = dapple.Cluster(tuple(dapple.Device(name, 0) for name in names))
+    pipelined = dapple.transform(model, cluster, dapple.Plan.data_parallel(2, 4))
+    with pytest.raises(dapple.DappleError, match=r"'optimizer/.*updates' is int32, .* once for all GPUs of a process"):
+        pipelined.train_on_batch(np.ones((4, 4)), np.ones((4, 2)))
+
+
+def test_the_tools_print_the_report(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a cluster that doesn't exist."""
+    own = plan("counting", ONE_TO_TWO)
+    monkeypatch.setattr(plan_tool, "find", lambda: (own, None, GPUS))
+    model = f"--model={__name__}:counted"
+    assert command.run(plan_tool.main, plan_tool.FLAGS, [model, "--check", "--global_batch_size=8"]) == 0
+    GPUS.save(tmp_path / "cluster.json")
+    own.save(tmp_path / "plan.json")
+    places = [f"--{name}={tmp_path / name}.json" for name in ("cluster", "plan")]
+    arguments = [model, *places, f"--output_dir={tmp_path / 'dump'}"]
+    assert command.run(dump_graph.main, dump_graph.FLAGS, arguments) == 0
+    report = (tmp_path / "dump/train/gpus.txt").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out
+    assert report in printed
+    assert printed.count("GPU to host  read") == 2
+
+
+def test_the_report_is_a_table() -> None:
+    graph = of_model(small_gpt(), plan("embedding", TWO), GPUS).graph
+    lines = gpu_text(graph, GPUS).splitlines()
+    assert lines[0] == "All operators have kernels there, in one order."
+    assert lines[1].split() == ["on", "GPUs", "part", "of", "the", "step", "number", "most", "often", "first", "in"]
+    forward = next(line for line in lines if line.startswith("GPU to host  forward"))
+    assert "Cast -> StatelessRandomGetKeyCounter (int32)" in forward and "layer 'embedding/dropout" in forward
+    assert gpu_text(graph, dapple.Cluster.local(2, kind="cpu")) == ""
