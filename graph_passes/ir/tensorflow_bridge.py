@@ -48,18 +48,19 @@ def is_stateful(op: str) -> bool:
     return bool(op_def(op).is_stateful)
 
 
-def _attr(node: NodeDef, name: str) -> AttrValue:
+def attribute(node: NodeDef, name: str) -> AttrValue:
     """Returns an attribute of a node, or the op's default if it is missing; ``node.attr[name]`` would add it."""
     if name in node.attr:
         return node.attr[name]
     return next(attr.default_value for attr in op_def(node.op).attr if attr.name == name)
 
 
-def _count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
+def tensor_count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
+    """Returns the number of tensors of a node's input or output, which may be a list."""
     if arg.number_attr:
-        return int(_attr(node, arg.number_attr).i)
+        return int(attribute(node, arg.number_attr).i)
     if arg.type_list_attr:
-        return len(_attr(node, arg.type_list_attr).list.type)
+        return len(attribute(node, arg.type_list_attr).list.type)
     return 1
 
 
@@ -72,9 +73,9 @@ def _dtypes(args: Iterable[op_def_pb2.OpDef.ArgDef], node: NodeDef) -> list[int]
     dtypes: list[int] = []
     for arg in args:
         if arg.type_list_attr:
-            dtypes += _attr(node, arg.type_list_attr).list.type
+            dtypes += attribute(node, arg.type_list_attr).list.type
         else:
-            dtypes += [_attr(node, arg.type_attr).type if arg.type_attr else arg.type] * _count(arg, node)
+            dtypes += [attribute(node, arg.type_attr).type if arg.type_attr else arg.type] * tensor_count(arg, node)
     return dtypes
 
 
@@ -108,7 +109,7 @@ def function_body_name(node: NodeDef, index: int) -> str:
     """Spells output ``index`` of a node as function bodies do: ``node:output_name:index_within_it``."""
     left = index
     for arg in op_def(node.op).output_arg:
-        count = _count(arg, node)
+        count = tensor_count(arg, node)
         if left < count:
             return f"{node.name}:{arg.name}:{left}"
         left -= count
@@ -121,7 +122,7 @@ def output_number(node: NodeDef, argument: str, index: int) -> int:
     for arg in op_def(node.op).output_arg:
         if arg.name == argument:
             return before + index
-        before += _count(arg, node)
+        before += tensor_count(arg, node)
     raise PassError(f"node {node.name!r} ({node.op}) has no output {argument!r}")
 
 

@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.eager.polymorphic_function.transform import CONCRETE_FUNCTION_CALLBACKS
-from tensorflow.python.framework import c_api_util, op_def_registry, ops
+from tensorflow.python.framework import c_api_util, kernels, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, custom_gradient, script_ops, while_v2
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
@@ -44,6 +44,7 @@ __all__ = [
     "python_body",
     "python_function",
     "registered_gradient",
+    "registered_kernels",
     "replace_input",
     "seeded",
     "shapes_of_outputs",
@@ -59,6 +60,8 @@ eager_mode = context.eager_mode
 
 local_devices = device_lib.list_local_devices
 """Names, kinds and memory of this process's devices."""
+registered_kernels = kernels.get_registered_kernels_for_op
+"""The kernels of an operator in this TensorFlow, for all kinds of devices."""
 
 
 # ---- seeds

@@ -215,7 +215,8 @@ class _Rewriting:
                 node.name = builder.names.fresh(f"{names[device]}/between_servers")
                 for key, value in {**marks, BYTES_ATTR: sizes[part] * dtype_size(dtype)}.items():
                     node.attr[key].CopyFrom(attr(value))
-                numbers = [builder.const(value, types_pb2.DT_INT32) for value in (len(peers), group, instance)]
+                keys = (len(peers), group, instance)
+                numbers = [builder.const(value, types_pb2.DT_INT32, device=device) for value in keys]
                 reduced[device] = self._start(node, [sums[device], *numbers])
         with builder.marked({**marks, PHASE_ATTR: NodeKind.ALL_GATHER.text}):
             for devices in members:
@@ -239,7 +240,7 @@ class _Rewriting:
         if len(parts) == 1:
             node = make_node(name, "Identity", parts, device=device, attrs={"T": kind})
         else:
-            axis = self._builder.const(0, types_pb2.DT_INT32)
+            axis = self._builder.const(0, types_pb2.DT_INT32, device=device)
             attrs = {"T": kind, "Tidx": dtype_attr(types_pb2.DT_INT32), "N": len(parts)}
             node = make_node(name, "ConcatV2", [*parts, axis], device=device, attrs=attrs)
         self._builder.append(node)
