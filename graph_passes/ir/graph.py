@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
@@ -431,6 +431,14 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
     graph.CopyFrom(remaining)
 
 
+def drop_unread(graph: GraphDef, constants: Container[str]) -> None:
+    """Removes those of these nodes that no other one reads or waits for, in place."""
+    read = {text.removeprefix("^").partition(":")[0] for node in graph.node for text in node.input}
+    rest = [node for node in graph.node if node.name in read or node.name not in constants]
+    del graph.node[:]
+    graph.node.extend(rest)
+
+
 def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
     """Inserts nodes after tensors, in place: readers of a tensor read the given one instead.
 
@@ -475,4 +483,4 @@ FLOAT_DTYPES = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_
 COUNTABLE_DTYPES = FLOAT_DTYPES | {types_pb2.DT_COMPLEX64, types_pb2.DT_COMPLEX128}
 """The dtypes that can be averaged over slices; integers and booleans count or choose."""
 SPLIT_DTYPES = COUNTABLE_DTYPES | {types_pb2.DT_INT32, types_pb2.DT_STRING}
-"""The dtypes that `SplitV` splits on all kinds of devices; GPUs have only `StridedSlice` for others. Strings are on hosts."""
+"""The dtypes that `SplitV` splits; for others GPUs have only `StridedSlice`. Strings are always on a host."""

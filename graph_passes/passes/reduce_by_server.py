@@ -26,6 +26,7 @@ from graph_passes.ir.graph import (
     copied,
     copied_node,
     data_inputs,
+    drop_unread,
     dtype_attr,
     make_node,
 )
@@ -256,7 +257,4 @@ class _Rewriting:
 
     def finish(self) -> None:
         """Removes the constants that only replaced nodes read."""
-        read = {ref.node for node in self._graph.node for ref in data_inputs(node)}
-        rest = [node for node in self._graph.node if node.name in read or node.name not in self._constants]
-        del self._graph.node[:]
-        self._graph.node.extend(rest)
+        drop_unread(self._graph, self._constants)
