@@ -628,12 +628,18 @@ _INTERPRETED: dict[str, Callable[..., Sequence[Any]]] = {
     "ConcatV2": lambda node, *parts: [np.concatenate(parts[:-1], axis=int(parts[-1]))],
     "Const": lambda node: [tf.make_ndarray(node.attr["value"].tensor)],
     "FloorDiv": lambda node, a, b: [a // b],
-    "GatherV2": lambda node, values, indices, axis: [np.take(values, indices, axis=int(axis))],
     "Identity": lambda node, tensor: [tensor],
     "Mul": lambda node, a, b: [a * b],
     "Shape": lambda node, tensor: [np.array(np.shape(tensor))],
     "SplitV": lambda node, tensor, sizes, axis: _split(tensor, sizes, int(axis)),
+    "StridedSlice": lambda node, tensor, start, stop, step: [_sliced(node, tensor, start, stop)],
 }
+
+
+def _sliced(node: NodeDef, tensor: Any, start: Any, stop: Any) -> Any:
+    assert stop[-1] <= np.shape(tensor)[len(stop) - 1], f"{start} to {stop} of {np.shape(tensor)}"
+    slices = [slice(None)] * (len(start) - 1) + [slice(start[-1], stop[-1])]
+    return np.squeeze(tensor[tuple(slices)], 0) if node.attr["shrink_axis_mask"].i else tensor[tuple(slices)]
 
 
 def _split(tensor: Any, sizes: Any, axis: int) -> list[Any]:

@@ -14,6 +14,7 @@ from tensorflow.core.framework import tensor_shape_pb2, types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
+    COUNTABLE_DTYPES,
     AttrValue,
     Builder,
     Graph,
@@ -30,6 +31,7 @@ from graph_passes.ir.graph import (
     shape_attr,
     substitute,
 )
+from graph_passes.ir.kernels import kernel_of, knows_gpus
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.text import graph_text
 
@@ -217,19 +219,35 @@ def test_split_and_concat_of_one_part_and_the_sum_of_one_tensor_add_no_node() ->
     assert len(builder.graph.node) == 1
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_split_and_concat_undo_each_other(axis: int) -> None:
-    builder = Builder(empty_graph())
-    x = builder.add("x", "Placeholder", dtype=dtype_attr(FLOAT), shape=shape_attr([3, 3]))
-    parts = builder.split("split", x, FLOAT, [1, 0, 2], axis, device="/cpu:0")
-    joined = builder.concat("join", parts, FLOAT, axis, device="/cpu:0")
-    doubled = builder.add_n("sum", [x, joined], FLOAT)
-    value = np.arange(9, dtype="f").reshape(3, 3)
-    *given, whole, twice = run(builder.graph, [*parts, joined, doubled], {x: value})
-    assert [part.shape[axis] for part in given] == [1, 0, 2]
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "uint8"])
+@pytest.mark.parametrize(("axis", "rows"), [(0, 1), (1, 1), (1, 2)])
+def test_split_and_concat_undo_each_other(axis: int, rows: int, dtype: str) -> None:
+    builder, kind = Builder(empty_graph()), tf.dtypes.as_dtype(dtype).as_datatype_enum
+    x = builder.add("x", "Placeholder", dtype=dtype_attr(kind), shape=shape_attr([3 * rows, 3 * rows]))
+
+    def scaled(sizes: Ref) -> Ref:
+        return builder.add("sizes", "Mul", [sizes, builder.const(rows, INT32)], T=dtype_attr(INT32))
+
+    parts = builder.split("split", x, kind, [1, 0, 2], axis, device="/cpu:0", scaled=scaled)
+    joined = builder.concat("join", parts, kind, axis, device="/cpu:0")
+    value = np.arange(9 * rows**2).reshape(3 * rows, 3 * rows) % 2 == 0 if dtype == "bool" else np.arange(9 * rows**2)
+    value = value.reshape(3 * rows, 3 * rows).astype(dtype)
+    *given, whole = run(builder.graph, [*parts, joined], {x: value})
+    assert [part.shape[axis] for part in given] == [rows, 0, 2 * rows]
     np.testing.assert_array_equal(whole, value)
-    np.testing.assert_array_equal(twice, 2 * value)
-    assert [each.device for each in builder.graph.node if each.op in ("SplitV", "ConcatV2")] == ["/cpu:0"] * 2
+    ops = [each.op for each in builder.graph.node if each.device == "/cpu:0" and each.op != "Const"]
+    assert ops == ["SplitV" if dtype == "float32" else "StridedSlice"] * (1 if dtype == "float32" else 3) + ["ConcatV2"]
+
+
+@pytest.mark.skipif(not knows_gpus(), reason="this TensorFlow has no kernels for GPUs")
+def test_whatever_is_split_has_a_kernel_for_gpus() -> None:
+    for dtype in (*COUNTABLE_DTYPES, *(tf.dtypes.as_dtype(name).as_datatype_enum for name in _INTEGERS.split())):
+        builder = Builder(empty_graph())
+        builder.split("split", Ref("x"), dtype, [1, 2], 0)
+        assert all(kernel_of(each, "GPU") for each in builder.graph.node), dtype
+
+
+_INTEGERS = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64"
 
 
 # ---- substitution

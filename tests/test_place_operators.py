@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from flat_programs import Steps, assert_same_training, mixed_model, random_placement, recurrent_model
-from programs import FLOAT, HOST, apply, in_float64, layout, node, staged, step_of, two_layers, updated
+from programs import FLOAT, HOST, INT32, apply, in_float64, layout, node, staged, step_of, two_layers, updated
 from step_programs import device_names, of_model
+from tensorflow.core.framework import types_pb2
 
 import dapple_tf as dapple
 from dapple_tf.measuring.example_batch import ExampleBatch
@@ -30,8 +31,10 @@ from graph_passes.ir.graph import (
     data_inputs,
     dtype_attr,
 )
+from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.replica_sums import SUM_OP
+from graph_passes.ir.storage import assign, read
 from graph_passes.ir.tensorflow_bridge import constant_value, empty_graph
 from graph_passes.ir.verify import verify
 from graph_passes.passes.flatten import Flatten
@@ -161,6 +164,27 @@ def test_what_has_no_place_goes_with_its_variable_or_what_it_reads() -> None:
         )
         beside = group if "handle" in name else view.nodes[view.inputs(name)[0].node].device
         assert view.nodes[name].device == beside
+
+
+@pytest.mark.skipif(not knows_gpus(), reason="this TensorFlow has no kernels for GPUs")
+def test_what_gpus_have_no_kernel_for_is_on_their_host_with_its_variable() -> None:
+    host, gpu = (f"/job:worker/replica:0/task:1/device:{kind}" for kind in ("CPU:0", "GPU:1"))
+    builder = Builder(empty_graph())
+    count = assign(builder, "count", read(builder, "count", INT32, []), INT32, [], "AssignAddVariableOp")
+    weight = read(builder, "weight", FLOAT, [])
+    builder.const(2.0, FLOAT)
+    half = types_pb2.DT_HALF
+    inverse = builder.add("inverse", "MatrixInverse", [builder.const(1.0, half)], T=dtype_attr(half))
+    order = [each.name for each in builder.graph.node if each.op != "Const"]
+    for each in builder.graph.node:
+        each.device = gpu
+    program = PlaceOperators(dict.fromkeys(order, gpu), order).run(of_graph(builder.graph, weight))
+    moved = {each.name for each in program.graph.node if each.device == host}
+    unread = {each.name for each in builder.graph.node} - {each.name for each in program.graph.node}
+    ours = {each.name for each in builder.graph.node if "count" in each.name} | {inverse.node}
+    assert count in moved and {name for name in moved if node(program, name).op not in ("Const", "Cast")} == ours
+    assert len(unread) == 1  # the constant that nothing reads
+    assert step_of(program).placed_on == {host, gpu}
 
 
 # ---- errors

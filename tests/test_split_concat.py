@@ -7,8 +7,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from equivalence import assert_same_training, pair, use_float64
+from models_for_tests import Computed
 from programs import (
     BACKWARD,
     DOUBLE,
@@ -31,6 +35,7 @@ from programs import (
 )
 from selection import thorough
 
+import dapple_tf as dapple
 from graph_passes.ir.batching import Interval, split_by_shares
 from graph_passes.ir.graph import Graph, Ref, data_inputs
 from graph_passes.ir.program import Boundary, Layout, Program, Value
@@ -377,3 +382,28 @@ def test_boundary_tensors_keep_their_dtype() -> None:
     for each in program.graph.node:
         if each.op in ("SplitV", "ConcatV2") and each.name.startswith(("split", "concat")):
             assert each.attr["T"].type == DOUBLE
+
+
+def routed() -> keras.Model:
+    """A stage's layer tells the next one an expert's number, a mask and int32 numbers, besides its features."""
+    features = keras.Input((4,))
+    first = keras.layers.Dense(4, name="first")(features)
+    told = Computed(lambda z: (z, tf.argmax(z, -1), z > 0, tf.cast(z * 4, tf.int32)), name="told")(first)
+
+    def routed_by(z: Any, expert: Any, mask: Any, numbers: Any) -> Any:
+        scale = tf.gather(tf.constant([1.0, 2.0, 3.0, 4.0], z.dtype), expert)[:, None]
+        return scale * tf.where(mask, z, tf.cast(numbers, z.dtype))
+
+    model = keras.Model(features, keras.layers.Dense(2, name="last")(Computed(routed_by, name="routed")(*told)))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.parametrize("devices", [[[0], [1, 2]], [[0, 1], [2, 3, 4]]])
+def test_integers_and_masks_are_cut_for_other_numbers_of_replicas(devices: list[list[int]]) -> None:
+    use_float64()
+    model, plain = pair(routed)
+    plan = dapple.Plan.manual(["told"], devices, 2, 10)
+    rng = np.random.default_rng(0)
+    batches = [(rng.normal(size=(count, 4)), rng.normal(size=(count, 2)), None) for count in (10, 7)]
+    assert_same_training(dapple.transform(model, dapple.Cluster.local(5, kind="cpu"), plan), plain, batches)

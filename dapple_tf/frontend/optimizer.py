@@ -376,7 +376,7 @@ def _capture(
         variable = table.keras_variables[name]
         if name in sliced:
             own = [tf.TensorSpec((None, *variable.shape[1:]), variable.dtype), tf.TensorSpec([None], sliced[name])]
-            own += [tf.TensorSpec([len(variable.shape)], tf.int64)] if name in own_rows else []
+            own += [tf.TensorSpec([len(variable.shape)], tf.int32)] if name in own_rows else []
             places[name] = tuple(range(len(specs), len(specs) + len(own)))
             specs += own
         else:
@@ -390,7 +390,7 @@ def _capture(
         for name, place in places.items():
             tensors = [arguments[index] for index in place]
             if len(tensors) == 2:
-                tensors.append(tf.constant(tuple(table.keras_variables[name].shape), tf.int64))
+                tensors.append(tf.constant(tuple(table.keras_variables[name].shape), tf.int32))  # GPUs read int64 back
             gradients.append(tf.IndexedSlices(*tensors) if len(tensors) == 3 else tensors[0])
         return computation(gradients, arguments[-1] if wants_totals else None)
 

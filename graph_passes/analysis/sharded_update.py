@@ -95,7 +95,7 @@ def sharded_update(
         make_constant(lengths, np.array(storage_shape(shape, count), constant_value(lengths).dtype))
     for name, ref in update.row_shapes.items():
         own = storage_shape(variables[name].shape, count)
-        make_constant(_node(graph, "", ref.node), np.array(own, np.int64))
+        make_constant(_node(graph, "", ref.node), np.array(own, np.int32))
     in_shards = {
         ref: _in_shards(variable, count, stored) if variable.name in elements or variable.name in by_row else variable
         for ref, variable in update.variables.items()

@@ -38,7 +38,7 @@ def all_reduce(
         control: nodes that it waits for.
         **attrs: further attributes; ``merge_op`` is ``"Add"``, and `HINT_ATTR` is `RING`, if they aren't among them.
     """
-    numbers = [builder.const(value, types_pb2.DT_INT32) for value in keys]
+    numbers = [builder.const(value, types_pb2.DT_INT32, device=device) for value in keys]
     return builder.add(
         name,
         SUM_OP,

@@ -17,7 +17,7 @@ _Integers = tuple[int, ...] | None
 
 _KEEPING = frozenset({"Cast", "Identity", "Mul"})
 """Ops whose result has the shape of their first input."""
-CONNECTING = frozenset({"AddN", "ConcatV2", "Identity", "Mul", "SplitV"})
+CONNECTING = frozenset({"AddN", "ConcatV2", "Identity", "Mul", "SplitV", "StridedSlice"})
 """Ops whose result has the dtype of their first input."""
 
 
@@ -133,6 +133,9 @@ def connected_shape(graph: Graph, ref: Ref, known: Callable[[Ref], Shape | None]
     if node.op == "SplitV":
         whole, sizes, axis = inputs
         return _part(node, ref.output, whole, known(whole), _constant(graph, sizes), _constant(graph, axis))
+    if node.op == "StridedSlice":
+        whole, *ends, _ = inputs
+        return _slice(node, whole, known(whole), *(_constant(graph, end) for end in ends))
     if node.op == "ConcatV2":
         *parts, axis = inputs
         return _joined(node, [known(part) for part in parts], _constant(graph, axis))
@@ -161,6 +164,24 @@ def _part(
         )
     part = None if lengths is None else lengths[output]
     return (*shape[:place], part, *shape[place + 1 :])
+
+
+def _slice(node: NodeDef, whole: Ref, shape: Shape | None, start: _Integers, stop: _Integers) -> Shape | None:
+    """Returns the shape of a part along one axis, as `Builder.split` cuts it; None for other slices."""
+    masks = {key: node.attr[key].i for key in node.attr if key.endswith("_mask")}
+    if shape is None or start is None or stop is None:
+        return None
+    place = len(start) - 1
+    before = (1 << place) - 1
+    if masks.pop("begin_mask", 0) != before or masks.pop("end_mask", 0) != before or any(masks.values()):
+        return None
+    length = shape[place]
+    if length is not None and stop[place] > length:
+        raise PassError(
+            f"slice {node.name!r} cuts {str(whole)!r} with shape {_text(shape)} from {start[place]} to {stop[place]} "
+            f"along axis {place}, which has {length}"
+        )
+    return (*shape[:place], stop[place] - start[place], *shape[place + 1 :])
 
 
 def _joined(node: NodeDef, shapes: Sequence[Shape | None], axis: _Integers) -> Shape | None:

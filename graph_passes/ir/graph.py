@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
@@ -372,21 +373,43 @@ class Builder:
         return self.add("constant", "Cast", [wide], device=device, **cast)
 
     def split(
-        self, name: str, tensor: Ref, dtype: int, sizes: Sequence[int], axis: int, *, device: str = ""
+        self,
+        name: str,
+        tensor: Ref,
+        dtype: int,
+        sizes: Sequence[int],
+        axis: int,
+        *,
+        device: str = "",
+        scaled: Callable[[Ref], Ref] = lambda sizes: sizes,
     ) -> list[Ref]:
-        """Splits a tensor into consecutive parts along one axis."""
+        """Splits a tensor into consecutive parts along one axis; ``scaled`` makes lengths of sizes (int32)."""
         if len(sizes) == 1:
             return [tensor]
-        inputs = [tensor, self.const(sizes, types_pb2.DT_INT64), self.const(axis, types_pb2.DT_INT32)]
-        kind = {"T": dtype_attr(dtype), "Tlen": dtype_attr(types_pb2.DT_INT64), "num_split": len(sizes)}
-        node = self.add(name, "SplitV", inputs, device=device, **kind)
-        return [Ref(node.node, index) for index in range(len(sizes))]
+        int32, kind = types_pb2.DT_INT32, {"T": dtype_attr(dtype)}
+
+        def lengths(numbers: Sequence[int]) -> Ref:
+            return scaled(self.const(numbers, int32, device=device))
+
+        if dtype in SPLIT_DTYPES:
+            inputs = [tensor, lengths(sizes), self.const(axis, int32, device=device)]
+            kind |= {"Tlen": dtype_attr(int32), "num_split": len(sizes)}
+            node = self.add(name, "SplitV", inputs, device=device, **kind)
+            return [Ref(node.node, index) for index in range(len(sizes))]
+        before = (1 << axis) - 1  # the axes before this one, which are left whole
+        kind |= {"Index": dtype_attr(int32), "begin_mask": before, "end_mask": before}
+        stops = [lengths([*[0] * axis, stop]) for stop in itertools.accumulate(sizes, initial=0)]
+        ones = self.const([1] * (axis + 1), int32, device=device)
+        return [
+            self.add(f"{name}/part{part}", "StridedSlice", [tensor, *ends, ones], device=device, **kind)
+            for part, ends in enumerate(itertools.pairwise(stops))
+        ]
 
     def concat(self, name: str, parts: Sequence[Ref], dtype: int, axis: int, *, device: str = "") -> Ref:
         """Concatenates the parts along one axis."""
         if len(parts) == 1:
             return parts[0]
-        inputs = [*parts, self.const(axis, types_pb2.DT_INT32)]
+        inputs = [*parts, self.const(axis, types_pb2.DT_INT32, device=device)]
         kind = {"T": dtype_attr(dtype), "Tidx": dtype_attr(types_pb2.DT_INT32), "N": len(parts)}
         return self.add(name, "ConcatV2", inputs, device=device, **kind)
 
@@ -411,6 +434,14 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
                 node.input[index] = str(replacements[name])
     remaining = GraphDef(node=kept, versions=graph.versions, library=graph.library)
     graph.CopyFrom(remaining)
+
+
+def drop_unread(graph: GraphDef, constants: Container[str]) -> None:
+    """Removes those of these nodes that no other one reads or waits for, in place."""
+    read = {text.removeprefix("^").partition(":")[0] for node in graph.node for text in node.input}
+    rest = [node for node in graph.node if node.name in read or node.name not in constants]
+    del graph.node[:]
+    graph.node.extend(rest)
 
 
 def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
@@ -456,3 +487,5 @@ def dtype_name(dtype: int) -> str:
 FLOAT_DTYPES = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})
 COUNTABLE_DTYPES = FLOAT_DTYPES | {types_pb2.DT_COMPLEX64, types_pb2.DT_COMPLEX128}
 """The dtypes that can be averaged over slices; integers and booleans count or choose."""
+SPLIT_DTYPES = COUNTABLE_DTYPES | {types_pb2.DT_INT32, types_pb2.DT_STRING}
+"""The dtypes that `SplitV` splits; for others GPUs have only `StridedSlice`. Strings are always on a host."""

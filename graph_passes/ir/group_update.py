@@ -22,7 +22,7 @@ class Captured:
         graph: its nodes.
         gradients: parameter -> placeholder of its gradient.
         slices: parameter -> placeholders of the rows of its gradient and of their indices.
-        row_shapes: parameter -> placeholder of its shape, where that is asked for besides (int64).
+        row_shapes: parameter -> placeholder of its shape, where that is asked for besides (int32).
         variables: resource placeholder -> the variable that it stands for.
         totals: placeholder of the statistics' sum over all groups (float64); None when the computation needs none.
         outputs: results.

@@ -117,9 +117,9 @@ def shard_number(builder: Builder, variables: Iterable[Variable]) -> list[Ref]:
 
 def filled(builder: Builder, dtype: int, shape: Sequence[int], device: str = "", value: float = 0) -> Ref:
     """Returns a tensor of equal elements, zeros by default."""
-    dims = builder.const(list(shape), types_pb2.DT_INT32)
+    dims = builder.const(list(shape), types_pb2.DT_INT32, device=device)
     kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
-    return builder.add("zeros", "Fill", [dims, builder.const(value, dtype)], device=device, **kind)
+    return builder.add("zeros", "Fill", [dims, builder.const(value, dtype, device=device)], device=device, **kind)
 
 
 def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable, device: str = "") -> Ref:

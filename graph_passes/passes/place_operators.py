@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, Ref, control_inputs
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, NodeDef, Ref, control_inputs, drop_unread
+from graph_passes.ir.kernels import CPU, GPU, kernel_of, knows_gpus
 from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
@@ -25,8 +26,9 @@ class PlaceOperators:
 
         a@0 b@0 c@0   becomes   a@0 -> c@0, b@1
 
-    A constant has a copy ``<constant>/on<k>`` on each further device that reads it. Placeholders stay where they are
-    fed. An unnamed operator goes to the device of the variable that it touches, or else of its first input.
+    A constant has a copy ``<constant>/on<k>`` on each further device that reads it, and is left out if nothing does.
+    Placeholders stay where they are fed. An unnamed operator goes to the device of the variable that it touches, or
+    else of its first input. What a GPU has no kernel for goes to its host, with all that touches the same variable.
 
     Devices don't wait for an all-reduce, only for the one before it and for what reads it. Its group are the devices of
     its members.
@@ -87,12 +89,15 @@ class _Placement:
         graph = self._written(waits)
         if any(node.op == SUM_OP for node in self.view):
             regroup(graph, self.view, common_order(self.view, self.position))
-        placed_on = self.step.placed_on | frozenset(self.options.devices.values())
+        placed_on = self.step.placed_on | {self.device[name] for name in self.options.devices}
         step = dataclasses.replace(self.step, placed_on=placed_on)
         if self.options.chained and self.options.jit_compile:
             compiled = compile_runs(graph, self._queues(waits), self._fetched)
             graph, step = compiled.graph, _redirected(step, compiled)
         graph = unfused(graph) if self.options.chained else graph
+        drop_unread(graph, {node.name for node in graph.node if node.op == "Const"} - {ref.node for ref in self._fetched})
+        left = {node.name for node in graph.node}
+        step = dataclasses.replace(step, values={key: ref for key, ref in step.values.items() if ref.node in left})
         return self.program.replace(graph=graph, step=step)
 
     # ---- checks
@@ -133,16 +138,14 @@ class _Placement:
         together = self._variables()
         for name in topological:
             node = self.view.nodes[name]
-            place = self.options.devices.get(name)
-            if place is None and name in together:
-                place = together[name]
+            place = together.get(name, self.options.devices.get(name))
             if place is None and CALL_ATTR in node.attr and node.op not in ("Const", "NoOp"):
                 producers = (ref.node for ref in self.view.inputs(name))
                 beside = (each for each in producers if self.view.nodes[each].op not in ("Const", "Placeholder"))
                 # Nodes of another device stay there.
                 beside = (each for each in beside if self.view.nodes[each].device == node.device)
                 place = next((self.device[each] for each in beside), None)
-            self.device[name] = node.device if place is None else place
+            self.device[name] = _able(node.device if place is None else place, [node])
         self._copy_constants()
 
     def _variables(self) -> dict[str, str]:
@@ -162,19 +165,19 @@ class _Placement:
                 continue
             device = self.options.devices[placed]
             for name in names:
-                other = self.options.devices.get(name, devices.get(name, device))
+                other = self.options.devices.get(name, self.options.devices.get(named.get(name, name), device))
                 if other != device:
                     raise PassError(
                         f"operators of variable {resource!r} are on different devices: {placed!r} on {device}, "
                         f"{named.get(name, name)!r} on {other}; place them together"
                     )
-                devices[name] = device
                 named.setdefault(name, placed)
+            devices |= dict.fromkeys(names, _able(device, [self.view.nodes[name] for name in names]))
         return devices
 
     def _copy_constants(self) -> None:
         """Puts each constant on the first device that reads it, and notes the copies that others need."""
-        number = {device: index for index, device in enumerate(sorted({*self.options.devices.values()}))}
+        number = {device: index for index, device in enumerate(sorted({self.device[name] for name in self.position}))}
         for name, node in self.view.nodes.items():
             if node.op != "Const":
                 continue
@@ -209,7 +212,7 @@ class _Placement:
         """Returns device -> its operators in order, in parts that wait for earlier updates or don't."""
         by_device: dict[str, list[str]] = {}
         for name in self.options.order:
-            if name in chained:
+            if name in chained and self.device[name] == self.options.devices[name]:
                 by_device.setdefault(self.device[name], []).append(name)
         return {
             device: [list(part) for _, part in itertools.groupby(names, key=self._apart.__contains__)]
@@ -254,6 +257,14 @@ class _Placement:
                 copy.name, copy.device = self.copies[name, device], device
                 del copy.input[:]  # its control edges, which a constant doesn't need
         return graph
+
+
+def _able(device: str, nodes: Iterable[NodeDef]) -> str:
+    """Returns a device, or its host if it is a GPU for which TensorFlow has no kernel of one of these nodes."""
+    place, gpu, _ = device.partition("/device:GPU:")
+    if gpu and knows_gpus() and any(kernel_of(node, GPU) is None and kernel_of(node, CPU) for node in nodes):
+        return f"{place}/device:CPU:0"
+    return device
 
 
 def _redirected(step: Step, compiled: CompiledRuns) -> Step:

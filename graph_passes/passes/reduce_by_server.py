@@ -26,6 +26,7 @@ from graph_passes.ir.graph import (
     copied,
     copied_node,
     data_inputs,
+    drop_unread,
     dtype_attr,
     make_node,
 )
@@ -215,7 +216,8 @@ class _Rewriting:
                 node.name = builder.names.fresh(f"{names[device]}/between_servers")
                 for key, value in {**marks, BYTES_ATTR: sizes[part] * dtype_size(dtype)}.items():
                     node.attr[key].CopyFrom(attr(value))
-                numbers = [builder.const(value, types_pb2.DT_INT32) for value in (len(peers), group, instance)]
+                keys = (len(peers), group, instance)
+                numbers = [builder.const(value, types_pb2.DT_INT32, device=device) for value in keys]
                 reduced[device] = self._start(node, [sums[device], *numbers])
         with builder.marked({**marks, PHASE_ATTR: NodeKind.ALL_GATHER.text}):
             for devices in members:
@@ -239,7 +241,7 @@ class _Rewriting:
         if len(parts) == 1:
             node = make_node(name, "Identity", parts, device=device, attrs={"T": kind})
         else:
-            axis = self._builder.const(0, types_pb2.DT_INT32)
+            axis = self._builder.const(0, types_pb2.DT_INT32, device=device)
             attrs = {"T": kind, "Tidx": dtype_attr(types_pb2.DT_INT32), "N": len(parts)}
             node = make_node(name, "ConcatV2", [*parts, axis], device=device, attrs=attrs)
         self._builder.append(node)
@@ -255,7 +257,4 @@ class _Rewriting:
 
     def finish(self) -> None:
         """Removes the constants that only replaced nodes read."""
-        read = {ref.node for node in self._graph.node for ref in data_inputs(node)}
-        rest = [node for node in self._graph.node if node.name in read or node.name not in self._constants]
-        del self._graph.node[:]
-        self._graph.node.extend(rest)
+        drop_unread(self._graph, self._constants)

@@ -185,7 +185,7 @@ class _Replication:
         samples = self.program.roles.slice.samples
         if samples in read:  # the slice is the whole batch
             used.append(samples)
-            inputs.append(self.builder.const(self.layout.batch, types_pb2.DT_INT32))
+            inputs.append(self.builder.const(self.layout.batch, types_pb2.DT_INT32, device=self.options.host_device))
         function = outline(f"{self.options.prefix}normalizers", self.flat, used, wanted)
         self.functions.append(function)
         name = self.builder.names.fresh("normalizers")

@@ -295,29 +295,27 @@ class _Connection:
         if len(every) == 1:
             return [tensor]
         # The rows of a sample are known at run time only.
-        int64 = dtype_attr(types_pb2.DT_INT64)
-        axis = self.builder.const(place, types_pb2.DT_INT32)
         with self.builder.marked(task_attrs(task, NodeKind.LENGTHS)):
-            rows = self._lengths(name, boundary, tensor, every, axis, device)
-        kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(every)}
-        with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
-            split = self.builder.add(name, "SplitV", [tensor, rows, axis], device=device, **kind)
-        return [Ref(split.node, index) for index in range(len(every))]
+            rows = self._rows(name, boundary, tensor, place, sum(every), device)
 
-    def _lengths(self, name: str, boundary: Boundary, tensor: Ref, sizes: list[int], axis: Ref, device: str) -> Ref:
-        """Returns the rows of each piece: its samples * length of the axis / samples of all pieces."""
-        int64 = dtype_attr(types_pb2.DT_INT64)
-        shape = self.builder.add(
-            f"{name}/shape", "Shape", [tensor], device=device, T=dtype_attr(boundary.dtype), out_type=int64
+        def scaled(sizes: Ref) -> Ref:
+            with self.builder.marked(task_attrs(task, NodeKind.LENGTHS)):
+                return self.builder.add(f"{name}/sizes", "Mul", [sizes, rows], device=device, T=_INT32)
+
+        with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
+            return self.builder.split(name, tensor, boundary.dtype, every, place, device=device, scaled=scaled)
+
+    def _rows(self, name: str, boundary: Boundary, tensor: Ref, place: int, samples: int, device: str) -> Ref:
+        """Returns the rows of each sample: the length of an axis / samples of all pieces."""
+        kind = {"T": dtype_attr(boundary.dtype), "out_type": _INT32}
+        shape = self.builder.add(f"{name}/shape", "Shape", [tensor], device=device, **kind)
+        first, last, one, count = (
+            self.builder.const(number, types_pb2.DT_INT32, device=device)
+            for number in ([place], [place + 1], [1], samples)
         )
-        kind = {"Tparams": int64, "Tindices": dtype_attr(types_pb2.DT_INT32), "Taxis": dtype_attr(types_pb2.DT_INT32)}
-        zero = self.builder.const(0, types_pb2.DT_INT32)
-        length = self.builder.add(f"{name}/length", "GatherV2", [shape, axis, zero], device=device, **kind)
-        samples = self.builder.const(sum(sizes), types_pb2.DT_INT64)
-        rows = self.builder.add(f"{name}/rows", "FloorDiv", [length, samples], device=device, T=int64)
-        return self.builder.add(
-            f"{name}/sizes", "Mul", [self.builder.const(sizes, types_pb2.DT_INT64), rows], device=device, T=int64
-        )
+        kind = {"T": _INT32, "Index": _INT32, "shrink_axis_mask": 1}
+        length = self.builder.add(f"{name}/length", "StridedSlice", [shape, first, last, one], device=device, **kind)
+        return self.builder.add(f"{name}/rows", "FloorDiv", [length, count], device=device, T=_INT32)
 
     def _mean(self, boundary: Boundary, sources: list[tuple[Task, Interval, Ref]], receiver: Task) -> Ref:
         if len(sources) == 1 or boundary.dtype not in _AVERAGED:
@@ -354,4 +352,5 @@ class _Connection:
         return shares
 
 
+_INT32 = dtype_attr(types_pb2.DT_INT32)
 _AVERAGED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})

@@ -27,12 +27,14 @@ from graph_passes.ir.graph import (
     BYTES_ATTR,
     OWN_ATTRS,
     PHASE_ATTR,
+    SPLIT_DTYPES,
     Builder,
     Graph,
     GraphDef,
     NodeDef,
     Ref,
     control_inputs,
+    copied_node,
     dtype_attr,
     make_node,
 )
@@ -325,12 +327,22 @@ class _Splitting:
         return self._put(ref.node, joined_name(ref), "RealDiv", inputs, {"T": dtype_attr(dtype)})
 
     def _cut(self, ref: Ref, tensor: Ref, cut: Cut) -> list[Ref]:
-        device = self.view.nodes[ref.node].device
-        sizes = self.builder.const(cut.sizes(self._length(ref, cut.axis)), types_pb2.DT_INT64, device=device)
-        axis = self.builder.const(cut.axis, types_pb2.DT_INT32, device=device)
-        kind = {"T": dtype_attr(self._dtype(ref)), "Tlen": dtype_attr(types_pb2.DT_INT64), "num_split": cut.parts}
-        node = self._put(ref.node, split_name(ref, cut), "SplitV", [tensor, sizes, axis], kind)
-        return [Ref(node.node, number) for number in range(cut.parts)]
+        device, dtype, name = self.view.nodes[ref.node].device, self._dtype(ref), split_name(ref, cut)
+        if dtype not in SPLIT_DTYPES:  # Parts are nodes of their own, behind the one that other modules know.
+            tensor = self._put(ref.node, name, "Identity", [tensor], {"T": dtype_attr(dtype)})
+        nodes, sizes = self.builder.graph.node, cut.sizes(self._length(ref, cut.axis))
+        before = len(nodes)
+        parts = self.builder.split(name, tensor, dtype, sizes, cut.axis, device=device)
+        if dtype in SPLIT_DTYPES:
+            self._check_name(parts[0].node, name)
+        added = [copied_node(node) for node in nodes[before:]]
+        del nodes[before:]
+        for node in added:
+            if node.op == "Const":
+                nodes.append(node)
+            else:
+                self._put_behind(ref.node, node)
+        return parts
 
     def _cut_constant(self, ref: Ref, cut: Cut) -> list[Ref]:
         """Returns smaller constants, since every device has its own."""
@@ -348,14 +360,17 @@ class _Splitting:
 
     def _put(self, operator: str, name: str, op: str, inputs: Sequence[Ref], kind: Mapping[str, Any]) -> Ref:
         """Adds a node behind an operator, with its device and roles."""
+        device = self.view.nodes[operator].device
+        self._put_behind(operator, make_node(self._name(name), op, inputs, device=device, attrs=kind))
+        return Ref(name)
+
+    def _put_behind(self, operator: str, node: NodeDef) -> None:
         original = self.view.nodes[operator]
-        node = make_node(self._name(name), op, inputs, device=original.device, attrs=kind)
         self._mark(node, original)
         if original.op == SUM_OP and PHASE_ATTR in original.attr:  # It isn't a part of the all-reduce that it cuts.
             node.attr[PHASE_ATTR].s = NodeKind.SPLIT.text.encode()
             node.attr.pop(BYTES_ATTR, None)
         self.behind.setdefault(operator, []).append(node)
-        return Ref(node.name)
 
     def _mark(self, node: NodeDef, original: NodeDef) -> None:
         for key, value in original.attr.items():
@@ -364,9 +379,12 @@ class _Splitting:
 
     def _name(self, name: str) -> str:
         """Checks and returns a name that other modules compute as well."""
-        if self.builder.names.fresh(name) != name:
-            raise PassError(f"there is a node {name!r} already; rename it, or don't split what it is named after")
+        self._check_name(self.builder.names.fresh(name), name)
         return name
+
+    def _check_name(self, name: str, wanted: str) -> None:
+        if name != wanted:
+            raise PassError(f"there is a node {wanted!r} already; rename it, or don't split what it is named after")
 
     def _dtype(self, ref: Ref) -> int:
         return output_dtypes(self.view.nodes[ref.node])[ref.output]
