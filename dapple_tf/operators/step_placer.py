@@ -111,7 +111,7 @@ def flat_step(
     variables = program.variables
     for name, placeholders in flat.own_step.metric_feeds.items():
         fed |= {ref.node: variables[name].shape for ref in placeholders}
-    folding = FoldShapes(operator_shapes(flat.graph, fed))
+    folding = FoldShapes(fed)
     folded = _run(flat, folding, pipeline, instruments)
     known = operator_shapes(folded.graph, fed)  # more than before: the shapes of sums over given axes, say
     sharing = ShareValues(known, within_calls=keep_tasks)
