@@ -73,6 +73,11 @@ class StepPasses:
         """Names of the devices that keep the variables of each stage's replicas."""
         return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
 
+    @property
+    def gpus(self) -> bool:
+        """Whether all stages run on GPUs."""
+        return self.cluster.all_gpus(itertools.chain(*self.plan.working_devices))
+
     def shards(self, stages: Sequence[int]) -> int:
         """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
         if not (self.plan.optimizer_shards or self.plan.row_shards):

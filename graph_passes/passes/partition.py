@@ -43,6 +43,7 @@ _CHEAP = frozenset(_CHEAP_NAMES.split()) | METADATA
 _OFFLOADED = COUNTABLE_DTYPES | {types_pb2.DT_BOOL, types_pb2.DT_INT64, types_pb2.DT_INT8, types_pb2.DT_UINT8}
 """The dtypes of tensors that may be sent to the host. GPUs keep those of 32-bit integers there anyway."""
 _CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
+_CUDNN = frozenset({"CudnnRNNV3", "CudnnRNNBackpropV3"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Partition:
             the host: those that grow with the slice, but for what the stage gives to others.
         jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
             lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
-            up over their replicas aren't compiled either: XLA can't do that.
+            up over their replicas, or have cuDNN's recurrent layers, aren't compiled either: XLA can't do that.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
         fuse: the stages whose B follows F at once. With XLA, F and B are one function there if B needs nothing from
@@ -149,11 +150,15 @@ class Partition:
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
         name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
         control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
-        sums = [node.name for node in sums_of(graph)]
+        reasons_not = {
+            "has a loop or branch": control_flow,
+            "adds up over its replicas": [node.name for node in sums_of(graph)],
+            "has a recurrent layer of cuDNN": [node.name for node in graph if node.op in _CUDNN],
+        }
         wanted = self.jit_compile and stage.index not in self.spread
-        jit_compile = wanted and not control_flow and not sums
+        jit_compile = wanted and not any(reasons_not.values())
         if wanted and not jit_compile:
-            why, names = ("has a loop or branch", control_flow) if control_flow else ("adds up over its replicas", sums)
+            why, names = next((why, names) for why, names in reasons_not.items() if names)
             logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
         changes: dict[str, Any] = {
             "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile),
