@@ -24,7 +24,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable, train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from keras.src.trainers.trainer import Trainer
+from keras.src.trainers.trainer import Trainer, model_supports_jit
 from keras.src.utils.python_utils import pythonify_logs as python_logs
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "learning_rate_of",
     "loss_tracker",
     "mobilenet_v3",
+    "model_supports_jit",
     "name_of_call",
     "names_from_start",
     "names_in_logs",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.builds import PREPARED_STEPS
 from dapple_tf.execution.recovery import wait_for_workers
 from dapple_tf.frontend.capture import check_model
+from dapple_tf.keras_private import model_supports_jit
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.trainer import PipelinedModel
@@ -152,6 +155,7 @@ def transform(
                 f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
                 f"global_batch_size out, or make a plan for it"
             )
+    plan = with_compiler(plan, model, cluster)
     if plan.operator_devices is not None:
         operator_costs, cluster = measured_operators(model, cluster, plan, operator_costs, **examples)
     return PipelinedModel(
@@ -165,3 +169,11 @@ def transform(
         passes=passes,
         prepared_steps=prepared_steps,
     )
+
+
+def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
+    """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
+    decided = plan.jit_compile is not None or plan.operator_devices is not None
+    if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
+        return plan
+    return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
