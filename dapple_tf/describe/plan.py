@@ -436,6 +436,11 @@ class Plan(JsonFile):
         return tuple(tuple(itertools.chain(*groups)) for groups in self.operator_devices)
 
     @property
+    def compiled(self) -> bool:
+        """Whether XLA compiles stages; `transform` decides for plans that leave it open."""
+        return bool(self.jit_compile)
+
+    @property
     def spread_stages(self) -> frozenset[int]:
         """The stages whose replicas place their operators on several devices."""
         return frozenset(stage for stage, groups in enumerate(self.operator_devices or ()) if len(groups[0]) > 1)
@@ -445,7 +450,7 @@ class Plan(JsonFile):
         """The stages whose operators are placed one by one: all if any are, but for those that XLA compiles."""
         if self.operator_devices is None:
             return frozenset()
-        return self.spread_stages if self.jit_compile else frozenset(range(self.num_stages))
+        return self.spread_stages if self.compiled else frozenset(range(self.num_stages))
 
     @property
     def cuts_batches(self) -> bool:

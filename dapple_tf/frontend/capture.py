@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -379,7 +380,7 @@ class _Tracing:
             stack.enter_context(gradients_of_variables(scope))
             stack.enter_context(weighted_means(self.weight))
             for module, name, answer in hardware_questions(gpus=self.gpus):
-                stack.enter_context(replaced(module, name, lambda _, answer=answer: lambda: answer))
+                stack.enter_context(replaced(module, name, functools.partial(_answered, answer)))
             yield
 
     def _shifted_seed(self, seed: tf.Tensor) -> tf.Tensor:
@@ -479,6 +480,11 @@ class _Tracing:
             return None
         described = self.table.describe(name, _ref(value), None if update is None else _ref(update))
         return dataclasses.replace(described, metric=metrics.get(id(self.table.keras_variables[name])))
+
+
+def _answered(answer: bool, _: Callable[..., Any]) -> Callable[[], bool]:
+    """Returns a replacement of a function that takes nothing."""
+    return lambda: answer
 
 
 def _static_shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:

@@ -154,9 +154,7 @@ class ShapeInference:
             more |= refinements
         return KnownShapes(shapes, handles.known(), handles.asked_lengths())
 
-    def of_function(
-        self, graph: GraphDef, given: CallShapes, lengths: Mapping[str, int] | None = None
-    ) -> KnownShapes:
+    def of_function(self, graph: GraphDef, given: CallShapes, lengths: Mapping[str, int] | None = None) -> KnownShapes:
         """Infers shapes inside a function for arguments of given shapes; ``graph`` is the `function_graph`."""
         arguments = [node.name for node in graph.node if node.op == "Placeholder"]
         shapes = zip(arguments, given.shapes, strict=False)

@@ -54,8 +54,12 @@ def fold(
 
     Args:
         graph: a flat graph; it isn't changed.
-        placeholders, values, elements, lengths: facts about placeholders; see `ShapeInference.of`.
-        kept, results: see `fold_shapes`.
+        placeholders: shapes of placeholders.
+        values: of placeholders that are int32 scalars.
+        kept: nodes that stay, see `fold_shapes`.
+        results: tensors that stay, see `fold_shapes`.
+        elements: shapes of what is behind placeholders that are handles.
+        lengths: numbers of elements of placeholders that are lists.
 
     Raises:
         PassError: shapes contradict each other, or such a value can't be computed.
