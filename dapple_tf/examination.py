@@ -52,7 +52,7 @@ def check_cuts(model: keras.Model, passes: StepPasses) -> None:
         return
     spec = declared_spec(model)
     if spec is not None:
-        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), passes)
+        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec, gpus=passes.gpus), passes)
         return
     layers = items_of(model)
     names = {layer.name for layer in layers if layer is not model}
@@ -85,10 +85,11 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
         with _loss_for_guessed_labels(model, spec) as labeled:
             if labeled is not None:
                 try:
-                    return _notes(capture(model, VariableTable(model), Mode.TRAIN, labeled), passes)
+                    return _notes(capture(model, VariableTable(model), Mode.TRAIN, labeled, gpus=passes.gpus), passes)
                 except Exception as error:  # The loss may take other labels, which the first batch brings.
                     logger.debug("the loss of model %r isn't known without labels: %s", model.name, reason(error))
-        return _notes(capture(model, VariableTable(model), Mode.PREDICT, spec, training=True), passes)
+        captured = capture(model, VariableTable(model), Mode.PREDICT, spec, training=True, gpus=passes.gpus)
+        return _notes(captured, passes)
 
 
 def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:

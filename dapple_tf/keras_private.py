@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib
 import itertools
 import operator
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import get_autocast_scope
+from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.models.functional import Functional
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -21,7 +24,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable, train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from keras.src.trainers.trainer import Trainer
+from keras.src.trainers.trainer import Trainer, model_supports_jit
 from keras.src.utils.python_utils import pythonify_logs as python_logs
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "fresh_loss",
     "functional_graph",
     "get_data_adapter",
+    "hardware_questions",
     "inherit_arguments",
     "inherited_arguments",
     "initialize",
@@ -59,6 +63,7 @@ __all__ = [
     "learning_rate_of",
     "loss_tracker",
     "mobilenet_v3",
+    "model_supports_jit",
     "name_of_call",
     "names_from_start",
     "names_in_logs",
@@ -484,6 +489,24 @@ def dataset_of(adapter: PyDatasetAdapter, signature: Any) -> tuple[Any, Any]:
     """Returns an adapter's ``tf.data.Dataset`` and its signature; a known signature saves reading a batch for it."""
     adapter._output_signature = signature
     return adapter.get_tf_dataset(), adapter._output_signature
+
+
+# ---- hardware
+
+
+def hardware_questions(*, gpus: bool) -> Iterator[tuple[types.ModuleType, str, bool]]:
+    """Yields Keras' questions about this process's hardware, by which it chooses cuDNN and layouts of images.
+
+    Args:
+        gpus: whether there are GPUs.
+
+    Yields:
+        Module, name of its function, and the function's result.
+    """
+    # The package has a function of this module's name.
+    yield importlib.import_module("keras.src.backend.tensorflow.rnn"), "_is_gpu_available", gpus
+    if hasattr(tensorflow_nn, "_cpu_only"):  # since Keras 3.12
+        yield tensorflow_nn, "_cpu_only", not gpus
 
 
 # ---- parts of keras.applications

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import inspect
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from dapple_tf.execution.builds import PREPARED_STEPS
 from dapple_tf.execution.recovery import wait_for_workers
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.frontend.initialization import initial_of
-from dapple_tf.keras_private import tensorflow_variable
+from dapple_tf.keras_private import model_supports_jit, tensorflow_variable
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.trainer import PipelinedModel
@@ -166,6 +168,7 @@ def transform(
                 f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
                 f"global_batch_size out, or make a plan for it"
             )
+    plan = with_compiler(plan, model, cluster)
     if plan.operator_devices is not None:
         operator_costs, cluster = measured_operators(model, cluster, plan, operator_costs, **examples)
     return PipelinedModel(
@@ -179,6 +182,14 @@ def transform(
         passes=passes,
         prepared_steps=prepared_steps,
     )
+
+
+def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
+    """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
+    decided = plan.jit_compile is not None or plan.operator_devices is not None
+    if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
+        return plan
+    return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
 
 
 def _warn_of_second_values(model: keras.Model, cluster: Cluster) -> None:

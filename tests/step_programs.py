@@ -172,7 +172,7 @@ def built_of_model(model: keras.Model, passes: StepPasses, table: VariableTable)
     """The stage functions and updates of a compiled Keras model, with its own optimizer."""
     spec = ExampleBatch.of(model).spec
     build(model, table, spec)
-    captured = capture(model, table, Mode.TRAIN, spec)
+    captured = capture(model, table, Mode.TRAIN, spec, gpus=passes.gpus)
     program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_"))
     updates = group_updates(model, table, program)
     return Build(Mode.TRAIN, spec, program, updates, "train_", carried=passes.carried(updates))

@@ -15,6 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.automatic import slice_sizes
 from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.shared_cores import measure_capacity, shares_cores
+from dapple_tf.transformation import with_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -223,3 +224,16 @@ def test_a_plan_by_estimates_when_time_is_short() -> None:
 def test_a_budget_that_is_none_is_refused_before_anything_is_measured(seconds: object) -> None:
     with pytest.raises(dapple.PlanError, match=r"profile_seconds is .*; give seconds above 0, or None"):
         dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, profile_seconds=seconds)
+
+
+@pytest.mark.parametrize("kind, supported, asked, compiled", [
+    ("GPU", True, None, True), ("GPU", False, None, False), ("GPU", True, False, False), ("CPU", True, None, None)
+])  # fmt: skip
+def test_stages_on_gpus_are_compiled_as_by_keras(
+    kind: str, supported: bool, asked: bool | None, compiled: bool | None
+) -> None:
+    cluster = dapple.Cluster((dapple.Device(f"/job:worker/replica:0/task:0/device:{kind}:0", 0),))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.layers[-1].supports_jit = supported
+    plan = with_compiler(dapple.Plan.data_parallel(1, 8, jit_compile=asked), model, cluster)
+    assert plan.jit_compile == compiled

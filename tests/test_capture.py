@@ -19,8 +19,14 @@ from equivalence import (
     pipeline,
     use_float64,
 )
+from step_programs import built_of_model
 
 import dapple_tf as dapple
+from dapple_tf.execution.notes import notes_of
+from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import hardware_questions
+from graph_passes.ir.outline import is_compiled
 
 layers = keras.layers
 rng = np.random.default_rng(0)
@@ -546,3 +552,36 @@ def test_constants_that_layers_hold_are_kept() -> None:
             return x * tf.cast(self.table, x.dtype)
 
     check(lambda: mlp(middle=Scaled(name="scaled")), ["scaled"], (X, Y, None))
+
+
+@pytest.mark.parametrize("gpus, cudnn", [("11", True), ("10", False), ("00", False)])
+@pytest.mark.parametrize("kind", [layers.LSTM, layers.GRU])
+def test_devices_of_the_plan_decide_on_cudnn(
+    kind: type[layers.RNN], gpus: str, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's own hardware doesn't: Keras believes in GPUs here where the plan has none, and else sees none."""
+    for module, name, answer in hardware_questions(gpus="1" not in gpus):
+        monkeypatch.setattr(module, name, lambda answer=answer: answer)
+    names = [f"/job:worker/replica:0/task:{task}/device:{'CG'[int(gpu)]}PU:0" for task, gpu in enumerate(gpus)]
+    cluster = dapple.Cluster(tuple(dapple.Device(name, task, 2**34) for task, name in enumerate(names)))
+    sequence = keras.Input((5, 4))
+    model = keras.Model(sequence, layers.Dense(2)(kind(3, name="recurrent")(layers.Dense(4)(sequence))))
+    model.compile("sgd", "mse", jit_compile=False)
+    passes = StepPasses(dapple.Plan.manual(["recurrent"], [[0], [1]], 2, 8, jit_compile=cudnn), cluster)
+    built = built_of_model(model, passes, VariableTable(model))
+    stage = built.program.stages[0]
+    assert cudnn == any(node.op == "CudnnRNNV3" for node in stage.own_forward.function.node_def)
+    assert cudnn == any(node.op == "CudnnRNNBackpropV3" for node in stage.own_backward.function.node_def)
+    assert not is_compiled(stage.own_forward.function)  # XLA hasn't cuDNN's.
+    assert notes_of(built.program, (2, 2)) == ()  # It draws nothing.
+
+
+def test_clients_with_gpus_train_on_processors_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, answer in hardware_questions(gpus=True):
+        monkeypatch.setattr(module, name, lambda answer=answer: answer)
+    sequence = keras.Input((5, 4))
+    model = keras.Model(sequence, layers.Dense(2)(layers.LSTM(3, name="recurrent")(sequence)))
+    model.compile("sgd", "mse", jit_compile=False)
+    pipelined = pipeline(model, ["recurrent"], [1, 1], 2, 8)
+    x, y = rng.normal(size=(8, 5, 4)), rng.normal(size=(8, 2))
+    assert pipelined.train_on_batch(x, y) > pipelined.train_on_batch(x, y)

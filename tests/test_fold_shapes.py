@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import assert_same_variables_after, pair, use_float64
+from step_programs import of_model
+from tensorflow.core.framework import types_pb2
 
+import dapple_tf as dapple
+from dapple_tf.operators.step_placer import flat_step
 from graph_passes.analysis.constant_folding import Folded, fold_shapes
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.ir.graph import Graph, GraphDef, Ref, function_names
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import constant_value
@@ -126,7 +132,7 @@ def test_the_pass_keeps_what_the_step_names() -> None:
         tf.no_op(name="train")
     step = Step(Layout((("",),), 6, 6, 1), feeds={Ref("x"): Ref("x")}, loss=Ref("loss"), train="train")
     program = Program(graph.as_graph_def(), Roles((), (), Slice(Ref("x"), Ref("x"), Ref("x"))), step=step)
-    rewritten = FoldShapes(infer_shapes(program.graph, {}, {})).run(program)
+    rewritten = FoldShapes({}).run(program)
     assert [node.name for node in rewritten.graph.node] == ["x", "loss", "train"]
     assert rewritten.step is step and np.all(constant_value(rewritten.graph.node[1]) == 24.0)
 
@@ -138,3 +144,52 @@ def test_a_value_that_cannot_be_computed_is_told_by_its_node() -> None:
         tf.cast(tf.raw_ops.FloorDiv(x=size, y=size - size, name="quotient"), tf.float32, name="y")
     with pytest.raises(PassError, match=r"node 'quotient' can't compute FloorDiv .* Integer division by zero"):
         folded(graph.as_graph_def(), "y")
+
+
+def recurrent(kind: type[keras.layers.RNN], **options: float) -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(7, 4, mask_zero=True)(tokens)
+    x = kind(4, return_sequences=True, name="first", **options)(x)
+    model = keras.Model(tokens, keras.layers.Dense(2)(kind(3, **options)(x)))
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return model
+
+
+def pops(graph: GraphDef) -> list[int]:
+    """The dtypes of what a step's functions pop from lists."""
+    nodes = {function.signature.name: function.node_def for function in graph.library.function}
+    dtypes, done, pending = [], set(), [*graph.node]
+    while pending:
+        node = pending.pop()
+        dtypes += [node.attr["element_dtype"].type] if node.op == "TensorListPopBack" else []
+        called = set(function_names(node)) - done
+        done |= called
+        pending += [each for name in called for each in nodes[name]]
+    return dtypes
+
+
+PLAN = dapple.Plan.manual(["first"], [[0], [1]], 2, 8)
+CELLS = {"lstm": keras.layers.LSTM, "gru": keras.layers.GRU, "simple": keras.layers.SimpleRNN}
+
+
+@pytest.mark.parametrize("options", [{}, {"recurrent_dropout": 0.3, "seed": 3}], ids=["", "dropout"])
+@pytest.mark.parametrize("kind", [keras.layers.LSTM, keras.layers.GRU])
+def test_gradients_of_loops_pop_no_integers(kind: type[keras.layers.RNN], options: dict[str, float]) -> None:
+    """Shapes and lengths are constant there, and positions in the sequence are counted down; placed operators' too."""
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    staged = of_model(recurrent(kind, **options), PLAN, cluster)
+    placed = of_model(recurrent(kind, **options), dapple.Plan.by_operators(2, 8), cluster)
+    for program in (staged, flat_step(placed, [(8, 5), (8, 2)]).program):
+        popped = pops(program.graph)
+        assert popped and types_pb2.DT_INT32 not in popped
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_folded_loops_train_as_plain_keras(kind: str) -> None:
+    """A smaller last batch has functions of its own."""
+    use_float64()
+    own, plain = pair(lambda: recurrent(CELLS[kind]))
+    pipelined, rng = dapple.transform(own, dapple.Cluster.local(2, kind="cpu"), PLAN), np.random.default_rng(0)
+    x, y = rng.integers(0, 7, (12, 5)), rng.normal(size=(12, 2))
+    for size in (8, 4, 8):
+        assert_same_variables_after(1, pipelined, plain, x[:size], y[:size])

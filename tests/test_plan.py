@@ -21,7 +21,7 @@ VALID: dict[str, Any] = {
 
 def test_a_manual_plan_turns_lists_into_tuples_and_has_the_documented_defaults() -> None:
     plan = Plan.manual(cuts=["block_3"], devices=[[0, 1, 2], [3]], micro_batches=4, global_batch_size=64)
-    assert plan == Plan(("block_3",), ((0, 1, 2), (3,)), 4, 64, "dapple_a", "none", False, None, 32 * 2**20)
+    assert plan == Plan(("block_3",), ((0, 1, 2), (3,)), 4, 64, "dapple_a", "none", None, None, 32 * 2**20)
     assert plan.num_stages == 2
     assert plan.replicas == (3, 1)
     assert hash(plan) == hash(Plan(**{**VALID, "global_batch_size": 64}))
@@ -340,7 +340,7 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "global_batch_size": 14,
   "schedule": "dapple_a",
   "recompute": "none",
-  "jit_compile": false,
+  "jit_compile": null,
   "warm_up": [2, 1],
   "bucket_bytes": 33554432,
   "reverse_first_k": 0,

@@ -44,8 +44,12 @@ SAMPLES = 4
 Golden = Callable[[str, str], None]
 
 
+def fed(program: Program) -> dict[str, tuple[int, ...]]:
+    return {ref.node: (SAMPLES, 2) for ref in step_of(program).feeds.values()}
+
+
 def shapes(program: Program) -> Mapping[Ref, Shape | None]:
-    return operator_shapes(program.graph, {ref.node: (SAMPLES, 2) for ref in step_of(program).feeds.values()})
+    return operator_shapes(program.graph, fed(program))
 
 
 @functools.cache
@@ -61,7 +65,7 @@ def flat() -> Program:
 
 @functools.cache
 def folded() -> Program:
-    return apply(flat(), FoldShapes(shapes(flat())))
+    return apply(flat(), FoldShapes(fed(flat())))
 
 
 @functools.cache

@@ -71,7 +71,7 @@ _ALL_REDUCE = flags.DEFINE_enum(
     "All-reduces over several servers; by default the faster one for each stage.",
     flag_values=FLAGS,
 )
-_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile the plan's stages with XLA.", flag_values=FLAGS)
+_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", None, "Compile the plan's stages with XLA.", flag_values=FLAGS)
 _OPTIMIZER_SHARDS = flags.DEFINE_enum(
     "optimizer_shards",
     "no",

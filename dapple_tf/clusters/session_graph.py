@@ -58,7 +58,7 @@ class SessionGraph:
                 # Nobody needs the shapes of calls' results, and TensorFlow would infer them for each call.
                 node.attr["_disable_call_shape_inference"].b = True
                 if node.op in CALLS and not node.attr["config_proto"].s:
-                    node.attr["config_proto"].s = _calls_config(node.attr["f"].func.name not in moving)
+                    node.attr["config_proto"].s = calls_config(node.attr["f"].func.name not in moving)
         self._functions.share(fresh)
         _spare_searching_calls(fresh)
         with self.graph.as_default():
@@ -70,7 +70,7 @@ def _only_moves(function: FunctionDef) -> bool:
 
 
 @functools.cache
-def _calls_config(optimized: bool) -> bytes:
+def calls_config(optimized: bool) -> bytes:
     """Returns the configuration by which a function is optimized at its first call, serialized.
 
     Grappler looks at each function twice by default, and once more in another form (TFG). Functions of steps are small

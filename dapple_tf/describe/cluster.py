@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -536,6 +536,10 @@ class Cluster(JsonFile):
     def num_devices(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    def all_gpus(self, devices: Iterable[int]) -> bool:
+        """Whether these devices are GPUs."""
+        return all(kind_and_number(self.devices[device].name)[0] == "GPU" for device in devices)
 
     @property
     def device_names(self) -> tuple[str, ...]:

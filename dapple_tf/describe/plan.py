@@ -63,7 +63,7 @@ class PlanOptions(TypedDict, total=False):
     """The fields of `Plan` with a default that its constructors pass on."""
 
     recompute: str | tuple[str, ...]
-    jit_compile: bool
+    jit_compile: bool | None
     warm_up: tuple[int, ...] | None
     bucket_bytes: int
     reverse_first_k: int
@@ -100,7 +100,8 @@ class Plan(JsonFile):
             what a stage would keep for them is copied to its host's memory after the forward, and back before it is
             read.
         jit_compile: whether stages are compiled with XLA; of those that place their operators on several devices, what
-            each device runs between two transfers.
+            each device runs between two transfers. None compiles what ``keras.Model.compile`` does by default: on GPUs
+            all models whose layers XLA can compile, but for placed operators.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
             must not rise from a stage to the next.
         bucket_bytes: approximate size of the buckets in which gradients are all-reduced, in bytes.
@@ -159,7 +160,7 @@ class Plan(JsonFile):
     global_batch_size: int
     schedule: str | Policy = "dapple_a"
     recompute: str | tuple[str, ...] = "none"
-    jit_compile: bool = False
+    jit_compile: bool | None = None
     warm_up: tuple[int, ...] | None = None
     bucket_bytes: int = 32 * 2**20
     reverse_first_k: int = 0
@@ -435,6 +436,11 @@ class Plan(JsonFile):
         return tuple(tuple(itertools.chain(*groups)) for groups in self.operator_devices)
 
     @property
+    def compiled(self) -> bool:
+        """Whether XLA compiles stages; `transform` decides for plans that leave it open."""
+        return bool(self.jit_compile)
+
+    @property
     def spread_stages(self) -> frozenset[int]:
         """The stages whose replicas place their operators on several devices."""
         return frozenset(stage for stage, groups in enumerate(self.operator_devices or ()) if len(groups[0]) > 1)
@@ -444,7 +450,7 @@ class Plan(JsonFile):
         """The stages whose operators are placed one by one: all if any are, but for those that XLA compiles."""
         if self.operator_devices is None:
             return frozenset()
-        return self.spread_stages if self.jit_compile else frozenset(range(self.num_stages))
+        return self.spread_stages if self.compiled else frozenset(range(self.num_stages))
 
     @property
     def cuts_batches(self) -> bool:
@@ -576,7 +582,7 @@ class Plan(JsonFile):
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
         for name in ("jit_compile", "wait_free", "optimizer_shards", "parameter_shards", "row_shards"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("jit_compile", None):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:
             object.__setattr__(self, "task_seconds", task_times(self.task_seconds))

@@ -20,7 +20,7 @@ def header(plan: Plan) -> str:
     return (
         f"Plan: global batch {plan.global_batch_size}, {plan.micro_batches} "
         f"micro-batch{'es' if plan.micro_batches > 1 else ''} ({batches} samples), schedule {plan.schedule}, "
-        f"recompute {recompute_text(plan)}, jit {'on' if plan.jit_compile else 'off'}"
+        f"recompute {recompute_text(plan)}, jit {'on' if plan.compiled else 'off'}"
         f"{'' if plan.operator_devices is None else ', operators placed one by one'}"
     )
 

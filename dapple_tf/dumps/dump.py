@@ -211,7 +211,8 @@ class _Writer:
         place = self.folder / prefix.removesuffix("_")
         graphs = _Graphs(place, self.folder / EVENTS_FOLDER / place.name, self.bar)
         self.bar.step(f"{place.name}: capturing the model")
-        captured = capture(self.model, names, mode, batch, training=training, predict_step=mode is Mode.PREDICT)
+        predicts, gpus = mode is Mode.PREDICT, self.passes.gpus
+        captured = capture(self.model, names, mode, batch, training=training, predict_step=predicts, gpus=gpus)
         graphs.captured(captured)
         number = self.passes.pipeline.number
         staging = self.passes.stage_passes(mode, prefix, uncut=batch.uncut)

@@ -122,7 +122,8 @@ class StepBuilder:
             with self._timing.part("build losses and metrics"):
                 build(model, table, spec)
         with self._timing.part("capture"):
-            captured = capture(model, table, mode, spec, training=training, predict_step=mode is Mode.PREDICT)
+            predicts, gpus = mode is Mode.PREDICT, self.passes.gpus
+            captured = capture(model, table, mode, spec, training=training, predict_step=predicts, gpus=gpus)
             if self.placer is not None and captured.roles.peers is not None and max(self._plan.replicas) > 1:
                 raise PlanError(
                     f"model {model.name!r} has layers with synchronized=True, which add up over replicas within a "

@@ -74,6 +74,11 @@ class StepPasses:
         """Names of the devices that keep the variables of each stage's replicas."""
         return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
 
+    @property
+    def gpus(self) -> bool:
+        """Whether all stages run on GPUs."""
+        return self.cluster.all_gpus(itertools.chain(*self.plan.working_devices))
+
     def shards(self, stages: Sequence[int]) -> int:
         """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
         if not (self.plan.optimizer_shards or self.plan.row_shards):
@@ -90,7 +95,7 @@ class StepPasses:
             self.shards,
             dense=plan.optimizer_shards,
             stored=plan.parameter_shards,
-            compiled=plan.jit_compile,
+            compiled=plan.compiled,
         )
 
     def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
@@ -251,7 +256,7 @@ class StepPasses:
         if built.mode is not Mode.TRAIN or len(devices) > 1 or plan.accumulates(len(layout.micro_batch_intervals)):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
-        return plan.operator_devices is None and (compiled or not plan.jit_compile)
+        return plan.operator_devices is None and (compiled or not plan.compiled)
 
 
 class StagesAsked(NamedTuple):
@@ -283,10 +288,10 @@ class StagesAsked(NamedTuple):
         """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
         passes, plan = self.passes, self.passes.plan
         sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
-        fuse = passes.uninterrupted if self.training and plan.jit_compile else frozenset()
+        fuse = passes.uninterrupted if self.training and plan.compiled else frozenset()
         replicas = [len(devices) for devices in plan.devices]
         counted = bool(limited_devices(plan, passes.cluster))
-        options = plan.recompute, plan.jit_compile, self.training, self.prefix, plan.split_stages
+        options = plan.recompute, plan.compiled, self.training, self.prefix, plan.split_stages
         keepers = passes.owner_devices if plan.row_shards else None
         return Partition(*options, fuse, sizes, replicas, counted, spread=plan.spread_stages, keepers=keepers)
 
@@ -371,7 +376,7 @@ class StepAsked(NamedTuple):
             want_gradients=built.mode is Mode.TRAIN and (kind.apart if apart else not kind.carries),
             carried=built.carried if kind.carries else (),
             head=kind.head,
-            jit_compile=plan.jit_compile,
+            jit_compile=plan.compiled,
             accumulated=self._accumulates,
             spread=plan.spread_stages,
             hint=collective_hint(self.passes.cluster),
@@ -399,7 +404,7 @@ class StepAsked(NamedTuple):
     def join(self) -> Join | None:
         """Returns the pass that makes one function of the whole step."""
         function = f"{self.built.prefix}joined_of{self.kind.samples}"
-        return Join(function, self.passes.plan.jit_compile) if self._joins and not self.kind.apart else None
+        return Join(function, self.passes.plan.compiled) if self._joins and not self.kind.apart else None
 
 
 class Slot(NamedTuple):

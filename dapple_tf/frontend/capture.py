@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +25,23 @@ from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.losses import GlobalNormalizers
 from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
 from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_own_step
+from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.py_functions import own_gradients
 from dapple_tf.frontend.replica_sums import ReplicaSums
 from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable, placeholders_of
-from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, recompiled, seeds_of, takes_training
+from dapple_tf.keras_private import (
+    adds_loss,
+    build_for,
+    compute_loss,
+    hardware_questions,
+    layers_of,
+    recompiled,
+    seeds_of,
+    takes_training,
+)
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.tensorflow_private import number_of_nodes
@@ -129,6 +140,7 @@ def capture(
     *,
     training: bool | None = None,
     predict_step: bool = False,
+    gpus: bool = False,
 ) -> Program:
     """Traces a model for one slice of a batch of any size.
 
@@ -140,6 +152,7 @@ def capture(
         training: the ``training`` argument of the model's call; by default as Keras does in this mode.
         predict_step: whether PREDICT runs the model's own ``predict_step``, if it has one, instead of its call, and
             notes the structure of outputs in the table.
+        gpus: whether it will run on GPUs, where Keras takes cuDNN for recurrent layers. The client's own don't count.
 
     Returns:
         A flat program. Its loss is the slice's contribution to the mean over the global batch; its random draws derive
@@ -149,7 +162,7 @@ def capture(
         CaptureError: the model can't be traced for a slice; the text names the layer.
     """
     own = f"{mode.value}_step" in own_steps(model) and (mode is not Mode.PREDICT or predict_step)
-    tracing = _Tracing(model, table, mode, spec, mode is Mode.TRAIN if training is None else training, own)
+    tracing = _Tracing(model, table, mode, spec, mode is Mode.TRAIN if training is None else training, own, gpus)
     program = tracing.run()
     if predict_step:
         table.outputs[spec.key] = tracing.structure
@@ -160,7 +173,7 @@ class _Tracing:
     """One trace.
 
     Args:
-        model, table, mode, spec, training: see `capture`.
+        model, table, mode, spec, training, gpus: see `capture`.
         own: whether it is the model's own step.
         share: whether equal calls of layers may be traced once.
         sized: whether for one size of batches instead of any: that at hand if there is one.
@@ -174,12 +187,13 @@ class _Tracing:
         spec: BatchSpec,
         training: bool,
         own: bool,
+        gpus: bool,
         share: bool = True,
         sized: bool = False,
     ) -> None:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
-        self.own, self.sized = own, sized
-        self.arguments = model, table, mode, spec, training, own
+        self.own, self.gpus, self.sized = own, gpus, sized
+        self.arguments = model, table, mode, spec, training, own, gpus
         # What its own step does with tensors, such as differentiating, isn't known, nor what strings are used for.
         self.share = share and not own and all(leaf.dtype != "string" for leaf in spec.leaves)
         self.calls = LayerCalls(model, share=self.share)
@@ -365,6 +379,8 @@ class _Tracing:
             stack.enter_context(functions_traced(scope))
             stack.enter_context(gradients_of_variables(scope))
             stack.enter_context(weighted_means(self.weight))
+            for module, name, answer in hardware_questions(gpus=self.gpus):
+                stack.enter_context(replaced(module, name, functools.partial(_answered, answer)))
             yield
 
     def _shifted_seed(self, seed: tf.Tensor) -> tf.Tensor:
@@ -464,6 +480,11 @@ class _Tracing:
             return None
         described = self.table.describe(name, _ref(value), None if update is None else _ref(update))
         return dataclasses.replace(described, metric=metrics.get(id(self.table.keras_variables[name])))
+
+
+def _answered(answer: bool, _: Callable[..., Any]) -> Callable[[], bool]:
+    """Returns a replacement of a function that takes nothing."""
+    return lambda: answer
 
 
 def _static_shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:

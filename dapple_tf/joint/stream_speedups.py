@@ -289,7 +289,7 @@ def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sam
 
 def _stage_functions(flat: Program, plan: Plan) -> Program:
     split = frozenset(range(plan.num_stages))
-    partition = Partition(plan.recompute, plan.jit_compile, True, f"{_STEP}_", split)
+    partition = Partition(plan.recompute, plan.compiled, True, f"{_STEP}_", split)
     return run_passes(flat, [AssignStages(plan.cuts), BuildForward(), BuildBackward(), partition])
 
 

@@ -184,7 +184,7 @@ def _model_timers(
     with kept_metrics(model), contextlib.ExitStack() as sessions:
         table = VariableTable(model)
         build(model, table, example.spec)
-        captured = capture(model, table, Mode.TRAIN, example.spec)
+        captured = capture(model, table, Mode.TRAIN, example.spec, gpus=cluster.all_gpus(devices))
         whole = with_functions(with_gradients(captured, ()), "speed_")
         updates = group_updates(model, table, whole)
         timers = []

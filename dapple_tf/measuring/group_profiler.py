@@ -144,7 +144,8 @@ class GroupProfiler:
             self._example = ExampleBatch.of(model, x, y, sample_weight, length=length)
             self._table = VariableTable(model)
             build(model, self._table, self._example.spec)
-            self._captured = capture(model, self._table, Mode.TRAIN, self._example.spec, training=True)
+            gpus = cluster.all_gpus(range(cluster.num_devices))
+            self._captured = capture(model, self._table, Mode.TRAIN, self._example.spec, training=True, gpus=gpus)
         self._alone = Topology.of(cluster, [_class_of(cluster)[0][0]])
 
     def pieces(self, most: int = _PIECES) -> Profile:

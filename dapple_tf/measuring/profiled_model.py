@@ -61,7 +61,8 @@ class ProfiledModel:
     @without_collection
     def stages(self) -> LayerStages:
         """The layers that can be cut apart, with gradients."""
-        inference = capture(self.model, self.table, Mode.PREDICT, BatchSpec(self.example.spec.x))
+        spec, gpus = BatchSpec(self.example.spec.x), self.cluster.all_gpus([self.device])
+        inference = capture(self.model, self.table, Mode.PREDICT, spec, gpus=gpus)
         return layer_stages(self.model, self.flat, inference)
 
     @functools.cached_property

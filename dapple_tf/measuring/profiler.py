@@ -109,7 +109,7 @@ def profile(
         bar.step("capturing the model", now=True)
         table = VariableTable(model)
         build(model, table, example.spec)
-        program = capture(model, table, Mode.TRAIN, example.spec)
+        program = capture(model, table, Mode.TRAIN, example.spec, gpus=cluster.all_gpus([device]))
         time_budget.end()
         key = profile_key(model, program, example, sizes, cluster, device, repeats)
         directory = cache_directory(cache)

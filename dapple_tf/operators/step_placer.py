@@ -111,7 +111,7 @@ def flat_step(
     variables = program.variables
     for name, placeholders in flat.own_step.metric_feeds.items():
         fed |= {ref.node: variables[name].shape for ref in placeholders}
-    folding = FoldShapes(operator_shapes(flat.graph, fed))
+    folding = FoldShapes(fed)
     folded = _run(flat, folding, pipeline, instruments)
     known = operator_shapes(folded.graph, fed)  # more than before: the shapes of sums over given axes, say
     sharing = ShareValues(known, within_calls=keep_tasks)
@@ -208,7 +208,7 @@ class StepPlacer:
         placed_on = split.own_step.placed_on.union(places.values())
         joined = split.replace(graph=graph, step=dataclasses.replace(split.own_step, placed_on=placed_on))
         spread = self._spread(graph, placements, calls, alone)
-        placing = PlaceOperators(*spread, jit_compile=self.plan.jit_compile)
+        placing = PlaceOperators(*spread, jit_compile=self.plan.compiled)
         placed = _run(joined, placing, self.pipeline, instruments, complete=True)
         return PlacedStep(placed, placements, {**storage_devices, **self._storage_devices(placed.graph)}, flat)
 

@@ -76,7 +76,7 @@ class PlanRequest:
     schedules: tuple[Policy, ...]
     recompute: tuple[str, ...] | None
     all_reduce: tuple[str, ...]
-    jit_compile: bool
+    jit_compile: bool | None
     reverse_first_k: int | str = 0
     derives: bool = False
     features: frozenset[str] = frozenset(NAMES)
@@ -97,7 +97,7 @@ class PlanRequest:
         recompute: str | Sequence[str] | None = None,
         *,
         all_reduce: str | Sequence[str] | None = None,
-        jit_compile: bool = False,
+        jit_compile: bool | None = None,
         reverse_first_k: int | str | None = None,
         least_gain: float = LEAST_GAIN,
         moves: Sequence[Move] = (),

@@ -83,7 +83,7 @@ def plan(
     schedule: str | Policy | Sequence[str | Policy] | None = None,
     recompute: str | Sequence[str] | None = None,
     all_reduce: str | Sequence[str] | None = None,
-    jit_compile: bool = False,
+    jit_compile: bool | None = None,
     reverse_first_k: int | str | None = None,
     least_gain: float = LEAST_GAIN,
     moves: Sequence[Move] = (),

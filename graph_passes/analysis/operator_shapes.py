@@ -6,7 +6,7 @@ unknown batch size. Here their bodies are inferred too, and handles (of lists an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
@@ -89,20 +89,26 @@ class KnownShapes(NamedTuple):
     Attributes:
         shapes: see `operator_shapes`.
         elements: handle -> the shape of a list's elements, or of a variable, where it is known.
+        lengths: list -> the number of its elements, for lists that loops take or that are asked for it.
     """
 
     shapes: dict[Ref, Shape | None]
     elements: dict[Ref, Shape]
+    lengths: dict[Ref, int]
 
 
 class ShapeInference:
     """Infers shapes, also through the functions of a library.
+
+    Attributes:
+        loops: loop of the graph at hand -> shapes of its results, None for unknown ones; others are inferred.
 
     Args:
         library: the functions.
     """
 
     def __init__(self, library: FunctionDefLibrary) -> None:
+        self.loops: dict[str, CallShapes | None] = {}
         self._library = library
         self._results: dict[tuple[str, CallShapes], CallShapes] = {}
         self._kept: dict[tuple[str, int], bool] = {}
@@ -114,6 +120,7 @@ class ShapeInference:
         placeholders: Mapping[str, Sequence[int | None]],
         elements: Mapping[str, Shape] | None = None,
         values: Mapping[Ref, int] | None = None,
+        lengths: Mapping[str, int] | None = None,
     ) -> KnownShapes:
         """Returns the shapes of a graph.
 
@@ -122,6 +129,7 @@ class ShapeInference:
             placeholders: shapes of placeholders.
             elements: shapes of what is behind placeholders that are handles.
             values: of placeholders that are int32 scalars.
+            lengths: numbers of elements of placeholders that are lists.
 
         Raises:
             PassError: the shapes contradict each other.
@@ -133,8 +141,8 @@ class ShapeInference:
         for _ in range(_MOST_ROUNDS):
             inferred = infer_shapes(_with_shapes(asking, more), placeholders, values or {})
             shapes = {ref: more.get(ref, shape) for ref, shape in inferred.items() if ref.node in own}
-            lengths = {name: shape[0] for name in own if (shape := inferred.get(Ref(_length_name(name))))}
-            handles = Handles(self, graph, shapes, elements or {}, lengths)
+            reserved = {name: shape[0] for name in own if (shape := inferred.get(Ref(_length_name(name))))}
+            handles = Handles(self, graph, shapes, elements or {}, {**(lengths or {}), **reserved})
             refinements = {
                 ref: refined
                 for node in asked
@@ -144,9 +152,9 @@ class ShapeInference:
             if not refinements:
                 break
             more |= refinements
-        return KnownShapes(shapes, handles.known())
+        return KnownShapes(shapes, handles.known(), handles.asked_lengths())
 
-    def of_function(self, graph: GraphDef, given: CallShapes) -> KnownShapes:
+    def of_function(self, graph: GraphDef, given: CallShapes, lengths: Mapping[str, int] | None = None) -> KnownShapes:
         """Infers shapes inside a function for arguments of given shapes; ``graph`` is the `function_graph`."""
         arguments = [node.name for node in graph.node if node.op == "Placeholder"]
         shapes = zip(arguments, given.shapes, strict=False)
@@ -155,6 +163,7 @@ class ShapeInference:
             graph,
             {name: shape for name, shape in shapes if shape is not None},
             {name: shape for name, shape in elements if shape is not None},
+            lengths=lengths,
         )
 
     def results(self, name: str, given: CallShapes) -> CallShapes | None:
@@ -176,8 +185,11 @@ class ShapeInference:
 
     def call(self, node: NodeDef, given: CallShapes) -> CallShapes | None:
         """Returns the shapes of a loop's, branch's or call's results; None for other nodes that run functions."""
+        if not self._depth and node.name in self.loops:
+            return self.loops[node.name]
         if node.op in LOOPS:
-            return self._loop(node.attr["body"].func.name, given)
+            body = node.attr["body"].func.name
+            return _stable(given, lambda shapes: self.results(body, shapes))
         if node.op in CALLS:
             return self.results(node.attr["f"].func.name, given)
         if node.op not in BRANCHES:
@@ -188,22 +200,26 @@ class ShapeInference:
             joined = None if joined is None or side is None else _joined(joined, side)
         return joined
 
-    def _loop(self, body: str, given: CallShapes) -> CallShapes | None:
-        """Returns the shapes that stay the same from round to round."""
-        for _ in range(_MOST_ROUNDS):
-            after = self.results(body, given)
-            if after is None:
-                return None
-            # A list that is still empty at first has the elements that the body gives it.
-            elements = tuple(
-                before if now is None else now if before is None else _both(now, before)
-                for before, now in zip(given.elements, after.elements, strict=True)
-            )
-            joined = CallShapes(_joined(given, after).shapes, elements)
-            if joined == given:
-                return joined
-            given = joined
-        return None
+    def stable(
+        self, body: GraphDef, results: Sequence[Ref], given: CallShapes, lengths: Mapping[str, int]
+    ) -> tuple[CallShapes, KnownShapes] | None:
+        """Returns the shapes of a loop's variables that stay the same from round to round, and those of the body.
+
+        Args:
+            body: the `function_graph` of its body.
+            results: the body's results.
+            given: shapes of what the loop begins with.
+            lengths: see `of`.
+        """
+        known = KnownShapes({}, {}, {})
+
+        def after(shapes: CallShapes) -> CallShapes:
+            nonlocal known
+            known = self.of_function(body, shapes, lengths)
+            return CallShapes(tuple(map(known.shapes.get, results)), tuple(map(known.elements.get, results)))
+
+        stable = _stable(given, after)
+        return None if stable is None else (stable, known)
 
     def keeps_length(self, body: str, index: int) -> bool:
         """Returns whether a loop's body returns a list with as many elements as it takes: it only replaces some."""
@@ -226,7 +242,7 @@ class Handles:
         graph: a flat graph.
         shapes: of its tensors, as far as known.
         elements: shapes behind placeholders that are handles.
-        lengths: node that reserves a list -> the number of its elements, as far as known.
+        lengths: node that reserves a list, or placeholder -> the number of its elements, as far as known.
     """
 
     def __init__(
@@ -251,6 +267,12 @@ class Handles:
                 if dtype in _HANDLES:
                     self.element(Ref(node.name, output))
         return {ref: shape for ref, shape in self._found.items() if shape is not None}
+
+    def asked_lengths(self) -> dict[Ref, int]:
+        """Returns the known numbers of elements of lists that loops take, or that are asked for it."""
+        asking = (node for node in self._nodes.values() if node.op in LOOPS or node.op == "TensorListLength")
+        lengths = {ref: self._length(ref) for node in asking for ref in data_inputs(node)}
+        return {ref: length for ref, length in lengths.items() if length is not None}
 
     def outputs(self, node: NodeDef) -> dict[Ref, Shape]:
         """Returns the known output shapes of a reader of a handle, or of a node that runs functions."""
@@ -321,7 +343,7 @@ class Handles:
         """Returns the number of a list's elements, where none is added after it was made."""
         node = self._nodes[ref.node]
         given = data_inputs(node)
-        if node.op == "TensorListReserve":
+        if node.op in ("TensorListReserve", "Placeholder"):
             return self._lengths.get(node.name)
         if node.op == "TensorListFromTensor":
             shape = self._shapes.get(given[0])
@@ -336,6 +358,24 @@ class Handles:
         node = self._nodes[ref.node]
         sizes = constant_value(node) if node.op == "Const" else None
         return None if sizes is None or sizes.ndim != 1 or (sizes < 0).any() else tuple(map(int, sizes))
+
+
+def _stable(given: CallShapes, after: Callable[[CallShapes], CallShapes | None]) -> CallShapes | None:
+    """Returns the shapes that stay the same from round to round; ``after`` has those after a round."""
+    for _ in range(_MOST_ROUNDS):
+        results = after(given)
+        if results is None:
+            return None
+        # A list that is still empty at first has the elements that the body gives it.
+        elements = tuple(
+            before if now is None else now if before is None else _both(now, before)
+            for before, now in zip(given.elements, results.elements, strict=True)
+        )
+        joined = CallShapes(_joined(given, results).shapes, elements)
+        if joined == given:
+            return joined
+        given = joined
+    return None
 
 
 def _may_pass_on_handles(node: NodeDef) -> bool:

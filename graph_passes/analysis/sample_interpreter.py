@@ -477,6 +477,8 @@ def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) ->
 
 def _draws(node: NodeDef) -> bool:
     """Returns whether a node draws random numbers, also by an operator that only its seeds reveal."""
+    if "dropout" in node.attr and not node.attr["dropout"].f:  # cuDNN's recurrent layers
+        return False
     return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
 
 

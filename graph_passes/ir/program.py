@@ -383,6 +383,7 @@ class Stage:
         lookups: what is looked up before F: F and its backward functions get these rows, and not the parameters.
         indices: (batch inputs, boundary inputs) -> the indices of ``lookups``. None where there are none.
         whole_tables: parameter of which rows are looked up, but not before F -> why.
+        loops: what its functions run in loops, besides the library of ``graph``.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
         undecided_rows: parameter -> why it is unknown which rows of its gradient slices have in common.
@@ -414,6 +415,7 @@ class Stage:
     indices: StageFunction | None = None
     whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    loops: tuple[FunctionDef, ...] = ()
     residual_bytes: int = 0
     fixed_residual_bytes: int = 0
     delayed_bytes: int = 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.analysis.constant_folding import fold_shapes
-from graph_passes.analysis.split_signatures import Shape
-from graph_passes.ir.graph import Ref
 from graph_passes.ir.program import Fact, Program
+from graph_passes.passes.fold_loops import fold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +20,16 @@ class FoldShapes:
     tensor would be sent for it, and parts of a split operator would be joined.
 
     Attributes:
-        shapes: of all tensors of the step.
+        fed: shapes of the tensors that are fed, by node.
     """
 
     name: ClassVar[str] = "fold_shapes"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
-    shapes: Mapping[Ref, Shape | None]
+    fed: Mapping[str, Sequence[int | None]]
 
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with constants."""
         step = program.step
         kept = set() if step is None else step.named_nodes
-        return program.replace(graph=fold_shapes(program.graph, self.shapes, kept).graph)
+        return program.replace(graph=fold(program.graph, self.fed, kept=kept).graph)

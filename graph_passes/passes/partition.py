@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
@@ -24,6 +23,7 @@ from graph_passes.ir.static_shapes import ShapesOf
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, is_stateful, output_dtypes
 from graph_passes.ir.twin import KINDS_OF_STAGES, Twin
 from graph_passes.passes.drop_no_ops import drop_no_ops
+from graph_passes.passes.fold_loops import fold
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ _CHEAP = frozenset(_CHEAP_NAMES.split()) | METADATA
 _OFFLOADED = COUNTABLE_DTYPES | {types_pb2.DT_BOOL, types_pb2.DT_INT64, types_pb2.DT_INT8, types_pb2.DT_UINT8}
 """The dtypes of tensors that may be sent to the host. GPUs keep those of 32-bit integers there anyway."""
 _CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
+_CUDNN = frozenset({"CudnnRNNV3", "CudnnRNNBackpropV3"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Partition:
             the host: those that grow with the slice, but for what the stage gives to others.
         jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
             lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
-            up over their replicas aren't compiled either: XLA can't do that.
+            up over their replicas, or have cuDNN's recurrent layers, aren't compiled either: XLA can't do that.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
         fuse: the stages whose B follows F at once. With XLA, F and B are one function there if B needs nothing from
@@ -106,11 +107,13 @@ class Partition:
             if policy not in POLICIES:
                 raise PassError(f"recompute={policy!r} is unknown; use one of {', '.join(POLICIES)}")
         reasons = {} if self.keepers is None else row_tables(program, self.keepers)
-        fold = functools.lru_cache(maxsize=KINDS_OF_STAGES)(_folded)
-        return program.replace(stages=tuple(self._stage(program, stage, reasons, fold) for stage in program.stages))
+        fold_twin = functools.lru_cache(maxsize=KINDS_OF_STAGES)(_folded)
+        stages = tuple(self._stage(program, stage, reasons, fold_twin) for stage in program.stages)
+        return program.replace(stages=stages)
 
-    def _stage(self, program: Program, stage: Stage, reasons: Mapping[str, str], fold: _Fold) -> Stage:
-        whole, samples = stage, self.samples[stage.index] if self.samples else None
+    def _stage(self, program: Program, stage: Stage, reasons: Mapping[str, str], fold_twin: _Fold) -> Stage:
+        whole, library = stage, {function.signature.name for function in stage.own_graph.library.function}
+        samples = self.samples[stage.index] if self.samples else None
         if not self.replicas or self.replicas[stage.index] == 1:
             stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
         stage = with_lookups(stage, [v for v in program.roles.variables if reasons.get(v.name) == ""])
@@ -118,10 +121,12 @@ class Partition:
         recompute = self.recompute if isinstance(self.recompute, str) else self.recompute[stage.index]
         counts = self.training and (self.counted or recompute in ("min_cut", "offload"))
         counted = _counted(program, stage, shapes_of) if counts else {}
-        sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
+        before: Mapping[Ref, Ref] = {}
         if samples is not None:
-            stage, shapes = _of_samples(program, stage, shapes_of, samples, fold)
+            stage, shapes, before = _of_samples(program, stage, shapes_of, samples, fold_twin)
+            counted = {number: size.renumbered(before) for number, size in counted.items()}
+        sizes = list(counted.values())
         graph = Graph(stage.own_graph)
         given = set(stage.arguments.values())
         forward, indices, gradients = dict[Value, Ref](), dict[Value, Ref](), dict[Value, Ref]()
@@ -140,19 +145,25 @@ class Partition:
         crossing = _crossing(graph, second, gradients.values(), first, given)
         residuals = _residuals(recompute, graph, crossing, given, sizes)
 
-        results = forward | {Value(ref): ref for ref in taps}
+        tapped = {Value(before.get(ref, ref)): ref for ref in taps}
+        results = forward | tapped
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
         name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
         control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
-        sums = [node.name for node in sums_of(graph)]
+        reasons_not = {
+            "has a loop or branch": control_flow,
+            "adds up over its replicas": [node.name for node in sums_of(graph)],
+            "has a recurrent layer of cuDNN": [node.name for node in graph if node.op in _CUDNN],
+        }
         wanted = self.jit_compile and stage.index not in self.spread
-        jit_compile = wanted and not control_flow and not sums
+        jit_compile = wanted and not any(reasons_not.values())
         if wanted and not jit_compile:
-            why, names = ("has a loop or branch", control_flow) if control_flow else ("adds up over its replicas", sums)
+            why, names = next((why, names) for why, names in reasons_not.items() if names)
             logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
         changes: dict[str, Any] = {
             "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile),
             "lookups": stage.lookups,
+            "loops": tuple(each for each in graph.graph.library.function if each.signature.name not in library),
             "indices": None,
             "whole_tables": {table: why for table, why in reasons.items() if why and table in stage.reads},
         }
@@ -194,11 +205,15 @@ class Partition:
             if counted:
                 changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
         if stage.metric_results:
-            arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
+            arguments = {**stage.arguments, **tapped}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
-        for function in changes.values():
+        for name, function in changes.items():
             if isinstance(function, StageFunction):
                 _tell_shapes(function, stage.arguments, shapes)
+                lists = (tuple(_with_old_refs(own, before)) for own in (function.inputs, function.outputs))
+                changes[name] = StageFunction(function.function, *lists)
+        if "offloaded" in changes:
+            changes["offloaded"] = tuple(_with_old_refs(changes["offloaded"], before))
         return dataclasses.replace(whole, **changes)
 
 
@@ -209,11 +224,13 @@ class _FoldedTwin(NamedTuple):
         graph: the twin, with values from shapes as constants, and without what does nothing.
         wanted: what the wanted tensors are now.
         shapes: of the tensors that the twin had, and of the new ones.
+        before: outputs of loops that have lost variables -> the twin's.
     """
 
     graph: GraphDef
     wanted: tuple[Ref, ...]
     shapes: Mapping[Ref, Shape | None]
+    before: Mapping[Ref, Ref]
 
 
 _Assumed = tuple[tuple[str, tuple[int | None, ...]], ...]
@@ -221,41 +238,51 @@ _Fold = Callable[[bytes, _Assumed, tuple[tuple[Ref, int], ...], tuple[Ref, ...]]
 
 
 def _of_samples(
-    program: Program, stage: Stage, shapes_of: ShapesOf, samples: int, fold: _Fold
-) -> tuple[Stage, Mapping[Ref, Shape | None]]:
-    """Returns the stage for slices of ``samples`` samples, with values from shapes as constants; and these shapes."""
+    program: Program, stage: Stage, shapes_of: ShapesOf, samples: int, fold_twin: _Fold
+) -> tuple[Stage, Mapping[Ref, Shape | None], Mapping[Ref, Ref]]:
+    """Returns the stage for slices of ``samples`` samples, with values from shapes as constants.
+
+    Besides it: the shapes, and its renumbered outputs of loops -> those of the given stage.
+    """
     wanted = list(dict.fromkeys([*stage.results.values(), *stage.metric_results.values()]))
     twin, assumed = Twin(stage.own_graph), _assumed(program, stage, shapes_of, samples)
     count = program.roles.slice.samples
     try:
-        folded = fold(
+        folded = fold_twin(
             twin.serialized,
             tuple((twin.name(name), tuple(shape)) for name, shape in assumed.items()),
             ((twin.of(count), samples),) if count.node in twin else (),
             tuple(map(twin.of, wanted)),
         )
     except PassError as error:
-        raise _with_names(error, stage, shapes_of, assumed, {count: samples}, wanted) from None
+        raise _with_names(error, stage, assumed, {count: samples}, wanted) from None
     graph, named = twin.named(folded.graph)
     now = dict(zip(wanted, map(named, folded.wanted), strict=True))
     results, metrics = (
         {value: now[ref] for value, ref in results.items()} for results in (stage.results, stage.metric_results)
     )
     shapes = {named(ref): shape for ref, shape in folded.shapes.items()}
-    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), shapes
+    before = {named(ref): named(old) for ref, old in folded.before.items()}
+    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), shapes, before
+
+
+def _with_old_refs(values: Iterable[Value], before: Mapping[Ref, Ref]) -> Iterator[Value]:
+    """Yields values with the tensors of the stage's graph that functions hand on."""
+    for value in values:
+        handed_on = value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL)
+        yield Value(before.get(value.ref, value.ref), value.kind) if handed_on else value
 
 
 def _with_names(
     error: PassError,
     stage: Stage,
-    shapes_of: ShapesOf,
     assumed: Mapping[str, Sequence[int | None]],
     values: Mapping[Ref, int],
     wanted: Sequence[Ref],
 ) -> PassError:
     """Returns an error of a stage's twin with the names of the stage."""
     try:
-        fold_shapes(stage.own_graph, shapes_of.under(assumed, values), results=wanted)
+        fold(stage.own_graph, assumed, values, results=wanted)
     except PassError as named:
         return named
     return error
@@ -266,10 +293,11 @@ def _folded(
 ) -> _FoldedTwin:
     """Does for the twin of a stage's graph what `_of_samples` does."""
     twin = GraphDef.FromString(serialized)
-    folded = fold_shapes(twin, ShapesOf(twin).under(dict(assumed), dict(values)), results=wanted)
+    folded = fold(twin, dict(assumed), dict(values), results=wanted)
     graph, moved = drop_no_ops(folded.graph, folded.shapes)
     replaced = [folded.moved.get(ref, ref) for ref in wanted]
-    return _FoldedTwin(graph, tuple(moved.get(ref, ref) for ref in replaced), folded.shapes)
+    before = {now: ref for ref, now in folded.moved.items() if now.node == ref.node and now != ref}
+    return _FoldedTwin(graph, tuple(moved.get(ref, ref) for ref in replaced), folded.shapes, before)
 
 
 def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:
@@ -399,15 +427,20 @@ def _function(
 class _Bytes:
     """The bytes of each tensor of a stage; 0 where statically unknown."""
 
-    def __init__(self, graph: ShapesOf, shapes: Mapping[Ref, Shape | None]) -> None:
-        self._graph, self._shapes = graph, shapes
+    def __init__(self, graph: ShapesOf, shapes: Mapping[Ref, Shape | None], before: Mapping[Ref, Ref] = {}) -> None:
+        self._graph, self._shapes, self._before = graph, shapes, before
+
+    def renumbered(self, before: Mapping[Ref, Ref]) -> _Bytes:
+        """Returns the same for a graph with other names; ``before`` has the names here."""
+        return _Bytes(self._graph, self._shapes, before)
 
     def known(self, ref: Ref) -> bool:
         """Returns whether the tensor's shape is statically known."""
-        shape = self._shapes.get(ref)
+        shape = self._shapes.get(self._before.get(ref, ref))
         return shape is not None and None not in shape
 
     def __getitem__(self, ref: Ref) -> int:
+        ref = self._before.get(ref, ref)
         if not self.known(ref):
             return 0
         dtype = output_dtypes(self._graph.node(ref.node))[ref.output]

@@ -113,7 +113,7 @@ class _Replication:
     def result(self) -> Program:
         program, graph = self.program, self.builder.graph
         for stage in program.stages:
-            merge_library(graph, stage.own_graph.library.function)
+            merge_library(graph, (*stage.own_graph.library.function, *stage.loops))
             merge_gradients(graph, {g.function_name: g.gradient_func for g in stage.own_graph.library.gradient})
         self._feed_batches()
         self._normalizers()

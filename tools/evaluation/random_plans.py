@@ -182,7 +182,7 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
     "weight_devices": lambda plan: plan.weight_devices is not None,
     "reverse_first_k": lambda plan: plan.reverse_first_k > 0,
     "warm_up": lambda plan: plan.warm_up is not None,
-    "jit_compile": lambda plan: plan.jit_compile,
+    "jit_compile": lambda plan: plan.compiled,
 }
 """What plans mix: a name, and whether a plan has it."""
 
