@@ -237,10 +237,10 @@ class _Writer:
         if self.placer is not None:
             own, complete = self._operators(place, self.placer, source.built, kind, complete, graphs)
             entries += own
-        if gpus := gpu_text(complete.graph, self.passes.cluster):
-            text = place / "gpus.txt"
-            text.write_text(gpus, encoding="utf-8")
-            entries.append(self.entry(text, "what the step does on GPUs: copies, and operators without kernels there"))
+        if report := gpu_text(complete.graph, self.passes.cluster):
+            file = place / "gpus.txt"
+            file.write_text(report, encoding="utf-8")
+            entries.append(self.entry(file, "what the step does on GPUs: copies, and operators without kernels there"))
         if mode is Mode.TRAIN:
             entries += self._timelines(place, whole, step.schedule)
         entries += [self.entry(graph.file, graph.what, graph) for graph in graphs.files.written]
