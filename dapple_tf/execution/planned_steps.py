@@ -35,7 +35,7 @@ def planned_step(
     """
     passes, table = StepPasses(plan, cluster), VariableTable(model)
     build(model, table, spec)
-    captured = capture(model, table, Mode.TRAIN, spec)
+    captured = capture(model, table, Mode.TRAIN, spec, gpus=passes.gpus)
     program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_", uncut=spec.uncut))
     source = training_source(model, passes, table, spec, program)
     kind = full_step(source, plan)
