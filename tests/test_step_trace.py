@@ -291,7 +291,10 @@ def on_gpus(traced: TracedStep, delay: int) -> tuple[TracedStep, dict[str, tuple
             name = node.node_name.removeprefix(f"{traced.prefix}/")
             if name not in traced.nodes or traced.nodes[name].kind not in (*TASKS, "apply"):
                 continue
-            for launched in (node.all_start_nanos // 1000, (node.all_start_nanos + node.all_end_rel_nanos // 2) // 1000):
+            for launched in (
+                node.all_start_nanos // 1000,
+                (node.all_start_nanos + node.all_end_rel_nanos // 2) // 1000,
+            ):
                 start, free = max(free, launched + delay), max(free, launched + delay) + 300
                 kernels[name] = kernels.get(name, (start, 0))[0], free
                 times = {"all_start_micros": start, "op_end_rel_micros": 300, "all_end_rel_micros": 300}

@@ -280,9 +280,7 @@ class _Measuring:
             return float(np.median(np.concatenate(times)))
 
         trained = {update.stages[0] for update in self.profiled.updates}
-        each = [
-            typical("layered", stage) if stage in trained else 0.0 for stage in range(len(self.program.stages))
-        ]
+        each = [typical("layered", stage) if stage in trained else 0.0 for stage in range(len(self.program.stages))]
         total = typical("whole", 0) - start_up if trained else 0.0
         return shares(np.asarray(each), start_up, total)
 

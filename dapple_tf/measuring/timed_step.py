@@ -150,9 +150,7 @@ def has_weight_gradients(program: Program, stage: Stage) -> bool:
     return len(input_gradients_of(program, stage)) < len(stage.own_backward.outputs)
 
 
-def _add_input_gradients(
-    program: Program, split: Program, graph: GraphDef, step: Step, device: str
-) -> dict[Task, str]:
+def _add_input_gradients(program: Program, split: Program, graph: GraphDef, step: Step, device: str) -> dict[Task, str]:
     """Adds tasks Bx to the first micro-batch; returns task B -> its call of Bx, a part of it."""
     view = Graph(graph)
     builder = Builder(graph)
