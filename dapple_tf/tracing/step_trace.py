@@ -224,6 +224,8 @@ class _Reading:
         A node without kernels begins no earlier than all that it waits for on its device has ended.
         """
         kernels = kernel_times(self.traced.stats, {name: run[:3] for name, run in self.runs.items()})
+        if kernels is None:
+            return False
         for name, run in sorted(self.runs.items(), key=lambda item: item[1].start) if kernels else ():
             if name in kernels:
                 start, end = kernels[name]
@@ -232,7 +234,7 @@ class _Reading:
                 before = (self.runs[other] for other in self.nodes[name].waits_for if other in self.runs)
                 late = max([0.0, *(own.end - run.start for own in before if own.device == run.device)])
                 self.runs[name] = run._replace(start=run.start + late, end=run.end + late, ready=run.ready + late)
-        return kernels is not None
+        return True
 
     # ---- one clock
 
