@@ -26,7 +26,7 @@ from dapple_tf.keras_private import (
     slots_by_parameter,
     takes_training,
 )
-from dapple_tf.model_copies import FLOATS, coarsest, copy_of, doubled
+from dapple_tf.model_copies import FLOATS, copy_of, doubled
 from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, restored
 
 _FEW = 1e-3
@@ -295,6 +295,7 @@ def compare_steps(
     count: int,
     reasons: Reasons,
     *,
+    dtype: str,
     pipelined: Callable[[keras.Model], contextlib.AbstractContextManager[Run]] | None = None,
 ) -> ComparedSteps:
     """Compares some steps on a batch with those of plain Keras, in the model's dtype and in float64.
@@ -310,9 +311,10 @@ def compare_steps(
         count: number of steps.
         reasons: why training steps may differ. If some don't hold in inference behaviour, steps are compared in that
             as well.
+        dtype: result of `dapple_tf.verification.computed_in`.
         pipelined: makes the same pipeline of another model for the duration of its context; None leaves float64 out.
     """
-    before, descriptions, dtype = _values(model), descriptions_of(model), coarsest(model)
+    before, descriptions = _values(model), descriptions_of(model)
     kinds = {key: own.kind for key, own in descriptions.items()}
     own, plain = run(data, count, True), plain_steps(plain_model, data, count, training=True)
     logs = {name: (own.logs[name], value) for name, value in plain.logs.items() if name in own.logs}

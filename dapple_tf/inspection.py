@@ -35,7 +35,7 @@ from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.simulation.planned import planned
 from dapple_tf.tracing.prediction import Prediction
 from dapple_tf.tracing.step_profile import StepProfile
-from dapple_tf.verification import PlainSide, Verification, compare
+from dapple_tf.verification import PlainSide, Verification, compare, computed_in
 from graph_passes.ir.graph import GraphDef
 
 
@@ -130,11 +130,14 @@ class Inspection(ModelFront, abc.ABC):
 
         reasons = Reasons.of(self._runtime, batch)
         plain = PlainSide.of(self.model, data, training=not reasons.first)
-        verification = compare(run, self.model, self._engine.table, plain, data, reason=reasons.first)
+        dtype = computed_in(self.model, self.cluster)
+        verification = compare(run, self.model, self._engine.table, plain, data, dtype=dtype, reason=reasons.first)
         if not steps:
             return verification
         twin = self._twin if float64 else None
-        compared = compare_steps(self.model, plain.model, self._steps_apart, data, steps, reasons, pipelined=twin)
+        compared = compare_steps(
+            self.model, plain.model, self._steps_apart, data, steps, reasons, dtype=dtype, pipelined=twin
+        )
         return dataclasses.replace(verification, steps=compared)
 
     def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.errors import VerificationError
 from dapple_tf.errors import reason as reason_of
 from dapple_tf.execution.builds import StepResult
@@ -23,8 +25,9 @@ from dapple_tf.model_copies import coarsest, copy_of
 from dapple_tf.text_table import table
 from dapple_tf.view.notebook import Table, notebook_html
 
-TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
-"""Coarsest floating-point type of a model -> largest relative difference of gradients and logs taken as rounding."""
+TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "tf32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
+"""Coarsest floating-point type that steps compute in -> largest relative difference of gradients and logs taken as
+rounding."""
 
 EXACT = 1e-6
 """Largest difference of a variable in float64 taken as rounding, relative to its change."""
@@ -62,7 +65,7 @@ class ComparedSteps:
 
     Attributes:
         count: number of steps.
-        dtype: the coarsest floating-point type of the model.
+        dtype: the coarsest floating-point type of the model's steps, see `computed_in`.
         variables: path of a variable or slot -> how it differs.
         logs: name -> (pipelined, plain) value of a metric over the steps, the mean loss included.
         float64: why the same steps weren't compared in float64; empty if they were.
@@ -283,6 +286,14 @@ class PlainSide:
         return cls(model, *plain_step(model, *data, training=training), itself=twin)
 
 
+def computed_in(model: keras.Model, cluster: Cluster) -> str:
+    """Returns the coarsest floating-point type of a model's steps: GPUs multiply float32 as TF32 unless it is off."""
+    dtype = coarsest(model)
+    gpus = any(kind_and_number(name)[0] == "GPU" for name in cluster.device_names)
+    tf32 = dtype == "float32" and gpus and tf.config.experimental.tensor_float_32_execution_enabled()
+    return "tf32" if tf32 else dtype
+
+
 def compare(
     run: Callable[[bool], StepResult],
     model: keras.Model,
@@ -290,6 +301,7 @@ def compare(
     plain: PlainSide,
     data: tuple[Any, Any, Any],
     *,
+    dtype: str,
     reason: str = "",
 ) -> Verification:
     """Compares a pipelined step with a plain one.
@@ -300,6 +312,7 @@ def compare(
         table: names of its variables.
         plain: plain Keras' step.
         data: inputs, labels and sample weights of the batch.
+        dtype: result of `computed_in`.
         reason: why layers compute something else on slices than on the whole batch in training; empty if they don't.
     """
     training = not reason
@@ -322,7 +335,7 @@ def compare(
         differences[name] = error if math.isfinite(error) else math.inf
     assert result.loss is not None
     layers = {name: paths[name].rpartition("/")[0] or paths[name] for name in differences}
-    tolerance = TOLERANCES[coarsest(model)]
+    tolerance = TOLERANCES[dtype]
     remark = f"Plain Keras ran on the model itself, which can't be made again: {plain.itself}." if plain.itself else ""
     if not plain.itself and _relative(result.loss, plain.loss) > tolerance:
         loss, _ = plain_step(model, *data, training=training)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import ClusterError, Device, Link, ReductionLinks, Server
+from dapple_tf.measuring import links
 from dapple_tf.measuring.links import _line, _line_of, _network_cards, _pairs, all_reduces, measure_links
 
 
@@ -102,6 +109,31 @@ def test_all_reduces_of_several_servers_are_measured_flat_and_hierarchical() -> 
     assert set(measured.reductions.links) == {"ring", "inside", "between", "exchange"}
     again = dapple.Cluster.from_json(measured.to_json())
     assert again.reductions == measured.reductions
+
+
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
+def test_clocks_wait_for_one_element_and_everything_measured_has_a_device(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole vectors were copied to the host that reads the clock, and sums computed by the client, all while timed."""
+    graphs: list[tf.Graph] = []
+    ticks = itertools.count(1.0)
+
+    @contextlib.contextmanager
+    def opened(_: Any, graph: tf.Graph) -> Iterator[Any]:
+        graphs.append(graph)
+        yield SimpleNamespace(run=lambda fetches, _: tf.nest.map_structure(lambda _: next(ticks), fetches))
+
+    monkeypatch.setattr(links, "open_session", opened)
+    monkeypatch.setattr(links, "connected", lambda _: contextlib.nullcontext())
+    name = f"/job:worker/replica:0/task:%d/device:{kind}:%d"
+    measure_links(dapple.Cluster([Device(name % divmod(n, 2), n // 2) for n in range(4)]), repeats=1)
+    assert len(graphs) > 8
+    for op in itertools.chain.from_iterable(graph.get_operations() for graph in graphs):
+        assert op.device or op.type in ("Placeholder", "Const"), op.name
+        if "device:GPU" not in op.device:
+            from_gpus = [tensor for tensor in op.inputs if "device:GPU" in tensor.device]
+            assert all(tensor.op.type == "StridedSlice" for tensor in from_gpus), op.name
 
 
 def test_what_cannot_be_measured() -> None:

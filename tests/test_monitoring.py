@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import logging
 import math
 import pathlib
@@ -22,6 +23,7 @@ from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor, TraceBudget, step_metrics, tag
 from dapple_tf.tracing.stage_drift import StageDrift
 from dapple_tf.tracing.step_profile import simulated_tasks
+from dapple_tf.view.timeline import LAUNCHES
 from graph_passes.ir.tasks import Phase, Task
 
 CLUSTER = dapple.Cluster.local(3, kind="cpu")
@@ -392,6 +394,23 @@ def test_without_a_callback_the_tenth_step_is_traced_and_one_more_to_be_sure() -
             monitor.stepped(simulation.latency)
     assert traced == [10, 11]
     assert monitor.drift is not None and monitor.drift.off == {1}
+
+
+def test_launches_are_not_compared_with_the_prediction() -> None:
+    """Every stage on GPUs was warned of, and plans were offered for made-up speeds."""
+    own = plan(devices=[[0, 1], [2]])
+    simulation = simulate(own, PROFILE, CLUSTER)
+    monitor = StepMonitor(simulation)
+    monitor.callback = PipelineMonitor(budget=1.0)
+    step = measured_as(simulation, {0: 0.01, 1: 0.01})
+    step = dataclasses.replace(step, timeline=dataclasses.replace(step.timeline, name=LAUNCHES))
+    for _ in range(5):
+        monitor.stepped(0.1)
+    for _ in range(2):
+        monitor.sampled(step, own, 3)
+    assert monitor.drift is None
+    known = {name for name, value in monitor.callback.latest.items() if not np.isnan(value)}
+    assert known == {"step_ms", "peak_mib_stage_0", "peak_mib_stage_1"}
 
 
 def test_without_a_prediction_nothing_is_traced() -> None:

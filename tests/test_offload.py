@@ -20,7 +20,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.devices import Server
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.execution.memory_limits import residuals_held
-from dapple_tf.execution.residual_hosts import note_on_hosts, residual_hosts
+from dapple_tf.execution.residual_hosts import more_page_locked, note_on_hosts, residual_hosts
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.recompute_modes import modes_by_memory
 from dapple_tf.schedules.schedules import make_schedule
@@ -135,6 +135,15 @@ def test_what_the_pass_changes(golden: Callable[[str, str], None]) -> None:
     cut = layout([1, 1], 4, 4)
     before, after = offloaded(cut, "gpipe", hosts_of(cut), ["offload", "none"])
     golden("offload.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
+
+
+def test_full_page_locked_memory_is_told_with_the_way_out() -> None:
+    own = Plan.manual(["a"], [[0], [1]], 4, 4, "gpipe", recompute=["offload", "none"])
+    full = "OOM when allocating tensor with shape[9] on /device:CPU:0 by allocator gpu_host_bfc"
+    assert "stages 0 wait in the page-locked memory" in more_page_locked(own, full)
+    assert "TF_GPU_HOST_MEM_LIMIT_IN_MB" in more_page_locked(own, full)
+    assert not more_page_locked(own, full.replace("gpu_host_bfc", "GPU_0_bfc"))
+    assert not more_page_locked(dataclasses.replace(own, recompute="none"), full)
 
 
 def test_a_small_step_written_out() -> None:

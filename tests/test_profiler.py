@@ -18,8 +18,10 @@ from profiled import captured, mlp
 import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ZERO, ProfileError
 from dapple_tf.describe.profile import Profile
+from dapple_tf.measuring import measured_layers
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.time_budget import TimeBudget
+from dapple_tf.measuring.timed_session import StepRuns
 from graph_passes.ir.program import VariableKind
 from graph_passes.passes.assign_stages import AssignStages
 
@@ -279,6 +281,29 @@ def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_
     first, second, _ = quick.layers
     assert first.backward_weight == first.backward
     assert second.backward_weight is not None and ZERO.at(8) < second.backward_weight.at(8) < second.backward.at(8)
+
+
+def test_on_gpus_functions_know_the_size_of_slices_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes were computed in each pass, and copied to the host, which waits for all kernels before."""
+    steps: dict[str, StepRuns] = {}
+    monkeypatch.setattr(measured_layers, "device_kind", lambda _: "GPU")
+    run = StepRuns.run
+
+    def noted(self: StepRuns, samples: int, **options: bool) -> None:
+        steps[self.name] = self
+        run(self, samples, **options)
+
+    monkeypatch.setattr(StepRuns, "run", noted)
+    profiled = measured(mlp(), [2, 8], budget=hurried("layers"))
+    for layer, other in zip(profiled.layers, mlp_by_layer().layers, strict=True):
+        for what in ("residual_bytes", "min_cut_residual_bytes", "delayed_bytes", "output_bytes", "parameter_bytes"):
+            assert getattr(layer, what) == getattr(other, what), (layer.name, what)
+    of_size = {f"{name}{samples}" for name in ("layered", "whole", "again") for samples in (2, 8)}
+    assert set(steps) == {*of_size, "layered", "nothing"}  # One of any size tells memory.
+    for name in of_size:
+        nodes = [node for function in steps[name].timed.graph.library.function for node in function.node_def]
+        assert {"MatMul"} <= {node.op for node in nodes}
+        assert not {"Shape", "BroadcastGradientArgs", "Prod"} & {node.op for node in nodes}, name
 
 
 @pytest.mark.few(1)

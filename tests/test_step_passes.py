@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+from models_for_tests import classifier, plan, samples, transform
 from programs import mlp, two_layers
 
 import dapple_tf as dapple
+from dapple_tf.execution import step_passes
 from dapple_tf.execution.builds import Build
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
@@ -98,3 +101,22 @@ def test_a_step_whose_operators_are_placed_one_by_one_is_not_one_function() -> N
     made = passes((), [[0]], 1)
     placed = dataclasses.replace(made, plan=made.plan.with_placed_operators())
     assert not placed.joins(built(made, two_layers()), 12)
+
+
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
+def test_evaluation_and_prediction_on_gpus_have_functions_of_one_size(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shape that a forward computed was copied to the host, which waits for all kernels before it."""
+    monkeypatch.setattr(step_passes, "kind_and_number", lambda _: (kind, 0))
+    pipelined = transform(classifier(metrics=["accuracy"]), plan(devices=[[0, 1], [2]]))
+    x, y, _ = samples(19)
+    np.testing.assert_allclose(
+        pipelined.predict(x, batch_size=8, verbose=0), pipelined.model.predict(x, batch_size=8, verbose=0), rtol=1e-5
+    )
+    own, plain = (model.evaluate(x, y, batch_size=8, verbose=0) for model in (pipelined, pipelined.model))
+    assert own == pytest.approx(plain, rel=1e-5)
+    graph, _ = pipelined.session_graph()
+    forwards = [name for f in graph.library.function if (name := f.signature.name).endswith("forward")]
+    assert any("_of" in name for name in forwards) == (kind == "GPU"), forwards
+    pipelined.close()

@@ -17,6 +17,7 @@ from profiles_for_tests import MS, measured_as, profile_of
 import dapple_tf as dapple
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.step_profile import StepProfile, slowdown
+from dapple_tf.view.timeline import LAUNCHES
 from graph_passes.ir.tasks import Phase
 
 CLUSTER = dapple.Cluster.local(3, kind="cpu")
@@ -178,6 +179,21 @@ def test_the_report(golden: Callable[[str, str], None]) -> None:
         str(dataclasses.replace(hand_made({}), simulation=None)),
     ]
     golden("step_profile.txt", "\n\n".join(texts) + "\n")
+
+
+def test_launches_are_called_that_and_have_no_bubbles(tmp_path: pathlib.Path) -> None:
+    step = hand_made({1: 1.25}).step
+    launches = dataclasses.replace(step, timeline=dataclasses.replace(step.timeline, name=LAUNCHES, memory={}))
+    profile = hand_made({}, step=launches, untraced_seconds=75 * MS)
+    assert profile.bubbles == profile.phases == () and profile.tracing == 1.0
+    profile.save(tmp_path)
+    simulated, _, drawn = (tmp_path / "timeline.txt").read_text().partition("launches: ")
+    lanes = drawn.partition("░")[0]
+    assert "bubble" in simulated and lanes and "bubble" not in lanes and "%" not in lanes
+    text = str(profile)
+    assert "milliseconds of launching on each device:" in text and "stages:" not in text and "tasks" not in text
+    data = (tmp_path / "timeline.html").read_text()
+    assert data.count('"bubble":null') == 3 and "stages" not in profile._repr_html_()
 
 
 def test_saved_files_show_all_timelines(tmp_path: pathlib.Path) -> None:

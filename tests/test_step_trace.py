@@ -275,6 +275,75 @@ def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) 
     assert "are clocks being set?" in caplog.text
 
 
+def on_gpus(traced: TracedStep, delay: int) -> tuple[TracedStep, dict[str, tuple[int, int]]]:
+    """The same step as GPUs report it, and node -> microseconds in which its kernels run, some time after their launch.
+
+    Each call and update launches two kernels, named by an operator inside.
+    """
+    stats, kernels, nodes = copy.deepcopy(traced.stats), {}, {}
+    for own in [*stats.dev_stats]:
+        own.device = own.device.replace("CPU", "GPU")
+        gpu = "/device:" + own.device.rpartition("device:")[2]
+        lists = {key: stats.dev_stats.add(device=gpu + key).node_stats for key in ("/stream:14", "/stream:all")}
+        stats.dev_stats.add(device=gpu + "/sync").node_stats.add(node_name="cuStreamSynchronize")
+        free = 0
+        for node in sorted(own.node_stats, key=lambda node: node.all_start_nanos):
+            name = node.node_name.removeprefix(f"{traced.prefix}/")
+            if name not in traced.nodes or traced.nodes[name].kind not in (*TASKS, "apply"):
+                continue
+            for launched in (
+                node.all_start_nanos // 1000,
+                (node.all_start_nanos + node.all_end_rel_nanos // 2) // 1000,
+            ):
+                start, free = max(free, launched + delay), max(free, launched + delay) + 300
+                kernels[name] = kernels.get(name, (start, 0))[0], free
+                times = {"all_start_micros": start, "op_end_rel_micros": 300, "all_end_rel_micros": 300}
+                for records in lists.values():
+                    records.add(node_name=f"{node.node_name}:MatMul", scheduled_micros=launched, **times)
+    for name, node in traced.nodes.items():
+        nodes[name] = node._replace(device=node.device.replace("CPU", "GPU"))
+    return dataclasses.replace(traced, stats=stats, nodes=nodes), kernels
+
+
+def test_a_task_on_a_gpu_takes_as_long_as_its_kernels(uneven: Run) -> None:
+    """Times were those of launching kernels; a kernel's record with a node's name replaced the node's run."""
+    pipelined, plain, traced, _ = uneven
+    given, kernels = on_gpus(traced, 50_000)
+    devices = {name.replace("CPU", "GPU"): own for name, own in traced_devices(pipelined.cluster).items()}
+    labels = pipelined.plan.device_labels()
+    step = measured(given, devices, labels, {})
+    assert step.remarks == () and step.timeline.name == "measured" and not step.launches
+    assert step.timeline.peak_bytes == plain.timeline.peak_bytes
+    assert set(tasks_of(step.timeline)) == set(tasks_of(plain.timeline))
+    ends = {(span.kind, span.start): span.end for span in step.timeline.spans}
+    for name, (start, end) in kernels.items():
+        begun, ended = (max(0.0, (1000 * at - traced.called[0]) / 1e9) for at in (start, end))
+        node = traced.nodes[name]
+        with_metrics = (node.kind, node.stage) == ("F", 1)
+        assert ends[node.kind, begun] > ended if with_metrics else ends[node.kind, begun] == ended, name
+    for task, seconds in step.tasks.items():  # From its first kernel on, and accumulation follows its last one.
+        assert 600e-6 <= seconds < plain.tasks[task] + 50e-3
+
+
+@pytest.mark.parametrize("unknown", ["no list", "two workers", "another clock"])
+def test_without_kernels_that_surely_belong_to_a_gpu_nothing_is_said_of_its_times(uneven: Run, unknown: str) -> None:
+    pipelined, plain, traced, _ = uneven
+    given, _ = on_gpus(traced, 50_000)
+    devices = {name.replace("CPU", "GPU"): own for name, own in traced_devices(pipelined.cluster).items()}
+    for own in [*given.stats.dev_stats]:
+        if own.device.endswith("GPU:1/stream:all"):
+            if unknown == "no list":
+                given.stats.dev_stats.remove(own)
+            elif unknown == "two workers":
+                given.stats.dev_stats.add().CopyFrom(own)
+            else:
+                own.node_stats[0].scheduled_micros -= 10**9
+    step = measured(given, devices, pipelined.plan.device_labels(), {})
+    assert step.launches and step.timeline.name == "launches" and not step.timeline.bubbles
+    assert "times on GPUs are those of launching kernels" in step.remarks[0]
+    assert step.timeline.spans == plain.timeline.spans and step.timeline.peak_bytes == plain.timeline.peak_bytes
+
+
 def test_each_worker_of_a_server_has_a_clock_of_its_own() -> None:
     """Where several workers are one server, times were aligned by the clock of the worker of that server's number."""
     addresses = [f"10.0.0.{own // 2 + 1}:{2222 + own % 2}" for own in range(4)]

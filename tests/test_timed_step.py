@@ -15,9 +15,10 @@ from graph_passes.ir.program import Program
 LAYERED = ["0F0", "1F0", "1Bx0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1", "1apply0", "0apply0"]
 
 
-def made(program: Program, **options: bool) -> TimedStep:
-    updates = sgd_updates(program)
-    return timed_step(program, updates, HOST, HOST, "timed_", **options)
+def made(program: Program, *cuts: str, halves: Program | None = None) -> TimedStep:
+    """A timed step, with Bx where a program is to be divided into ``halves``."""
+    split = None if halves is None else staged(halves, *cuts, prefix="split_", split=range(len(cuts) + 1))
+    return timed_step(program, sgd_updates(program), HOST, HOST, "timed_", split=split)
 
 
 def work(timed: TimedStep) -> list[str]:
@@ -26,13 +27,13 @@ def work(timed: TimedStep) -> list[str]:
 
 def test_the_work_of_a_step_in_order() -> None:
     program = apply(staged(two_layers(), "a"))
-    assert work(made(program, input_gradients=True)) == LAYERED
+    assert work(made(program, "a", halves=two_layers())) == LAYERED
     assert work(made(program)) == [item for item in LAYERED if "Bx" not in item]
 
 
 @pytest.mark.parametrize("cuts", [("layer_0",), ("layer_0", "layer_1")])
 def test_each_node_runs_between_two_times_once(cuts: tuple[str, ...]) -> None:
-    timed = made(staged(tied_layers(3), *cuts), input_gradients=True)
+    timed = made(staged(tied_layers(3), *cuts), *cuts, halves=tied_layers(3))
     graph = Graph(timed.graph)
     stamps = {name: index for index, name in enumerate(timed.stamps)}
     started = {node.name: [stamps[n] for n in control_inputs(node) if n in stamps] for node in graph}
@@ -58,7 +59,7 @@ def test_sizes_are_fed() -> None:
 
 
 def test_results_that_nothing_reads_are_read() -> None:
-    timed = made(staged(two_layers(), "a"), input_gradients=True)
+    timed = made(staged(two_layers(), "a"), "a", halves=two_layers())
     graph = Graph(timed.graph)
     read = {str(ref.node) for name in timed.unread for ref in graph.inputs(name)}
     assert "stage1/replica0/forward0" in read  # the loss

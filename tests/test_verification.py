@@ -20,7 +20,7 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend import functional
 from dapple_tf.model_copies import copy_of
-from dapple_tf.verification import ComparedSteps, Difference
+from dapple_tf.verification import TOLERANCES, ComparedSteps, Difference, computed_in
 from graph_passes.analysis import sample_interpreter, slice_shapes
 from graph_passes.analysis.slice_shapes import SliceShapes
 from graph_passes.passes import assign_stages
@@ -514,3 +514,13 @@ def test_a_reason_explains_what_it_can_reach_and_nothing_else() -> None:
 def test_steps_that_cannot_be_counted_are_refused(pipelined: dapple.PipelinedModel) -> None:
     with pytest.raises(ValueError, match="steps is -1; give 0 or more"):
         pipelined.verify(X, Y, steps=-1)
+
+
+def test_float32_on_gpus_has_the_tolerance_of_tf32() -> None:
+    cpus, gpus = (
+        dapple.Cluster([dapple.Device(f"/job:w/replica:0/task:0/device:{kind}:0", 0)]) for kind in ("CPU", "GPU")
+    )
+    assert computed_in(classifier(), cpus) == "float32" and computed_in(classifier(), gpus) == "tf32"
+    assert TOLERANCES["float32"] < TOLERANCES["tf32"] < TOLERANCES["float16"]
+    use_float64()
+    assert computed_in(classifier(), gpus) == "float64"

@@ -81,10 +81,13 @@ HOST_LINK = Link(12e9, 1e-5)
 class ReductionLinks:
     """What all-reduces were measured to do: links over which a ring would take the measured time; None for unknown.
 
+    Whatever makes them is measured: TensorFlow's ring, or NCCL between GPUs, by a ring or a tree. For other numbers of
+    members the time is a ring's: trees send as many bytes, in fewer steps.
+
     Attributes:
-        ring: of one ring through the devices of several servers.
-        inside: of a ring inside a server.
-        between: of a ring through one device of each server.
+        ring: of one all-reduce over the devices of several servers.
+        inside: of one inside a server.
+        between: of one over a device of each server.
         exchange: of the reduce-scatter and all-gather inside servers around it, in a hierarchical all-reduce.
         error: the largest relative difference of a measured time from these; None if nothing was measured.
     """

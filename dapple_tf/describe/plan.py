@@ -126,7 +126,7 @@ class Plan(JsonFile):
             micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
             while the others are computed.
         all_reduce: how gradients are all-reduced over several servers, one of `ALL_REDUCE` for all stages or one for
-            each; parameters that several stages read go by the first of these. ``flat`` is one ring through all
+            each; parameters that several stages read go by the first of these. ``flat`` is one over all
             devices; ``hierarchical`` adds up inside each server first.
         reduction_order: the order in which carried updates are all-reduced: ``completion``, that in which their
             gradients were complete, or ``first_layers``, that in which the next step's forwards wait for them

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan import Plan
@@ -36,4 +38,15 @@ def note_on_hosts(plan: Plan, cluster: Cluster) -> str:
     return (
         f"residuals wait in the memory of {', '.join(shared)}, which runs tasks, too: all CPU devices of a server have "
         f"the host's memory. With a device that the plan leaves out they would wait there, apart from all tasks"
+    )
+
+
+def more_page_locked(plan: Plan, error: str) -> str:
+    """Returns the way out of an error where page-locked memory of hosts is full; empty for other errors."""
+    if not plan.offloading_stages or not re.search(r"by allocator \w*host", error):
+        return ""
+    stages = ", ".join(map(str, plan.offloading_stages))
+    return (
+        f"; residuals of stages {stages} wait in the page-locked memory of their hosts, which is full: set "
+        f"TF_GPU_HOST_MEM_LIMIT_IN_MB (65536 by default) for each process with GPUs, or offload fewer stages"
     )

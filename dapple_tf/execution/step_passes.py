@@ -15,6 +15,7 @@ import keras
 
 from dapple_tf.clusters.session import collective_hint
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import limited_devices, residuals_held
@@ -111,9 +112,12 @@ class StepPasses:
         """Returns for each stage the samples of its slices, None if they differ; empty if functions serve any size.
 
         Training has functions for one size. Evaluation and prediction see batches of many sizes, for which functions of
-        any size are made once. If operators are placed one by one, shapes are folded after that.
+        any size are made once, but on GPUs, which wait for each shape that they compute. If operators are placed one by
+        one, shapes are folded after that.
         """
-        if mode is not Mode.TRAIN or len(self.plan.flat_stages) == self.plan.num_stages:
+        kinds = {kind_and_number(name)[0] for replicas in self.devices for name in replicas}
+        any_size = mode is not Mode.TRAIN and "GPU" not in kinds
+        if any_size or len(self.plan.flat_stages) == self.plan.num_stages:
             return ()
         layout = self.layout(samples)
         sizes = [
@@ -330,7 +334,7 @@ class StepAsked(NamedTuple):
         """Returns the pass for other stage functions if slices differ in size from a full batch's, else None."""
         passes, mode = self.passes, self.built.mode
         full = passes.slice_samples(mode, passes.plan.global_batch_size)
-        if not self._updates or passes.slice_samples(mode, self.kind.samples) == full:
+        if passes.slice_samples(mode, self.kind.samples) == full:
             return None
         return StagesAsked(passes, mode, self.built.prefix).partition(self.kind.samples)
 

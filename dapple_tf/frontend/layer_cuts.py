@@ -84,9 +84,21 @@ def with_gradients(program: Program, cuts: Sequence[str]) -> Program:
     return run_passes(program, [AssignStages(tuple(cuts)), BuildForward(), BuildBackward()])
 
 
-def with_functions(program: Program, prefix: str, recompute: str = "none") -> Program:
-    """Runs pass 4: from graphs with gradients to functions F and B, named with a prefix unique in a session."""
-    return run_passes(program, [Partition(recompute, prefix=prefix, counted=False)])
+def with_functions(
+    program: Program, prefix: str, recompute: str = "none", *, samples: int | None = None, split: bool = False
+) -> Program:
+    """Runs pass 4: from graphs with gradients to functions F and B, named with a prefix unique in a session.
+
+    Args:
+        program: stages with graphs.
+        prefix: start of the functions' names.
+        recompute: as in `Partition`.
+        samples: samples of all slices, as training knows them; None for functions of any size.
+        split: whether there are Bx and Bw in place of B.
+    """
+    stages = range(len(program.stages))
+    sizes, halved = (samples,) * len(stages), stages if split else ()
+    return run_passes(program, [Partition(recompute, prefix=prefix, samples=sizes, split=halved, counted=False)])
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:

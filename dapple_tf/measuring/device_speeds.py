@@ -185,7 +185,7 @@ def _model_timers(
         table = VariableTable(model)
         build(model, table, example.spec)
         captured = capture(model, table, Mode.TRAIN, example.spec, gpus=cluster.all_gpus(devices))
-        whole = with_functions(with_gradients(captured, ()), "speed_")
+        whole = with_functions(with_gradients(captured, ()), "speed_", samples=samples)
         updates = group_updates(model, table, whole)
         timers = []
         for device in devices:

@@ -193,14 +193,14 @@ def _host(name: str) -> str:
 
 def _clock(after: Sequence[Any], host: str) -> tf.Tensor:
     """Returns the time when all of ``after`` have been computed."""
-    with tf.device(host):
-        arrived = []
-        for tensor in after:
-            # On a device with its own queue, only a copy shows that it is done.
-            part = tensor if "device:CPU" in tensor.device else tf.identity(tf.reshape(tensor, [-1])[:1])
-            arrived.append(part.op)
-        with tf.control_dependencies(arrived):
-            return tf.timestamp()
+    arrived = []
+    for tensor in after:
+        if "device:CPU" not in tensor.device:
+            # On a device with its own queue, only a copy shows that it is done: of one element, cut out over there.
+            tensor = _on(host, tf.identity, _on(tensor.device, lambda whole: tf.reshape(whole, [-1])[:1], tensor))
+        arrived.append(tensor.op)
+    with tf.device(host), tf.control_dependencies(arrived):
+        return tf.timestamp()
 
 
 def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
@@ -399,7 +399,7 @@ def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
                 for _ in range(_CHAIN):
                     value = tf.tanh(tf.matmul(value, start))
                     value = tf.matmul(value, start) + tf.matmul(start, value)
-            chains.append((before, _clock([tf.reduce_sum(value)], _host(name))))
+            chains.append((before, _clock([_on(name, tf.reduce_sum, value)], _host(name))))
         given = {first: np.random.default_rng(0).normal(size=(_MATRIX, _MATRIX)).astype(np.float32) / _MATRIX}
 
         def span(times: Sequence[tuple[float, float]]) -> float:

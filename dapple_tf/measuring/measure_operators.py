@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.signatures import OpSignature
+from dapple_tf.tracing.kernel_times import is_executors
 from graph_passes.ir.tensorflow_bridge import takes_functions
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
             name = inside.operator(_operation(node.node_name)[start:])
             if name is not None:
                 kernels[name] += 1000 * (node.op_end_rel_micros - node.op_start_rel_micros)
-        elif _is_executors(device) and node.node_name.startswith(prefix):
+        elif is_executors(device) and node.node_name.startswith(prefix):
             name = inside.operator(node.node_name[start:])
             if name is not None:
                 by_operator.setdefault(name, []).append(_run(device, node))
@@ -119,11 +120,6 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
         for name in on_gpus:
             del by_operator[name]
     return {name: _Time(runs[0].device, max(_busy(runs), kernels[name])) for name, runs in by_operator.items()}
-
-
-def _is_executors(device: str) -> bool:
-    """Returns whether a list is of nodes that the executor ran, rather than of a GPU's reports."""
-    return "/stream" not in device and not device.endswith(("/sync", "/memcpy"))
 
 
 def _nodes(stats: Any) -> Iterator[tuple[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
 import logging
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +34,6 @@ from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase
-from graph_passes.pass_manager import run_passes
-from graph_passes.passes.partition import Partition
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ def measured_layers(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) 
 
     Four steps run in turns, because a machine's speed drifts: one with a stage for each layer, timed from within
     (`timed_step.py`), the same with a single stage, that stage with its forward computed again by its backward, and a
-    real step of the engine.
+    real step of the engine. On GPUs their functions are for slices of one size, as in training: functions of any size
+    wait for shapes that are computed there. CPUs hardly notice, and one step serves all sizes.
 
     Args:
         profiled: the model.
@@ -62,21 +63,18 @@ def measured_layers(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) 
     return _Measuring(profiled, budget, bar).run()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """The steps that run in turns.
+class _Steps(NamedTuple):
+    """The steps that run in turns with slices of one size.
 
     Attributes:
         layered: a step with a stage for each layer.
         whole: a step with a single stage.
         again: the same with ``recompute="boundary"``.
-        nothing: calls of an empty function, of "1 sample".
     """
 
     layered: StepRuns
     whole: StepRuns
     again: StepRuns
-    nothing: StepRuns
 
 
 class _Measuring:
@@ -85,45 +83,52 @@ class _Measuring:
     def __init__(self, profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> None:
         self.profiled, self.budget, self.bar = profiled, budget, bar
         self.sizes, self.program = profiled.sizes, profiled.program
+        self.steps: dict[int, _Steps] = {}  # samples -> steps
 
     def run(self) -> Profile:
         """Returns the profile, without a key."""
         profiled, device = self.profiled, self.profiled.device_name
-        host_device = profiled.cluster.host_device
         self.bar.step("tracing the optimizer", now=True)
         updates = profiled.updates
         self.bar.step("building steps", now=True)
-        single = with_gradients(profiled.flat, ())
-        whole, again = with_functions(single, "whole_"), with_functions(single, "again_", "boundary")
-        whole_updates = group_updates(profiled.model, profiled.table, whole)
+        layers, single = profiled.stages.program, with_gradients(profiled.flat, ())
+        whole_updates = group_updates(profiled.model, profiled.table, with_functions(single, "whole_"))
         with profiled.session([*updates, *whole_updates]) as session:
-            layered = timed_step(self.program, updates, device, host_device, "layers_", input_gradients=True)
-            self.steps = _Steps(
-                StepRuns(session, layered, "layered"),
-                StepRuns(session, timed_step(whole, whole_updates, device, host_device, "whole_"), "whole"),
-                StepRuns(session, timed_step(again, whole_updates, device, host_device, "again_"), "again"),
-                StepRuns(session, empty_calls(device, _EMPTY_CALLS), NOTHING),
-            )
-            self.steps.nothing.feed(1, {})
+
+            def steps(samples: int | None) -> _Steps:
+                """Returns steps whose functions are for slices of some samples; None for any."""
+                functions = functools.partial(with_functions, samples=samples)
+                halves = functions(layers, "split_", split=True)
+                made = {
+                    "layered": (functions(layers, "layers_"), updates, halves),
+                    "whole": (functions(single, "whole_"), whole_updates, None),
+                    "again": (functions(single, "again_", "boundary"), whole_updates, None),
+                }
+                runs = {}
+                for kind, (program, own, split) in made.items():
+                    name = kind if samples is None else f"{kind}{samples}"
+                    step = timed_step(program, own, device, profiled.cluster.host_device, f"{name}_", split=split)
+                    runs[kind] = StepRuns(session, step, name)
+                return _Steps(**runs)
+
+            any_size = steps(None)
             for samples in self.sizes:
-                self._feed(samples)
+                self.steps[samples] = steps(samples) if device_kind(device) == "GPU" else any_size
+                for step in self.steps[samples]:
+                    step.feed(samples, profiled.batch(samples * MICRO_BATCHES))
+            self.nothing = StepRuns(session, empty_calls(device, _EMPTY_CALLS), NOTHING)
+            self.nothing.feed(1, {})
             walls = self._measure()
             self.bar.step("measuring memory", now=True)
-            memory = self._memory()
+            memory = self._memory(any_size.layered)
         return self._result(walls, memory)
-
-    def _feed(self, samples: int) -> None:
-        values = self.profiled.batch(samples * MICRO_BATCHES)
-        for step in (self.steps.layered, self.steps.whole, self.steps.again):
-            step.feed(samples, values)
 
     # ---- measuring
 
     def _measure(self) -> np.ndarray:
         """Runs all steps in turns; returns the seconds of each real step of the smallest size."""
-        steps = self.steps
-        runs = [(step, samples) for samples in self.sizes for step in (steps.layered, steps.whole, steps.again)]
-        runs.append((steps.nothing, 1))
+        runs = [(step, samples) for samples, steps in self.steps.items() for step in steps]
+        runs.append((self.nothing, 1))
         with self.profiled.engine_step(self.sizes[0], MICRO_BATCHES) as engine_step:
 
             def round_of_all(*, kept: bool) -> float:
@@ -151,31 +156,27 @@ class _Measuring:
                 logger.debug("round %d of %d: a step takes %.3g s", number + 1, rounds, walls[-1])
         return np.asarray(walls)
 
-    def _memory(self) -> LayerMemory:
+    def _memory(self, layered: StepRuns) -> LayerMemory:
+        """Returns the bytes of layers, from functions of any size: two sizes then have the same tensors."""
+        profiled, timed = self.profiled, layered.timed
+        applies = {node: item.key.stage for item in timed.items if item.key.work == APPLY for node in item.exit}
         least, most = self.sizes[0], self.sizes[-1]
         traces = []
         for samples in (least, most if most > least else least + max(1, least // 2)):
-            self._feed(samples)
-            layered = self.steps.layered
+            layered.feed(samples, profiled.batch(samples * MICRO_BATCHES))
             layered.run(samples, kept=False)
             stats = layered.trace(samples)
-            step = layered.timed.step
-            updates = {
-                node: item.key.stage for item in layered.timed.items if item.key.work == APPLY for node in item.exit
-            }
             traces.append(
-                StepTrace(stats, self.program, step, self.profiled.device_name, layered.name, samples, updates)
+                StepTrace(stats, self.program, timed.step, profiled.device_name, layered.name, samples, applies)
             )
-        fewest = with_functions(self.profiled.stages.program, "min_cut_", "min_cut")
-        split = run_passes(
-            self.profiled.stages.program, [Partition(prefix="split_", split=range(len(self.program.stages)))]
-        )
-        return layer_memory(self.program, fewest, split, self.profiled.sample_shapes, traces)
+        stages = profiled.stages.program
+        fewest, split = with_functions(stages, "min_cut_", "min_cut"), with_functions(stages, "split_", split=True)
+        return layer_memory(self.program, fewest, split, profiled.sample_shapes, traces)
 
     # ---- attributing
 
     def _result(self, walls: np.ndarray, memory: LayerMemory) -> Profile:
-        start_up = self.steps.nothing.typical()
+        start_up = self.nothing.typical()
         forward, backward = self._task_costs(_F, start_up), self._task_costs(_B, start_up)
         input_parts = self._input_parts(start_up)
         applied = self._apply_times(start_up)
@@ -208,7 +209,7 @@ class _Measuring:
         # A real step's first micro-batch sets what the others add to, Apply has a part that is for all layers, and the
         # session and Keras take time, too: this is the part of a step that the layers' times don't contain.
         least = self.sizes[0]
-        tasks = sum(self.steps.whole.times(least, phase) for phase in (_F, _B)) * MICRO_BATCHES
+        tasks = sum(self.steps[least].whole.times(least, phase) for phase in (_F, _B)) * MICRO_BATCHES
         left = float(np.median(walls - tasks)) - float(applied.sum())
         return Profile(
             model=self.profiled.model.name,
@@ -225,9 +226,9 @@ class _Measuring:
         """Returns F or B of each layer: at each size, its share of the single stage's time."""
         stages = range(len(self.program.stages))
         points = []
-        for samples in self.sizes:
-            each = np.asarray([self.steps.layered.time(samples, phase, stage) for stage in stages])
-            whole = self.steps.whole.time(samples, phase)
+        for samples, steps in self.steps.items():
+            each = np.asarray([steps.layered.time(samples, phase, stage) for stage in stages])
+            whole = steps.whole.time(samples, phase)
             points.append(shares(each, start_up, whole - start_up))
             logger.debug("%s of %d samples: %.3g s in layers, %.3g s in one", phase, samples, each.sum(), whole)
         return [nearest_cost(self.sizes, [float(point[stage]) for point in points]) for stage in stages]
@@ -244,18 +245,21 @@ class _Measuring:
         It is the median over all pairs of micro-batches that ran one after the other: the machine's speed drifts.
         """
 
-        def both(step: StepRuns, samples: int, micro_batch: int) -> np.ndarray:
-            return np.asarray(sum(step.times(samples, phase, 0, micro_batch) for phase in (_F, _B)))
+        def both(name: str) -> np.ndarray:
+            pairs = itertools.product(self.steps.items(), range(MICRO_BATCHES))
+            return np.concatenate(
+                [
+                    sum(getattr(steps, name).times(samples, phase, 0, number) for phase in (_F, _B))
+                    for (samples, steps), number in pairs
+                ]
+            )
 
-        pairs = [(samples, number) for samples in self.sizes for number in range(MICRO_BATCHES)]
-        again, once = (
-            np.concatenate([both(step, *pair) for pair in pairs]) for step in (self.steps.again, self.steps.whole)
-        )
+        again, once = both("again"), both("whole")
         return float(np.median(again[once > 0] / once[once > 0])) if once.any() else 1.0
 
     def _input_parts(self, start_up: float) -> np.ndarray:
         """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""
-        layered = self.steps.layered
+        layered = {samples: steps.layered for samples, steps in self.steps.items()}
         parts = np.zeros(len(self.program.stages))
         for stage in self.program.stages:
             if not input_gradients_of(self.program, stage):
@@ -263,25 +267,25 @@ class _Measuring:
             if not has_weight_gradients(self.program, stage):
                 parts[stage.index] = 1.0
                 continue
-            of_input = sum(layered.time(samples, _BX, stage.index, 0) - start_up for samples in self.sizes)
-            both = sum(layered.time(samples, _B, stage.index) - start_up for samples in self.sizes)
+            of_input = sum(step.time(samples, _BX, stage.index, 0) - start_up for samples, step in layered.items())
+            both = sum(step.time(samples, _B, stage.index) - start_up for samples, step in layered.items())
             parts[stage.index] = min(1.0, max(0.0, of_input / both)) if both > 0 else 1.0
         return parts
 
     def _apply_times(self, start_up: float) -> np.ndarray:
         """Returns seconds of each layer's Apply beyond any Apply's; shared parameters count for the first layer."""
 
-        def typical(step: StepRuns, stage: int) -> float:
-            return float(np.median(np.concatenate([step.times(size, APPLY, stage, 0) for size in self.sizes])))
+        def typical(name: str, stage: int) -> float:
+            times = [getattr(steps, name).times(samples, APPLY, stage, 0) for samples, steps in self.steps.items()]
+            return float(np.median(np.concatenate(times)))
 
         trained = {update.stages[0] for update in self.profiled.updates}
-        each = [
-            typical(self.steps.layered, stage) if stage in trained else 0.0 for stage in range(len(self.program.stages))
-        ]
-        total = typical(self.steps.whole, 0) - start_up if trained else 0.0
+        each = [typical("layered", stage) if stage in trained else 0.0 for stage in range(len(self.program.stages))]
+        total = typical("whole", 0) - start_up if trained else 0.0
         return shares(np.asarray(each), start_up, total)
 
     def _spread(self, stage: int) -> float:
-        both = sum(self.steps.layered.times(self.sizes[-1], phase, stage) for phase in (_F, _B))
+        most = self.sizes[-1]
+        both = sum(self.steps[most].layered.times(most, phase, stage) for phase in (_F, _B))
         low, middle, high = np.percentile(both, (25, 50, 75))
         return float((high - low) / middle) if middle else 0.0

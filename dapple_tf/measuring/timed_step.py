@@ -20,7 +20,6 @@ from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Layout, Program, Stage, Step, Value, ValueKind
-from graph_passes.ir.replica_sums import without_sums
 from graph_passes.ir.storage import merge_library
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
@@ -93,9 +92,9 @@ def timed_step(
     host_device: str,
     prefix: str,
     *,
-    input_gradients: bool = False,
+    split: Program | None = None,
 ) -> TimedStep:
-    """Returns a step of `MICRO_BATCHES` micro-batches of any size, with all stages on one device.
+    """Returns a step of `MICRO_BATCHES` micro-batches of the functions' size, with all stages on one device.
 
     Args:
         program: stages with functions.
@@ -103,8 +102,8 @@ def timed_step(
         device: name of the device.
         host_device: name of the device that batches are fed to.
         prefix: start of the names of new functions; unique in the session.
-        input_gradients: whether the first micro-batch gets tasks Bx, too: the part of B that computes the gradients of
-            a stage's inputs, for stages that also have a Bw. The last micro-batch is as in training.
+        split: the same with Bx and Bw in place of B: the first micro-batch gets tasks Bx, too, of stages that also
+            have a Bw. The last micro-batch is as in training.
     """
     owners = readers_of(program)
     batch = MARK * MICRO_BATCHES
@@ -115,7 +114,7 @@ def timed_step(
     complete = run_passes(program, passes)
     graph, step = complete.graph, complete.own_step
     sizes = with_fed_sizes(graph, host_device)
-    parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
+    parts = {} if split is None else _add_input_gradients(program, split, graph, step, device)
     made = chained(graph, step, _items(program, graph, step, parts), device)
     return dataclasses.replace(made, sizes=sizes, unread=_read_results(made, device))
 
@@ -151,29 +150,21 @@ def has_weight_gradients(program: Program, stage: Stage) -> bool:
     return len(input_gradients_of(program, stage)) < len(stage.own_backward.outputs)
 
 
-def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: str, prefix: str) -> dict[Task, str]:
+def _add_input_gradients(program: Program, split: Program, graph: GraphDef, step: Step, device: str) -> dict[Task, str]:
     """Adds tasks Bx to the first micro-batch; returns task B -> its call of Bx, a part of it."""
     view = Graph(graph)
     builder = Builder(graph)
     functions: list[FunctionDef] = []
     calls: dict[Task, str] = {}
-    for stage in program.stages:
-        results = input_gradients_of(program, stage)
-        if not results or not has_weight_gradients(program, stage):
+    for stage, halves in zip(program.stages, split.stages, strict=True):
+        part = halves.input_grad
+        if part is None or halves.weight_grad is None:
             continue
-        source = Graph(without_sums(stage.own_graph))
-        places = {value: stage.arguments.get(value, value.ref) for value in stage.own_backward.inputs}
-        wanted = [stage.results[value] for value in results]
-        body = source.ancestors(wanted, places.values(), control=False)
-        needed = {ref for name in body for ref in source.inputs(name)} | set(wanted)
-        used = [value for value in stage.own_backward.inputs if places[value] in needed]
-        name = f"{prefix}stage{stage.index}_input_gradient"
-        function = outline(name, source, [places[value] for value in used], wanted)
-        functions.append(function)
+        functions.append(part.function)
         task = Task(stage.index, Phase.BACKWARD, 0)
-        given = dict(zip(stage.own_backward.inputs, view.inputs(step.entry[task]), strict=True))
+        inputs = dict(zip(stage.own_backward.inputs, view.inputs(step.entry[task]), strict=True))
         node = builder.names.fresh(f"stage{stage.index}/input_gradient")
-        builder.append(call_node(node, function, [given[value] for value in used], device=device))
+        builder.append(call_node(node, part.function, [inputs[value] for value in part.inputs], device=device))
         calls[task] = node
     merge_library(graph, functions)
     return calls

@@ -89,7 +89,8 @@ class PipelineMonitor(keras.callbacks.Callback):
     * ``peak_mib_stage_0``: largest peak memory of the stage's devices.
 
     All but the first line and ``input_ms`` are those of the last traced step, corrected for tracing, and
-    NaN before the first traced step, the fifth. If the model was profiled, each traced step is compared with its
+    NaN before the first traced step, the fifth. Where GPUs don't report their kernels, only ``step_ms`` and peaks of
+    memory are known. If the model was profiled, each traced step is compared with its
     prediction, and the log warns of stages that are more than 20% off it.
 
     Attributes:
@@ -226,25 +227,26 @@ _SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")
 
 
 def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dict[str, float]:
-    """Returns the metrics of a traced step, as it would be without tracing.
+    """Returns the metrics of a traced step, as it would be without tracing; of launches, its time and memory alone.
 
     Args:
         step: the step.
         untraced_seconds: time of such a step without tracing.
         plan: plan of the pipeline.
     """
-    factor = slowdown(step, untraced_seconds)
+    factor = math.nan if step.launches else slowdown(step, untraced_seconds)
     parts = {device: _untraced(own, factor) for device, own in step.parts.items()}
     typical = mean(list(parts.values()))
     metrics = {"step_ms": 1e3 * untraced_seconds}
     metrics |= {f"{name}_ms": 1e3 * getattr(typical, name) for name in _SHOWN if name != "host"}
-    metrics["host_ms"] = max(0.0, metrics["step_ms"] - sum(metrics[f"{name}_ms"] for name in _SHOWN if name != "host"))
+    # NaN stays NaN if it comes first.
+    metrics["host_ms"] = max(metrics["step_ms"] - sum(metrics[f"{name}_ms"] for name in _SHOWN if name != "host"), 0.0)
     peaks = step.timeline.peak_bytes
     for stage, devices in enumerate(plan.working_devices):
         busy = statistics.fmean(
             own.forward + own.backward + own.accumulate + own.apply for own in map(parts.__getitem__, devices)
         )
-        metrics[f"bubble_stage_{stage}"] = max(0.0, 1 - busy / untraced_seconds)
+        metrics[f"bubble_stage_{stage}"] = max(1 - busy / untraced_seconds, 0.0)
         metrics[f"peak_mib_stage_{stage}"] = max(peaks.get(device, math.nan) for device in devices) / 2**20
     return metrics
 
@@ -317,6 +319,8 @@ class StepMonitor:
         """
         self._steps += 1
         untraced = statistics.median(self._times)
+        if step.launches:
+            self.drift = None  # Nothing can be compared with the prediction.
         if self.drift is not None:
             factor = slowdown(step, untraced)
             self.drift.check({task: taken / factor for task, taken in step.tasks.items()})

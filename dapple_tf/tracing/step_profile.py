@@ -91,9 +91,10 @@ class StepProfile:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each stage, the fraction of the step in which its devices compute nothing, 0 to 1."""
+        """For each stage, the fraction of the step in which its devices compute nothing, 0 to 1; empty for launches."""
         bubbles = self.measured.bubbles
-        return tuple(statistics.fmean(bubbles[device] for device in devices) for devices in self.plan.working_devices)
+        stages = self.plan.working_devices if bubbles else ()
+        return tuple(statistics.fmean(bubbles[device] for device in devices) for devices in stages)
 
     @property
     def peak_bytes(self) -> Mapping[int, float]:
@@ -108,12 +109,14 @@ class StepProfile:
     @property
     def tracing(self) -> float:
         """Factor by which tracing slowed devices down: every operation takes a little longer."""
-        return 1.0 if self.untraced_seconds is None else max(1.0, slowdown(self.step, self.untraced_seconds))
+        if self.untraced_seconds is None or self.step.launches:
+            return 1.0
+        return max(1.0, slowdown(self.step, self.untraced_seconds))
 
     @functools.cached_property
     def phases(self) -> tuple[PhaseTime, ...]:
-        """Mean times of the tasks of each stage and phase, measured and simulated."""
-        measured = grouped(self.step.tasks)
+        """Mean times of the tasks of each stage and phase, measured and simulated; empty for launches."""
+        measured = {} if self.step.launches else grouped(self.step.tasks)
         predicted = {} if self.simulation is None else grouped(simulated_tasks(self.simulation))
         return tuple(
             PhaseTime(
@@ -145,11 +148,10 @@ class StepProfile:
         """Returns the notebook view: tables, and the timelines as a picture."""
         from dapple_tf.view.notebook import Table, notebook_html  # needed only in notebooks
 
-        tables = [
-            Table("milliseconds of each device", self._part_rows()),
-            Table("tasks, means in milliseconds", self._phase_rows()),
-            Table("stages", self._stage_rows()),
-        ]
+        tables = [Table(self._parts_title, self._part_rows())]
+        if not self.step.launches:
+            tables.append(Table("tasks, means in milliseconds", self._phase_rows()))
+            tables.append(Table("stages", self._stage_rows()))
         remarks = [f"note: {remark}" for remark in self.remarks]
         return notebook_html(str(self).partition("\n")[0], tables, self.timelines, remarks)
 
@@ -163,11 +165,16 @@ class StepProfile:
         if self.simulated is not None:
             error = self.simulated.latency / (self.untraced_seconds or step.latency) - 1
             lines[0] += f"; simulated {_ms(self.simulated.latency)} ms ({error:+.1%})"
-        lines += ["", "milliseconds of each device:", table(self._part_rows())]
-        shorter = f", {self.tracing:.2f} times shorter than traced" if self.tracing > 1 else ""
-        lines += ["", f"tasks, means in milliseconds{shorter}:", table(self._phase_rows())]
-        lines += ["", "stages:", table(self._stage_rows())]
+        lines += ["", f"{self._parts_title}:", table(self._part_rows())]
+        if not self.step.launches:
+            shorter = f", {self.tracing:.2f} times shorter than traced" if self.tracing > 1 else ""
+            lines += ["", f"tasks, means in milliseconds{shorter}:", table(self._phase_rows())]
+            lines += ["", "stages:", table(self._stage_rows())]
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
+
+    @property
+    def _parts_title(self) -> str:
+        return f"milliseconds of {'launching on ' if self.step.launches else ''}each device"
 
     def _part_rows(self) -> Sequence[Sequence[str]]:
         peaks = self.peak_bytes

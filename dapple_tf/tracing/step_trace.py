@@ -3,7 +3,8 @@
 TensorFlow's executor reports when each node began and ended and what it allocated, with each worker's own clock. The
 step's graph says what the nodes do (`step_nodes.py`); `clocks.py` aligns the workers' times.
 
-On GPUs a call's times are those of launching its kernels, which may still run after its end.
+On GPUs a node's times are those of its kernels (`kernel_times.py`). Where these aren't known, they are those of
+launching them, which say nothing of when they ran: the timeline is called "launches".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from dapple_tf.clusters.clocks import WorkerClock, refine
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.tracing.kernel_times import is_executors, kernel_times
 from dapple_tf.tracing.step_nodes import (
     ACCUMULATE,
     ALL_REDUCE,
@@ -34,7 +36,7 @@ from dapple_tf.tracing.step_nodes import (
     sources,
 )
 from dapple_tf.tracing.step_parts import Interval, StepParts, part_of, step_parts
-from dapple_tf.view.timeline import MemoryCurve, Span, Timeline
+from dapple_tf.view.timeline import LAUNCHES, MEASURED, MemoryCurve, Span, Timeline
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
 
@@ -95,12 +97,12 @@ class MeasuredStep:
 
     Attributes:
         timeline: its timeline, from the start of the call to the end of the last node. The time after that is mostly
-            spent on collecting the trace.
+            spent on collecting the trace. Called `LAUNCHES` if GPUs don't report their kernels; otherwise `MEASURED`.
         parts: device -> parts of its time.
         tasks: task -> seconds from its beginning to the end of all that belongs to it, accumulation included, as in
             the simulator.
         shifts: worker -> seconds by which causality moved its times, in addition to its clock's offset.
-        remarks: doubts about the clocks; empty if there are none.
+        remarks: doubts about the times; empty if there are none.
     """
 
     timeline: Timeline
@@ -108,6 +110,11 @@ class MeasuredStep:
     tasks: Mapping[Task, float] = field(repr=False)
     shifts: Mapping[int, float] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+
+    @property
+    def launches(self) -> bool:
+        """Whether times on GPUs are those of launching kernels; memory and the time of the whole step are right."""
+        return self.timeline.name == LAUNCHES
 
 
 def measured(
@@ -144,6 +151,11 @@ class _Work(NamedTuple):
     replica: int
 
 
+_ONLY_LAUNCHES = (
+    "times on GPUs are those of launching kernels, which run later: bubbles and tasks' times aren't known. The trace "
+    "has no kernels that surely belong to each device: processes must be allowed to use CUPTI, and GPUs of different "
+    "workers must differ in their numbers"
+)
 _OPERATOR_GAP = 20e-6
 """Maximum seconds between two operators that are shown as one box."""
 
@@ -168,7 +180,9 @@ class _Reading:
         self.received: dict[tuple[str, str], list[tuple[float, int]]] = {}  # (node, receiver) -> (when, bytes)
         self.changes: dict[str, list[tuple[float, int]]] = {}  # device -> (microseconds, bytes)
         self._read()
-        self.remarks = [
+        self.launches = not self._read_kernels()
+        self.remarks = [_ONLY_LAUNCHES] if self.launches else []
+        self.remarks += [
             f"the clock of worker {worker} jumped by {clock.jump * 1e3:+.3g} ms during the step; its times are "
             f"uncertain by as much"
             for worker, clock in traced.clocks.items()
@@ -184,6 +198,8 @@ class _Reading:
         known = {f"{self.traced.prefix}/{name}": name for name in self.nodes}
         for own in self.traced.stats.dev_stats:
             device = own.device
+            if not is_executors(device):
+                continue
             changes = self.changes.setdefault(device, [])
             for node in own.node_stats:
                 for memory in node.memory:
@@ -201,6 +217,24 @@ class _Reading:
                         # Its start is by the sender's clock, cut to fit the receiver's: only its end means something.
                         end = 1000 * (node.all_start_micros + node.all_end_rel_micros)
                         self.received.setdefault((match[2][start:], match[4]), []).append((end, int(match[1])))
+
+    def _read_kernels(self) -> bool:
+        """Gives nodes on GPUs the times of their kernels; returns False where these aren't known.
+
+        A node without kernels begins no earlier than all that it waits for on its device has ended.
+        """
+        kernels = kernel_times(self.traced.stats, {name: run[:3] for name, run in self.runs.items()})
+        if kernels is None:
+            return False
+        for name, run in sorted(self.runs.items(), key=lambda item: item[1].start) if kernels else ():
+            if name in kernels:
+                start, end = kernels[name]
+                self.runs[name] = run._replace(start=start, end=end, ready=start)
+            elif _on_gpu(run.device):
+                before = (self.runs[other] for other in self.nodes[name].waits_for if other in self.runs)
+                late = max([0.0, *(own.end - run.start for own in before if own.device == run.device)])
+                self.runs[name] = run._replace(start=run.start + late, end=run.end + late, ready=run.ready + late)
+        return True
 
     # ---- one clock
 
@@ -257,7 +291,8 @@ class _Reading:
             node, own = self.nodes[name], self._worker(run.device)
             for before in node.waits_for:
                 cause = self.runs.get(before)
-                if cause is not None:
+                # A control edge from a GPU waits for launches.
+                if cause is not None and not (before in node.after and _on_gpu(cause.device)):
                     add(self._worker(cause.device), own, run.start - cause.end)
             add(None, own, run.start - self.traced.called[0])
             add(own, None, self.traced.called[1] - run.end)
@@ -299,7 +334,7 @@ class _Reading:
             own += [("transfers", wait) for wait in waits.get(device, ())]
             parts[device] = step_parts(own, working, latency)
         timeline = Timeline(
-            "measured",
+            LAUNCHES if self.launches else MEASURED,
             latency,
             tuple(spans),
             labels,
@@ -473,6 +508,10 @@ class _Reading:
             level += sum(size for _, size in group)
             curve.append((max(0.0, self._time(1000 * moment)), level))
         return tuple(curve)
+
+
+def _on_gpu(device: str) -> bool:
+    return "device:GPU" in device
 
 
 def _run(device: str, node: Any) -> _Run:

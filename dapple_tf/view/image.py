@@ -212,7 +212,7 @@ class _Panel:
                 share, head = memory_text(timeline, row.device), "memory"
                 label = label.split(":")[0]
             elif row.lane.row == "compute":
-                share, head = f"{timeline.bubbles[row.device]:.1%}", "bubble"
+                share, head = (f"{timeline.bubbles[row.device]:.1%}", "bubble") if timeline.bubbles else ("", "")
             else:
                 label, head = f"{_NAMES[row.lane.row]}s", ""
                 size, colour = _SMALL - 1.5, _FAINT

@@ -118,7 +118,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             {
                 "device": device,
                 "label": label,
-                "bubble": timeline.bubbles[device],
+                "bubble": timeline.bubbles.get(device),
                 "limit": _short_or_none(timeline.limits.get(device)),
                 "peak": _short_or_none(timeline.peak_bytes.get(device)),
                 "memory": [

@@ -111,7 +111,7 @@ class _Block:
 
     def drawn(self, timeline: Timeline) -> list[str]:
         """Returns the lines of a timeline, its title first."""
-        lines = [f"{timeline.name}: {step_text(timeline)}", self.axis(timeline.unit)]
+        lines = [f"{timeline.name}: {step_text(timeline)}", self.axis(timeline)]
         several = len(timeline.devices) > 1
         for lane, spans in timeline.lanes.items():
             if lane.row == "compute":
@@ -128,17 +128,17 @@ class _Block:
                 lines.append(self.line(timeline, timeline.devices[device], self.levels(timeline, curve), tail))
         return lines
 
-    def axis(self, unit: str) -> str:
+    def axis(self, timeline: Timeline) -> str:
         """Returns the line of the scale."""
         grid = self.grid
-        name, size = shown_unit(unit, grid.end)
+        name, size = shown_unit(timeline.unit, grid.end)
         row = [" "] * (grid.columns + 1)
         for number, tick in enumerate(ticks(grid.end / size, 2 + grid.columns // _TICK_EVERY)):
             text = f"{tick:g}" if number else f"0 {name}"
             column = round(grid.position(tick * size))
             if column + len(text) <= len(row) and not any(map(str.strip, row[max(0, column - 1) : column + len(text)])):
                 row[column : column + len(text)] = text
-        return f"{'':{self.label}}  {''.join(row)} bubble"
+        return f"{'':{self.label}}  {''.join(row)} {'bubble' if timeline.bubbles else ''}".rstrip()
 
     def line(self, timeline: Timeline, label: str, cells: Sequence[str], tail: str = "") -> str:
         """Returns a label, a cell for each column between the start and the end of the step, and a remark."""
@@ -171,8 +171,9 @@ class _Block:
         if self.colour:
             numbers = [_on_colour(text, span) for text, span in zip(numbers, shown, strict=True)]
             boxes = [_in_colour(text, span) for text, span in zip(boxes, shown, strict=True)]
+        bubble = timeline.bubbles.get(lane.device)
         lines = [
-            self.line(timeline, timeline.devices[lane.device], numbers, f"{timeline.bubbles[lane.device]:.1%}"),
+            self.line(timeline, timeline.devices[lane.device], numbers, "" if bubble is None else f"{bubble:.1%}"),
             self.line(timeline, "", boxes),
         ]
         if len({span.stage for span in spans}) > 1:

@@ -19,6 +19,9 @@ OFFLOAD, FETCH = "offload", "fetch"
 LINK_KINDS = frozenset({SEND, ALL_REDUCE, OFFLOAD, FETCH})
 """Kinds of spans in which a link is busy, not a device."""
 
+MEASURED, LAUNCHES = "measured", "launches"
+"""Names of timelines of traced steps: of work, and of launches of GPUs' kernels, where these report nothing."""
+
 MemoryCurve = tuple[tuple[float, float], ...]
 """(seconds from the start of the step, bytes in use from then on), by time."""
 
@@ -87,7 +90,7 @@ class Timeline:
     """A step over time.
 
     Attributes:
-        name: ``planned``, ``simulated`` or ``measured``; shown as a title.
+        name: ``planned``, ``simulated``, ``measured`` or ``launches``; shown as a title.
         latency: seconds of the step.
         spans: all spans. A span of kind ``all_reduce`` without a device takes part on all devices of its reduction in
             `reduced_on`.
@@ -167,7 +170,9 @@ class Timeline:
 
     @functools.cached_property
     def bubbles(self) -> Mapping[int, float]:
-        """Device -> the fraction of the step in which it computes nothing, 0 to 1."""
+        """Device -> the fraction of the step in which it computes nothing, 0 to 1; empty for launches."""
+        if self.name == LAUNCHES:
+            return {}
         return {
             device: max(0.0, 1 - busy / self.latency) if self.latency else 0.0 for device, busy in self.busy.items()
         }

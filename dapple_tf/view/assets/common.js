@@ -68,7 +68,7 @@ window.dappleLib = (() => {
     return `${number(value / 1024 ** step, 3)} ${names[step]}`;
   }
 
-  const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
+  const percent = (share) => share === null ? "" : `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
 
   // ---- lists of numbers: "0-3,7,once"
 

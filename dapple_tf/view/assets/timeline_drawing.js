@@ -262,7 +262,7 @@ Object.assign(
         const parts = [`step ${timeText(latency, model)}${tracedText(model)}`];
         if (waited !== null) parts.push(`after ${lib.time(waited, model.unit)} of waiting for its batch`);
         if (throughput !== null) parts.push(`${lib.number(throughput)} samples/s`);
-        parts.push(`mean bubble ${lib.percent(meanBubble(model))}`);
+        if (meanBubble(model) !== null) parts.push(`mean bubble ${lib.percent(meanBubble(model))}`);
         if (model.unit === "F") parts.push("1 F: the time of a forward task");
         if (view.axes.size > 1) parts.push(`axis of its own, in ${model.unit}`);
         return parts.join("  \u00b7  ");

@@ -18,14 +18,17 @@ Object.assign(
 
     function laneText(model, lane, device) {
       if (!lane) return memoryText(device);
-      if (lane.row === "compute") return `bubble ${lib.percent(device.bubble)}`;
+      if (lane.row === "compute") return device.bubble === null ? "launches" : `bubble ${lib.percent(device.bubble)}`;
       return `${ROW_NAMES[lane.row]} ${lib.percent(model.data.latency ? lane.covered / model.data.latency : 0)}`;
     }
 
     const memoryText = ({ peak, limit }) => `peak ${lib.bytes(peak)}${limit === null ? "" : ` of ${lib.bytes(limit)}`}`;
 
+    /** The mean bubble of all devices; null for launches, which have none. */
     const meanBubble = ({ devices }) =>
-      devices.reduce((sum, { bubble }) => sum + bubble, 0) / Math.max(1, devices.length);
+      devices.some(({ bubble }) => bubble === null)
+        ? null
+        : devices.reduce((sum, { bubble }) => sum + bubble, 0) / Math.max(1, devices.length);
 
     // ---- places
 
