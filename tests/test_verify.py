@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 from programs import (
+    BOOL,
     DOUBLE,
     FLOAT,
     FORWARD,
@@ -414,6 +415,16 @@ def test_a_split_has_as_many_rows_as_what_it_cuts() -> None:
         "split 'split/0F0/a/tanh' cuts 'stage0/replica0/forward0' with shape [5, 3] into parts of 3, 3 along axis 0, "
         "which are 6 instead of 5"
     )
+
+
+def test_a_slice_is_of_rows_that_are_there() -> None:
+    builder = Builder(empty_graph())
+    tensor = builder.add("x", "Placeholder", dtype=dtype_attr(BOOL))
+    part = builder.split("split", tensor, BOOL, [1, 2], 1)[1]
+    graph = Graph(builder.graph)
+    assert connected_shape(graph, part, lambda _: (4, 3)) == connected_shape(graph, part, lambda _: (4, None)) == (4, 2)
+    with pytest.raises(PassError, match=r"slice 'split/part1' cuts 'x' with shape \[4, 2\] from 1 to 3 along axis 1, "):
+        connected_shape(graph, part, lambda _: (4, 2))
 
 
 @pytest.mark.parametrize(

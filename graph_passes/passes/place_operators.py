@@ -95,9 +95,8 @@ class _Placement:
             compiled = compile_runs(graph, self._queues(waits), self._fetched)
             graph, step = compiled.graph, _redirected(step, compiled)
         graph = unfused(graph) if self.options.chained else graph
-        drop_unread(
-            graph, {node.name for node in graph.node if node.op == "Const"} - {ref.node for ref in self._fetched}
-        )
+        fetched = {ref.node for ref in self._fetched}
+        drop_unread(graph, {node.name for node in graph.node if node.op == "Const"} - fetched)
         left = {node.name for node in graph.node}
         step = dataclasses.replace(step, values={key: ref for key, ref in step.values.items() if ref.node in left})
         return self.program.replace(graph=graph, step=step)
