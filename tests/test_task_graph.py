@@ -110,7 +110,7 @@ def test_losses_optimizers_and_their_scales_are_drawn(name: str) -> None:
     drawing = task_graph(program, cluster.device_names)
     check(program, drawing)
     labels = Counter(node.label for node in of_kind(drawing, "other"))
-    assert (labels["loss scale"], labels["totals"], labels["normalizers"]) == (2, 1, int(name == "lstm"))
+    assert (labels["loss scale"], labels["totals"], labels["normalizers"]) == (2, 2, int(name == "lstm"))
     assert labels["statistics"] == len({node.stage for node in of_kind(drawing, "apply")})
 
 

@@ -383,7 +383,10 @@ class Builder:
         device: str = "",
         scaled: Callable[[Ref], Ref] = lambda sizes: sizes,
     ) -> list[Ref]:
-        """Splits a tensor into consecutive parts along one axis; ``scaled`` makes lengths of sizes (int32)."""
+        """Splits a tensor into consecutive parts along one axis; ``scaled`` makes lengths of sizes (int32).
+
+        On processors always by one node; GPUs slice dtypes for which they have no kernel of it.
+        """
         if len(sizes) == 1:
             return [tensor]
         int32, kind = types_pb2.DT_INT32, {"T": dtype_attr(dtype)}
@@ -391,7 +394,7 @@ class Builder:
         def lengths(numbers: Sequence[int]) -> Ref:
             return scaled(self.const(numbers, int32, device=device))
 
-        if dtype in SPLIT_DTYPES:
+        if dtype in SPLIT_DTYPES or "device:CPU:" in device:
             inputs = [tensor, lengths(sizes), self.const(axis, int32, device=device)]
             kind |= {"Tlen": dtype_attr(int32), "num_split": len(sizes)}
             node = self.add(name, "SplitV", inputs, device=device, **kind)

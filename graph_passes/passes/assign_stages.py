@@ -342,9 +342,10 @@ def _check_slices(program: Program, stage_of: Mapping[str, int], layout: Layout)
         PassError: they can't; it names the layer.
     """
     graph, number = Graph(program.graph), program.roles.slice.samples
+    names = [node.name for node in program.graph.node[: program.roles.model_end]]  # Losses have errors of their own.
 
     def contradiction(stages: range, size: int) -> str:
-        part = part_before(program.graph, [Ref(name) for name in graph.nodes if stage_of.get(name) in stages])
+        part = part_before(program.graph, [Ref(name) for name in names if stage_of.get(name) in stages])
         try:
             ShapesOf(part).under(input_shapes(graph, program.roles, size), {number: size})
         except PassError as error:
