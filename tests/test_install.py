@@ -96,7 +96,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     for name in ("dapple_tf", "graph_passes", "models", "tools"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     environment = base / "environment"
     venv.create(environment, symlinks=True)
