@@ -32,6 +32,7 @@ DOCUMENTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", 
 
 RUN_ELSEWHERE = {
     "README.md": "test_install.py",
+    "docs/getting_started.md": "test_tutorial.py",
     "docs/tutorial.md": "test_tutorial.py",
     "docs/operators.md": "test_tutorial.py",
 }
@@ -44,8 +45,8 @@ INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()
     "dapple-worker": "dapple_tf.worker"
 }
 """The modules that this package's own commands run."""
-SYSTEM = {"nft", "scp"}
-"""Programs of the system, which change it or others: only their syntax is looked at."""
+SYSTEM = {"nft", "scp", "taskset"}
+"""Programs of the system, of which only the syntax is looked at."""
 
 
 class Command(NamedTuple):
