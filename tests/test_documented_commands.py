@@ -45,8 +45,8 @@ INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()
     "dapple-worker": "dapple_tf.worker"
 }
 """The modules that this package's own commands run."""
-SYSTEM = {"nft", "scp", "taskset"}
-"""Programs of the system, of which only the syntax is looked at."""
+SYSTEM = {"nft", "scp"}
+"""Programs of the system, which change it or others: only their syntax is looked at."""
 
 
 class Command(NamedTuple):
@@ -98,6 +98,8 @@ def check(line: str) -> None:
     match words:
         case ["export", *_]:
             _check_syntax(line)
+        case ["taskset", "-c", _, *command, "&"]:
+            check(shlex.join(command))
         case ["python", "-m", module, *arguments]:
             _check_module(module, arguments)
         case ["python", script, *arguments]:
