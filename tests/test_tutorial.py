@@ -8,8 +8,8 @@ import re
 import pytest
 
 from dapple_tf import automatic
-from dapple_tf.tools.hosts import free_ports
 from dapple_tf.tools.evaluation.run_document import blocks, pictures, run
+from dapple_tf.tools.hosts import free_ports
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 OPERATORS = (DOCS / "operators.md").read_text(encoding="utf-8")
@@ -52,7 +52,8 @@ def test_the_examples_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_getting_started_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    plan, losses = [block.text for block in blocks(run(GETTING_STARTED, "getting_started.md")) if block.language == "text"]
+    printed = run(GETTING_STARTED, "getting_started.md")
+    plan, losses = [block.text for block in blocks(printed) if block.language == "text"]
     assert plan.splitlines()[:4] == GETTING_STARTED.partition("```text\n")[2].splitlines()[:4]
     assert losses.startswith("plain Keras [") and (tmp_path / "model.keras").is_file()
 

@@ -5,8 +5,9 @@
 
 Examples are blocks of the languages ``python`` (all in one process, as in a notebook) and ``sh`` (lines that begin with
 ``python -m``, ``dapple-`` or ``taskset``, each in a process; ``&`` at a line's end lets it run until the last example
-has). They run in a folder of their own, with a cache of profiles of their own. A block of the language ``text`` right behind an example is what it printed. Pictures that the document shows, such as
-``![...](pictures/tutorial/x.svg)``, are taken from ``tutorial/x.svg`` in that folder if the examples made them.
+has). They run in a folder of their own, with a cache of profiles of their own. A block of the language ``text`` right
+behind an example is what it printed. Pictures that the document shows, such as ``![...](pictures/tutorial/x.svg)``, are
+taken from ``tutorial/x.svg`` in that folder if the examples made them.
 """
 
 from __future__ import annotations
