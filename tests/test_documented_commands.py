@@ -32,6 +32,7 @@ DOCUMENTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", 
 
 RUN_ELSEWHERE = {
     "README.md": "test_install.py",
+    "docs/getting_started.md": "test_tutorial.py",
     "docs/tutorial.md": "test_tutorial.py",
     "docs/operators.md": "test_tutorial.py",
 }
@@ -97,6 +98,8 @@ def check(line: str) -> None:
     match words:
         case ["export", *_]:
             _check_syntax(line)
+        case ["taskset", "-c", _, *command, "&"]:
+            check(shlex.join(command))
         case ["python", "-m", module, *arguments]:
             _check_module(module, arguments)
         case ["python", script, *arguments]:

@@ -27,6 +27,7 @@ EXAMPLES = {
     "own_schedule": (["--image={folder}/schedules.svg"], r"run_ahead  step .* GiB on the fullest device"),
     "plan_for_other_hardware": (["--folder={folder}"], r"data parallelism takes \d\.\d\d times as long"),
     "resume_after_kill": ([], r"killed in step 13 \(exit code -9\)(.*\n)*\d+ arrays .* the same to the last bit"),
+    "two_workers": (["16"], r"expected step (.*\n)*the plan .* at best\n(.*\n){2}plain Keras "),
     "vit_on_images": ([], r"val_accuracy: (0\.[89]|1\.0)"),
 }
 """Example -> flags, and what it prints."""

@@ -1,8 +1,8 @@
 """What `pip install .` installs, and README top to bottom with it, in a folder where others are in the way.
 
-The environment has what the package requires and nothing that only its development does. README's examples run in one
-process; of its commands each is run that isn't `make`, and `--help` of each kind of program. Nothing is profiled for
-long, nor trained for many steps: other tests do so from a checkout.
+The environment has what the package requires and nothing that only its development does. README's examples run on two
+workers, and of the commands those that train and launch. Nothing is profiled for long, nor trained for many steps:
+other tests do so from a checkout.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.run_document import blocks
+from dapple_tf.tools.hosts import free_ports
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -96,7 +97,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     for name in ("dapple_tf", "graph_passes", "models", "tools"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     environment = base / "environment"
     venv.create(environment, symlinks=True)
@@ -152,20 +153,20 @@ def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
 @pytest.mark.thorough
 def test_the_examples_run_one_after_the_other(installed: Installed) -> None:
     """The parts in the language ``py`` that need no cluster go on from the whole examples."""
-    whole = [block.text for block in blocks(README) if block.language == "python"]
-    parts = [block.text for block in blocks(README) if block.language == "py"]
-    wanted = [part for part in parts if "profile_step" in part or "fd_dps" in part]
-    assert len(whole) == 3 and len(wanted) == 2
-    automatic = "transform(model, cluster, global_batch_size=64)"
+    whole, parts = ([block.text for block in blocks(README) if block.language == name] for name in ("python", "py"))
+    assert len(whole) == 1 and len(parts) == 1
+    automatic = 'transform(model, cluster, global_batch_size=256, schedule="zb_h1")'
     assert automatic in whole[0]
-    whole[0] = whole[0].replace(automatic, automatic[:-1] + ", profile_seconds=2)")
-    after = "import tensorflow as tf\ndataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)\n"
-    (installed.folder / "example.py").write_text("\n".join([*whole, after, *wanted]), encoding="utf-8")
-    printed = installed.run("python", "example.py")
-    assert "operators" in printed
-    for name in ("model.keras", "profile.json", "plan.json", "profile/timeline.html", "dump/index.html"):
+    (first,) = free_ports(1)
+    text = whole[0].replace(automatic, automatic[:-1] + ", profile_seconds=2)").replace("epochs=3", "epochs=1")
+    for shown, port in (("2222", first), ("2223", first + 1)):
+        text = text.replace(shown, str(port))
+    (installed.folder / "example.py").write_text(text + parts[0], encoding="utf-8")
+    program = ["--workers=2", f"--base_port={first}", "--", str(installed.programs / "python"), "example.py"]
+    printed = installed.run("dapple-launch", *program)
+    assert "expected step" in printed
+    for name in ("model.keras", "profile/timeline.html", "dump/index.html"):
         assert (installed.folder / name).is_file(), name
-    assert any((installed.folder / "logs").iterdir())
 
 
 HELP = """
@@ -180,21 +181,9 @@ for entry in importlib.metadata.entry_points(group="console_scripts"):
 """
 
 
-def readme_commands() -> list[str]:
-    """README's commands of the package, as they are written there."""
-    lines = [
-        line.partition("#")[0].strip()
-        for block in blocks(README)
-        if block.language == "sh"
-        for line in block.text.splitlines()
-    ]
-    return [line for line in lines if line.startswith("dapple-")]
-
-
 @pytest.mark.thorough
 def test_commands_tell_their_flags(installed: Installed) -> None:
     """``dapple-launch --help`` and ``dapple-worker --help`` ended with 1."""
-    assert {line.split()[0] for line in readme_commands()} <= COMMANDS
     printed = installed.run("python", "-c", HELP)
     assert all(flag in printed for flag in ("--global_batch_size", "--workers", "--address"))
 
@@ -202,19 +191,13 @@ def test_commands_tell_their_flags(installed: Installed) -> None:
 @pytest.mark.thorough
 def test_the_commands_run(installed: Installed) -> None:
     """The first one ended after 37 s with nothing saved: TensorBoard wasn't there, which only development requires."""
-    quick = {"--model=gnmt:tiny": "--model=vgg:tiny"}
-    lines = [shlex.split(line) for line in readme_commands() if not line.endswith("--help")]
-    trained = [
-        [*(re.sub(r"^(--(?:benchmark_)?steps)=.*", r"\1=2", quick.get(word, word)) for word in line), "--nomeasure"]
-        for line in lines
-        if line[0] == "dapple-train"
-    ]
-    others = [line for line in lines if line[0] != "dapple-train"]
-    assert (len(trained), len(others)) == (2, 1)
     with ThreadPoolExecutor(1) as beside:
-        launched = beside.submit(installed.run, *others[0])
-        for line in trained:
-            installed.run(*line)
+        on_workers = ["--workers=2", "--devices=2", "--", "python", "docs/examples/train_on_cluster.py", "--pipeline"]
+        launched = beside.submit(installed.run, "dapple-launch", *on_workers)
+        plans = (("bert:tiny", "1:1", "steps"), ("vgg:tiny", "2:1", "benchmark_steps"))
+        for model, plan, steps in plans:
+            flags = (f"--model={model}", f"--plan={plan}", "--global_batch_size=16", f"--{steps}=2", "--nomeasure")
+            installed.run("dapple-train", *flags)
         launched.result()
     assert (installed.folder / "runs" / "train" / "model.keras").is_file()
     assert any((installed.folder / "runs" / "train" / "logs" / "train").iterdir())

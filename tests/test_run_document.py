@@ -63,6 +63,14 @@ def test_commands_run_in_processes_of_their_own() -> None:
         run("```sh\npython -m tools.nothing\n```\n", "example.md")
 
 
+def test_commands_in_the_background_end_with_the_last_example(tmp_path: pathlib.Path) -> None:
+    document = f"```sh\npython -m http.server 0 --directory={tmp_path} &\n```\n```python\nprint(__name__)\n```\n"
+    running = set(pathlib.Path("/proc/self/task").glob("*/children"))
+    before = [path.read_text() for path in running]
+    assert run(document, "example.md") == document
+    assert [path.read_text() for path in running] == before
+
+
 @pytest.mark.thorough
 def test_the_tool_rewrites(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "example.md"

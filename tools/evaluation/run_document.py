@@ -4,9 +4,10 @@
     python -m tools.evaluation.run_document --write docs/tutorial.md    # rewrites the outputs and pictures, too
 
 Examples are blocks of the languages ``python`` (all in one process, as in a notebook) and ``sh`` (lines that begin with
-``python -m``, each run by itself). They run in a folder of their own, with a cache of profiles of their own. A block of
-the language ``text`` right behind an example is what it printed. Pictures that the document shows, such as
-``![...](pictures/tutorial/x.svg)``, are taken from ``tutorial/x.svg`` in that folder if the examples made them.
+``python -m``, ``dapple-`` or ``taskset``, each in a process; ``&`` at a line's end lets it run until the last example
+has). They run in a folder of their own, with a cache of profiles of their own. A block of the language ``text`` right
+behind an example is what it printed. Pictures that the document shows, such as ``![...](pictures/tutorial/x.svg)``, are
+taken from ``tutorial/x.svg`` in that folder if the examples made them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _FOLDER = flags.DEFINE_string("folder", None, "Run in this folder and leave ever
 
 _ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
+_OURS = ("python -m ", "dapple-", "taskset ")
 _PICTURE = re.compile(r"!\[[^\]]*\]\(pictures/([^)]+)\)")
 
 
@@ -84,15 +86,17 @@ def run(document: str, name: str) -> str:
     all_blocks = list(blocks(document))
     parts, position = [], 0
     printed = ""
-    for number, block in enumerate(all_blocks):
-        where = f"{name}, line {block.line}"
-        if block.language == "python":
-            printed = _run_python(block, space, where)
-        elif block.language == "sh":
-            printed = "".join(_run_command(line, where) for line in block.text.splitlines() if _is_ours(line))
-        elif block.language == "text" and number and all_blocks[number - 1].language in ("python", "sh"):
-            parts += [document[position : block.start], _shown(printed)]
-            position = block.start + len(block.text)
+    with contextlib.ExitStack() as background:
+        for number, block in enumerate(all_blocks):
+            where = f"{name}, line {block.line}"
+            if block.language == "python":
+                printed = _run_python(block, space, where)
+            elif block.language == "sh":
+                lines = [line for line in block.text.splitlines() if line.startswith(_OURS)]
+                printed = "".join(_run_command(line, where, background) for line in lines)
+            elif block.language == "text" and number and all_blocks[number - 1].language in ("python", "sh"):
+                parts += [document[position : block.start], _shown(printed)]
+                position = block.start + len(block.text)
     return "".join([*parts, document[position:]])
 
 
@@ -108,16 +112,17 @@ def _run_python(block: Block, space: dict[str, Any], where: str) -> str:
     return out.getvalue()
 
 
-def _is_ours(line: str) -> bool:
-    return line.startswith("python -m ")
-
-
-def _run_command(line: str, where: str) -> str:
-    command = [sys.executable, *shlex.split(line, comments=True)[1:]]
-    paths = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
-    )
+def _run_command(line: str, where: str, background: contextlib.ExitStack) -> str:
+    words = shlex.split(line, comments=True)
+    variables = dict(os.environ)
+    for name, first in (("PYTHONPATH", str(_ROOT)), ("PATH", os.path.dirname(sys.executable))):
+        variables[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
+    if words[-1] == "&":
+        process = subprocess.Popen(words[:-1], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        background.callback(process.wait)
+        background.callback(process.terminate)
+        return ""
+    result = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ExampleError(f"`{line}` in {where} failed with {result.returncode}:\n{result.stderr[-2000:]}")
     return result.stdout
