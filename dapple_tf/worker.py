@@ -1,6 +1,7 @@
 """A worker: lends the devices of its machine to one client at a time, which trains a model on them.
 
-    python -m dapple_tf.worker --address=10.0.0.1:2222
+    dapple-worker --address=10.0.0.1:2222
+    dapple-worker --address=10.0.0.1:2222 --gpus=0,1 --tls=keys/node1
 
 The address is the worker's own, at which clients and other workers reach it. Without the flag it is read from
 TF_CONFIG, by "cluster", "worker" and "task". Training runs in a separate process, on

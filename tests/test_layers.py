@@ -14,7 +14,8 @@ graph_passes.ir
 graph_passes.analysis
 graph_passes.passes
 graph_passes.pass_manager
-errors units text_table data_files garbage program progress keras_private version
+version
+errors units text_table data_files garbage program progress keras_private
 output_folder network
 schedules
 view

@@ -21,6 +21,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.profile_text import to_text
 from dapple_tf.models.registry import find_model
 from dapple_tf.tools import command
+from dapple_tf.tools.hosts import environment
 from dapple_tf.tools.model_flags import (
     ClusterFlag,
     ModelFlags,
@@ -62,7 +63,7 @@ def test_documents_name_flags_that_there_are(name: str) -> None:
     mentioned = set(re.findall(r"--(?:no)?(\w+)", tool.__doc__)) - {"logdir"}
     known = {*tool.FLAGS, "measure", "cache"}
     assert {flag for flag in mentioned if flag not in known and f"no{flag}" not in known} == set()
-    assert f"python -m tools.{name} " in tool.__doc__
+    assert tool.__doc__.count(f"\n    {command.CONSOLE[name]} ") >= 2
     assert all(tool.FLAGS[flag].help for flag in tool.FLAGS)
 
 
@@ -80,6 +81,27 @@ def test_mistakes_end_with_a_message(name: str, capsys: pytest.CaptureFixture[st
         assert command.run(tool.main, tool.FLAGS, used) == 1
         printed = capsys.readouterr()
         assert message in printed.err and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "code", "pattern"),
+    [
+        ("tools.keys", "-h", 0, r"Makes certificates .*\n    dapple-keys .*\n    dapple-keys .*--authority: .*"),
+        ("worker", "--help", 0, r"A worker: .*\n    dapple-worker .*\n    dapple-worker .*--address: .*"),
+        ("worker", "--version", 0, rf"dapple_tf {re.escape(dapple.__version__)}\n"),
+        ("worker", "--adress=a", 1, r"error: Unknown command line flag 'adress'. Did you mean: address \?\n"),
+        ("worker", "--address=a", 1, r"error: [^\n]*'a'[^\n]*\n"),
+        ("tools.keys", "--days=1", 1, r"error: no machine is named; [^\n]*\n"),
+    ],
+)
+def test_console_commands_show_their_module_and_mistakes_in_one_line(
+    module: str, argument: str, code: int, pattern: str
+) -> None:
+    """absl shows the docstring of ``__main__``, which a console command lacks."""
+    line = [sys.executable, "-c", f"from dapple_tf.{module} import run; run()", argument]
+    ended = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=300)
+    assert ended.returncode == code, ended.stderr
+    assert re.fullmatch(pattern, ended.stderr if code else ended.stdout, re.DOTALL)
 
 
 def test_a_shape_with_a_typing_error_is_no_file() -> None:

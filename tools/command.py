@@ -9,6 +9,7 @@ A program puts its flags into a `flags.FlagValues` of its own and ends with::
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import sys
@@ -63,6 +64,7 @@ def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
     """
     publish(values, flags.FLAGS)
 
+    @functools.wraps(main)
     def parsed(argv: Sequence[str]) -> int:
         values.mark_as_parsed()
         if not flags.FLAGS["verbosity"].present:  # TensorFlow has made absl talkative.

@@ -1,8 +1,8 @@
 r"""Writes what training a model with a plan would run: the graph after every pass, drawings, schedule and timelines.
 
-    python -m tools.dump_graph --model=gpt --plan=3:1 --global_batch_size=32 --output_dir=runs/graphs
-    python -m tools.dump_graph --model=my.package:build --plan=plan.json --cluster=local:4 --output_dir=runs/graphs
-    python -m tools.dump_graph --model=bert --plan=plan.json --cluster=cluster.json --profile=profile.json \
+    dapple-dump --model=gpt --plan=3:1 --global_batch_size=32 --output_dir=runs/graphs
+    dapple-dump --model=my.package:build --plan=plan.json --cluster=local:4 --output_dir=runs/graphs
+    dapple-dump --model=bert --plan=plan.json --cluster=cluster.json --profile=profile.json \
         --output_dir=runs/graphs
 
 Nothing is run: the cluster may be a description of devices that don't exist, and the model isn't trained. With
@@ -28,7 +28,7 @@ _MODEL = ModelFlags(FLAGS, data=True)
 _CLUSTER = ClusterFlag(FLAGS)
 _PLAN = PlanFlags(FLAGS, batch=32)
 _PROFILE = ProfileFlags(FLAGS, alternative="Without it, nothing is simulated.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write to.", flag_values=FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write to. Required.", flag_values=FLAGS)
 
 
 def main() -> None:

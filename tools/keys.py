@@ -1,10 +1,11 @@
 """Makes certificates for a cluster with TLS: an authority, and a directory for each machine.
 
-    python -m tools.keys --directory=keys node1,10.0.0.1 node2,10.0.0.2 client
+    dapple-keys --directory=keys node1,10.0.0.1 node2,10.0.0.2 client
+    dapple-keys --directory=keys --days=30 node3,10.0.0.3     # one machine more
 
 Each argument is a machine: the names and addresses at which others reach it, separated by commas. Its directory has the
-first one's name, here keys/node1, and is to be copied to that machine alone, for `python -m dapple_tf.worker --tls=...`
-or `dapple_tf.Cluster.of_servers(..., tls=...)`. The client needs a certificate too; any name will do for it.
+first one's name, here keys/node1, and is to be copied to that machine alone, for `dapple-worker --tls=...` or
+`dapple_tf.Cluster.of_servers(..., tls=...)`. The client needs a certificate too; any name will do for it.
 
 An authority that is in the directory already signs further machines. keys/authority_key.pem lets machines in: keep it
 where none of them is. To have another authority sign, give --authority and --authority_key; or put its files into the

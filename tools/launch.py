@@ -1,8 +1,8 @@
 """Starts workers on this machine, to try out a cluster, and runs a command that trains on them.
 
-    python -m tools.launch --workers=4 -- python docs/examples/train_on_cluster.py
-    python -m tools.launch --workers=2 --devices=2 -- python -m tools.train --model=gpt --plan=2:2 --cluster=tf_config
-    python -m tools.launch --workers=2 --devices=2
+    dapple-launch --workers=4 -- python docs/examples/train_on_cluster.py
+    dapple-launch --workers=2 --devices=2 -- dapple-train --model=gpt --plan=2:2 --cluster=tf_config
+    dapple-launch --workers=2 --devices=2
 
 The command finds the workers' addresses in TF_CONFIG:
 `dapple_tf.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())` is their cluster.

@@ -230,8 +230,8 @@ class ProfileFlags:
         self._profile = flags.DEFINE_string(
             "profile",
             None,
-            "The model's profile: JSON, as tools.profile writes it, or the text format of the DAPPLE authors."
-            + (f" {alternative}" if alternative else ""),
+            "The model's profile: JSON, as dapple-profile writes it, or the text format of the DAPPLE authors. "
+            + (alternative or "Required."),
             flag_values=values,
         )
         self._batch_size = flags.DEFINE_integer(
@@ -320,7 +320,8 @@ class PlanFlags:
         self._plan = flags.DEFINE_string(
             "plan",
             default,
-            f"The plan: {automatic}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found.",
+            f"The plan: {automatic}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found."
+            + ("" if auto or default else " Required."),
             flag_values=values,
         )
         self._global_batch_size = flags.DEFINE_integer(

@@ -1,13 +1,13 @@
 """Measures a model layer by layer: the seconds and bytes that plans and simulations need.
 
-    python -m tools.profile --model=gpt --batch_size=2,8 --output=profile.json
-    python -m tools.profile --model=my_package.my_module:build --cluster=10.0.0.1:2222 --output=profile.json
+    dapple-profile --model=gpt --batch_size=2,8 --output=profile.json
+    dapple-profile --model=my_package.my_module:build --cluster=10.0.0.1:2222 --output=profile.json
 
 Give slice sizes around those of future plans: the global batch divided by micro-batches and replicas. Several sizes
 separate each cost into a fixed part and one that grows with the samples. Profiles are kept in a cache
 (~/.cache/dapple_tf/profiles, or $DAPPLE_CACHE) and are reused; --nocache measures anew.
 
-tools.plan, tools.simulate, tools.what_if and tools.train read the result.
+dapple-plan, dapple-simulate, dapple-what-if and dapple-train read the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Simulates one training step of a plan, task by task, on any cluster: each device's work over time, and its memory.
 
-    python -m tools.simulate --plan=plan.json --profile=profile.json --cluster=cluster.json
-    python -m tools.simulate --plan=3:1 --global_batch_size=64 --profile=profile.json --cluster=local:4 --schedule=zb_h1
-    python -m tools.simulate --plan=plan.json --profile=profile.json --compare=gpipe,dapple_a,zb_h1 --output_dir=runs/a
+    dapple-simulate --plan=plan.json --profile=profile.json --cluster=cluster.json
+    dapple-simulate --plan=3:1 --global_batch_size=64 --profile=profile.json --cluster=local:4 --schedule=zb_h1
+    dapple-simulate --plan=plan.json --profile=profile.json --compare=gpipe,dapple_a,zb_h1 --output_dir=runs/a
 
 Prints the step's time, the bubble and memory of each stage, the composition of the critical path, and the timeline.
 --micro_batches, --schedule, --recompute and --global_batch_size change the plan; --intra_bandwidth and others the

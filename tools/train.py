@@ -1,17 +1,17 @@
 """Trains a model as a pipeline, and writes the model, the plan and reports on the run.
 
-    python -m tools.train --model=gpt --global_batch_size=32                 # measures the model, finds the best plan
-    python -m tools.train --model=vgg --plan=3:1 --schedule=zb_h1            # three replicas and one; cuts are found
-    python -m tools.train --model=my_package.my_module:build --plan=plan.json --cluster=10.0.0.1:2222,10.0.0.2:2222
-    python -m tools.train --model=gpt --checkpoint_dir=checkpoints --resume  # continues where it stopped
-    python -m tools.train --model=my_module:build --placement=fd_dps         # single operators on all devices
+    dapple-train --model=gpt --global_batch_size=32                 # measures the model, finds the best plan
+    dapple-train --model=vgg --plan=3:1 --schedule=zb_h1            # three replicas and one; cuts are found
+    dapple-train --model=my_package.my_module:build --plan=plan.json --cluster=10.0.0.1:2222,10.0.0.2:2222
+    dapple-train --model=gpt --checkpoint_dir=checkpoints --resume  # continues where it stopped
+    dapple-train --model=my_module:build --placement=fd_dps         # single operators on all devices
 
 The model is profiled first (--nomeasure skips that; measurements are cached), so that the predicted step can be
 compared with the one that is measured at the end. --output_dir receives
 
     model.keras                   the trained model, an ordinary Keras model
     plan.json                     the plan
-    profile.json, cluster.json    what the plan was made from, for tools.plan, tools.simulate and tools.what_if
+    profile.json, cluster.json    what the plan was made from, for dapple-plan, dapple-simulate and dapple-what-if
     operator_costs.json, operators.txt    with --placement=fd_dps: costs and devices of operators
     history.csv                   loss, metrics, rates, bubbles and memory of each epoch
     logs/                         the same for TensorBoard, step by step (elsewhere with --log_dir)

@@ -1,7 +1,7 @@
 """Serves a page for changing a plan or a cluster, which shows at once how the simulated step changes.
 
-    python -m tools.what_if --profile=profile.json --cluster=cluster.json --plan=plan.json
-    python -m tools.what_if --profile=profile.json --cluster=local:4 --plan=1:1:1:1 --global_batch_size=64
+    dapple-what-if --profile=profile.json --cluster=cluster.json --plan=plan.json
+    dapple-what-if --profile=profile.json --cluster=local:4 --plan=1:1:1:1 --global_batch_size=64
 
 Micro-batches, schedule, recomputation, bandwidths, latencies, the devices' speed and the stages themselves can be
 changed. The page shows timelines and numbers of the original and the changed plan, error messages, the plan as JSON
