@@ -118,9 +118,11 @@ def _run_command(line: str, where: str, background: contextlib.ExitStack) -> str
     for name, first in (("PYTHONPATH", str(_ROOT)), ("PATH", os.path.dirname(sys.executable))):
         variables[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
     if words[-1] == "&":
-        process = subprocess.Popen(words[:-1], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        background.callback(process.wait)
+        process = subprocess.Popen(words[:-1], env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        background.enter_context(process)
         background.callback(process.terminate)
+        assert process.stdout is not None
+        process.stdout.readline()  # A worker says that it listens.
         return ""
     result = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     if result.returncode:
