@@ -381,11 +381,12 @@ class Builder:
         axis: int,
         *,
         device: str = "",
+        on_host: bool = False,
         scaled: Callable[[Ref], Ref] = lambda sizes: sizes,
     ) -> list[Ref]:
         """Splits a tensor into consecutive parts along one axis; ``scaled`` makes lengths of sizes (int32).
 
-        On processors always by one node; GPUs slice dtypes for which they have no kernel of it.
+        Dtypes for which GPUs have no such kernel are sliced, but ``on_host``.
         """
         if len(sizes) == 1:
             return [tensor]
@@ -394,7 +395,7 @@ class Builder:
         def lengths(numbers: Sequence[int]) -> Ref:
             return scaled(self.const(numbers, int32, device=device))
 
-        if dtype in SPLIT_DTYPES or "device:CPU:" in device:
+        if dtype in SPLIT_DTYPES or on_host:
             inputs = [tensor, lengths(sizes), self.const(axis, int32, device=device)]
             kind |= {"Tlen": dtype_attr(int32), "num_split": len(sizes)}
             node = self.add(name, "SplitV", inputs, device=device, **kind)

@@ -168,7 +168,7 @@ class _Placing:
             pieces = {start: stop - start for start, stop in itertools.pairwise(bounds) if stop > start}
             with self.builder.marked({key: node.attr[key] for key in (PHASE_ATTR, STAGE_ATTR)}):
                 name, dtype = f"worker{self.workers[host]}/{ref.node}", output_dtypes(node)[0]
-                cut = self.builder.split(name, part, dtype, [*pieces.values()], 0, device=host)
+                cut = self.builder.split(name, part, dtype, [*pieces.values()], 0, device=host, on_host=True)
             at = dict(zip(pieces, cut, strict=True))
             self.slices[host, ref.node] = [at[self._place_of(host, interval.start)] for interval in own]
         return self.slices[host, ref.node][own.index(self._samples_of(ref))]

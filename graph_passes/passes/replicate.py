@@ -167,6 +167,7 @@ class _Replication:
                     sizes,
                     0,
                     device=self.options.host_device,
+                    on_host=True,
                 )
             self.slices[ref, stage] = dict(zip(places, parts, strict=True))
         return self.slices[ref, stage]
