@@ -19,6 +19,7 @@ y = x[:, :10].argmax(axis=1)
 
 
 def build() -> keras.Model:
+    """Eight wide layers, untrained."""
     hidden = [keras.layers.Dense(width, activation="relu", name=f"hidden_{i}") for i in range(8)]
     model = keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(10, name="logits")])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

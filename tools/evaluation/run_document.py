@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -114,13 +115,16 @@ def _run_python(block: Block, space: dict[str, Any], where: str) -> str:
 
 def _run_command(line: str, where: str, background: contextlib.ExitStack) -> str:
     words = shlex.split(line, comments=True)
-    variables = dict(os.environ)
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for name, first in (("PYTHONPATH", str(_ROOT)), ("PATH", os.path.dirname(sys.executable))):
         variables[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
     if words[-1] == "&":
-        process = subprocess.Popen(words[:-1], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        background.callback(process.wait)
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = background.enter_context(subprocess.Popen(words[:-1], env=variables, text=True, **output))
         background.callback(process.terminate)
+        assert process.stdout is not None
+        process.stdout.readline()  # It serves.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
         return ""
     result = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     if result.returncode:
