@@ -119,8 +119,8 @@ def _run_command(line: str, where: str, background: contextlib.ExitStack) -> str
     for name, first in (("PYTHONPATH", str(_ROOT)), ("PATH", os.path.dirname(sys.executable))):
         variables[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
     if words[-1] == "&":
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = background.enter_context(subprocess.Popen(words[:-1], env=variables, text=True, **output))
+        process = subprocess.Popen(words[:-1], env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        background.enter_context(process)
         background.callback(process.terminate)
         assert process.stdout is not None
         process.stdout.readline()  # It serves.
