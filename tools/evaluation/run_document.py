@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ def _run_python(block: Block, space: dict[str, Any], where: str) -> str:
 
 def _run_command(line: str, where: str, background: contextlib.ExitStack) -> str:
     words = shlex.split(line, comments=True)
-    variables = dict(os.environ)
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for name, first in (("PYTHONPATH", str(_ROOT)), ("PATH", os.path.dirname(sys.executable))):
         variables[name] = os.pathsep.join(filter(None, [first, os.environ.get(name)]))
     if words[-1] == "&":
@@ -122,7 +123,8 @@ def _run_command(line: str, where: str, background: contextlib.ExitStack) -> str
         background.enter_context(process)
         background.callback(process.terminate)
         assert process.stdout is not None
-        process.stdout.readline()  # A worker says that it listens.
+        process.stdout.readline()  # It serves.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
         return ""
     result = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     if result.returncode:
