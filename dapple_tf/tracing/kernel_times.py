@@ -36,7 +36,7 @@ def is_executors(device: str) -> bool:
 
 
 def kernel_times(stats: Any, launches: Mapping[str, tuple[str, float, float]]) -> dict[str, Times] | None:
-    """Returns node -> when its kernels ran: those that its device has launched between its start and its end.
+    """Returns node -> the span of the kernels that its device launched while it ran.
 
     Nodes without kernels are missing. Kernels of a GPU run in the order of their launches, so that nodes that follow
     each other on a device have kernels that follow each other.

@@ -113,7 +113,7 @@ class MeasuredStep:
 
     @property
     def launches(self) -> bool:
-        """Whether times on GPUs are those of launching kernels; memory and the time of the whole step are right."""
+        """Whether spans on GPUs are launches of kernels, not their runs; memory and the whole step's time are right."""
         return self.timeline.name == LAUNCHES
 
 

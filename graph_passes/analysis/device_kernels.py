@@ -191,7 +191,7 @@ class _Walk:
 
 
 def label(node: NodeDef) -> str:
-    """Returns an operator with the dtypes that it gives; a variable's handle with those of its values."""
+    """Returns an operator with the dtypes of its results; a variable's handle with the dtype of its values."""
     dtypes = [node.attr["dtype"].type] if makes_resource(node.op) and "dtype" in node.attr else output_dtypes(node)
     return f"{node.op}({', '.join(dict.fromkeys(map(dtype_name, dtypes)))})"
 

@@ -441,7 +441,7 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
 
 
 def drop_unread(graph: GraphDef, constants: Container[str]) -> None:
-    """Removes those of these nodes that no other one reads or waits for, in place."""
+    """Removes the named nodes without readers or waiting nodes, in place."""
     read = {text.removeprefix("^").partition(":")[0] for node in graph.node for text in node.input}
     rest = [node for node in graph.node if node.name in read or node.name not in constants]
     del graph.node[:]

@@ -25,9 +25,9 @@ CPU, GPU = "CPU", "GPU"
 """Kinds of devices, as TensorFlow names them."""
 _ANY_KIND = "DEFAULT"
 PASSED = frozenset({"Placeholder", "_Arg", "_Retval"})
-"""Operators that compute nothing: tensors that are fed, or passed to functions and back."""
+"""Operators without computation: tensors that are fed, or passed to functions and back."""
 ON_HOST = frozenset({types_pb2.DT_STRING, types_pb2.DT_RESOURCE})
-"""Dtypes that are in the host's memory wherever they are used."""
+"""Dtypes in the host's memory, on all devices."""
 
 
 def knows_gpus() -> bool:

@@ -64,25 +64,25 @@ def fold(
     Raises:
         PassError: shapes contradict each other, or such a value can't be computed.
     """
-    made, moved, found = graph, dict[Ref, Ref](), list[str]()
+    rewritten, moved, names = graph, dict[Ref, Ref](), list[str]()
     if any(node.op in LOOPS for node in graph.node):
-        made = _without_unread(graph, [*results, *map(Ref, kept)])
-        view = Graph(made)
-        found = [name for name in view.topological() if view.nodes[name].op in LOOPS]
-    inference = ShapeInference(made.library)
-    inference.loops |= dict.fromkeys(found)
+        rewritten = _without_unread(graph, [*results, *map(Ref, kept)])
+        view = Graph(rewritten)
+        names = [name for name in view.topological() if view.nodes[name].op in LOOPS]
+    inference = ShapeInference(rewritten.library)
+    inference.loops |= dict.fromkeys(names)
 
     def known() -> KnownShapes:
-        return inference.of(made, placeholders, elements, values, lengths)
+        return inference.of(rewritten, placeholders, elements, values, lengths)
 
     loops: dict[str, _Loop] = {}
-    for name in found:
-        loops[name] = _Loop(made, name, known(), loops)
+    for name in names:
+        loops[name] = _Loop(rewritten, name, known(), loops)
         inference.loops[name] = loops[name].shapes
-    for name in reversed(found):
+    for name in reversed(names):
         moved |= loops[name].rewrite(kept, results)
         inference.loops[name] = loops[name].shapes
-    folded = _folded(made, known(), kept, [moved.get(ref, ref) for ref in results])
+    folded = _folded(rewritten, known(), kept, [moved.get(ref, ref) for ref in results])
     return folded._replace(moved={**folded.moved, **{ref: folded.moved.get(now, now) for ref, now in moved.items()}})
 
 
@@ -91,11 +91,11 @@ def _folded(graph: GraphDef, known: KnownShapes, kept: Collection[str], results:
 
 
 def _without_unread(graph: GraphDef, wanted: Sequence[Ref]) -> GraphDef:
-    """Returns a copy of a graph, to be changed, with what the wanted tensors need, and all placeholders."""
+    """Returns a copy of a graph, to be changed, with the ancestors of the wanted tensors, and all placeholders."""
     needed = Graph(graph).ancestors(wanted)
-    made = GraphDef(versions=graph.versions, library=graph.library)
-    made.node.extend(node for node in graph.node if node.op == "Placeholder" or node.name in needed)
-    return made
+    part = GraphDef(versions=graph.versions, library=graph.library)
+    part.node.extend(node for node in graph.node if node.op == "Placeholder" or node.name in needed)
+    return part
 
 
 class _Loop:
