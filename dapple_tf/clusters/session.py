@@ -12,6 +12,7 @@ from tensorflow.core.protobuf import config_pb2
 
 from dapple_tf.clusters.server_definition import threads, worker_name
 from dapple_tf.describe.cluster import Cluster, ClusterError
+from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.ir.collectives import NCCL, RING
 from graph_passes.ir.tensorflow_bridge import bare_config
 from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run, process_config
@@ -47,8 +48,7 @@ def collective_hint(cluster: Cluster) -> str:
     It refuses two members on one GPU, which sub-streams and logical GPUs are. Its sockets would pass by the tunnels of
     TLS.
     """
-    gpus = any("device:GPU" in name for name in cluster.device_names)
-    if not gpus or cluster.sub_streams or cluster.tls:
+    if not any(map(on_gpu, cluster.device_names)) or cluster.sub_streams or cluster.tls:
         return RING
     here = tf.config.list_physical_devices("GPU") if cluster.real and not cluster.addresses else ()
     divided = any(len(tf.config.get_logical_device_configuration(gpu) or ()) > 1 for gpu in here)

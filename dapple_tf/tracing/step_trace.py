@@ -37,6 +37,7 @@ from dapple_tf.tracing.step_nodes import (
 )
 from dapple_tf.tracing.step_parts import Interval, StepParts, part_of, step_parts
 from dapple_tf.view.timeline import LAUNCHES, MEASURED, MemoryCurve, Span, Timeline
+from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
 
@@ -230,7 +231,7 @@ class _Reading:
             if name in kernels:
                 start, end = kernels[name]
                 self.runs[name] = run._replace(start=start, end=end, ready=start)
-            elif _on_gpu(run.device):
+            elif on_gpu(run.device):
                 before = (self.runs[other] for other in self.nodes[name].waits_for if other in self.runs)
                 late = max([0.0, *(own.end - run.start for own in before if own.device == run.device)])
                 self.runs[name] = run._replace(start=run.start + late, end=run.end + late, ready=run.ready + late)
@@ -292,7 +293,7 @@ class _Reading:
             for before in node.waits_for:
                 cause = self.runs.get(before)
                 # A control edge from a GPU waits for launches.
-                if cause is not None and not (before in node.after and _on_gpu(cause.device)):
+                if cause is not None and not (before in node.after and on_gpu(cause.device)):
                     add(self._worker(cause.device), own, run.start - cause.end)
             add(None, own, run.start - self.traced.called[0])
             add(own, None, self.traced.called[1] - run.end)
@@ -508,10 +509,6 @@ class _Reading:
             level += sum(size for _, size in group)
             curve.append((max(0.0, self._time(1000 * moment)), level))
         return tuple(curve)
-
-
-def _on_gpu(device: str) -> bool:
-    return "device:GPU" in device
 
 
 def _run(device: str, node: Any) -> _Run:
