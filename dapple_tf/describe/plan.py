@@ -55,8 +55,6 @@ __all__ = ["ALL_REDUCE", "RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 _FORMAT = "dapple_tf.plan/1"
 FD_DPS = "fd_dps"
 """Name of the placement of single operators by `operator_devices`, for `dapple_tf.transform` and programs."""
-COMBINED = "combined"
-"""Name of the search for stages, replicas and groups of devices for single operators together, for the same."""
 
 
 class PlanOptions(TypedDict, total=False):
