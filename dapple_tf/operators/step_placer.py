@@ -208,7 +208,7 @@ class StepPlacer:
         placed_on = split.own_step.placed_on.union(places.values())
         joined = split.replace(graph=graph, step=dataclasses.replace(split.own_step, placed_on=placed_on))
         spread = self._spread(graph, placements, calls, alone)
-        placing = PlaceOperators(*spread, jit_compile=self.plan.compiled)
+        placing = PlaceOperators(*spread)
         placed = _run(joined, placing, self.pipeline, instruments, complete=True)
         return PlacedStep(placed, placements, {**storage_devices, **self._storage_devices(placed.graph)}, flat)
 
