@@ -153,6 +153,30 @@ def test_each_part_is_stored_each_row_has_claims_and_each_miss_a_reason() -> Non
     assert all(claim.why or claim.verdict in (paper_verdicts.REPRODUCED, paper_verdicts.HOLDS) for claim in claims)
 
 
+def _scaling(ten: float, ten_alone: float, recompute: str = "none") -> dict[str, Any]:
+    """Returns a record of figure 14 by the efficiencies of ten devices; that of eight is 1."""
+    idle = {"data parallelism": None}
+    eight = {"ours": {"ms": 10.0, "recompute": recompute}, "overlap": {"ms": 10.0}, **idle}
+    last = {"ours": {"ms": 8.0 / ten, "recompute": "none"}, "overlap": {"ms": 8.0 / ten}, **idle}
+    alone = {"ours": {"ms": 8.0 / ten_alone}, "overlap": {"ms": 8.0 / ten_alone}, **idle}
+    return {"single ms": 80.0, "devices": {"8": eight, "10": last}, "ten in one server": alone}
+
+
+@pytest.mark.parametrize(
+    ("record", "parallel", "hybrid", "why"),
+    [
+        (_scaling(0.7, 1.0), "reproduced", "not reproduced", "with ten devices in one server it falls by 0.0%"),
+        (_scaling(0.85, 0.87), "not reproduced", "not reproduced", "with ten devices in one server it falls by 13.0%"),
+        (_scaling(0.95, 1.0), "not reproduced", "reproduced", ""),
+        (_scaling(1.26, 1.3, "boundary"), "not reproduced", "not reproduced", "eight devices have too little memory"),
+    ],
+)
+def test_figure_14_can_fail_on_both_sides(record: Any, parallel: str, hybrid: str, why: str) -> None:
+    claims = [claim for claim in paper_figures.claims({"figure 14: bert-48": record})]
+    assert [claim.verdict for claim in claims] == [parallel, hybrid]
+    assert claims[1].why.startswith(why)
+
+
 # ---- bands and differences
 
 

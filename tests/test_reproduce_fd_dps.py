@@ -245,21 +245,3 @@ def test_graphs_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     names = {path.resolve().relative_to(root).as_posix() for path in operator_models.sources()}
     assert {"graph_passes/passes/join.py", "dapple_tf/frontend/capture.py", "models/resnet.py"} <= names
     assert "dapple_tf/operators/fd_dps.py" not in names, "searches change no graph"
-
-
-# ---- the command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models=lenet"], "--models: unknown lenet; choose from VGG-16"),
-        (["--devices=2,x"], "--devices: '2,x'; give numbers from 2"),
-        (["--write", "--models=VGG-16"], "give another --directory"),
-        (["--write", "--missing", "--render"], "--missing and --render exclude each other"),
-        (["--render"], "--missing and --render write; add --write"),
-    ],
-)
-def test_wrong_flags_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(reproduce_fd_dps.main, reproduce_fd_dps.FLAGS, arguments) == 1
-    assert message in capsys.readouterr().err
