@@ -14,8 +14,6 @@ from absl import app
 from selection import thorough
 
 from dapple_tf.tools.evaluation import (
-    combined_report,
-    combined_workers_report,
     operator_workers_report,
     scale_report,
     shards_report,
@@ -128,8 +126,6 @@ def test_records_are_shown_in_the_formats_of_columns() -> None:
 
 
 DOCUMENTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "combined.md": ("combined.json", combined_report.document),
-    "combined_workers.md": ("combined_workers.json", combined_workers_report.document),
     "operator_workers.md": ("operator_workers.json", operator_workers_report.document),
     "scale.md": ("scale.json", scale_report.report),
     "shards.md": ("shards.json", shards_report.document),
