@@ -18,6 +18,7 @@ from models_for_tests import classifier, plan, samples, transform
 from profiles_for_tests import MS, measured_as, profile_of
 
 import dapple_tf as dapple
+from dapple_tf.describe.devices import Server
 from dapple_tf.planning.replanning import Deployment
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor, TraceBudget, step_metrics, tag
@@ -315,6 +316,17 @@ def test_a_stage_that_is_off_once_is_not_warned_of() -> None:
     for _ in range(3):
         assert watch.check(slower(tasks, {0: 2.0})) == []
         assert watch.check(slower(tasks, {0: 1.19, 1: 0.81})) == []
+
+
+def test_the_profile_is_not_blamed_where_devices_share_cores(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = dataclasses.replace(CLUSTER, servers=(Server(capacity=2.0),))
+    simulation = simulate(plan(devices=[[0, 1], [2]]), PROFILE, cluster)
+    watch, tasks = StageDrift(simulation), simulated_tasks(simulation)
+    caplog.set_level(logging.INFO, "dapple_tf")
+    for _ in range(2):
+        assert watch.check(slower_replica(slower(tasks, {1: 1.3}), 1, 2.0)) == []
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and record.getMessage().endswith("were predicted: its devices share cores")
 
 
 def slower_replica(tasks: dict[Task, float], replica: int, factor: float) -> dict[Task, float]:
