@@ -89,8 +89,8 @@ class PipelineMonitor(keras.callbacks.Callback):
     * ``peak_mib_stage_0``: largest peak memory of the stage's devices.
 
     All but the first line and ``input_ms`` are of the last traced step, corrected for tracing. A metric is left out
-    until it has a value: before the first traced step, the fifth, these are. Where GPUs don't report their kernels, only ``step_ms`` and peaks of
-    memory are known. If the model was profiled, each traced step is compared with its
+    until it has a value: the fifth step is the first traced one. Where GPUs don't report their kernels, only
+    ``step_ms`` and peaks of memory are known. If the model was profiled, each traced step is compared with its
     prediction, and the log warns of stages that are more than 20% off it.
 
     Attributes:
