@@ -246,8 +246,18 @@ def test_the_table_tells_what_was_chosen_and_why() -> None:
     assert "(the pivot stage)" in text
     assert "runner-up: " in text
     assert "takes once" not in text
-    assert "data parallelism on all devices: " in text
+    assert "best data parallelism on all devices: " in text
     assert sum(stage.share for stage in chosen.report.stages) == pytest.approx(1)
+
+
+def test_idle_devices_and_a_runner_up_that_is_not_slower_are_told() -> None:
+    """The runner-up took "0.999x the time", and nothing said that devices stay idle."""
+    text = str(
+        plan(profile_of(layers=2, parameters=3 * 10**6), cluster_of(1, 1, 1, inter_bandwidth=1e9), 6, least_gain=0.5)
+    )
+    assert "expected step 21 ms, 1.71x one device; 1 device idle\n" in text
+    assert "runner-up: data parallel on 3, 1 micro-batch: 16 ms, as fast within 32%, on more devices\n" in text
+    assert "best data parallelism on all devices: 16 ms, as fast within 32%\n" in text
 
 
 def test_why_data_parallelism_is_impossible_is_told() -> None:

@@ -119,7 +119,7 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
     assert record["command"].startswith("python -m tools.train --") and "--benchmark_steps=5" in record["command"]
     assert "--epochs" not in record["command"]
     printed = capsys.readouterr().out
-    assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
+    assert "Measured 5 steps of own, " in printed and "benchmark.json  step times" in printed
 
 
 @pytest.mark.thorough

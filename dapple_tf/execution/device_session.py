@@ -20,7 +20,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.builds import StepRequest
 from dapple_tf.execution.gpu_check import check_kernels, has_gpus
-from dapple_tf.execution.terminal import without_profiler_lines
+from dapple_tf.execution.terminal import without_noise
 from dapple_tf.garbage import return_freed_memory
 from graph_passes.ir.graph import GraphDef
 
@@ -201,7 +201,7 @@ class DeviceSession:
         feed = dict(zip(request.feeds, values, strict=True))
         options.trace_level = self._trace_level
         profiled = options.trace_level == options.FULL_TRACE
-        with without_profiler_lines() if profiled else contextlib.nullcontext():
+        with without_noise() if profiled else contextlib.nullcontext():
             return self.run(request.fetches, feed, options, metadata, seconds)
 
     def _prepare(self, request: StepRequest) -> PreparedRun:
