@@ -294,6 +294,19 @@ def test_what_is_assigned_and_compiled_counts() -> None:
     assert_same_values(pair.model, pair.plain)
 
 
+def test_with_closes_and_repr_names_the_plan() -> None:
+    model = classifier()
+    with transform(model) as pipelined:
+        assert repr(pipelined) == "PipelinedModel('classifier', stages 1:2 on 3 devices, dapple_a, 2 x 3.5 samples)"
+        pipelined.train_on_batch(X[:7], Y[:7])
+        with pytest.raises(ValueError, match="mine"), pipelined:
+            raise ValueError("mine")
+        pipelined.train_on_batch(X[:7], Y[:7])
+    assert not pipelined._compiled and int(model.optimizer.iterations) == 2
+    with transform(classifier(), dapple.Plan.data_parallel(1, 7)) as single:
+        assert repr(single).endswith("stages 1 on 1 device, dapple_a, 1 x 7 samples)")
+
+
 def test_attributes_that_mean_nothing(pair: Pair) -> None:
     pipelined = pair.pipelined
     with pytest.raises(AttributeError, match="has an attribute 'summery'; did you mean 'summary'"):
