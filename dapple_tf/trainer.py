@@ -345,10 +345,6 @@ class PipelinedModel(Inspection, KerasMethods):
         """
         self._runtime.load()
 
-    def save(self, path: str | pathlib.Path, **arguments: Any) -> None:
-        """Calls ``sync``, then ``keras.Model.save``."""
-        self.sync().save(path, **arguments)
-
     @in_one_thread
     def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
         """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data position.

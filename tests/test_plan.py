@@ -293,6 +293,27 @@ def test_groups_of_devices_and_what_does_not_go_with_them(change: dict[str, Any]
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "text"),
+    [
+        ("manual", "microbatches", "'microbatches'; did you mean 'micro_batches'?"),
+        ("straight", "jit_compiled", "'jit_compiled'; did you mean 'jit_compile'?"),
+        ("data_parallel", "recomputes", "'recomputes'; did you mean 'recompute'?"),
+        ("by_operators", "colour", "'colour'"),
+    ],
+)
+def test_constructors_say_which_argument_an_unknown_one_is_like(make: str, name: str, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(Plan, make)(**{name: 1})
+    assert str(caught.value) == f"Plan.{make}() has no argument {text}"
+
+
+def test_every_option_of_a_plan_is_one_of_straight() -> None:
+    given = ("cuts", "devices", "micro_batches", "global_batch_size", "schedule", "report")
+    options = {entry.name: entry.default for entry in dataclasses.fields(Plan) if entry.name not in given}
+    assert Plan.straight(["a"], 8, 4, **options) == Plan.straight(["a"], 8, 4)
+
+
 def test_straight_refuses_a_string_for_its_cuts() -> None:
     with pytest.raises(PlanError, match="cuts is 'block_3'; give a list"):
         Plan.straight("block_3", 8, 4)

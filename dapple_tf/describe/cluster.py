@@ -71,6 +71,7 @@ class Cluster(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = ClusterError
+    made_by: ClassVar[str] = "Cluster.local(2), say"
     devices: tuple[Device, ...]
     intra_bandwidth: float | None = None
     inter_bandwidth: float | None = None

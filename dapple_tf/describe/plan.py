@@ -36,6 +36,7 @@ from dapple_tf.describe.plan_values import (
     task_times,
 )
 from dapple_tf.describe.unit_timeline import unit_timeline
+from dapple_tf.errors import names_checked
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
@@ -154,6 +155,7 @@ class Plan(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = PlanError
+    made_by: ClassVar[str] = "Plan.manual(...) or Plan.load(path)"
     cuts: tuple[str, ...]
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
@@ -191,6 +193,7 @@ class Plan(JsonFile):
         check_options(self)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def manual(
         cls,
         cuts: Iterable[str],
@@ -210,6 +213,7 @@ class Plan(JsonFile):
         return cls(layer_names(cuts), device_lists(devices), micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def data_parallel(
         cls,
         devices: int | Iterable[int],
@@ -229,6 +233,7 @@ class Plan(JsonFile):
         return cls.manual((), [replicas], micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__, "devices")
     def straight(
         cls,
         cuts: Iterable[str],
@@ -249,6 +254,7 @@ class Plan(JsonFile):
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def by_operators(cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]) -> Plan:
         """Makes a plan that places the whole model's single operators on ``devices`` (a list, or n for the first n).
 

@@ -92,6 +92,7 @@ class Profile(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = ProfileError
+    made_by: ClassVar[str] = "dapple_tf.profile(...) or Profile.load(path)"
     model: str
     device: str
     batch_sizes: tuple[int, ...]

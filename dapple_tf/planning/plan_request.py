@@ -107,6 +107,8 @@ class PlanRequest:
         row_shards: bool = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
+        Profile.check("profile", profile)
+        Cluster.check("cluster", cluster)
         batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
