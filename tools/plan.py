@@ -12,7 +12,6 @@ planner's choices.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from typing import Any, NoReturn
@@ -92,13 +91,6 @@ _ROW_SHARDS = flags.DEFINE_boolean(
     "Replicas keep a shard of the rows of embeddings each, and exchange the rows that they look up.",
     flag_values=FLAGS,
 )
-_OPERATOR_GROUPS = flags.DEFINE_boolean(
-    "operator_groups",
-    None,
-    "With --model: also search groups of devices on which stages place their operators, which takes long. "
-    "--nooperator_groups leaves out those of a profile's file, too.",
-    flag_values=FLAGS,
-)
 _CHECK = flags.DEFINE_boolean(
     "check",
     False,
@@ -168,12 +160,6 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     chosen, batch = options(), _GLOBAL_BATCH_SIZE.value
     if _PROFILE.given:
         profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
-        if _OPERATOR_GROUPS.value is False:
-            profile = dataclasses.replace(profile, groups=None)
-        command.check(
-            not _OPERATOR_GROUPS.value or profile.groups is not None,
-            "--operator_groups: the profile doesn't say what groups of devices take; give --model, which is searched",
-        )
         return dapple.plan(profile, cluster, batch, **chosen), profile, cluster
     from dapple_tf.automatic import plan_model, slice_sizes
 
@@ -183,9 +169,7 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     )
     model = _MODEL.build()
     x, y, weights = data.example(model, max(slice_sizes(batch, cluster.num_devices)))
-    planned = plan_model(
-        model, cluster, batch, operator_groups=_OPERATOR_GROUPS.value, x=x, y=y, sample_weight=weights, **chosen
-    )
+    planned = plan_model(model, cluster, batch, x=x, y=y, sample_weight=weights, **chosen)
     return planned.plan, planned.profile, planned.cluster
 
 

@@ -56,8 +56,6 @@ __all__ = ["ALL_REDUCE", "RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 _FORMAT = "dapple_tf.plan/1"
 FD_DPS = "fd_dps"
 """Name of the placement of single operators by `operator_devices`, for `dapple_tf.transform` and programs."""
-COMBINED = "combined"
-"""Name of the search for stages, replicas and groups of devices for single operators together, for the same."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -100,8 +98,8 @@ class Plan(JsonFile):
         recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each. With ``offload``
             what a stage would keep for them is copied to its host's memory after the forward, and back before it is
             read.
-        jit_compile: whether stages are compiled with XLA; of those that place their operators on several devices, what
-            each device runs between two transfers. None compiles what ``keras.Model.compile`` does by default: on GPUs
+        jit_compile: whether stages are compiled with XLA; those that place their operators on several devices aren't.
+            None compiles what ``keras.Model.compile`` does by default: on GPUs
             all models whose layers XLA can compile, but for placed operators.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
             must not rise from a stage to the next.

@@ -112,6 +112,11 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
                 f"operators can't be placed one by one with {name}={getattr(plan, name)!r}; set {name}={value!r}, or "
                 f"leave operator_devices out"
             )
+    if plan.jit_compile and all(len(groups[0]) > 1 for groups in operator_devices):
+        raise PlanError(
+            "jit_compile=True compiles stages of one device, but every stage places its operators on several; leave "
+            "jit_compile out"
+        )
     if plan.offloading_stages:
         raise PlanError(
             f"stage {min(plan.offloading_stages)} has recompute='offload', but its operators are placed one by one, so "

@@ -22,7 +22,6 @@ from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.placed_stages import PlacedStages
 from dapple_tf.simulation.stage_cost import StageCosts
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
@@ -229,7 +228,7 @@ class PlanRequest:
 
     @property
     def for_one_stage(self) -> list[Policy]:
-        """Those for plans of one stage, or of stages whose operators are placed; none if a k was asked for."""
+        """Those for plans of one stage; none if a k was asked for."""
         simple = self.reverse_first_k in (0, AUTO)
         return [policy for policy in self.schedules if policy in self.straight] if simple else []
 
@@ -276,32 +275,7 @@ class PlanRequest:
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""
         costs = CostModel(plan, self.profile, self.cluster, self._stage_costs)
-        if plan.operator_devices is not None:
-            return costs  # The all-reduces of groups are flat.
         return with_fastest_reductions(costs, self.all_reduce)
-
-    @property
-    def places_operators(self) -> bool:
-        """Whether stages may place their operators on groups of devices: the profile has to say what that takes."""
-        return self.profile.groups is not None and not self.why_without_groups
-
-    @property
-    def why_without_groups(self) -> str:
-        """Why stages can't place their operators on groups of devices, whatever the profile says; empty if they can."""
-        if not self.allows("operator_groups"):
-            return "they aren't among the plan's features"
-        if not self.for_one_stage:
-            return "they are for one stage on each device, without reverse_first_k"
-        if self.optimizer_shards:
-            return "replicas keep shards of the optimizer's slots"
-        if self.row_shards:
-            return "replicas keep shards of the rows of embeddings"
-        return "residuals may wait in the host's memory" if "offload" in (self.recompute or ()) else ""
-
-    @property
-    def placed(self) -> PlacedStages:
-        """What stages take whose operators are placed on groups of devices."""
-        return self._stage_costs.placed
 
     @functools.cached_property
     def _stage_costs(self) -> StageCosts:

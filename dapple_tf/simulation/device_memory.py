@@ -82,21 +82,11 @@ def slices_fitting(room: float, each: float, passing: float, slices: int, most: 
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
-    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there.
-
-    Where operators are placed, with the copies of variables' parts that a device has of others.
-    """
+    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
     owned = _stages_on(costs.devices, costs.owner_devices)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
-    stored = {device: sizes[owned[device]] for device in costs.devices}
-    for stage, groups in enumerate(costs.groups):
-        for group in groups:
-            whole = sizes[owned[group[0]]]
-            placed = costs.placed(stage, costs.samples(stage))
-            assert placed is not None
-            stored |= {device: whole * part for device, part in zip(group, placed.held, strict=True)}
-    return stored
+    return {device: sizes[owned[device]] for device in costs.devices}
 
 
 class _Work(NamedTuple):
@@ -123,42 +113,14 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
         works[device] = _Work(runs[device], owned[device], own)
     needs = {work: _need(costs, work) for work in dict.fromkeys(works.values())}
     return tuple(
-        _placed_needs(costs, stage, needs[works[devices[0]]])
-        if costs.groups[stage]
-        else tuple(
+        tuple(
             (needs[work], limit)
             for work, limit in dict.fromkeys(
                 (works[device], costs.cluster.devices[device].memory_bytes) for device in (*devices, *kept)
             )
         )
-        for stage, (devices, kept) in enumerate(zip(costs.plan.devices, costs.owner_devices, strict=True))
+        for devices, kept in zip(costs.plan.devices, costs.owner_devices, strict=True)
     )
-
-
-def _placed_needs(costs: CostModel, stage: int, whole: DeviceNeed) -> tuple[tuple[DeviceNeed, int | None], ...]:
-    """Returns what the devices of a group need on which a stage's operators are placed, and their memory.
-
-    Args:
-        costs: the plan's costs.
-        stage: the stage, which shares its devices with no other.
-        whole: what it would need on one device.
-    """
-    placed = costs.placed(stage, costs.samples(stage))
-    assert placed is not None
-    needs = []
-    for place, (stored, held, kept, working) in enumerate(
-        zip(placed.stored, placed.held, placed.residual, placed.working, strict=True)
-    ):
-        need = whole._replace(
-            stored=whole.stored * held,
-            each=whole.each * kept,
-            largest=whole.largest * kept,
-            working=whole.working * working,
-            alone=whole.alone * stored,
-        )
-        limits = {costs.cluster.devices[group[place]].memory_bytes for group in costs.groups[stage]}
-        needs += [(need, limit) for limit in limits]
-    return tuple(needs)
 
 
 def device_need(costs: CostModel, device: int, samples: Mapping[int, int]) -> DeviceNeed:

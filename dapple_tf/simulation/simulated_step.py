@@ -299,8 +299,7 @@ class SimulatedStep:
             ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
         )
         index = self.add(span) if marks else None
-        devices = len(self.costs.members(span.stage, span.device))
-        self.cores.begin(server, Running(span, task, seconds, marks, index, devices), self.now)
+        self.cores.begin(server, Running(span, task, seconds, marks, index), self.now)
         self.next_of(server)
 
     def next_of(self, server: int) -> None:
