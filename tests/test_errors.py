@@ -207,7 +207,7 @@ def test_plans_that_contradict_themselves() -> None:
         plan(devices=[[0, 1], [2, 2]])
     with refused(dapple.PlanError, "modulo"):
         plan(devices=[[0, 1], [1, 2]])
-    with refused(dapple.PlanError, "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1 samples"):
+    with refused(dapple.PlanError, "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1 sample"):
         plan(micro_batches=4)
 
 

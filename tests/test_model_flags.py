@@ -178,7 +178,7 @@ def test_clusters(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("local:0", "--cluster=local:0: a local cluster of 0 devices was asked for"),
         ("local", "--cluster=local: that is neither local:N"),
-        ("gpu:99", "--cluster=gpu:99: 99 GPUs were asked for"),
+        ("gpu:99", "--cluster=gpu:99: asked for 99 GPUs"),
         ("none.json", "--cluster=none.json: No such file or directory"),
         ("a:1,a:1", "--cluster=a:1,a:1: servers 0 and 1 both have the address"),
         ("a:1,", "--cluster=a:1,: that is neither"),

@@ -42,6 +42,7 @@ from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 from dapple_tf.text_table import table
+from dapple_tf.units import counted
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals
 from graph_passes.ir.tasks import Schedule
@@ -277,7 +278,10 @@ class Plan(JsonFile):
         by_stage = replicas if isinstance(replicas, Sequence) else [replicas] * self.num_stages
         counts = integers("replicas", by_stage)
         if len(counts) != self.num_stages:
-            raise PlanError(f"replicas has {len(counts)} numbers for {self.num_stages} stages; give one for each")
+            raise PlanError(
+                f"replicas has {counted(len(counts), 'number')} for {counted(self.num_stages, 'stage')}; give one for "
+                f"each"
+            )
         groups = []
         for stage, (devices, count) in enumerate(zip(self.devices, counts, strict=True)):
             if count < 1 or len(devices) % count:

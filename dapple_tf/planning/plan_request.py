@@ -23,6 +23,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_cost import StageCosts
+from dapple_tf.units import counted
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 """The policies of the paper, which the search by formula covers."""
@@ -179,8 +180,8 @@ class PlanRequest:
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
                 raise PlanError(
-                    f"a global batch of {self.batch} samples can't be cut into {count} micro-batches; use 1 to "
-                    f"{self.batch}"
+                    f"a global batch of {counted(self.batch, 'sample')} can't be cut into "
+                    f"{counted(count, 'micro-batch')}; use 1 to {self.batch}"
                 )
         for name, given, known in (
             ("recompute", self.recompute or (), RECOMPUTE_MODES),
