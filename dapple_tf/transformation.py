@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from dapple_tf.argument_checks import check_names, check_passes, check_profile, check_types
+from dapple_tf.argument_checks import check_passes, check_profile
 from dapple_tf.automatic import EXAMPLES, plan_model
 from dapple_tf.clusters.session import configure_gpus
 from dapple_tf.describe.cluster import Cluster
@@ -20,13 +20,15 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
+from dapple_tf.errors import names_checked
 from dapple_tf.execution.builds import PREPARED_STEPS
 from dapple_tf.execution.recovery import wait_for_workers
-from dapple_tf.frontend.capture import check_model
+from dapple_tf.frontend.capture import build_from, check_model
 from dapple_tf.frontend.initialization import initial_of
 from dapple_tf.keras_private import model_supports_jit, tensorflow_variable
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.trainer import PipelinedModel
 from dapple_tf.units import gib
 from graph_passes.pass_manager import After, Before
@@ -37,6 +39,7 @@ _FEW_BYTES = 2**24
 """Bytes of a model's values on a GPU of which nobody need be warned: counters, seeds, small models."""
 
 
+@names_checked(*inspect.signature(find_plan).parameters, *EXAMPLES, "profile_seconds")
 def transform(
     model: keras.Model,
     cluster: Cluster,
@@ -59,7 +62,8 @@ def transform(
     the plan and the reasons for it, ``pipelined.prediction`` how well the prediction holds once steps have run.
 
     Args:
-        model: a built and compiled Keras model; it isn't modified, and gets the trained values by ``sync``.
+        model: a compiled Keras model, which is built, or gets its variables from ``x`` here; it isn't modified
+            otherwise, and gets the trained values by ``sync``.
         cluster: the devices.
         plan: stages, replicas, micro-batches and schedule; None finds one.
         global_batch_size: samples in one step, if there is no plan.
@@ -99,8 +103,15 @@ def transform(
         TypeError: an argument has the wrong class, is unknown, or means nothing beside the others.
         PassError: a cut names no layer or leaves a stage empty, or a pass is placed beside one that doesn't exist.
     """
-    check_types(cluster=cluster, plan=plan, profile=profile, operator_costs=operator_costs, faults=faults)
-    check_names(planning, [*inspect.signature(transform).parameters], (*EXAMPLES, "profile_seconds"))
+    Cluster.check("cluster", cluster)
+    if plan is not None:
+        Plan.check("plan", plan)
+    if profile is not None:
+        Profile.check("profile", profile)
+    if operator_costs is not None:
+        OperatorCosts.check("operator_costs", operator_costs)
+    if not isinstance(faults, FaultPolicy | None):
+        raise TypeError(f"faults is {faults!r:.60}; give a dapple_tf.FaultPolicy")
     check_profile(profile, model)
     check_passes(passes)
     if placement not in (None, FD_DPS):
@@ -108,6 +119,7 @@ def transform(
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     configure_gpus(cluster)
+    built_here = build_from(model, planning.get("x"))
     _warn_of_second_values(model, cluster)
     wait_for_workers(cluster, faults or FaultPolicy())
     examples: dict[str, Any] = {}
@@ -150,6 +162,8 @@ def transform(
         )
         plan, profile, cluster = planned.plan, planned.profile, planned.cluster
     else:
+        if built_here:
+            planning = {name: value for name, value in planning.items() if name not in EXAMPLES}
         if planning:
             raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")
         if global_batch_size not in (None, plan.global_batch_size):

@@ -508,7 +508,7 @@ def test_an_unknown_layer_is_refused_with_close_names() -> None:
 
 def test_an_unknown_layer_without_close_names_is_refused_with_those_there_are() -> None:
     assert refused(mlp(), "xyz") == (
-        "cut 'xyz' names no layer of the model; did you mean one of 'dense_0', 'dense_1', 'dense_2'?"
+        "cut 'xyz' names no layer of the model; its layers are 'dense_0', 'dense_1', 'dense_2'"
     )
 
 

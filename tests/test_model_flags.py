@@ -178,7 +178,7 @@ def test_clusters(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("local:0", "--cluster=local:0: a local cluster of 0 devices was asked for"),
         ("local", "--cluster=local: that is neither local:N"),
-        ("gpu:99", "--cluster=gpu:99: 99 GPUs were asked for"),
+        ("gpu:99", "--cluster=gpu:99: asked for 99 GPUs"),
         ("none.json", "--cluster=none.json: No such file or directory"),
         ("a:1,a:1", "--cluster=a:1,a:1: servers 0 and 1 both have the address"),
         ("a:1,", "--cluster=a:1,: that is neither"),
@@ -248,7 +248,7 @@ def test_data_by_flag() -> None:
     assert isinstance(flag, ModelFlags) and flag.data().name == "source_text"
     flag = parsed("--dataset=patern", define=lambda values: ModelFlags(values, data=True))
     assert isinstance(flag, ModelFlags)
-    with pytest.raises(app.UsageError, match=r"--dataset=patern: unknown data 'patern' \(is it patterns"):
+    with pytest.raises(app.UsageError, match=r"--dataset=patern: unknown data 'patern'; did you mean 'patterns"):
         flag.data()
 
 
@@ -374,7 +374,7 @@ def test_a_plan_of_another_model_is_told_before_anything_is_measured(tmp_path: p
         dapple.Plan.manual([cut], [[0], [1]], micro_batches=1, global_batch_size=4).save(path)
         plan.check_layers(model)
     dapple.Plan.manual(["block_3"], [[0], [1]], micro_batches=1, global_batch_size=4).save(path)
-    message = r"has a cut after layer 'block_3', but model 'mine' has inner, deep, top: give a plan of this model"
+    message = r"has a cut after layer 'block_3', but model 'mine' has inner, top: give a plan of this model"
     with pytest.raises(app.UsageError, match=message):
         plan.check_layers(model)
 

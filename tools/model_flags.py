@@ -438,15 +438,14 @@ class PlanFlags:
             return
         from dapple_tf.keras_private import items_of
 
-        items = items_of(model)
-        known = {item.name for item in items if item is not model}
-        weighted = [item.name for item in items if item is not model and getattr(item, "weights", None)]
+        known = {item.name for item in items_of(model) if item is not model}
+        outer = [layer.name for layer in model.layers if layer.weights]
         for cut in self._loaded().cuts:
             name = cut.partition("#")[0].rpartition("/")[2]
             check(
                 name in known,
                 f"--plan={self.text} has a cut after layer {cut!r}, but model {model.name!r} has "
-                f"{', '.join(weighted[:8])}{' and others' if len(weighted) > 8 else ''}: give a plan of this model",
+                f"{', '.join(outer[:8])}{' and others' if len(outer) > 8 else ''}: give a plan of this model",
             )
 
     def plan(self, cuts: Callable[[Sequence[int]], Sequence[str]]) -> dapple.Plan:

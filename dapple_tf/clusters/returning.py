@@ -16,6 +16,7 @@ from dapple_tf.describe.hardware import clean
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import ControlError
 from dapple_tf.network.inquiry import client_name, devices, for_each, hello, lease_secret
+from dapple_tf.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,6 @@ def _counted(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns "2 GPU devices (NVIDIA A100)", say."""
     counts = Counter(pairs)
     return " and ".join(
-        f"{count} {kind} device{'s' * (count > 1)}{f' ({hardware})' if hardware else ''}"
+        f"{counted(count, f'{kind} device')}{f' ({hardware})' if hardware else ''}"
         for (kind, hardware), count in counts.items()
     )

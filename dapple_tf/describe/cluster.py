@@ -33,7 +33,7 @@ from dapple_tf.network.inquiry import inventory
 from dapple_tf.network.keys import Keys, tls_directory
 from dapple_tf.network.ray_workers import RayWorkers
 from dapple_tf.text_table import ranges
-from dapple_tf.units import link_text
+from dapple_tf.units import counted, link_text
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "ReductionLinks", "Server", "check_addresses"]
 
@@ -71,6 +71,7 @@ class Cluster(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = ClusterError
+    made_by: ClassVar[str] = "Cluster.local(2), say"
     devices: tuple[Device, ...]
     intra_bandwidth: float | None = None
     inter_bandwidth: float | None = None
@@ -119,7 +120,9 @@ class Cluster(JsonFile):
             check_link(f"bandwidth of reductions' {name}", link.bandwidth)
             check_link(f"latency of reductions' {name}", link.latency)
         if self.servers and len(self.servers) != self.num_servers:
-            raise ClusterError(f"{len(self.servers)} servers are described, but the devices are in {self.num_servers}")
+            raise ClusterError(
+                f"the description has {counted(len(self.servers), 'server')}, but the devices are in {self.num_servers}"
+            )
         for number, own in enumerate(self.servers):
             for name in (*LINKS, *HOST):
                 check_link(f"{name} of server {number}", getattr(own, name))
@@ -127,7 +130,8 @@ class Cluster(JsonFile):
                 raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
         if self.sub_streams not in (0, self.num_devices / 2):
             raise ClusterError(
-                f"sub_streams is {self.sub_streams}, but there are {self.num_devices} devices; give 0, or half of them"
+                f"sub_streams is {self.sub_streams}, but the cluster has {counted(self.num_devices, 'device')}; give "
+                f"0, or half of them"
             )
 
     @classmethod
@@ -151,8 +155,8 @@ class Cluster(JsonFile):
         gpus = [] if kind == "cpu" else gpu_kinds()
         if kind == "gpu" and len(gpus) < count:
             raise ClusterError(
-                f"{count} GPUs were asked for, but TensorFlow sees {len(gpus)} here (and none in a client of workers); "
-                f"ask for fewer or for CPUs"
+                f"asked for {counted(count, 'GPU')}, but TensorFlow sees {len(gpus)} here (and none in a client of "
+                f"workers); ask for fewer or for CPUs"
             )
         device_type, kinds = ("GPU", gpus) if len(gpus) >= count else ("CPU", [cpu_kind(count)] * count)
         sizes: list[int | None] = [memory_bytes] * count
@@ -311,8 +315,8 @@ class Cluster(JsonFile):
                 own = [kind_and_number(cluster.devices[index].name)[0] for index in cluster.devices_of(server)]
                 if own != [wanted] * devices_per_worker:
                     raise ClusterError(
-                        f"worker {server} ({address}) was to have {devices_per_worker} devices of kind {wanted}, but "
-                        f"has {', '.join(own)}: does TensorFlow find the GPUs that Ray has on that node?"
+                        f"worker {server} ({address}) was to have {counted(devices_per_worker, 'device')} of kind "
+                        f"{wanted}, but has {', '.join(own)}: does TensorFlow find the GPUs that Ray has on that node?"
                     )
         except BaseException:
             started.close()
@@ -353,7 +357,7 @@ class Cluster(JsonFile):
             return self
         if count < 1 or workers % count:
             raise ClusterError(
-                f"{workers} workers can't be divided into servers of {count}; give a divisor of {workers}"
+                f"{counted(workers, 'worker')} can't be divided into servers of {count}; give a divisor of {workers}"
             )
         if self.servers or self.num_servers != workers:
             raise ClusterError("the servers are described already; put workers together before links are measured")
@@ -553,8 +557,8 @@ class Cluster(JsonFile):
 
     def __str__(self) -> str:
         counts = [len(self.devices_of(server)) for server in range(self.num_servers)]
-        per_server = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
-        servers = f"{len(counts)} server{'s' if len(counts) > 1 else ''} of {per_server} devices"
+        per_server = counted(counts[0], "device") if len(set(counts)) == 1 else f"{'+'.join(map(str, counts))} devices"
+        servers = f"{counted(len(counts), 'server')} of {per_server}"
         known = [device.memory_bytes for device in self.devices if device.memory_bytes is not None]
         memory = "memory unknown"
         if known:

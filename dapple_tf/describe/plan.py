@@ -36,11 +36,13 @@ from dapple_tf.describe.plan_values import (
     task_times,
 )
 from dapple_tf.describe.unit_timeline import unit_timeline
+from dapple_tf.errors import names_checked
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 from dapple_tf.text_table import table
+from dapple_tf.units import counted
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals
 from graph_passes.ir.tasks import Schedule
@@ -148,6 +150,7 @@ class Plan(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = PlanError
+    made_by: ClassVar[str] = "Plan.manual(...) or Plan.load(path)"
     cuts: tuple[str, ...]
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
@@ -184,6 +187,7 @@ class Plan(JsonFile):
         check_options(self)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def manual(
         cls,
         cuts: Iterable[str],
@@ -203,6 +207,7 @@ class Plan(JsonFile):
         return cls(layer_names(cuts), device_lists(devices), micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def data_parallel(
         cls,
         devices: int | Iterable[int],
@@ -222,6 +227,7 @@ class Plan(JsonFile):
         return cls.manual((), [replicas], micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__, "devices")
     def straight(
         cls,
         cuts: Iterable[str],
@@ -242,6 +248,7 @@ class Plan(JsonFile):
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def by_operators(cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]) -> Plan:
         """Makes a plan that places the whole model's single operators on ``devices`` (a list, or n for the first n).
 
@@ -266,7 +273,10 @@ class Plan(JsonFile):
         by_stage = replicas if isinstance(replicas, Sequence) else [replicas] * self.num_stages
         counts = integers("replicas", by_stage)
         if len(counts) != self.num_stages:
-            raise PlanError(f"replicas has {len(counts)} numbers for {self.num_stages} stages; give one for each")
+            raise PlanError(
+                f"replicas has {counted(len(counts), 'number')} for {counted(self.num_stages, 'stage')}; give one for "
+                f"each"
+            )
         groups = []
         for stage, (devices, count) in enumerate(zip(self.devices, counts, strict=True)):
             if count < 1 or len(devices) % count:

@@ -36,6 +36,7 @@ from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.units import counted
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
@@ -226,11 +227,11 @@ class _Writer:
         step = complete.own_step
         assert step.schedule is not None
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
-        title += f", {kind.samples} samples ({place.name})"
+        title += f", {counted(kind.samples, 'sample')} ({place.name})"
         shape = " : ".join(map(str, self.passes.plan.replicas))
         whole = (
-            f"{self.model.name}: {_TITLES[mode].lower()}, {kind.samples} samples in "
-            f"{len(step.layout.micro_batch_intervals)} micro-batches, {step.schedule.name} on {shape}"
+            f"{self.model.name}: {_TITLES[mode].lower()}, {counted(kind.samples, 'sample')} in "
+            f"{counted(len(step.layout.micro_batch_intervals), 'micro-batch')}, {step.schedule.name} on {shape}"
         )
         entries = self._graph(place, whole, task_graph(complete, self.passes.cluster.device_names))
         entries += self._schedule(place, step.schedule)

@@ -19,6 +19,7 @@ from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
+from dapple_tf.units import counted
 
 PROFILES = pathlib.Path(__file__).resolve().parents[2] / "docs" / "profiles"
 
@@ -396,7 +397,7 @@ class LargeBert:
     @property
     def key(self) -> str:
         """Its name, such as ``table 7: 2 devices``."""
-        return f"table 7: {self.devices} device{'s' if self.devices > 1 else ''}"
+        return f"table 7: {counted(self.devices, 'device')}"
 
 
 RATIO_5 = {"throughput": 1.6, "memory": 0.88}
