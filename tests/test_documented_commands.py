@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 from absl import flags
-from program_flags import ROOT, flags_of, imported, source_of
+from program_flags import INSTALLED, ROOT, flags_of, imported, source_of
 
 import dapple_tf as dapple
 from dapple_tf.models.registry import find_model
@@ -41,10 +41,6 @@ RUN_ELSEWHERE = {
 SHELLS = {"sh", "bash", "shell", "console"}
 PROGRAMS = {"tensorboard": "tensorboard", "netron": "netron"}
 """Programs of packages that an extra installs."""
-INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()} | {
-    "dapple-worker": "dapple_tf.worker"
-}
-"""The modules that this package's own commands run."""
 SYSTEM = {"nft", "scp"}
 """Programs of the system, which change it or others: only their syntax is looked at."""
 
@@ -70,7 +66,9 @@ def commands() -> Iterator[Command]:
             for line in block.text.replace("\\\n", " ").splitlines()
         ]
         words = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        lines += [" ".join(line.split()) for line in re.findall(r"`((?:python -m|make|pip|dapple-\w+) [^`]*)`", words)]
+        lines += [
+            " ".join(line.split()) for line in re.findall(r"`((?:python -m|make|pip|dapple-[\w-]+) [^`]*)`", words)
+        ]
         yield from (Command(name, line) for line in lines if line and not line.startswith("#"))
 
 
@@ -200,9 +198,14 @@ def test_there_are_commands() -> None:
     of_readme = {given.line.split("#")[0].strip() for given in COMMANDS if given.document == "README.md"}
     assert {"make train", "make test"} <= of_readme
     assert examples("README.md", ["python"])
-    of_tools = [given.line.split() for given in COMMANDS if given.document == "docs/tools.md"]
-    tools = {words[2].removeprefix("tools.") for words in of_tools if words[:2] == ["python", "-m"]}
-    assert {"profile", "plan", "simulate", "train", "what_if", "dump_graph"} <= tools
+    of_tools = {given.line.split()[0] for given in COMMANDS if given.document == "docs/tools.md"}
+    assert set(INSTALLED) - {"dapple-keys", "dapple-worker"} <= of_tools
+
+
+def test_commands_are_called_as_they_are_installed() -> None:
+    modules = "|".join(map(re.escape, INSTALLED.values()))
+    others = {given.document for given in COMMANDS if re.search(rf"-m (dapple_tf\.)?({modules})\b", given.line)}
+    assert others == {"docs/tools.md", "docs/decisions/0025-installed-under-one-name.md"}  # say what a checkout has
 
 
 # ---- runs
@@ -220,7 +223,11 @@ TINY = {
 
 def start(line: str) -> int:
     """Runs a program of this package in this process."""
-    _, _, module, *arguments = shlex.split(line, comments=True)
+    match shlex.split(line, comments=True):
+        case ["python", "-m", module, *arguments]:
+            module = module.removeprefix("dapple_tf.")
+        case [program, *arguments]:
+            module = INSTALLED[program]
     program = importlib.import_module(imported(module))
     quick = ["--repeats=1", "--nocache"] if module == "tools.profile" else []
     return command.run(program.main, program.FLAGS, [*(TINY.get(word, word) for word in arguments), *quick])
@@ -235,9 +242,9 @@ def test_the_commands_for_profiles_plans_timelines_and_graphs(
     monkeypatch.chdir(tmp_path)
     description = '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 4}], "intra_bandwidth": 1e10}'
     dapple.Cluster.from_json(description).save("cluster.json")
-    wanted = ("tools.profile", "tools.plan", "tools.simulate", "tools.dump_graph")
-    lines = [given.line for given in COMMANDS if given.document == "docs/tools.md" and given.line.startswith("python")]
-    lines = [line for line in lines if line.split()[2] in wanted]
+    wanted = ("dapple-profile", "dapple-plan", "dapple-simulate", "dapple-dump")
+    lines = [given.line for given in COMMANDS if given.document == "docs/tools.md"]
+    lines = [line for line in lines if line.split()[0] in wanted and "=" in line]
     assert len(lines) >= 5
     for line in lines:
         assert start(line) == 0, f"{line}\n{capsys.readouterr().err}"
@@ -247,7 +254,7 @@ def test_the_commands_for_profiles_plans_timelines_and_graphs(
 
 def runnable(line: str) -> bool:
     """Whether a command makes data, or trains a tiny model by a plan: test_train_models.py plans every model."""
-    return re.match(r"python -m tools\.(make_data |train .*:tiny .*--plan=)", line) is not None
+    return re.match(r"python -m dapple_tf.tools.make_data |dapple-train .*:tiny .*--plan=", line) is not None
 
 
 @pytest.mark.thorough
@@ -261,7 +268,7 @@ def test_the_commands_that_make_data_and_train_tiny_models(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path / "cache"))
     for line in [given.line for given in COMMANDS if given.document == document and runnable(given.line)]:
-        quick = " --nomeasure --noprofile_step" if "tools.train " in line else ""
+        quick = " --nomeasure --noprofile_step" if "dapple-train " in line else ""
         assert start(line.partition("#")[0] + quick) == 0, f"{line}\n{capsys.readouterr().err}"
 
 
