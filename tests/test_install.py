@@ -142,6 +142,7 @@ def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
     names = {path.as_posix() for path in files}
     assert {
         "dapple_tf/tools/train.py",
+        "dapple_tf/describe/profiles/bert-48-pbs-2.txt",
         "dapple_tf/models/readers/options.py",
         "dapple_tf/view/assets/what_if.js",
     } <= names

@@ -282,6 +282,7 @@ def test_profiles_of_both_formats(tmp_path: pathlib.Path) -> None:
     named.rename(tmp_path / "b.txt")
     with pytest.raises(dapple.ProfileError, match="for how many samples it is: give --profile_batch_size"):
         load_profile(tmp_path / "b.txt")
+    assert load_profile("bert-48").batch_sizes == (2,)
     flag = parsed(f"--profile={tmp_path / 'c'}", define=ProfileFlags)
     assert isinstance(flag, ProfileFlags)
     with pytest.raises(app.UsageError, match=r"--profile=\S+/c: No such file"):

@@ -604,11 +604,10 @@ def test_a_large_pipeline_in_the_picture(
     open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
 ) -> None:
     """BERT-48 as the DAPPLE authors measured it, on two servers of eight; what the docs show of the page."""
-    from dapple_tf.tools.evaluation.paper_models import PROFILES
     from dapple_tf.tools.model_flags import load_profile
     from dapple_tf.tools.shapes import cuts_by_profile
 
-    profile = load_profile(PROFILES / "bert-48-pbs-2.txt")
+    profile = load_profile("bert-48")
     links = {"intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
     machines = given.cluster((2, 2), memory=16 * 2**30, **links)
     plan = dapple.Plan.straight(cuts_by_profile(profile, (1, 1, 1, 1)), 64, 8)
