@@ -230,8 +230,8 @@ class ProfileFlags:
         self._profile = flags.DEFINE_string(
             "profile",
             None,
-            "The model's profile: JSON, as dapple-profile writes it; the text format of the DAPPLE authors; or one of "
-            f"those that they published, {', '.join(PUBLISHED)}. " + (alternative or "Required."),
+            f"{'The' if alternative else 'Required: the'} model's profile: JSON, as dapple-profile writes it; the text "
+            f"format of the DAPPLE authors; or one of those that they published, {', '.join(PUBLISHED)}. {alternative}",
             flag_values=values,
         )
         self._batch_size = flags.DEFINE_integer(
@@ -312,8 +312,8 @@ class PlanFlags:
         self._plan = flags.DEFINE_string(
             "plan",
             default,
-            f"The plan: {automatic}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found."
-            + ("" if auto or default else " Required."),
+            f"{'The' if auto or default else 'Required: the'} plan: {automatic}a JSON file, or the replicas of each "
+            f"stage, such as 3:1 or 1:1:1:1; cuts are found.",
             flag_values=values,
         )
         self._global_batch_size = flags.DEFINE_integer(

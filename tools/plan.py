@@ -33,7 +33,7 @@ _MODEL = ModelFlags(FLAGS, default=None, data=True)
 _CLUSTER = ClusterFlag(FLAGS)
 _SHARDS = {"no": False, "yes": True, "auto": None}
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
-    "global_batch_size", None, "Samples per step, over all devices. Required.", lower_bound=1, flag_values=FLAGS
+    "global_batch_size", None, "Required: samples per step, over all devices.", lower_bound=1, flag_values=FLAGS
 )
 _MICRO_BATCHES = flags.DEFINE_list(
     "micro_batches", None, "Micro-batches per step: one number, or several to choose from.", flag_values=FLAGS
