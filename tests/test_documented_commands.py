@@ -219,6 +219,7 @@ QUICK = {
     "dapple-train": "--model=vgg:tiny --plan=1:1 --nomeasure --noprofile_step",
     "dapple-profile": "--model=vgg:tiny --batch_size=2 --repeats=1 --nocache",
     "dapple-dump": "--model=vgg:tiny",
+    "dapple-what-if": "--nobrowser",
 }
 """Program -> flags that make it quick."""
 RUN = [

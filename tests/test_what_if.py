@@ -361,7 +361,7 @@ def test_pages_hold_any_name() -> None:
 
 
 def run(*arguments: str) -> int:
-    return command.run(what_if.main, what_if.FLAGS, arguments)
+    return command.run(what_if.main, what_if.FLAGS, ["--nobrowser", *arguments])
 
 
 @pytest.mark.slow
@@ -375,9 +375,13 @@ def test_the_program_serves(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(what_if.WhatIfServer, "serve_forever", serve)
+    opened: list[str] = []
+    monkeypatch.setattr(what_if.webbrowser, "open", opened.append)
+    monkeypatch.setenv("DISPLAY", ":0")
     files = given.write(tmp_path)
-    assert run(*files.flags) == 0
+    assert run(*files.flags, "--browser") == 0
     (server,) = served
+    assert opened == [server.address]
     assert f"The page is at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)" in capsys.readouterr().out
     assert server.desk.plan == given.plan()
     assert server.desk.plan_path == str(files.plan)
@@ -387,6 +391,10 @@ def test_the_program_serves(
     assert run(*files.flags, "--schedule=gpipe", "--profile_batch_size=4") == 0
     assert served[2].desk.plan_path is None  # The file has another schedule.
     assert "--profile_batch_size=4" in served[2].desk.sources
+    monkeypatch.delenv("DISPLAY")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert run(*files.flags, "--browser") == 0
+    assert len(served) == 4 and len(opened) == 1
 
 
 @pytest.mark.parametrize(

@@ -420,6 +420,17 @@ class PlanFlags:
         elif not self.automatic:
             self._loaded()
 
+    def check_devices(self, cluster: dapple.Cluster) -> None:
+        """Checks early that a cluster has the devices of a plan that is given.
+
+        Raises:
+            app.UsageError: it lacks one.
+        """
+        if not self.automatic:
+            plan = self.plan(lambda replicas: [f"cut {stage}" for stage in range(1, len(replicas))])
+            with blamed(f"--plan={self.text}"):
+                plan.validate_on(cluster)
+
     def check_layers(self, model: keras.Model) -> None:
         """Checks early that a model has the layers after which a plan from a file is cut.
 
