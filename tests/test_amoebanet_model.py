@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pathlib
 from typing import Any
 
 import keras
@@ -15,8 +14,6 @@ from dapple_tf.describe.profile_text import load_text
 from dapple_tf.models import amoebanet
 from dapple_tf.models.grouping import Group
 
-PROFILE = pathlib.Path(__file__).parents[1] / "docs" / "profiles" / "amoeba-36-pbs-1.txt"
-
 
 @pytest.fixture(scope="module")
 def nine_cells() -> keras.Model:
@@ -27,14 +24,14 @@ def nine_cells() -> keras.Model:
 
 def test_layers_are_those_of_the_profile(nine_cells: keras.Model) -> None:
     """Outputs, and the kernels of convolutions and classifier, are those that the DAPPLE authors' profile has."""
-    profiled = {layer.name: layer for layer in load_text(PROFILE, batch_size=1, device="V100").layers}
+    profiled = {layer.name: layer for layer in load_text("amoeba-36", device="V100").layers}
     own = {f"cell_{number}": f"cell_{number // 3 * 12 + number % 3}" for number in range(9)}
     cells = [layer for layer in nine_cells.layers if isinstance(layer, Group)]
     order = [profiled[own.get(cell.name, cell.name)] for cell in cells]
     assert order == [layer for layer in profiled.values() if layer in order] and len(order) == 13
     for cell, expected in zip(cells, order, strict=True):
         assert 4 * parameters(cell, "/kernel") == expected.parameter_bytes, cell.name
-        if cell.name != "cell_stem_0":  # docs/profiles: four bytes for each of three times as many.
+        if cell.name != "cell_stem_0":  # The profile: four bytes for each of three times as many.
             assert 4 * math.prod(cell.output.shape[1:]) == expected.output_bytes.per_sample, cell.name
     assert 4 * parameters(nine_cells.get_layer("stem_conv")) == profiled["stem"].parameter_bytes
     assert 4 * parameters(nine_cells.get_layer("logits")) == profiled["final_layer"].parameter_bytes

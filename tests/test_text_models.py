@@ -14,6 +14,7 @@ import pytest
 from models_for_tests import assert_mixed, assert_saved, randomised
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile_text import PUBLISHED
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
@@ -70,17 +71,16 @@ def test_sizes_are_those_of_the_dapple_authors_profiles() -> None:
         name: CONFIGS[name].parameters - type(CONFIGS[name])(depth=CONFIGS[name].depth - 1).parameters
         for name in ("bert:48", "xlnet:36", "gnmt:16")
     }
-    profiles = DOCUMENT.parent / "profiles"
 
     def profiled(profile: str, layer: str) -> int:
-        match = re.search(rf"-- {re.escape(layer)} -- .*parameter_size=(\d+)", (profiles / profile).read_text())
+        match = re.search(rf"-- {re.escape(layer)} -- .*parameter_size=(\d+)", PUBLISHED[profile].read_text())
         assert match is not None
         return int(match[1])
 
-    assert 4 * layers["bert:48"] == profiled("bert-48-pbs-2.txt", "layer_3")
-    assert round(4 * layers["xlnet:36"] / 2**20) == profiled("xlnet-36-pbs-1.txt", "Layer_3") // 10**6
+    assert 4 * layers["bert:48"] == profiled("bert-48", "layer_3")
+    assert round(4 * layers["xlnet:36"] / 2**20) == profiled("xlnet-36", "Layer_3") // 10**6
     # One layer of each half, with 4096 more biases each.
-    halves = [profiled("gnmt-16-pbs-64.txt", f"LSTM({inputs}, 1024)") for inputs in (1024, 2048)]
+    halves = [profiled("gnmt-16", f"LSTM({inputs}, 1024)") for inputs in (1024, 2048)]
     assert 4 * (layers["gnmt:16"] + 2 * 4096) == sum(halves)
 
 

@@ -34,7 +34,7 @@ def cluster(gib: int) -> Cluster:
 @functools.cache
 def bert(schedule: str, name: str | None = None) -> Timeline:
     """A step of BERT-48 on four devices, eight micro-batches."""
-    profile = load_text("docs/profiles/bert-48-pbs-2.txt", batch_size=2)
+    profile = load_text("bert-48")
     plan = Plan.manual(CUTS, [[0], [1], [2], [3]], 8, 16, schedule)
     return simulate(plan, profile, cluster(2)).drawn(name or schedule)
 
@@ -42,7 +42,7 @@ def bert(schedule: str, name: str | None = None) -> Timeline:
 @functools.cache
 def replicated(name: str = "3:1") -> Timeline:
     """The same model in two stages, on three devices and one."""
-    profile = load_text("docs/profiles/bert-48-pbs-2.txt", batch_size=2)
+    profile = load_text("bert-48")
     plan = Plan.manual([CUTS[1]], [[0, 1, 2], [3]], 4, 24)
     return simulate(plan, profile, cluster(4)).drawn(name)
 

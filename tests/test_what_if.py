@@ -342,7 +342,7 @@ def test_pages_hold_any_name() -> None:
 
 
 def run(*arguments: str) -> int:
-    return command.run(what_if.main, what_if.FLAGS, arguments)
+    return command.run(what_if.main, what_if.FLAGS, ["--nobrowser", *arguments])
 
 
 @pytest.mark.slow
@@ -356,9 +356,13 @@ def test_the_program_serves(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(what_if.WhatIfServer, "serve_forever", serve)
+    opened: list[str] = []
+    monkeypatch.setattr(what_if.webbrowser, "open", opened.append)
+    monkeypatch.setenv("DISPLAY", ":0")
     files = given.write(tmp_path)
-    assert run(*files.flags) == 0
+    assert run(*files.flags, "--browser") == 0
     (server,) = served
+    assert opened == [server.address]
     assert f"The page is at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)" in capsys.readouterr().out
     assert server.desk.plan == given.plan()
     assert server.desk.plan_path == str(files.plan)
@@ -368,6 +372,10 @@ def test_the_program_serves(
     assert run(*files.flags, "--schedule=gpipe", "--profile_batch_size=4") == 0
     assert served[2].desk.plan_path is None  # The file has another schedule.
     assert "--profile_batch_size=4" in served[2].desk.sources
+    monkeypatch.delenv("DISPLAY")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert run(*files.flags, "--browser") == 0
+    assert len(served) == 4 and len(opened) == 1
 
 
 @pytest.mark.parametrize(
@@ -545,11 +553,10 @@ def test_a_large_pipeline_in_the_picture(
     open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
 ) -> None:
     """BERT-48 as the DAPPLE authors measured it, on two servers of eight; what the docs show of the page."""
-    from dapple_tf.tools.evaluation.paper_models import PROFILES
     from dapple_tf.tools.model_flags import load_profile
     from dapple_tf.tools.shapes import cuts_by_profile
 
-    profile = load_profile(PROFILES / "bert-48-pbs-2.txt")
+    profile = load_profile("bert-48")
     links = {"intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
     machines = given.cluster((2, 2), memory=16 * 2**30, **links)
     plan = dapple.Plan.straight(cuts_by_profile(profile, (1, 1, 1, 1)), 64, 8)
