@@ -144,7 +144,7 @@ STEPS: dict[str, tuple[Callable[[], keras.Model], dapple.Plan, Mapping[str, int]
     "convolutions": (convolutions, plan("block_0", TWO), {}),
     "mixed_precision": (
         *(mixed_convolutions, plan("block_0", ONE_TO_TWO)),
-        {"apply": 4},
+        {"apply": 2},
     ),
     "synchronized": (
         *(lambda: convolutions(synchronized=True), plan("block_0", FOUR)),
@@ -156,7 +156,7 @@ STEPS: dict[str, tuple[Callable[[], keras.Model], dapple.Plan, Mapping[str, int]
     ),
     "lstm": (lambda: recurrent(layers.LSTM), plan("embedding", TWO), {"backward": 1}),
     "gru": (lambda: recurrent(layers.GRU), plan("embedding", TWO), {"backward": 1}),
-    "embeddings": (recommendation, plan("joined", [[0, 1], [2]]), {"apply": 14, ON_CPU: 4}),
+    "embeddings": (recommendation, plan("joined", [[0, 1], [2]]), {}),
     "integers_over_a_cut": (
         *(routed, plan("route", ONE_TO_TWO)),
         {},
