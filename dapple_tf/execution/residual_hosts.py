@@ -7,6 +7,7 @@ import re
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan import Plan
+from graph_passes.ir.kernels import host_of
 
 
 def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
@@ -25,7 +26,7 @@ def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
                 for other in cluster.devices_of_worker(cluster.worker_of(device))
                 if other not in used and kind_and_number(cluster.device_names[other])[0] == "CPU"
             ]
-            hosts[name] = idle[0] if idle else f"{name.rpartition('/')[0]}/device:CPU:0"
+            hosts[name] = idle[0] if idle else host_of(name)
     return hosts
 
 
