@@ -15,7 +15,6 @@ import keras
 
 from dapple_tf.clusters.session import collective_hint
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import limited_devices, residuals_held
@@ -115,8 +114,7 @@ class StepPasses:
         any size are made once, but on GPUs, which wait for each shape that they compute. If operators are placed one by
         one, shapes are folded after that.
         """
-        kinds = {kind_and_number(name)[0] for replicas in self.devices for name in replicas}
-        any_size = mode is not Mode.TRAIN and "GPU" not in kinds
+        any_size = mode is not Mode.TRAIN and not self.cluster.has_gpus
         if any_size or len(self.plan.flat_stages) == self.plan.num_stages:
             return ()
         layout = self.layout(samples)
