@@ -35,7 +35,7 @@ from graph_passes.analysis.device_kernels import (
     gpu_report,
 )
 from graph_passes.ir.collectives import HINT_ATTR, NCCL, RING
-from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
+from graph_passes.ir.graph import COMPILED_ATTR, Builder, Graph, NodeDef, Ref, control_inputs, dtype_attr
 from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.outline import call_node, outline
 from graph_passes.ir.program import Variable, VariableKind
@@ -125,7 +125,7 @@ def counted() -> keras.Model:
 
 
 def plan(cut: str, devices: Sequence[Sequence[int]], schedule: str = "dapple_a", **options: Any) -> dapple.Plan:
-    return dapple.Plan.manual([cut], devices, 2, 8, schedule, **options)
+    return dapple.Plan.manual([cut], devices, 2, 8, schedule, **{"jit_compile": False, **options})
 
 
 TWO, FOUR, ONE_TO_TWO = [[0], [1]], [[0, 1], [2, 3]], [[0], [1, 2]]
@@ -362,8 +362,8 @@ def test_variables_that_gpus_would_share_are_told_before_a_step() -> None:
 def test_the_tools_print_the_report(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For a cluster that doesn't exist."""
-    own = plan("counting", ONE_TO_TWO)
+    """For a cluster that doesn't exist, with stages compiled as in training."""
+    own = plan("counting", ONE_TO_TWO, jit_compile=None)
     monkeypatch.setattr(plan_tool, "find", lambda: (own, None, GPUS))
     model = f"--model={__name__}:counted"
     assert command.run(plan_tool.main, plan_tool.FLAGS, [model, "--check", "--global_batch_size=8"]) == 0
@@ -376,6 +376,8 @@ def test_the_tools_print_the_report(
     printed = capsys.readouterr().out
     assert report in printed
     assert printed.count("GPU to host  read") == 2
+    last = max((tmp_path / "dump/train").glob("*_update.pbtxt"))
+    assert COMPILED_ATTR in last.read_text(encoding="utf-8")
 
 
 def test_the_report_is_a_table() -> None:
