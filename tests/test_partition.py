@@ -270,6 +270,22 @@ def test_functions_for_slices_of_one_size_hand_over_no_shapes() -> None:
                 assert all(dim.size > 0 for dim in shape.dim), value
 
 
+def test_stages_on_gpus_take_seeds_and_rows_of_tables_from_their_hosts() -> None:
+    ids = keras.Input((3,), dtype="int32")
+    h = keras.layers.Embedding(5, 2, name="table")(ids)
+    model = compiled(ids, keras.layers.Dropout(0.5, seed=1, name="drop")(h))
+    program = captured(model, np.zeros((4, 3), "int32"), np.zeros((4, 3, 2), "float32"))
+    built = apply(program, AssignStages(), BuildForward(), BuildBackward())
+    (stage,) = apply(built, Partition("boundary", samples=[4], on_gpus={0})).stages
+    assert stage.integers is not None
+    sources = {program.roles.inputs[0], program.roles.slice.number}
+    sources |= {v.value for v in program.roles.variables if v.is_counter}
+    assert {value.ref for value in stage.integers.inputs} == sources
+    assert [value.ref.node.split("/")[-1] for value in stage.integers.outputs] == ["SelectV2", "Cast", "Reshape_1"]
+    read = {value for function in functions(stage) for value in function.inputs if value.kind is ValueKind.INTEGERS}
+    assert read == set(stage.integers.outputs)
+
+
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     built = apply(two_layers(), AssignStages(), BuildForward(), BuildBackward())
     before = copied(built)

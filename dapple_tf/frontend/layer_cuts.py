@@ -85,7 +85,13 @@ def with_gradients(program: Program, cuts: Sequence[str]) -> Program:
 
 
 def with_functions(
-    program: Program, prefix: str, recompute: str = "none", *, samples: int | None = None, split: bool = False
+    program: Program,
+    prefix: str,
+    recompute: str = "none",
+    *,
+    samples: int | None = None,
+    split: bool = False,
+    on_gpu: bool = False,
 ) -> Program:
     """Runs pass 4: from graphs with gradients to functions F and B, named with a prefix unique in a session.
 
@@ -95,10 +101,18 @@ def with_functions(
         recompute: as in `Partition`.
         samples: samples of all slices, as training knows them; None for functions of any size.
         split: whether there are Bx and Bw in place of B.
+        on_gpu: whether they run on a GPU.
     """
     stages = range(len(program.stages))
-    sizes, halved = (samples,) * len(stages), stages if split else ()
-    return run_passes(program, [Partition(recompute, prefix=prefix, samples=sizes, split=halved, counted=False)])
+    partition = Partition(
+        recompute,
+        prefix=prefix,
+        samples=(samples,) * len(stages),
+        split=stages if split else (),
+        counted=False,
+        on_gpus=stages if on_gpu else (),
+    )
+    return run_passes(program, [partition])
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:

@@ -184,8 +184,9 @@ def _model_timers(
     with kept_metrics(model), contextlib.ExitStack() as sessions:
         table = VariableTable(model)
         build(model, table, example.spec)
-        captured = capture(model, table, Mode.TRAIN, example.spec, gpus=cluster.all_gpus(devices))
-        whole = with_functions(with_gradients(captured, ()), "speed_", samples=samples)
+        gpus = cluster.all_gpus(devices)
+        captured = capture(model, table, Mode.TRAIN, example.spec, gpus=gpus)
+        whole = with_functions(with_gradients(captured, ()), "speed_", samples=samples, on_gpu=gpus)
         updates = group_updates(model, table, whole)
         timers = []
         for device in devices:

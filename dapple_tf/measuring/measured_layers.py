@@ -97,7 +97,7 @@ class _Measuring:
 
             def steps(samples: int | None) -> _Steps:
                 """Returns steps whose functions are for slices of some samples; None for any."""
-                functions = functools.partial(with_functions, samples=samples)
+                functions = functools.partial(with_functions, samples=samples, on_gpu=profiled.on_gpu)
                 halves = functions(layers, "split_", split=True)
                 made = {
                     "layered": (functions(layers, "layers_"), updates, halves),
@@ -169,8 +169,8 @@ class _Measuring:
             traces.append(
                 StepTrace(stats, self.program, timed.step, profiled.device_name, layered.name, samples, applies)
             )
-        stages = profiled.stages.program
-        fewest, split = with_functions(stages, "min_cut_", "min_cut"), with_functions(stages, "split_", split=True)
+        functions = functools.partial(with_functions, profiled.stages.program, on_gpu=profiled.on_gpu)
+        fewest, split = functions("min_cut_", "min_cut"), functions("split_", split=True)
         return layer_memory(self.program, fewest, split, profiled.sample_shapes, traces)
 
     # ---- attributing

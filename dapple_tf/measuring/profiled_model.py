@@ -57,19 +57,24 @@ class ProfiledModel:
         """Name of the measured device."""
         return self.cluster.device_names[self.device]
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether that is a GPU."""
+        return self.cluster.all_gpus([self.device])
+
     @functools.cached_property
     @without_collection
     def stages(self) -> LayerStages:
         """The layers that can be cut apart, with gradients."""
-        spec, gpus = BatchSpec(self.example.spec.x), self.cluster.all_gpus([self.device])
-        inference = capture(self.model, self.table, Mode.PREDICT, spec, gpus=gpus)
+        spec = BatchSpec(self.example.spec.x)
+        inference = capture(self.model, self.table, Mode.PREDICT, spec, gpus=self.on_gpu)
         return layer_stages(self.model, self.flat, inference)
 
     @functools.cached_property
     @without_collection
     def program(self) -> Program:
         """A stage for each layer, with functions."""
-        return with_functions(self.stages.program, "layers_")
+        return with_functions(self.stages.program, "layers_", on_gpu=self.on_gpu)
 
     @functools.cached_property
     @without_collection
