@@ -144,7 +144,7 @@ STEPS: dict[str, tuple[Callable[[], keras.Model], dapple.Plan, Mapping[str, int]
     "convolutions": (convolutions, plan("block_0", TWO), {}),
     "mixed_precision": (
         *(mixed_convolutions, plan("block_0", ONE_TO_TWO)),
-        {"apply": 2},
+        {"apply": 4},
     ),
     "synchronized": (
         *(lambda: convolutions(synchronized=True), plan("block_0", FOUR)),

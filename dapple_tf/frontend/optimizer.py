@@ -21,7 +21,6 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import (
     checks_by_keras,
     inner_optimizer,
-    keras_ops,
     parameters_of,
     restricted,
     slots_by_parameter,
@@ -317,7 +316,7 @@ def _capture_apply(
         _apply(optimizer, table.applied_by, gradients, variables)
         return []
 
-    with _restricted_to(optimizer, variables, clips=clip_norm is None), _decided_branches(optimizer):
+    with _restricted_to(optimizer, variables, clips=clip_norm is None), _without_row_scans(optimizer):
         captured = _capture(table, names, sliced, apply, wants_totals=bool(clip_norm) or guarded, own_rows=own_rows)
     variables_read = captured.variables.values()
     foreign = [v.name for v in variables_read if v.kind is not VariableKind.OPTIMIZER and v.name not in names]
@@ -330,41 +329,27 @@ def _capture_apply(
 
 
 @contextlib.contextmanager
-def _decided_branches(optimizer: Any) -> Iterator[None]:
-    """Leaves out branches of Keras' own optimizers inside the context, as each stops a GPU until the host has chosen.
+def _without_row_scans(optimizer: Any) -> Iterator[None]:
+    """Leaves out a branch of Keras' own optimizers inside the context, which stops a GPU until the host has chosen.
 
     Divisors of a gradient's rows are roots of numbers above zero, or NaN where the variable is, too: Keras needn't look
-    for zeros and NaN in all rows of a table. Loss scaling chooses the values of two scalars.
+    for zeros and NaN in all rows of a table.
     """
     inner = inner_optimizer(optimizer)
-    rooted = type(inner) in _ROOTED and not has_own_methods(inner) and not getattr(inner, "centered", False)
-    rooted = rooted and inner.epsilon >= _LEAST_EPSILON
-    scaled = type(optimizer) is keras.optimizers.LossScaleOptimizer
+    known = type(inner) in _ROOTED and not has_own_methods(inner) and not getattr(inner, "centered", False)
+    if not known or inner.epsilon < _LEAST_EPSILON:
+        yield
+        return
 
     def of_rows(cond: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(pred: Any, true_fn: Any = None, false_fn: Any = None, **options: Any) -> Any:
-            if rooted and getattr(true_fn, "__name__", "") == "func_for_union_indices":
+            if getattr(true_fn, "__name__", "") == "func_for_union_indices":
                 return false_fn()
             return cond(pred, true_fn, false_fn, **options)
 
         return chosen
 
-    def of_scale(cond: Callable[..., Any]) -> Callable[..., Any]:
-        def chosen(pred: Any, true_fn: Any, false_fn: Any) -> Any:
-            if not scaled or getattr(true_fn, "__name__", "") != "upscale":
-                return cond(pred, true_fn, false_fn)
-            scopes = keras.StatelessScope(), keras.StatelessScope()
-            for scope, branch in zip(scopes, (true_fn, false_fn), strict=True):
-                with scope:
-                    branch()
-            for variable in (optimizer.step_counter, optimizer.dynamic_scale):
-                values = (scope.get_current_value(variable) for scope in scopes)
-                variable.assign(tf.where(pred, *(variable.value if value is None else value for value in values)))
-            return None
-
-        return chosen
-
-    with replaced(tf, "cond", of_rows), replaced(keras_ops, "cond", of_scale):
+    with replaced(tf, "cond", of_rows):
         yield
 
 
