@@ -98,9 +98,22 @@ class JsonFile(abc.ABC):
 
     Attributes:
         file_error: the error for a file that doesn't hold such a value.
+        made_by: how to make such a value, for errors.
     """
 
     file_error: ClassVar[type[Exception]]
+    made_by: ClassVar[str]
+
+    @classmethod
+    def check(cls, name: str, value: object) -> None:
+        """Checks the class of an argument.
+
+        Raises:
+            TypeError: it has another class: a file's name, say, or two arguments are swapped.
+        """
+        if not isinstance(value, cls):
+            shown = type(value).__name__ if isinstance(value, JsonFile) else f"{value!r:.60}"
+            raise TypeError(f"{name} is {shown}; give a dapple_tf.{cls.__name__}, by {cls.made_by}")
 
     @classmethod
     @abc.abstractmethod

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class DappleError(Exception):
@@ -66,6 +72,44 @@ class WorkerLostError(DappleError):
 
 class VerificationError(DappleError):
     """A pipeline differs from plain Keras without a known reason; the text is the table of what differs."""
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Returns ``; did you mean 'x'?`` if one of the names is close to a wrong one, else an empty text."""
+    close = difflib.get_close_matches(name, sorted(names), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_names(function: str, given: Iterable[str], names: Collection[str]) -> None:
+    """Checks the names of a function's arguments.
+
+    Raises:
+        TypeError: one is unknown; the text says which one is close to it.
+    """
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{function}() has no argument {name!r}{meant(name, names)}")
+
+
+def names_checked(*others: str) -> Callable[[_Function], _Function]:
+    """Returns a decorator that gives a function the errors of `check_names`.
+
+    Args:
+        others: names that the function takes by ``**``.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        parameters = inspect.signature(function).parameters.values()
+        names = {*others, *(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)}
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            check_names(function.__qualname__, kwargs, names)
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorated
 
 
 def printable(text: str) -> str:

@@ -6,16 +6,36 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
 from dapple_tf.checkpoints.checkpointing import Checkpointing
 from dapple_tf.describe.plan import Plan
-from dapple_tf.errors import DappleError
+from dapple_tf.errors import DappleError, check_names
 from dapple_tf.frontend.attachment import has_own
 from dapple_tf.frontend.batch_sizes import whole_number
-from dapple_tf.frontend.model_front import ModelFront, in_one_thread, meant
+from dapple_tf.frontend.model_front import ModelFront, in_one_thread
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@functools.cache  # Called for each step.
+def _parameters(method: str) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a method of ``keras.Model``, without ``self``, by their names."""
+    own: Callable[..., Any] = getattr(keras.Model, method)
+    _, *parameters = inspect.signature(own).parameters.values()
+    return {each.name: each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
+
+
+def _as_keras(method: _Method) -> _Method:
+    """Gives a method the signature of Keras' own, with keyword arguments of ours behind, for help and completion."""
+    signature = inspect.signature(method)
+    self, *given = signature.parameters.values()
+    ours = [each for each in given if each.kind is each.KEYWORD_ONLY]
+    theirs = _parameters(method.__name__).values()
+    vars(method)["__signature__"] = signature.replace(parameters=[self, *theirs, *ours])
+    return method
 
 
 class KerasMethods(ModelFront, abc.ABC):
@@ -46,6 +66,7 @@ class KerasMethods(ModelFront, abc.ABC):
         """Returns the batch size for cutting arrays: the plan's global batch size, unless another is given."""
         return self.plan.global_batch_size if given is None else whole_number("batch_size", given)
 
+    @_as_keras
     @in_one_thread
     def fit(self, *args: Any, checkpoint: Checkpointing | None = None, resume: bool = False, **kwargs: Any) -> Any:
         """Runs ``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
@@ -99,26 +120,31 @@ class KerasMethods(ModelFront, abc.ABC):
             f"{what}: leave checkpoint out, and call save_checkpoint() where values are to be saved"
         )
 
+    @_as_keras
     @in_one_thread
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
         return self._called("evaluate", self._sized, args, kwargs)
 
+    @_as_keras
     @in_one_thread
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
         return self._called("predict", self._sized, args, kwargs)
 
+    @_as_keras
     @in_one_thread
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.train_on_batch``."""
         return self._called("train_on_batch", self._on_batch, args, kwargs)
 
+    @_as_keras
     @in_one_thread
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.test_on_batch``."""
         return self._called("test_on_batch", self._on_batch, args, kwargs)
 
+    @_as_keras
     @in_one_thread
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``keras.Model.predict_on_batch``."""
@@ -155,9 +181,7 @@ def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: t
         TypeError: there are too many, one is given twice or has an unknown name.
     """
     names = _parameters(method)
-    unknown = [name for name in kwargs if name not in names]
-    if unknown:
-        raise TypeError(f"{method}() has no argument {unknown[0]!r}{meant(unknown[0], (*names, *others))}")
+    check_names(method, kwargs, (*names, *others))
     if len(args) > len(names):
         raise TypeError(f"{method}() takes {len(names)} arguments ({', '.join(names)}), but got {len(args)}")
     positional = dict(zip(names, args, strict=False))
@@ -165,11 +189,3 @@ def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: t
     if twice:
         raise TypeError(f"{method}() got {twice[0]!r} twice, by position and by name")
     return positional | kwargs
-
-
-@functools.cache  # Called for each step.
-def _parameters(method: str) -> tuple[str, ...]:
-    """Returns the names of the parameters of a method of ``keras.Model``, without ``self``."""
-    own: Callable[..., Any] = getattr(keras.Model, method)
-    parameters = inspect.signature(own).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -11,7 +12,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -59,6 +60,7 @@ from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor
 from dapple_tf.tracing.prediction import Prediction
+from dapple_tf.units import counted
 from graph_passes.pass_manager import After, Before
 
 logger = logging.getLogger(__name__)
@@ -343,10 +345,6 @@ class PipelinedModel(Inspection, KerasMethods):
         """
         self._runtime.load()
 
-    def save(self, path: str | pathlib.Path, **arguments: Any) -> None:
-        """Calls ``sync``, then ``keras.Model.save``."""
-        self.sync().save(path, **arguments)
-
     @in_one_thread
     def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
         """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data position.
@@ -398,11 +396,28 @@ class PipelinedModel(Inspection, KerasMethods):
     def close(self, *, sync: bool = True) -> None:
         """Copies trained values into the user's model and frees the devices; the next call starts anew.
 
+        ``with dapple_tf.transform(...) as pipelined:`` closes at its end.
+
         Args:
             sync: False leaves the model unchanged: training since the last ``sync`` or checkpoint is lost.
         """
         self._compiled = []
         self._runtime.close(sync=sync)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Returns the model's name, replicas of stages, schedule, and micro-batches x samples."""
+        plan = self.plan
+        devices = counted(len(set(itertools.chain(*plan.working_devices))), "device")
+        return (
+            f"PipelinedModel({self.model.name!r}, stages {':'.join(map(str, plan.replicas))} on {devices}, "
+            f"{plan.schedule}, {plan.micro_batches} x {plan.global_batch_size / plan.micro_batches:g} samples)"
+        )
 
     @contextlib.contextmanager
     def _twin(self, model: keras.Model) -> Iterator[Run]:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: ``1 stage``, ``2 micro-batches``, ``1,024 operators``."""
+    ending = "" if number == 1 else "es" if noun.endswith(("tch", "sh", "ss", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def gib(size: float) -> str:
     """Formats bytes with four digits, for sentences and tables: ``1.254 GiB``, ``512 bytes``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -11,7 +11,6 @@ To add a model, add a `ModelSource` to `models.catalogue`; to add data, a `DataS
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import pathlib
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dapple_tf.errors import meant
 from dapple_tf.models.catalogue import IMAGE_MODELS, SEQUENCE_MODELS
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS
 from dapple_tf.models.readers.options import Request
@@ -52,7 +52,7 @@ def find_model(name: str) -> ModelSource:
         data = GENERATED if not batches else _own_data(f"{module}:{batches}", _function(module, batches, name))
         return ModelSource(name, f"{module}.{build}()", lambda: _checked(maker(), f"{module}.{build}()"), data)
     raise ModelError(
-        f"unknown model {name!r}{_like(name, MODELS)}; there are {', '.join(MODELS)}, package.module:function for a "
+        f"unknown model {name!r}{meant(name, MODELS)}; there are {', '.join(MODELS)}, package.module:function for a "
         f"function that returns a compiled model, and files *.keras"
     )
 
@@ -70,17 +70,12 @@ def find_data(name: str) -> DataSource:
         return READERS[kind].open(Request.parse(name))
     if not function:
         raise ModelError(
-            f"unknown data {name!r}{_like(name, {**DATASETS, **READERS})}; there are {', '.join(DATASETS)}, files "
+            f"unknown data {name!r}{meant(name, {**DATASETS, **READERS})}; there are {', '.join(DATASETS)}, files "
             f"that are read by {', '.join(READERS)}, such as {next(iter(READERS))}:PATH, and "
             f"package.module:function for a function of the batch size that gives a tf.data.Dataset of batches, or "
             f"arrays (x, y)"
         )
     return _own_data(name, _function(module, function, name))
-
-
-def _like(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=2)
-    return f" (is it {' or '.join(close)}?)" if close else ""
 
 
 def user_module(name: str) -> types.ModuleType:
@@ -104,15 +99,15 @@ def _function(module: str, function: str, name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # The module is there, but lacks another.
         raise ModelError(
-            f"{name!r}{_like(name, {**MODELS, **DATASETS}) or _like(module, READERS)}: there is no module "
-            f"{error.name!r}; it must be importable, from the current folder or PYTHONPATH"
+            f"{name!r}: there is no module {error.name!r}; it must be importable, from the current folder or "
+            f"PYTHONPATH{meant(name, {**MODELS, **DATASETS}) or meant(module, READERS)}"
         ) from error
     except (TypeError, ValueError) as error:  # A relative or empty name.
         raise ModelError(f"{name!r}: {module!r} isn't a module's name; write package.module:function") from error
     made = getattr(imported, function, None)
     if not callable(made):
-        functions = {key: value for key, value in vars(imported).items() if callable(value) and not key.startswith("_")}
-        raise ModelError(f"{name!r}: module {module!r} has no function {function!r}{_like(function, functions)}")
+        functions = [key for key, value in vars(imported).items() if callable(value) and not key.startswith("_")]
+        raise ModelError(f"{name!r}: module {module!r} has no function {function!r}{meant(function, functions)}")
     return made
 
 

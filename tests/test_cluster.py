@@ -55,7 +55,7 @@ def test_auto_asks_tensorflow_for_this_machines_gpus() -> None:
 def test_more_gpus_than_this_machine_has_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     show_gpus(monkeypatch, 1)
     assert Cluster.local(1, 2**30, kind="gpu").device_names == ("/job:localhost/replica:0/task:0/device:GPU:0",)
-    with pytest.raises(ClusterError, match="2 GPUs were asked for, but TensorFlow sees 1 here"):
+    with pytest.raises(ClusterError, match="asked for 2 GPUs, but TensorFlow sees 1 here"):
         Cluster.local(2, kind="gpu")
 
 
@@ -234,7 +234,7 @@ def test_a_servers_own_bandwidth_is_above_0(bandwidth: float) -> None:
 
 
 def test_as_many_servers_are_described_as_there_are() -> None:
-    with pytest.raises(ClusterError, match="1 servers are described, but the devices are in 2"):
+    with pytest.raises(ClusterError, match="the description has 1 server, but the devices are in 2"):
         Cluster((Device("a", 0), Device("b", 1)), servers=(Server(),))
 
 
@@ -339,7 +339,7 @@ def test_a_cluster_prints_a_summary() -> None:
         "  between servers: 3.125 GB/s, 30 us"
     )
     assert str(Cluster.local(1, kind="cpu")) == (
-        "Cluster (real): 1 server of 1 devices, memory unknown\n"
+        "Cluster (real): 1 server of 1 device, memory unknown\n"
         "  /job:localhost/replica:0/task:0/device:CPU:0\n"
         "  inside a server: bandwidth unknown, latency unknown\n"
         "  between servers: bandwidth unknown, latency unknown"

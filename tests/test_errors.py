@@ -38,6 +38,9 @@ def refused(error: type[Exception], text: str) -> Any:
 def test_model_is_not_a_model() -> None:
     with refused(dapple.CaptureError, "expected a keras.Model, got Dense"):
         transform(layers.Dense(3))
+    pipelined = transform(classifier())
+    with refused(dapple.CaptureError, "got PipelinedModel; give the Keras model that its sync() returns"):
+        transform(pipelined)
 
 
 def test_model_is_not_built() -> None:
@@ -45,6 +48,26 @@ def test_model_is_not_built() -> None:
     model.compile("sgd", "mse")
     with refused(dapple.CaptureError, "model 'empty' isn't built: it has no variables yet. Call it on a batch"):
         transform(model)
+
+
+def test_example_inputs_build_a_model() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.logits = layers.Dense(6, name="first"), layers.Dense(3, name="logits")
+
+        def call(self, features: Any) -> Any:
+            return self.logits(self.first(features["a"]))
+
+    x, y = {"a": np.zeros((7, 4), "float32")}, np.zeros(7, int)
+    model = Own()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with refused(dapple.CaptureError, "can't be built from x"):
+        transform(model, x=x["a"], y=y)
+    with transform(model, x=x, y=y) as pipelined:
+        assert pipelined.train_on_batch(x, y) == pytest.approx(np.log(3))
+    with refused(TypeError, "got a plan, so that x mean nothing"):
+        transform(model, x=x)
 
 
 def test_model_is_not_compiled() -> None:
@@ -184,7 +207,7 @@ def test_plans_that_contradict_themselves() -> None:
         plan(devices=[[0, 1], [2, 2]])
     with refused(dapple.PlanError, "modulo"):
         plan(devices=[[0, 1], [1, 2]])
-    with refused(dapple.PlanError, "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1 samples"):
+    with refused(dapple.PlanError, "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1 sample"):
         plan(micro_batches=4)
 
 

@@ -180,7 +180,7 @@ def test_the_sample(kind: str) -> None:
     [
         (
             "?augmnt=false",
-            r"no option augmnt \(is it augment\?\); images takes augment, scale, cache, held_out",
+            r"no option augmnt; did you mean 'augment'\?; images takes augment, scale, cache, held_out",
         ),
         ("?augment=maybe", "augment is 'maybe'; use true or false"),
         ("?scale=big", "scale is 'big'; use one of imagenet, unit, signed, bytes"),

@@ -449,7 +449,7 @@ def test_what_cannot_have_sub_streams_is_refused(cluster: Cluster, share: float,
 
 
 def test_sub_streams_are_half_of_the_devices() -> None:
-    with pytest.raises(ClusterError, match="sub_streams is 1, but there are 3 devices; give 0, or half of them"):
+    with pytest.raises(ClusterError, match="sub_streams is 1, but the cluster has 3 devices; give 0, or half of them"):
         gpus(3, sub_streams=1)
 
 

@@ -62,7 +62,7 @@ def test_workers_that_share_machines(
         (["--addresses=nonsense"], "address 0 is 'nonsense'"),
         (
             ["--local=1", "--workers_per_server=2"],
-            "--workers_per_server=2: 1 workers can't be divided into servers of 2",
+            "--workers_per_server=2: 1 worker can't be divided into servers of 2",
         ),
         (["--local=1", "--out=/no/such/folder/x.json"], "no such folder"),
     ],

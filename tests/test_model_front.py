@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pathlib
 import pickle
@@ -66,11 +67,20 @@ def test_wrong_arguments(pair: Pair) -> None:
         pipelined.predict(X, 7, 0, None, None, 1)
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch", "compile", "save"])
+def test_signatures_are_those_of_keras_with_ours_behind(pair: Pair, method: str) -> None:
+    names, theirs = (
+        [each.name for each in inspect.signature(own).parameters.values() if each.kind is not each.VAR_KEYWORD]
+        for own in (getattr(pair.pipelined, method), getattr(pair.plain, method))
+    )
+    assert names == [*theirs, *(("checkpoint", "resume") if method == "fit" else ())]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("model", 4, "plan"), r"transform\(model, cluster, plan\): cluster is 4; give a dapple_tf.Cluster"),
-        (("model", "plan", "cluster"), r"cluster is Plan; give a dapple_tf.Cluster: Cluster.local\(2\), say"),
+        (("model", 4, "plan"), r"^cluster is 4; give a dapple_tf.Cluster, by Cluster.local\(2\), say"),
+        (("model", "plan", "cluster"), "cluster is Plan; give a dapple_tf.Cluster"),
         (("model", "cluster", {"cuts": []}), r"plan is {'cuts': \[\]}; give a dapple_tf.Plan, by Plan.manual"),
         (("model", "cluster", "plan.json"), r"plan is 'plan.json'; give a dapple_tf.Plan"),
         (("model", None, "plan"), "cluster is None; give a dapple_tf.Cluster"),
@@ -292,6 +302,19 @@ def test_what_is_assigned_and_compiled_counts() -> None:
         model.trainable = False
         assert not model.trainable_weights
     assert_same_values(pair.model, pair.plain)
+
+
+def test_with_closes_and_repr_names_the_plan() -> None:
+    model = classifier()
+    with transform(model) as pipelined:
+        assert repr(pipelined) == "PipelinedModel('classifier', stages 1:2 on 3 devices, dapple_a, 2 x 3.5 samples)"
+        pipelined.train_on_batch(X[:7], Y[:7])
+        with pytest.raises(ValueError, match="mine"), pipelined:
+            raise ValueError("mine")
+        pipelined.train_on_batch(X[:7], Y[:7])
+    assert not pipelined._compiled and int(model.optimizer.iterations) == 2
+    with transform(classifier(), dapple.Plan.data_parallel(1, 7)) as single:
+        assert repr(single).endswith("stages 1 on 1 device, dapple_a, 1 x 7 samples)")
 
 
 def test_attributes_that_mean_nothing(pair: Pair) -> None:

@@ -81,7 +81,7 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
     [
         (
             {"devices": [[0, 1, 2]]},
-            "1 cuts make 2 stages, but devices has 1 lists; give one list for each stage",
+            "cuts make 2 stages, but devices has 1 list; give one list for each stage",
         ),
         (
             {"cuts": ["a", "a"], "devices": [[0], [1], [2]]},
@@ -143,7 +143,7 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
         ({"warm_up": 2}, "warm_up is 2; give a list, such as [0, 1]"),
         (
             {"warm_up": [5, 1]},
-            "warm_up of stage 0 is 5, but there are 4 micro-batches; lower it to at most 4",
+            "warm_up of stage 0 is 5, but the plan has 4 micro-batches; lower it to at most 4",
         ),
         (
             {"warm_up": [1, 2]},
@@ -195,7 +195,7 @@ def test_replicas_place_operators_on_groups_of_devices() -> None:
     assert Plan.data_parallel(4, 8).with_placed_operators(2).operator_devices == (((0, 1), (2, 3)),)
 
 
-def test_like_places_of_replicas_have_devices_of_one_kind() -> None:
+def test_like_places_of_replicas_have_devices_of_one_type() -> None:
     plan = Plan.data_parallel(4, 8).with_placed_operators(2)
 
     def cluster(*names: str) -> Cluster:
@@ -205,15 +205,17 @@ def test_like_places_of_replicas_have_devices_of_one_kind() -> None:
     with pytest.raises(PlanError) as caught:
         plan.validate_on(cluster("GPU:0", "GPU:1", "GPU:2", "CPU:0"))
     assert str(caught.value) == (
-        "place 1 in the groups of stage 0 has unlike devices: device 1 (GPU), device 3 (CPU). All replicas have the "
-        "same operators in one place; give it devices of one kind"
+        "place 1 in the groups of stage 0 has unlike devices: device 1 (GPU), device 3 (CPU). All replicas run the "
+        "same operators; give it devices of one type"
     )
+    with pytest.raises(PlanError, match=r"^stage 1 has unlike devices: device 1 \(GPU\), device 2 \(CPU\)\."):
+        Plan.manual(["a"], [[0], [1, 2]], 2, 8).validate_on(cluster("GPU:0", "GPU:1", "CPU:0"))
 
 
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        ([1], "replicas has 1 numbers for 2 stages; give one for each"),
+        ([1], "replicas has 1 number for 2 stages; give one for each"),
         (
             2,
             "stage 0 has 3 devices, which can't be divided into 2 groups of the same size; choose a number of replicas "
@@ -247,10 +249,10 @@ def test_operators_are_placed_on_a_list_of_devices(devices: Any, message: str) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"operator_devices": [[0, 1]]}, "operator_devices has 1 lists for 2 stages; give one for each"),
+        ({"operator_devices": [[0, 1]]}, "operator_devices has 1 list for 2 stages; give one for each"),
         (
             {"operator_devices": [[0, 1], [3]]},
-            "stage 0 has 3 replicas and operator_devices has 1 groups for it; give one group of devices for each "
+            "stage 0 has 3 replicas and operator_devices has 1 group for it; give one group of devices for each "
             "replica",
         ),
         (
@@ -291,6 +293,27 @@ def test_groups_of_devices_and_what_does_not_go_with_them(change: dict[str, Any]
     with pytest.raises(PlanError) as caught:
         Plan(**(VALID | change))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "text"),
+    [
+        ("manual", "microbatches", "'microbatches'; did you mean 'micro_batches'?"),
+        ("straight", "jit_compiled", "'jit_compiled'; did you mean 'jit_compile'?"),
+        ("data_parallel", "recomputes", "'recomputes'; did you mean 'recompute'?"),
+        ("by_operators", "colour", "'colour'"),
+    ],
+)
+def test_constructors_say_which_argument_an_unknown_one_is_like(make: str, name: str, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(Plan, make)(**{name: 1})
+    assert str(caught.value) == f"Plan.{make}() has no argument {text}"
+
+
+def test_every_option_of_a_plan_is_one_of_straight() -> None:
+    given = ("cuts", "devices", "micro_batches", "global_batch_size", "schedule", "report")
+    options = {entry.name: entry.default for entry in dataclasses.fields(Plan) if entry.name not in given}
+    assert Plan.straight(["a"], 8, 4, **options) == Plan.straight(["a"], 8, 4)
 
 
 def test_straight_refuses_a_string_for_its_cuts() -> None:

@@ -416,7 +416,7 @@ def test_a_csv_files_path_stands_in_a_plans_file(tmp_path: Path) -> None:
     [
         ("0F0,what", r"row 1, column 2: 'what' isn't an action"),
         ("0F0,0B0\n1F0,1B0", r"mine.csv has 2 stages, but there are 3; cut the model into 2"),
-        ("0F0,0B0\n1F0,1B0\n2F0,2B0", r"mine.csv has 1 micro-batches, but there are 4; use at most 1"),
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0", r"mine.csv has 1 micro-batch, but there are 4; use at most 1"),
         ("0F0,1F0,1B0,0B0\n2F0,2B0,2F3", r"mine.csv has stages 0 and 1, which are on devices \[0\] and \[1, 2\]"),
         ("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F3,1B3\n2F0", r"no device runs 1F0; add it to device 1"),
         ("", r"mine.csv. has no tasks"),

@@ -59,7 +59,7 @@ def test_what_is_asked_for_is_measured(
         (["--device=2", "--cluster=cpu:2"], "--device=2: the cluster has 2 devices"),
         (["--output=/no/such/folder/p.json"], "--output=/no/such/folder/p.json: there is no such folder"),
         (["--repeats=0"], "flag --repeats=0"),
-        (["--model=gtp"], "--model=gtp: unknown model 'gtp' (is it gpt?)"),
+        (["--model=gtp"], "--model=gtp: unknown model 'gtp'; did you mean 'gpt'?"),
     ],
 )
 def test_mistakes_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,10 @@ def test_a_public_name_is_there_and_hidden_by_no_module(name: str) -> None:
     assert name in dir(dapple) and getattr(dapple, name) is value
 
 
+def test_only_public_names_are_listed() -> None:
+    assert set(dir(dapple)) == {*dapple.__all__, "__version__"}
+
+
 def test_plans_and_clusters_are_read_without_tensorflow() -> None:
     code = """
 import sys, dapple_tf

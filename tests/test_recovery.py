@@ -634,7 +634,7 @@ def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:
     train(one, range(1, 2))
     assert len(one.cluster.addresses) == 1
     workers.restart(1)
-    with pytest.raises(dapple.WorkerLostError, match="in use by this process already, in another cluster of 1 workers"):
+    with pytest.raises(dapple.WorkerLostError, match="in use by this process already, in another cluster of 1 worker"):
         train(other, range(1, 2))
     one.close()
     train(other, range(1, 2))

@@ -17,6 +17,8 @@ from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
+from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.schedules import POLICIES, in_flight, make_schedule
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, last_gradients, run, simulate
@@ -969,3 +971,16 @@ def test_stages_that_share_parameters_carry_nothing_over_in_a_simulation() -> No
     first = {span.stage: span.start for span in reversed(spans) if span.kind == "all_reduce"}
     assert first[1] == 0.0
     assert sorted(span.stage for span in spans if span.kind == "all_reduce") == [0, 0, 1, 2]
+
+
+def test_a_profile_is_not_its_files_name() -> None:
+    plan, devices = straight(1, 1), cluster(1)
+    for call in (
+        lambda: simulate(plan, "profile.json", devices),
+        lambda: find_plan("profile.json", devices, 8),
+        lambda: chunked(plan, "profile.json"),
+    ):
+        with pytest.raises(TypeError, match=r"profile is 'profile.json'; give a .* or Profile.load\(path\)"):
+            call()
+    with pytest.raises(TypeError, match="plan is Profile; give a"):
+        simulate(profile([(1, 1)]), plan, devices)

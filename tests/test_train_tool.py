@@ -209,8 +209,8 @@ def test_plans_are_sought_with_what_flags_say(
         (["--by_trial", "--plan=1:1"], "--by_trial is for --plan=auto without --placement=fd_dps"),
         (["--plan=1:x"], "--plan=1:x: need replicas per stage with colons between them"),
         (["--plan=1:"], "--plan=1:: need replicas per stage"),
-        (["--model=resnett:tiny"], "'resnett:tiny' (is it "),
-        (["--cluster=cpu:1", "--plan=1:1", "--nomeasure", "--model=vgg:tiny"], "plan puts stage 1 on device 1"),
+        (["--model=resnett:tiny"], "PYTHONPATH; did you mean 'resnet:tiny'?"),
+        (["--cluster=cpu:1", "--plan=1:1", "--model=vgg:tiny"], "--plan=1:1: plan puts stage 1 on device 1"),
         (["--profile=none.json"], "--profile=none.json: No such file"),
         (
             ["--dataset=patterns", "--plan=1:1", "--nomeasure", "--model=gpt:tiny"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import dapple_tf as dapple
 from dapple_tf.models.sources import DataSource
+from dapple_tf.units import counted
 
 if TYPE_CHECKING:
     import keras
@@ -51,31 +52,25 @@ def summary(pipelined: dapple.PipelinedModel, history: Any, seconds: float) -> d
     }
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
     """Returns the closing text of a training or a measurement."""
     rate = numbers["samples_per_second"]
     rates = f", {rate:,.0f} samples/s" if rate else ""
     if "metrics" in numbers:
         losses = [f"{name} {value:.4g}" for name, value in numbers["metrics"].items() if "loss" in name]
-        told = f"Trained {numbers['model']} for {_counted(numbers['epochs'], 'epoch')}"
+        told = f"Trained {numbers['model']} for {counted(numbers['epochs'], 'epoch')}"
         ended = f"; {', '.join(losses)}" if losses else ""
         lines = [f"{told} in {numbers['training_seconds']:.0f} s{rates}{ended}"]
     else:
         quartiles = f"{numbers['lower_quartile_ms']:.4g} to {numbers['upper_quartile_ms']:.4g}"
-        lines = [
-            f"Measured {_counted(numbers['steps'], 'step')} of {numbers['model']}{rates}; quartiles {quartiles} ms"
-        ]
+        lines = [f"Measured {counted(numbers['steps'], 'step')} of {numbers['model']}{rates}; quartiles {quartiles} ms"]
     if numbers["step_ms"] is not None:
         text = f"A step took {numbers['step_ms']:.4g} ms"
         if numbers["predicted_step_ms"] is not None:
             text += f"; {numbers['predicted_step_ms']:.4g} ms were predicted ({numbers['prediction_error']:+.1%})"
         lines.append(text)
     if numbers.get("faults"):
-        lines.append(f"Training went on after {_counted(numbers['faults'], 'lost worker')}")
+        lines.append(f"Training went on after {counted(numbers['faults'], 'lost worker')}")
     lines.append(f"Everything is in {folder}:")
     notes = {
         "step": "timelines of a step; open step/timeline.html in a browser",

@@ -24,6 +24,7 @@ from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.errors import reason
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import seeds_of
+from dapple_tf.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,9 @@ class Checkpoint:
         ]
         if len(own) != len(saved):
             extra = paths[len(saved) :] or [entry.path for entry in saved[len(own) :]]
-            faults.append(f"{len(own)} variables, where the checkpoint has {len(saved)} (such as {extra[0]})")
+            faults.append(
+                f"{counted(len(own), 'variable')}, where the checkpoint has {len(saved)} (such as {extra[0]})"
+            )
         if faults:
             more = f", and {len(faults) - 3} more differences" if len(faults) > 3 else ""
             raise CheckpointError(

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import Device, kind_and_number
+from dapple_tf.describe.devices import Device
 from dapple_tf.describe.hardware import clean
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import ControlError
 from dapple_tf.network.inquiry import client_name, devices, for_each, hello, lease_secret
+from dapple_tf.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def check_back(task: int, address: str, answer: Mapping[str, Any], wanted: Seque
     """
     offered = devices(task, address, answer)
     if not all(_has(offered, device) for device in wanted):
-        before = _counted((kind_and_number(device.name)[0], device.kind) for device in wanted)
+        before = _counted((device.type, device.kind) for device in wanted)
         now = _counted((entry["kind"], clean(entry.get("hardware", ""))) for entry in offered)
         raise ClusterError(
             f"worker {task} ({address}) is back with {now}, but the cluster has {before} of it: start it as it was, or "
@@ -113,16 +114,15 @@ def check_back(task: int, address: str, answer: Mapping[str, Any], wanted: Seque
 
 
 def _has(offered: Sequence[Mapping[str, Any]], device: Device) -> bool:
-    kind, number = kind_and_number(device.name)
-    if number >= len(offered) or offered[number]["kind"] != kind:
-        return kind == "CPU" and number == 0 and not device.kind  # A server has one in any case.
-    return device.kind in ("", clean(offered[number].get("hardware", "")))
+    if device.number >= len(offered) or offered[device.number]["kind"] != device.type:
+        return device.type == "CPU" and device.number == 0 and not device.kind  # A server has one in any case.
+    return device.kind in ("", clean(offered[device.number].get("hardware", "")))
 
 
 def _counted(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns "2 GPU devices (NVIDIA A100)", say."""
     counts = Counter(pairs)
     return " and ".join(
-        f"{count} {kind} device{'s' * (count > 1)}{f' ({hardware})' if hardware else ''}"
+        f"{counted(count, f'{kind} device')}{f' ({hardware})' if hardware else ''}"
         for (kind, hardware), count in counts.items()
     )

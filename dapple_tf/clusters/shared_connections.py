@@ -17,6 +17,7 @@ from dapple_tf.clusters.remote_session import RemoteSession, wait_for_all_calls
 from dapple_tf.clusters.session import session_config
 from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.units import counted
 
 _EXIT_SECONDS = 3.0
 _lock = threading.RLock()
@@ -47,7 +48,7 @@ def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
                 if shared and addresses != cluster.addresses:
                     raise ClusterError(
                         f"worker {min(shared)} is in use by this process already, in another cluster of "
-                        f"{len(addresses)} workers: close() that model first"
+                        f"{counted(len(addresses), 'worker')}: close() that model first"
                     )
             if connection is not None:
                 _close(connection)

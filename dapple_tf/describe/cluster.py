@@ -22,7 +22,6 @@ from dapple_tf.describe.devices import (
     Server,
     check_addresses,
     check_link,
-    kind_and_number,
     worker_number,
 )
 from dapple_tf.describe.faults import FaultPolicy
@@ -33,7 +32,7 @@ from dapple_tf.network.inquiry import inventory
 from dapple_tf.network.keys import Keys, tls_directory
 from dapple_tf.network.ray_workers import RayWorkers
 from dapple_tf.text_table import ranges
-from dapple_tf.units import link_text
+from dapple_tf.units import counted, link_text
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "ReductionLinks", "Server", "check_addresses"]
 
@@ -71,6 +70,7 @@ class Cluster(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = ClusterError
+    made_by: ClassVar[str] = "Cluster.local(2), say"
     devices: tuple[Device, ...]
     intra_bandwidth: float | None = None
     inter_bandwidth: float | None = None
@@ -119,7 +119,9 @@ class Cluster(JsonFile):
             check_link(f"bandwidth of reductions' {name}", link.bandwidth)
             check_link(f"latency of reductions' {name}", link.latency)
         if self.servers and len(self.servers) != self.num_servers:
-            raise ClusterError(f"{len(self.servers)} servers are described, but the devices are in {self.num_servers}")
+            raise ClusterError(
+                f"the description has {counted(len(self.servers), 'server')}, but the devices are in {self.num_servers}"
+            )
         for number, own in enumerate(self.servers):
             for name in (*LINKS, *HOST):
                 check_link(f"{name} of server {number}", getattr(own, name))
@@ -127,7 +129,8 @@ class Cluster(JsonFile):
                 raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
         if self.sub_streams not in (0, self.num_devices / 2):
             raise ClusterError(
-                f"sub_streams is {self.sub_streams}, but there are {self.num_devices} devices; give 0, or half of them"
+                f"sub_streams is {self.sub_streams}, but the cluster has {counted(self.num_devices, 'device')}; give "
+                f"0, or half of them"
             )
 
     @classmethod
@@ -151,8 +154,8 @@ class Cluster(JsonFile):
         gpus = [] if kind == "cpu" else gpu_kinds()
         if kind == "gpu" and len(gpus) < count:
             raise ClusterError(
-                f"{count} GPUs were asked for, but TensorFlow sees {len(gpus)} here (and none in a client of workers); "
-                f"ask for fewer or for CPUs"
+                f"asked for {counted(count, 'GPU')}, but TensorFlow sees {len(gpus)} here (and none in a client of "
+                f"workers); ask for fewer or for CPUs"
             )
         device_type, kinds = ("GPU", gpus) if len(gpus) >= count else ("CPU", [cpu_kind(count)] * count)
         sizes: list[int | None] = [memory_bytes] * count
@@ -308,11 +311,11 @@ class Cluster(JsonFile):
             cluster = cls.of_servers(started.addresses, memory_bytes=memory_bytes, tls=tls)
             wanted = "GPU" if started.gpus else "CPU"
             for server, address in enumerate(cluster.addresses):
-                own = [kind_and_number(cluster.devices[index].name)[0] for index in cluster.devices_of(server)]
+                own = [cluster.devices[index].type for index in cluster.devices_of(server)]
                 if own != [wanted] * devices_per_worker:
                     raise ClusterError(
-                        f"worker {server} ({address}) was to have {devices_per_worker} devices of kind {wanted}, but "
-                        f"has {', '.join(own)}: does TensorFlow find the GPUs that Ray has on that node?"
+                        f"worker {server} ({address}) was to have {counted(devices_per_worker, 'device')} of kind "
+                        f"{wanted}, but has {', '.join(own)}: does TensorFlow find the GPUs that Ray has on that node?"
                     )
         except BaseException:
             started.close()
@@ -353,7 +356,7 @@ class Cluster(JsonFile):
             return self
         if count < 1 or workers % count:
             raise ClusterError(
-                f"{workers} workers can't be divided into servers of {count}; give a divisor of {workers}"
+                f"{counted(workers, 'worker')} can't be divided into servers of {count}; give a divisor of {workers}"
             )
         if self.servers or self.num_servers != workers:
             raise ClusterError("the servers are described already; put workers together before links are measured")
@@ -389,17 +392,16 @@ class Cluster(JsonFile):
             raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
         mains, subs = [], []
         for index, device in enumerate(self.devices):
-            kind, number = kind_and_number(device.name)
             size = device.memory_bytes
-            if size is None and self.real and kind == "GPU":
+            if size is None and self.real and device.type == "GPU":
                 raise ClusterError(
                     f"device {index} is a GPU of unknown memory, which two streams must share out: give it, "
                     f"Cluster.local({self.num_devices}, memory_bytes=...)"
                 )
-            if number != index:
+            if device.number != index:
                 raise ClusterError(f"device {index} is {device.name}; sub-streams are for devices in order, from 0 on")
             part = None if size is None else max(1, round(size * memory_share))
-            name = device.name.removesuffix(str(number)) + str(number + self.num_devices)
+            name = device.name.removesuffix(str(index)) + str(index + self.num_devices)
             mains.append(replace(device, memory_bytes=None if part is None or size is None else max(1, size - part)))
             subs.append(replace(device, name=name, memory_bytes=part))
         own = self.servers[0] if self.servers else Server()
@@ -460,7 +462,7 @@ class Cluster(JsonFile):
         """Returns whether a device reads another one's memory in place: logical CPU devices of one process do."""
         if first == second:
             return True
-        cpus = all("device:CPU" in self.devices[device].name for device in (first, second))
+        cpus = all(self.devices[device].type == "CPU" for device in (first, second))
         return cpus and self.worker_of(first) == self.worker_of(second)
 
     @functools.cached_property
@@ -541,9 +543,14 @@ class Cluster(JsonFile):
         """Number of devices."""
         return len(self.devices)
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any of its devices is a GPU."""
+        return any(device.type == "GPU" for device in self.devices)
+
     def all_gpus(self, devices: Iterable[int]) -> bool:
         """Whether these devices are GPUs."""
-        return all(kind_and_number(self.devices[device].name)[0] == "GPU" for device in devices)
+        return all(self.devices[device].type == "GPU" for device in devices)
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -557,8 +564,8 @@ class Cluster(JsonFile):
 
     def __str__(self) -> str:
         counts = [len(self.devices_of(server)) for server in range(self.num_servers)]
-        per_server = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
-        servers = f"{len(counts)} server{'s' if len(counts) > 1 else ''} of {per_server} devices"
+        per_server = counted(counts[0], "device") if len(set(counts)) == 1 else f"{'+'.join(map(str, counts))} devices"
+        servers = f"{counted(len(counts), 'server')} of {per_server}"
         known = [device.memory_bytes for device in self.devices if device.memory_bytes is not None]
         memory = "memory unknown"
         if known:
@@ -594,5 +601,5 @@ class Cluster(JsonFile):
 def _is_like(first: Device, second: Device) -> bool:
     sizes = [device.memory_bytes for device in (first, second) if device.memory_bytes is not None]
     same = len(sizes) < 2 or max(sizes) <= min(sizes) * _LIKE_MEMORY
-    kinds = {(kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)}
+    kinds = {(device.type, device.kind) for device in (first, second)}
     return same and len(kinds) == 1

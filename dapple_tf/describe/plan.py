@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
@@ -36,11 +35,13 @@ from dapple_tf.describe.plan_values import (
     task_times,
 )
 from dapple_tf.describe.unit_timeline import unit_timeline
+from dapple_tf.errors import names_checked
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 from dapple_tf.text_table import table
+from dapple_tf.units import counted
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals
 from graph_passes.ir.tasks import Schedule
@@ -148,6 +149,7 @@ class Plan(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = PlanError
+    made_by: ClassVar[str] = "Plan.manual(...) or Plan.load(path)"
     cuts: tuple[str, ...]
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
@@ -184,6 +186,7 @@ class Plan(JsonFile):
         check_options(self)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def manual(
         cls,
         cuts: Iterable[str],
@@ -203,6 +206,7 @@ class Plan(JsonFile):
         return cls(layer_names(cuts), device_lists(devices), micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def data_parallel(
         cls,
         devices: int | Iterable[int],
@@ -222,6 +226,7 @@ class Plan(JsonFile):
         return cls.manual((), [replicas], micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__, "devices")
     def straight(
         cls,
         cuts: Iterable[str],
@@ -242,6 +247,7 @@ class Plan(JsonFile):
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
+    @names_checked(*PlanOptions.__annotations__)
     def by_operators(cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]) -> Plan:
         """Makes a plan that places the whole model's single operators on ``devices`` (a list, or n for the first n).
 
@@ -266,7 +272,10 @@ class Plan(JsonFile):
         by_stage = replicas if isinstance(replicas, Sequence) else [replicas] * self.num_stages
         counts = integers("replicas", by_stage)
         if len(counts) != self.num_stages:
-            raise PlanError(f"replicas has {len(counts)} numbers for {self.num_stages} stages; give one for each")
+            raise PlanError(
+                f"replicas has {counted(len(counts), 'number')} for {counted(self.num_stages, 'stage')}; give one for "
+                f"each"
+            )
         groups = []
         for stage, (devices, count) in enumerate(zip(self.devices, counts, strict=True)):
             if count < 1 or len(devices) % count:
@@ -528,10 +537,10 @@ class Plan(JsonFile):
         }
 
     def validate_on(self, cluster: Cluster) -> None:
-        """Checks that the cluster has every device of the plan, and like devices for the same operators of replicas.
+        """Checks that the cluster has every device of the plan, and devices of one type for a stage's replicas.
 
         Raises:
-            PlanError: a device doesn't exist, or isn't of the kind (CPU, GPU) of its like; the text names it and its
+            PlanError: a device doesn't exist, or isn't of the type (CPU, GPU) of its like; the text names it and its
                 stage.
         """
         count = cluster.num_devices
@@ -544,14 +553,15 @@ class Plan(JsonFile):
                         f"plan puts stage {stage} on device {device}, but the cluster has {count} "
                         f"device{'s' if count > 1 else ''} {numbers}; choose one of these or use a larger cluster"
                     )
-        for stage, groups in enumerate(self.operator_devices or ()):
-            for place, like in enumerate(zip(*groups, strict=True)):
-                kinds = {device: kind_and_number(cluster.device_names[device])[0] for device in like}
-                if len(set(kinds.values())) > 1:
-                    shown = ", ".join(f"device {device} ({kind})" for device, kind in kinds.items())
+            groups = () if self.operator_devices is None else self.operator_devices[stage]
+            for place, like in enumerate([(*devices, *weights), *itertools.islice(zip(*groups, strict=True), 1, None)]):
+                types = {device: cluster.devices[device].type for device in like}
+                if len(set(types.values())) > 1:
+                    where = f"place {place} in the groups of " if place else ""
+                    shown = ", ".join(f"device {device} ({own})" for device, own in types.items())
                     raise PlanError(
-                        f"place {place} in the groups of stage {stage} has unlike devices: {shown}. All replicas have "
-                        f"the same operators in one place; give it devices of one kind"
+                        f"{where}stage {stage} has unlike devices: {shown}. All replicas run the same operators; give "
+                        f"it devices of one type"
                     )
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from dapple_tf.describe.plan_values import REDUCTION_ORDERS, PlanError, PlanValu
 from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.units import counted
 from graph_passes.ir.batching import Interval
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ def check_stages(plan: Plan) -> None:
         PlanError: one is wrong; the text says what, where, and what to change.
     """
     stages = len(plan.cuts) + 1
+    of_stages = counted(stages, "stage")
     if len(plan.devices) != stages:
         raise PlanError(
-            f"{len(plan.cuts)} cuts make {stages} stages, but devices has {len(plan.devices)} lists; give one list "
-            f"for each stage"
+            f"cuts make {of_stages}, but devices has {counted(len(plan.devices), 'list')}; give one list for each stage"
         )
     for cut, count in Counter(plan.cuts).items():
         if count > 1:
@@ -53,15 +54,15 @@ def check_stages(plan: Plan) -> None:
             f"for each replica"
         )
     if plan.task_seconds is not None and len(plan.task_seconds) != stages:
-        raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {stages} stages; give one for each")
+        raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {of_stages}; give one for each")
     for what, names in (("all_reduce", plan.all_reduce), ("recompute", plan.recompute)):
         if not isinstance(names, str) and len(names) != stages:
-            raise PlanError(f"{what} has {len(names)} entries for {stages} stages; give one for each, or one for all")
+            raise PlanError(f"{what} has {len(names)} entries for {of_stages}; give one for each, or one for all")
     if not 0 <= plan.reverse_first_k <= stages:
-        raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
+        raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {of_stages} it must be 0 to {stages}")
     for relay in plan.relays:
         if not 0 <= relay < stages:
-            raise PlanError(f"relays has stage {relay}; with {stages} stages they are numbered 0 to {stages - 1}")
+            raise PlanError(f"relays has stage {relay}; with {of_stages} they are numbered 0 to {stages - 1}")
     if plan.carried_updates < 0:
         raise PlanError(f"carried_updates is {plan.carried_updates}; it must be 0 or more")
     if plan.weight_devices is not None:
@@ -74,14 +75,15 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
     """Checks the groups of devices on which replicas place operators, and that no option doesn't go with placing."""
     if len(operator_devices) != len(plan.devices):
         raise PlanError(
-            f"operator_devices has {len(operator_devices)} lists for {len(plan.devices)} stages; give one for each"
+            f"operator_devices has {counted(len(operator_devices), 'list')} for {counted(len(plan.devices), 'stage')}; "
+            f"give one for each"
         )
     users: dict[int, int] = {}
     for stage, (own, groups) in enumerate(zip(plan.devices, operator_devices, strict=True)):
         if len(groups) != len(own):
             raise PlanError(
-                f"stage {stage} has {len(own)} replicas and operator_devices has {len(groups)} groups for it; give one "
-                f"group of devices for each replica"
+                f"stage {stage} has {counted(len(own), 'replica')} and operator_devices has "
+                f"{counted(len(groups), 'group')} for it; give one group of devices for each replica"
             )
         sizes = [len(group) for group in groups]
         if len(set(sizes)) > 1:
@@ -151,8 +153,8 @@ def check_batches(plan: Plan) -> None:
         raise PlanError(f"micro_batches is {count}; it must be at least 1")
     if batch < count:
         raise PlanError(
-            f"a global batch of {batch} samples can't be cut into {count} micro-batches; use a global batch of at "
-            f"least {count}" + (f" or at most {batch} micro-batches" if batch > 0 else "")
+            f"a global batch of {counted(batch, 'sample')} can't be cut into {counted(count, 'micro-batch')}; use a "
+            f"global batch of at least {count}" + (f" or at most {counted(batch, 'micro-batch')}" if batch > 0 else "")
         )
     if count > _MOST_MICRO_BATCHES:
         raise PlanError(f"micro_batches is {count}; it must be at most {_MOST_MICRO_BATCHES:,}")
@@ -160,11 +162,11 @@ def check_batches(plan: Plan) -> None:
     for stage, replicas in enumerate(plan.replicas):
         if replicas > smallest:
             of_batches = f"smallest of the {count} micro-batches" if count > 1 else "only micro-batch"
-            fewer = f"at most {batch // replicas} micro-batches, " if replicas <= batch else ""
+            fewer = f"at most {counted(batch // replicas, 'micro-batch')}, " if replicas <= batch else ""
             raise PlanError(
-                f"stage {stage} has {replicas} replicas but the {of_batches} has {smallest} samples (global batch "
-                f"{batch}): use {fewer}at most {smallest} replicas, or a global batch of at least "
-                f"{replicas * count}"
+                f"stage {stage} has {counted(replicas, 'replica')} but the {of_batches} has "
+                f"{counted(smallest, 'sample')} (global batch {batch}): use {fewer}at most "
+                f"{counted(smallest, 'replica')}, or a global batch of at least {replicas * count}"
             )
         for replica, part in enumerate(plan.slices(stage, Interval(0, smallest)) if plan.shares is not None else ()):
             if not part.size:
@@ -201,8 +203,8 @@ def check_options(plan: Plan) -> None:
     for stage, count in enumerate(plan.warm_up or ()):
         if count > plan.micro_batches:
             raise PlanError(
-                f"warm_up of stage {stage} is {count}, but there are {plan.micro_batches} micro-batches; lower it "
-                f"to at most {plan.micro_batches}"
+                f"warm_up of stage {stage} is {count}, but the plan has {counted(plan.micro_batches, 'micro-batch')}; "
+                f"lower it to at most {plan.micro_batches}"
             )
     try:
         schedules.check(policy, plan.request)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, ProfileError, check_amount
 from dapple_tf.text_table import table
+from dapple_tf.units import counted
 
 _FORMAT = "dapple_tf.profile/1"
 
@@ -89,6 +90,7 @@ class Profile(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = ProfileError
+    made_by: ClassVar[str] = "dapple_tf.profile(...) or Profile.load(path)"
     model: str
     device: str
     batch_sizes: tuple[int, ...]
@@ -296,8 +298,8 @@ class Profile(JsonFile):
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]
         header = (
-            f"Profile of {self.model!r} on {self.device}: {len(self.layers)} layers, {METHODS[self.method]} at "
-            f"{', '.join(map(str, self.batch_sizes))} samples; below, a slice of {samples}"
+            f"Profile of {self.model!r} on {self.device}: {counted(len(self.layers), 'layer')}, {METHODS[self.method]} "
+            f"at {', '.join(map(str, self.batch_sizes))} samples; below, a slice of {samples}"
         )
         rows = [("layer", "F ms", "B ms", "Bw ms", "output MB", "residual MB", "parameters MB", "apply ms", "spread")]
         for layer in self.layers:

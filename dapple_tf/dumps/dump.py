@@ -19,7 +19,7 @@ from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.gpu_check import gpu_text
-from dapple_tf.execution.planned_steps import complete_step, full_step, training_source
+from dapple_tf.execution.planned_steps import complete_step, full_step, training_source, with_compiler
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -36,6 +36,7 @@ from dapple_tf.schedules.schedule_csv import to_csv
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.units import counted
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
@@ -94,7 +95,7 @@ def dump_model(
     plan.validate_on(cluster)
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    passes = StepPasses(plan, cluster)
+    passes = StepPasses(with_compiler(plan, model, cluster), cluster)
     return dump(directory, model, passes, [], None, profile, spec=spec, operator_costs=operator_costs)
 
 
@@ -226,11 +227,11 @@ class _Writer:
         step = complete.own_step
         assert step.schedule is not None
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
-        title += f", {kind.samples} samples ({place.name})"
+        title += f", {counted(kind.samples, 'sample')} ({place.name})"
         shape = " : ".join(map(str, self.passes.plan.replicas))
         whole = (
-            f"{self.model.name}: {_TITLES[mode].lower()}, {kind.samples} samples in "
-            f"{len(step.layout.micro_batch_intervals)} micro-batches, {step.schedule.name} on {shape}"
+            f"{self.model.name}: {_TITLES[mode].lower()}, {counted(kind.samples, 'sample')} in "
+            f"{counted(len(step.layout.micro_batch_intervals), 'micro-batch')}, {step.schedule.name} on {shape}"
         )
         entries = self._graph(place, whole, task_graph(complete, self.passes.cluster.device_names))
         entries += self._schedule(place, step.schedule)

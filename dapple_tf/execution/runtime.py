@@ -43,7 +43,7 @@ from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch
 from dapple_tf.keras_private import compute_loss, tensorflow_variable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.replanning import Deployment, Replanner
-from dapple_tf.units import bytes_text
+from dapple_tf.units import bytes_text, counted
 from graph_passes.ir.tensorflow_private import eager_mode
 from graph_passes.pass_manager import Pipeline
 
@@ -286,7 +286,7 @@ class Runtime:
     def kept(self) -> str:
         """Values that remain if the devices' are lost, for messages."""
         steps = self.steps - self._synced
-        ago = f"{steps} step{'s' * (steps != 1)} ago"
+        ago = f"{counted(steps, 'step')} ago"
         if self.engine.state.deferred:
             return f"the devices begin again with the model's initial values, of {ago}"
         return f"the model keeps the values of its last sync(), {ago}"
@@ -477,6 +477,7 @@ class Runtime:
                 self._give_up()
                 raise
             else:
+                self._watch()  # Another engine knows the optimizer's variables only once a step is prepared.
                 without = tuple(own for own in addresses if own not in self.cluster.addresses)
                 seconds = time.time() - started
                 replayed = len(self._recovery.log)

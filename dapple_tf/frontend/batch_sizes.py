@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from dapple_tf.errors import DataError
+from dapple_tf.units import counted
 from graph_passes.ir.program import Layout
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,7 @@ class BatchSizes:
 
 def _cut(layout: Layout) -> str:
     sizes = sorted({interval.size for interval in layout.micro_batch_intervals})
-    count = len(layout.micro_batch_intervals)
-    return f"{count} micro-batch{'es' * (count > 1)} of {' and '.join(map(str, sizes))} samples"
+    return f"{counted(len(layout.micro_batch_intervals), 'micro-batch')} of {' and '.join(map(str, sizes))} samples"
 
 
 def whole_number(name: str, value: object) -> int:

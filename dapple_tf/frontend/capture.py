@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
-from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape
+from dapple_tf.frontend.batch import BatchSpec, Leaf, Shape, spec_of
 from dapple_tf.frontend.captured_graph import paths_of_nodes, pruned, without_captures
 from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
 from dapple_tf.frontend.functional import outputs_as_declared
@@ -24,6 +24,7 @@ from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, table
 from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.losses import GlobalNormalizers
 from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
+from dapple_tf.frontend.model_front import ModelFront
 from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_own_step
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.py_functions import own_gradients
@@ -69,12 +70,12 @@ def check_model(model: keras.Model, *, training: bool) -> None:
         CaptureError: the model isn't built or compiled, or has a setting that slices don't allow.
     """
     if not isinstance(model, keras.Model):
-        raise CaptureError(f"expected a keras.Model, got {type(model).__name__}")
-    inputs = getattr(model, "inputs", None) or ()
-    # A model with its own step needn't be called as a whole.
-    if not (model.built or own_losses(model)) or (not inputs and not model.variables):
+        way = "; give the Keras model that its sync() returns" if isinstance(model, ModelFront) else ""
+        raise CaptureError(f"expected a keras.Model, got {type(model).__name__}{way}")
+    if not _is_built(model):
         raise CaptureError(
-            f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch before the transform"
+            f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch before the transform, or "
+            f"give example inputs to transform(..., x=...)"
         )
     if not training:
         return
@@ -91,12 +92,35 @@ def check_model(model: keras.Model, *, training: bool) -> None:
             raise CaptureError(
                 f"layer {layer.name!r} is a stateful RNN, whose state belongs to one fixed batch; use stateful=False"
             )
-    for tensor in inputs:
+    for tensor in getattr(model, "inputs", None) or ():
         if tensor.shape and tensor.shape[0] is not None:
             raise CaptureError(
                 f"input {tensor.name!r} has the fixed batch size {tensor.shape[0]}, but slices have other sizes; leave "
                 f"batch_size out of keras.Input"
             )
+
+
+def _is_built(model: keras.Model) -> bool:
+    # A model with its own step needn't be called as a whole.
+    return (model.built or own_losses(model)) and bool(getattr(model, "inputs", None) or model.variables)
+
+
+def build_from(model: keras.Model, x: Any) -> bool:
+    """Makes the variables of a model that isn't built, from example inputs; returns whether it did.
+
+    Raises:
+        CaptureError: the model can't be called on such inputs.
+    """
+    if x is None or not isinstance(model, keras.Model) or own_losses(model) or _is_built(model):
+        return False
+    tensors = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), spec_of(model, x).x)
+    try:
+        with tf.device("CPU:0"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*unbuilt state")  # The error says so.
+            model(tensors)
+    except _REFUSED as error:
+        raise CaptureError(f"model {model.name!r} can't be built from x: {reason(error)}") from error
+    return True
 
 
 def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:

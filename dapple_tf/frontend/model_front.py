@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
 import keras
 
-from dapple_tf.errors import DappleError
+from dapple_tf.errors import DappleError, meant
 from dapple_tf.frontend.attachment import WHOLE
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -141,9 +140,3 @@ def in_one_thread(method: _Method) -> _Method:
             self._at_work.release()
 
     return cast(_Method, call)
-
-
-def meant(name: str, names: Iterable[str]) -> str:
-    """Returns ``; did you mean 'x'?`` if one of the names is close to a wrong one, else an empty text."""
-    close = difflib.get_close_matches(name, sorted(names), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dapple_tf.schedules.one_forward_one_backward import sequence
 from dapple_tf.schedules.policy import Planning, Policy
 from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleError, ScheduleRequest
+from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase, Task
 
 _IN_FLIGHT = 2
@@ -91,7 +92,9 @@ def _check(request: ScheduleRequest) -> None:
 def _check_regions(weight_regions: Sequence[int], stages: int) -> None:
     """Checks that each stage's Bw has a region that doesn't begin before its Bx."""
     if len(weight_regions) != stages:
-        raise ScheduleError(f"weight_regions has {len(weight_regions)} entries for {stages} stages; give one for each")
+        raise ScheduleError(
+            f"weight_regions has {len(weight_regions)} entries for {counted(stages, 'stage')}; give one for each"
+        )
     for stage, region in enumerate(weight_regions):
         if not 0 <= region <= stage:
             what = (

@@ -21,6 +21,7 @@ import numpy as np
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile, ProfileError
 from dapple_tf.describe.profile import METHODS, Profile
+from dapple_tf.errors import names_checked
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 _ANY_LAYER = LayerProfile("any", ZERO, ZERO)
 
 
+@names_checked()
 def profile(
     model: keras.Model,
     batch_size: int | Sequence[int],

@@ -26,6 +26,7 @@ from typing import Any
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import join_address, split_address
 from dapple_tf.network.worker_process import START_SECONDS, WorkerProcess, free_ports, worker_command
+from dapple_tf.units import counted
 
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 _KINDS = ("auto", "cpu", "gpu")
@@ -299,7 +300,7 @@ def _has_gpus(nodes: Sequence[Mapping[str, Any]], count: int | None, devices: in
 def _told(nodes: Sequence[Mapping[str, Any]]) -> str:
     """Returns nodes with their resources, but for those that stand for the nodes themselves."""
     texts = [f"{node['NodeManagerAddress']} with {_plain(node['Resources'])}" for node in nodes]
-    return f"{len(nodes)} node{'s' * (len(nodes) != 1)}: {'; '.join(texts)}"
+    return f"{counted(len(nodes), 'node')}: {'; '.join(texts)}"
 
 
 def _available(ray: Any) -> str:

@@ -88,6 +88,7 @@ class OperatorCosts(JsonFile):
     """
 
     file_error: ClassVar[type[Exception]] = OperatorCostsError
+    made_by: ClassVar[str] = "dapple_tf.profile_operators(...)"
 
     def __init__(self, rooflines: Mapping[str, Roofline] | None = None) -> None:
         self.rooflines: dict[str, Roofline] = dict({"CPU": CPU, "GPU": GPU} if rooflines is None else rooflines)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dapple_tf.text_table import table
-from dapple_tf.units import gib, ms_text
+from dapple_tf.units import counted, gib, ms_text
 
 if TYPE_CHECKING:
     from dapple_tf.operators.op_graph import OpPlacement
@@ -21,7 +21,7 @@ def placement_report(placement: OpPlacement) -> str:
     """Reports the simulated step, the splits, and what each device runs and holds: ``str(placement)``."""
     count, devices = len(placement.devices), len(placement.peak_bytes)
     lines = [
-        f"{_counted(count, 'operator')} on {_counted(devices, 'device')}, "
+        f"{counted(count, 'operator')} on {counted(devices, 'device')}, "
         f"{ms_text(placement.seconds)} ms simulated for a step"
     ]
     lines += [f"split: {text}" for text in _splits(placement)] or ["no operator is split"]
@@ -83,7 +83,3 @@ def _splits(placement: OpPlacement) -> list[str]:
             shown.append(f"{rest:,} others")
         lines.append(f"{types.total():,} by {dimension} into {parts}: {', '.join(shown)}")
     return lines
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -33,6 +33,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
     Raises:
         PlanError: ``chunks`` is below 1, or the plan cuts after layers that the profile lacks.
     """
+    Profile.check("profile", profile)
     chunks = integer("chunks", chunks)
     if chunks < 1:
         raise PlanError(f"chunks is {chunks}; it must be at least 1")

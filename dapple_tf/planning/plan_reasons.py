@@ -20,7 +20,7 @@ from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_memory
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation
-from dapple_tf.units import gib
+from dapple_tf.units import counted, gib
 from dapple_tf.view.timeline import ALL_REDUCE, FETCH, OFFLOAD, SEND
 
 
@@ -127,7 +127,7 @@ def _nearest_to_limit(step: Simulation, devices: Sequence[int]) -> tuple[float, 
 def _why_not_data_parallel(request: PlanRequest) -> str:
     devices = request.cluster.num_devices
     if request.batch < devices:
-        return f"a batch of {request.batch} samples doesn't reach {devices} replicas"
+        return f"a batch of {counted(request.batch, 'sample')} doesn't reach {counted(devices, 'replica')}"
     reaching = [count for count in request.micro_batches if request.batch // count >= devices]
     if not reaching:
         return f"a micro-batch has fewer samples than the {devices} devices"
@@ -146,8 +146,8 @@ def shortage(request: PlanRequest) -> str:
     if best is None:
         smallest = min(request.micro_batches)
         return (
-            f"no plan is possible: a global batch of {request.batch} samples in {smallest} micro-batches doesn't "
-            f"reach the devices; use a larger batch or fewer micro-batches"
+            f"no plan is possible: a global batch of {counted(request.batch, 'sample')} in "
+            f"{counted(smallest, 'micro-batch')} doesn't reach the devices; use a larger batch or fewer micro-batches"
         )
     over, costs, stage = best
     in_flight = _in_flight(request, costs.plan.micro_batches)
@@ -155,7 +155,7 @@ def shortage(request: PlanRequest) -> str:
     assert short is not None, "a plan without limits doesn't exceed them"
     need, limit = short[0].peak(in_flight), short[1]
     text = (
-        f"no plan fits the memory of {devices} device{'s' if devices > 1 else ''}: the one that comes nearest, "
+        f"no plan fits the memory of {counted(devices, 'device')}: the one that comes nearest, "
         f"{shape(costs.plan)}, recompute {costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
         f"({gib(short[0].stored)} for weights, gradients and optimizer), {gib(over)} more than "
         f"the {gib(limit)} there are"
@@ -257,7 +257,7 @@ def shape(plan: Plan) -> str:
         name = "one device" if replicas == (1,) else f"data parallel on {replicas[0]}"
     elif set(replicas) == {1}:
         name = f"straight pipeline of {plan.num_stages} stages"
-    return f"{name}, {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+    return f"{name}, {counted(plan.micro_batches, 'micro-batch')}"
 
 
 def _policy_and_shape(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_cost import StageCosts
+from dapple_tf.units import counted
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
 """The policies of the paper, which the search by formula covers."""
@@ -103,6 +104,8 @@ class PlanRequest:
         row_shards: bool = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
+        Profile.check("profile", profile)
+        Cluster.check("cluster", cluster)
         batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
@@ -145,6 +148,12 @@ class PlanRequest:
         )
 
     def __post_init__(self) -> None:
+        types = sorted({device.type for device in self.cluster.devices})
+        if len(types) > 1:
+            raise PlanError(
+                f"the cluster has devices of several types, {' and '.join(types)}, but a profile describes one: plan "
+                f"for a cluster of devices of one type, or write the plan yourself"
+            )
         for move in self.moves:
             if not callable(move):
                 raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")
@@ -167,8 +176,8 @@ class PlanRequest:
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
                 raise PlanError(
-                    f"a global batch of {self.batch} samples can't be cut into {count} micro-batches; use 1 to "
-                    f"{self.batch}"
+                    f"a global batch of {counted(self.batch, 'sample')} can't be cut into "
+                    f"{counted(count, 'micro-batch')}; use 1 to {self.batch}"
                 )
         for name, given, known in (
             ("recompute", self.recompute or (), RECOMPUTE_MODES),

@@ -22,6 +22,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile
+from dapple_tf.errors import names_checked
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
@@ -76,6 +77,7 @@ _RIVAL = 2.0
 """Simple plans that are expected to take this many times as long as the best one aren't tried."""
 
 
+@names_checked()
 def plan(
     profile: Profile,
     cluster: Cluster,
@@ -132,6 +134,7 @@ def plan(
 
     Raises:
         PlanError: nothing fits the devices' memory; the text says what is short by how much, and what would fit.
+        TypeError: an argument has another class, or is unknown.
     """
     request = PlanRequest.of(
         profile,

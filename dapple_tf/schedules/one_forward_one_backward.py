@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from dapple_tf.schedules.schedule_request import Job, ScheduleError, ScheduleRequest
+from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase
 
 Wanted = Callable[[int, int], list[int]]
@@ -57,7 +58,7 @@ def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
             if limit < request.micro_batches:
                 raise ScheduleError(
                     f"{request.policy} keeps all {request.micro_batches} micro-batches in flight, but stage {stage} "
-                    f"holds {limit}; use dapple_a, at most {limit} micro-batches, or smaller ones"
+                    f"holds {limit}; use dapple_a, at most {counted(limit, 'micro-batch')}, or smaller ones"
                 )
     return limited(request, wanted(len(request.groups), request.micro_batches))
 
@@ -116,8 +117,8 @@ def _check_explicit(request: ScheduleRequest, counts: Sequence[int], wanted: Wan
     for stage, count in enumerate(counts):
         if request.holds is not None and count > request.holds[stage]:
             raise ScheduleError(
-                f"warm_up of stage {stage} is {count}, but its devices hold {request.holds[stage]} micro-batches; "
-                f"lower it to {request.holds[stage]}"
+                f"warm_up of stage {stage} is {count}, but its devices hold "
+                f"{counted(request.holds[stage], 'micro-batch')}; lower it to {request.holds[stage]}"
             )
         if stage and count > counts[stage - 1]:
             raise ScheduleError(

@@ -13,6 +13,7 @@ from dapple_tf.schedules.schedule_request import (
     check_per_stage,
     check_weight_devices,
 )
+from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -159,7 +160,7 @@ def _own_inputs(task: Task, split: frozenset[int]) -> list[Task]:
 
 def _too_many(device: int, task: Task, count: int, holds: Sequence[int]) -> str:
     return (
-        f"device {device} has {count} micro-batches in flight after {task}, but stage {task.stage} holds "
+        f"device {device} has {counted(count, 'micro-batch')} in flight after {task}, but stage {task.stage} holds "
         f"{holds[task.stage]}; run a backward before it"
     )
 

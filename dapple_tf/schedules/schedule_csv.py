@@ -40,6 +40,7 @@ from dapple_tf.data_files import clip, read_text, short
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_check import lockstep
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
+from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 _KINDS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.INPUT_GRAD: "I", Phase.WEIGHT_GRAD: "W"}
@@ -189,13 +190,14 @@ class _CsvCheck:
         stages = 1 + max((task.stage for task in tasks), default=-1)
         if stages != request.stages:
             raise ScheduleError(
-                f"{request.policy} has {stages} stages, but there are {request.stages}; cut the model into {stages}"
+                f"{request.policy} has {counted(stages, 'stage')}, but there are {request.stages}; cut the model into "
+                f"{stages}"
             )
         count = 1 + max(task.micro_batch for task in tasks)
         if request.micro_batches > count:
             raise ScheduleError(
-                f"{request.policy} has {count} micro-batches, but there are {request.micro_batches}; use at most "
-                f"{count}"
+                f"{request.policy} has {counted(count, 'micro-batch')}, but there are {request.micro_batches}; use at "
+                f"most {count}"
             )
         row_of: dict[int, int] = {}
         for row, own in self.schedule.orders.items():

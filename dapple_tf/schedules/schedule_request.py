@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict, Unpack
 
+from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase
 
 Active = Callable[[int, int, int], bool]
@@ -107,7 +108,9 @@ class ScheduleRequest:
         check_weight_devices(devices, weight_devices)
         first_k = options.get("reverse_first_k", 0)
         if not 0 <= first_k <= stages:
-            raise ScheduleError(f"reverse_first_k is {first_k}; with {stages} stages it must be from 0 to {stages}")
+            raise ScheduleError(
+                f"reverse_first_k is {first_k}; with {counted(stages, 'stage')} it must be from 0 to {stages}"
+            )
         main_devices = tuple(map(tuple, devices))
         return cls(
             policy,
@@ -198,7 +201,7 @@ def check_count(name: str, count: int) -> None:
 def check_per_stage(name: str, counts: Sequence[int], stages: int) -> None:
     """Checks that there is a number of at least 1 for each stage."""
     if len(counts) != stages:
-        raise ScheduleError(f"{name} has {len(counts)} entries for {stages} stages; give one for each stage")
+        raise ScheduleError(f"{name} has {len(counts)} entries for {counted(stages, 'stage')}; give one for each stage")
     for stage, count in enumerate(counts):
         if count < 1:
             raise ScheduleError(f"{name} of stage {stage} is {count}; it must be at least 1")
@@ -245,7 +248,9 @@ def _seconds(task_seconds: TaskSeconds | None, stages: int) -> tuple[tuple[float
     if task_seconds is None:
         return ((1.0, 1.0, 1.0),) * stages
     if len(task_seconds) != stages:
-        raise ScheduleError(f"task_seconds has {len(task_seconds)} entries for {stages} stages; give one for each")
+        raise ScheduleError(
+            f"task_seconds has {len(task_seconds)} entries for {counted(stages, 'stage')}; give one for each"
+        )
     seconds = []
     for stage, times in enumerate(task_seconds):
         if len(times) != 3 or not all(0 <= time < math.inf for time in times):

@@ -79,10 +79,14 @@ class CostModel:
 
     Raises:
         PlanError: the plan needs devices that the cluster lacks, or cuts after layers that the profile lacks.
+        TypeError: an argument has another class.
     """
 
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, stage_costs: StageCosts | None = None) -> None:
         """Adds up the costs of the plan's stages, or takes them from ``stage_costs`` of the profile."""
+        Plan.check("plan", plan)
+        Profile.check("profile", profile)
+        Cluster.check("cluster", cluster)
         plan.validate_on(cluster)
         try:
             stage_of = profile.stage_of_layers(plan.cuts)

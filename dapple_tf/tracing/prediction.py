@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.units import ms_text
+from dapple_tf.units import counted, ms_text
 
 logger = logging.getLogger(__name__)
 
@@ -66,4 +66,7 @@ class Prediction:
         text = f"step predicted {ms_text(self.predicted)} ms"
         if self.measured is None or self.error is None:
             return f"{text}, not measured yet"
-        return f"{text}, measured {ms_text(self.measured)} ms ({self.error:+.1%}, median of {len(self.steps)} steps)"
+        return (
+            f"{text}, measured {ms_text(self.measured)} ms ({self.error:+.1%}, median of "
+            f"{counted(len(self.steps), 'step')})"
+        )

@@ -16,7 +16,7 @@ from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.text_table import table
 from dapple_tf.tracing.step_parts import NAMES, StepParts
 from dapple_tf.tracing.step_trace import MeasuredStep
-from dapple_tf.units import gib, ms_text
+from dapple_tf.units import counted, gib, ms_text
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.tasks import Phase, Task
@@ -140,7 +140,7 @@ class StepProfile:
         """
         path = pathlib.Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        title = f"A step of {self.plan.num_stages} stages by {self.plan.schedule}"
+        title = f"A step of {counted(self.plan.num_stages, 'stage')} by {self.plan.schedule}"
         (path / "profile.txt").write_text(f"{self}\n", encoding="utf-8")
         save_timelines(self.timelines, path, title)
 

@@ -47,7 +47,7 @@ class CompressGradients:
         return program.replace(graph=graph)
 
 
-def trained(**options: Any) -> keras.Model:
+def trained(gradients: str, **options: Any) -> keras.Model:
     """A small model after two epochs on two devices."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)])
@@ -55,16 +55,15 @@ def trained(**options: Any) -> keras.Model:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 16)).astype("float32")
     plan = dapple.Plan.data_parallel(2, 16)
-    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan, **options)
-    history = pipelined.fit(x, x.sum(axis=1), batch_size=16, epochs=2, shuffle=False, verbose=0)
-    pipelined.close()
-    print(f"loss {history.history['loss'][-1]:.3f}")
+    with dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan, **options) as pipelined:
+        history = pipelined.fit(x, x.sum(axis=1), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    print(f"{gradients} gradients: loss {history.history['loss'][-1]:.3f}")
     return model
 
 
 if __name__ == "__main__":
-    whole = trained()
-    compressed = trained(passes=[dapple.After("update", CompressGradients())])
+    whole = trained("float32")
+    compressed = trained("bfloat16", passes=[dapple.After("update", CompressGradients())])
     pairs = zip(whole.weights, compressed.weights, strict=True)
     apart = max(float(np.max(np.abs(a.numpy() - b.numpy()))) for a, b in pairs)
     print(f"weights differ by at most {apart:.1e}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar
 
@@ -142,8 +143,11 @@ def find_call(name: str, calls: Sequence[LayerCall]) -> LayerCall:
     paths = sorted({call.path for call in matches})
     if not matches:
         known = sorted({call.path.rpartition("/")[2] for call in calls} | {call.path for call in calls})
-        close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5) or known[:8]
-        raise PassError(f"cut {name!r} names no layer of the model; did you mean one of {', '.join(map(repr, close))}?")
+        close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+        outer = dict.fromkeys(call.path for call in calls if "/" not in call.path)
+        listed = ", ".join(map(repr, close or itertools.islice(outer, 8)))
+        way = f"did you mean one of {listed}?" if close else f"its layers are {listed}{', ...' * (len(outer) > 8)}"
+        raise PassError(f"cut {name!r} names no layer of the model; {way}")
     if len(paths) > 1:
         raise PassError(f"cut {name!r} could be any of the layers {', '.join(map(repr, paths))}; give the path")
     if sharp:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import pathlib
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from dapple_tf.errors import meant
 from dapple_tf.models.sources import ModelError
 
 _Options = TypeVar("_Options")
@@ -62,8 +62,7 @@ class Request:
         values = {}
         for name, text in self.given.items():
             if name not in types:
-                close = difflib.get_close_matches(name, types, n=1)
-                like = f" (is it {close[0]}?)" if close else ""
+                like = meant(name, types)
                 raise ModelError(f"{self.text}: there is no option {name}{like}; {self.kind} takes {', '.join(types)}")
             values[name] = self._value(name, text, types[name])
         try:

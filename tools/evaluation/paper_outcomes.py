@@ -27,6 +27,7 @@ from dapple_tf.planning.features import NAMES
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.tools.evaluation.paper_models import Partition
+from dapple_tf.units import counted
 
 SAME = ("gpipe", "dapple_a", "dapple_b")
 """Schedules that DAPPLE's runtime has."""
@@ -237,7 +238,7 @@ def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, st
     stage = max(range(plan.num_stages), key=lambda i: needs[i] - (costs.memory_limit(i) or 0))
     limit = costs.memory_limit(stage) or 0
     samples = costs.samples(stage)
-    held = f"{flight[stage]} slice{'s' if flight[stage] > 1 else ''} of {samples} sample{'s' if samples > 1 else ''}"
+    held = f"{counted(flight[stage], 'slice')} of {counted(samples, 'sample')}"
     return needs[stage] - limit, f"stage {stage} needs {needs[stage] / 1e9:.1f} of {limit / 1e9:.1f} GB for {held}"
 
 
