@@ -186,6 +186,7 @@ def main() -> None:
         steps_per_epoch=_STEPS.value,
         validation_data=held_out,
         validation_steps=_VALIDATION_STEPS.value,
+        shuffle=False,  # The data are already shuffled.
         callbacks=[Throughput(batch_size * sequence), keras.callbacks.CSVLogger(folder / "history.csv")],
         verbose=verbose,
     )

@@ -534,6 +534,10 @@ class Cluster(JsonFile):
         own = self.servers[server].capacity if self.servers else None
         return float(len(self.devices_of(server))) if own is None else own
 
+    def shares_cores(self, server: int) -> bool:
+        """Returns whether a server's devices slow each other down: its capacity is below their number."""
+        return self.capacity(server) < len(self.devices_of(server))
+
     @property
     def num_devices(self) -> int:
         """Number of devices."""

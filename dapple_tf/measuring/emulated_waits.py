@@ -83,7 +83,7 @@ class StepClock:
         self.cores = {
             server: SharedCores(cluster.capacity(server), self.now)
             for server in range(cluster.num_servers)
-            if cluster.capacity(server) < len(cluster.devices_of(server))
+            if cluster.shares_cores(server)
         }
         self.lock = threading.Lock()
         self.reset(still=True)

@@ -102,7 +102,8 @@ def measure_links(
             ]
         if any(one != Server() for one in own):
             changes["servers"] = tuple(own)
-    logger.info("measured links in %.2f s: %s", time.perf_counter() - start, changes)
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in changes.items() if isinstance(value, float))
+    logger.info("measured links in %.2f s: %s", time.perf_counter() - start, shown)
     return dataclasses.replace(cluster, **changes)
 
 

@@ -85,7 +85,7 @@ def early_reductions(costs: CostModel) -> Iterator[Plan]:
 def competes(cluster: Cluster, devices: Sequence[int]) -> bool:
     """Returns whether all-reduces on these devices compete with their tasks for cores."""
     servers = {cluster.devices[device].server for device in devices}
-    return any(cluster.capacity(server) < len(cluster.devices_of(server)) for server in servers)
+    return any(map(cluster.shares_cores, servers))
 
 
 def _cuts(costs: CostModel, stage: int) -> list[str]:

@@ -52,7 +52,7 @@ class SharedCores:
     def __init__(self, cluster: Cluster) -> None:
         servers = range(cluster.num_servers)
         self.capacity = [cluster.capacity(server) for server in servers]
-        self.shared = [self.capacity[server] < len(cluster.devices_of(server)) for server in servers]
+        self.shared = [cluster.shares_cores(server) for server in servers]
         self.running: list[list[Running]] = [[] for _ in servers]
         self.updated = [0.0 for _ in servers]
         self.version = [0 for _ in servers]

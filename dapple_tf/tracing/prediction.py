@@ -51,10 +51,16 @@ class Prediction:
             return
         self.steps.append(seconds)
         if len(self.steps) == _REPORTED_AFTER:
-            error = self.error or 0.0
-            level = logging.INFO if abs(error) <= _TOLERANCE else logging.WARNING
-            advice = "" if abs(error) <= _TOLERANCE else "; profile again and make a new plan"
+            off = abs(self.error or 0.0) > _TOLERANCE and not self._shares_cores()
+            level, advice = (logging.WARNING, "; profile again and make a new plan") if off else (logging.INFO, "")
             logger.log(level, "%s%s", self, advice)
+
+    def _shares_cores(self) -> bool:
+        """Returns whether devices share cores: these slow each other down unlike predicted, which no profile mends."""
+        if self.simulation is None:
+            return False
+        cluster = self.simulation.costs.cluster
+        return any(map(cluster.shares_cores, range(cluster.num_servers)))
 
     def __str__(self) -> str:
         text = f"step predicted {ms_text(self.predicted)} ms"

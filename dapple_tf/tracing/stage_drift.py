@@ -96,7 +96,7 @@ class StageDrift:
         """Returns whether devices of a stage share cores with others."""
         cluster = self._simulation.costs.cluster
         servers = {cluster.devices[device].server for device in self._simulation.costs.plan.working_devices[stage]}
-        return any(cluster.capacity(server) < len(cluster.devices_of(server)) for server in servers)
+        return any(map(cluster.shares_cores, servers))
 
     def _slowness(self, tasks: Mapping[Task, float]) -> tuple[dict[int, float], set[int]]:
         """Returns device -> factor by which it is slower than predicted, and the stages whose devices aren't so alike.
