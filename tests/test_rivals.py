@@ -44,7 +44,7 @@ def test_the_best_of_stages_and_of_data_parallelism_are_rivals_with_their_report
         {"schedule": "zb_v"},
         {"only": ["chunks"]},
         {"jit_compile": True},
-        {"optimizer_shards": True, "parameter_shards": True},
+        {"optimizer_shards": True},
     ],
     ids=str,
 )

@@ -79,12 +79,6 @@ _OPTIMIZER_SHARDS = flags.DEFINE_enum(
     "auto: where nothing fits the devices' memory otherwise.",
     flag_values=FLAGS,
 )
-_PARAMETER_SHARDS = flags.DEFINE_boolean(
-    "parameter_shards",
-    False,
-    "With --optimizer_shards=yes: replicas keep a shard of the parameters each, too, and gather them for each step.",
-    flag_values=FLAGS,
-)
 _ROW_SHARDS = flags.DEFINE_boolean(
     "row_shards",
     False,
@@ -135,10 +129,6 @@ def options() -> dict[str, Any]:
         first in (None, "auto") or (first.isascii() and first.isdigit()),
         f"--reverse_first_k={first}: give a number of stages, or auto",
     )
-    command.check(
-        _OPTIMIZER_SHARDS.value == "yes" or not _PARAMETER_SHARDS.value,
-        f"--parameter_shards needs --optimizer_shards=yes, not {_OPTIMIZER_SHARDS.value}",
-    )
     for name in _ONLY.value or ():
         command.check(name in NAMES, f"--only={name}: unknown; use some of {', '.join(NAMES)}")
     return {
@@ -150,7 +140,6 @@ def options() -> dict[str, Any]:
         "all_reduce": _ALL_REDUCE.value,
         "jit_compile": _JIT_COMPILE.value,
         "optimizer_shards": _SHARDS[_OPTIMIZER_SHARDS.value],
-        "parameter_shards": _PARAMETER_SHARDS.value,
         "row_shards": _ROW_SHARDS.value,
     }
 

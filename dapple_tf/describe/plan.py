@@ -79,7 +79,6 @@ class PlanOptions(TypedDict, total=False):
     shares: tuple[tuple[int, ...], ...] | None
     relays: tuple[int, ...]
     optimizer_shards: bool
-    parameter_shards: bool
     row_shards: bool
 
 
@@ -140,9 +139,6 @@ class Plan(JsonFile):
         optimizer_shards: whether the replicas of a stage update its parameters together: gradients are
             reduce-scattered, each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are
             all-gathered. For optimizers that update each element by itself.
-        parameter_shards: whether each of these replicas keeps only its n-th of the parameters, too: a stage's are
-            all-gathered before its first forward of a step, rather than after the update, and freed after their last
-            use. Needs ``optimizer_shards``.
         row_shards: whether each of these replicas keeps and updates only its n-th of the rows of embeddings: the rows
             that a replica looks up come from those that keep them, and the rows of gradients go there. For
             embeddings, or other parameters, of which stages need nothing but rows, by indices that depend on the batch
@@ -177,7 +173,6 @@ class Plan(JsonFile):
     shares: tuple[tuple[int, ...], ...] | None = None
     relays: tuple[int, ...] = ()
     optimizer_shards: bool = False
-    parameter_shards: bool = False
     row_shards: bool = False
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
@@ -336,6 +331,11 @@ class Plan(JsonFile):
             raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
         decoder = Decoder(PlanError)
         decoder.check_format(data, _FORMAT, source)
+        if data.pop("parameter_shards", False):
+            raise PlanError(
+                f"{source}: parameter_shards is true, and no plan has parameters in shards any more; leave it out: "
+                f"optimizer_shards is as fast, and pipelines hold fewer layers with parameters in shards"
+            )
         required = [entry.name for entry in fields(cls) if entry.default is MISSING]
         optional = [entry.name for entry in fields(cls) if entry.default is not MISSING]
         decoder.check_keys(data, ["format", *required], optional, source)
@@ -359,7 +359,7 @@ class Plan(JsonFile):
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
         later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
-        later |= {"optimizer_shards", "parameter_shards", "row_shards"}
+        later |= {"optimizer_shards", "row_shards"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -589,7 +589,7 @@ class Plan(JsonFile):
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        for name in ("jit_compile", "wait_free", "optimizer_shards", "parameter_shards", "row_shards"):
+        for name in ("jit_compile", "wait_free", "optimizer_shards", "row_shards"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("jit_compile", None):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:

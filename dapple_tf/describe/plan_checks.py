@@ -195,11 +195,6 @@ def check_options(plan: Plan) -> None:
         )
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
-    if plan.parameter_shards and not plan.optimizer_shards:
-        raise PlanError(
-            "parameter_shards is True, but optimizer_shards is False: each replica updates the shard of the parameters "
-            "that it keeps; set optimizer_shards=True, or leave parameter_shards out"
-        )
     if plan.backward_cuts and not plan.wait_free:
         raise PlanError(
             f"backward_cuts are {list(plan.backward_cuts)}, for gradients to be reduced early, but wait_free is False; "

@@ -111,7 +111,6 @@ def stage_times(costs: CostModel) -> list[StageTime]:
                 for share, size in reduction_pieces(costs, number):
                     end = max(end, share * times[1]) + costs.reduction_seconds(item, size)
                 reduced += end - times[1]
-        reduced += sum(map(costs.reduction_seconds, costs.gathers(stage)))  # before the first forward
         timed_stages.append(
             StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices))
         )

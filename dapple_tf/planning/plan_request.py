@@ -62,7 +62,6 @@ class PlanRequest:
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
         optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
-        parameter_shards: whether plans have `Plan.parameter_shards`.
         row_shards: whether plans have `Plan.row_shards`.
 
     Raises:
@@ -83,7 +82,6 @@ class PlanRequest:
     least_gain: float = LEAST_GAIN
     moves: tuple[Move, ...] = ()
     optimizer_shards: bool | None = False
-    parameter_shards: bool = False
     row_shards: bool = False
 
     @classmethod
@@ -103,7 +101,6 @@ class PlanRequest:
         moves: Sequence[Move] = (),
         only: str | Iterable[str] | None = None,
         optimizer_shards: bool | None = False,
-        parameter_shards: bool = False,
         row_shards: bool = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
@@ -147,7 +144,6 @@ class PlanRequest:
             least_gain=least_gain,
             moves=tuple(moves),
             optimizer_shards=optimizer_shards,
-            parameter_shards=parameter_shards,
             row_shards=row_shards,
         )
 
@@ -169,14 +165,8 @@ class PlanRequest:
                 f"optimizer_shards is {short(self.optimizer_shards)}; give True, False, or None for where memory "
                 f"requires it"
             )
-        for name in ("parameter_shards", "row_shards"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
-        if self.parameter_shards and not self.optimizer_shards:
-            raise PlanError(
-                f"parameter_shards is True, but optimizer_shards is {self.optimizer_shards}; set it to True, or leave "
-                f"parameter_shards out"
-            )
+        if not isinstance(self.row_shards, bool):
+            raise PlanError(f"row_shards is {short(self.row_shards)}; it must be True or False")
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
                 raise PlanError(
@@ -260,7 +250,6 @@ class PlanRequest:
             recompute=recompute,
             jit_compile=self.jit_compile,
             optimizer_shards=bool(self.optimizer_shards),
-            parameter_shards=self.parameter_shards,
             row_shards=self.row_shards,
         )
         return self.shared(plan)

@@ -93,7 +93,6 @@ def plan(
     moves: Sequence[Move] = (),
     only: str | Iterable[str] | None = None,
     optimizer_shards: bool | None = False,
-    parameter_shards: bool = False,
     row_shards: bool = False,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
@@ -127,8 +126,6 @@ def plan(
         optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
             (`Plan.optimizer_shards`), which optimizers that update each element by itself allow; None lets them where
             nothing fits otherwise.
-        parameter_shards: whether they keep a shard of the parameters each, too (`Plan.parameter_shards`); for
-            ``optimizer_shards=True``.
         row_shards: whether they keep a shard of the rows of embeddings each (`Plan.row_shards`).
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
@@ -153,7 +150,6 @@ def plan(
         moves=moves,
         only=only,
         optimizer_shards=optimizer_shards,
-        parameter_shards=parameter_shards,
         row_shards=row_shards,
     )
     return find(request)
@@ -322,7 +318,6 @@ class _Planner:
                 overlap=overlap,
                 recompute=mode,
                 shards=bool(request.optimizer_shards),
-                parameter_shards=request.parameter_shards,
                 row_shards=request.row_shards,
             )
             best = self._best()

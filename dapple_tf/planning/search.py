@@ -92,7 +92,6 @@ class Search:
         overlap: whether all-reduce overlaps with the stage's last backward.
         recompute: the mode: what B computes again.
         shards: whether replicas keep a shard of the optimizer's slots each.
-        parameter_shards: whether they keep one of the parameters, too, which are whole while tasks run.
         row_shards: whether they keep one of the rows of tables.
     """
 
@@ -106,10 +105,9 @@ class Search:
         overlap: bool = False,
         recompute: str = "none",
         shards: bool = False,
-        parameter_shards: bool = False,
         row_shards: bool = False,
     ) -> None:
-        self.shards, self.parameter_shards, self.row_shards = shards, parameter_shards, row_shards
+        self.shards, self.row_shards = shards, row_shards
         self.profile, self.placements, self.links, self.ends = profile, placements, links, tuple(ends)
         self.overlap = overlap
         self.ranges = stage_ranges(profile, self.ends, recompute)
@@ -262,17 +260,15 @@ class _Run:
         size = ranges.parameters[:, None, :]
         rows = (self.rounds + 1) * line(ranges.rows, samples)  # of tables, in all micro-batches
         if search.row_shards:  # Rows of gradients go one way, in place of whole tables there and back.
-            one_way = 1 if search.parameter_shards else 2
-            size = size + (rows / one_way - ranges.tables[:, None, :]) * (replicas > 1)
+            size = size + (rows / 2 - ranges.tables[:, None, :]) * (replicas > 1)
         reduced = links.all_reduce(steps[None, :, None], size, Plan.bucket_bytes)
         if search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         keepers = replicas if search.shards else 1
         reduced = reduced + ranges.apply[:, None, :] / speed / keepers
-        cut = ranges.slots + ranges.parameters if search.parameter_shards else ranges.slots
-        stored = ranges.stored[:, None, :] - cut[:, None, :] * (1 - 1 / keepers)
+        stored = ranges.stored[:, None, :] - ranges.slots[:, None, :] * (1 - 1 / keepers)
         if search.row_shards:
-            own = ranges.table_slots * (not search.shards) + ranges.tables * (not search.parameter_shards)
+            own = ranges.table_slots * (not search.shards) + ranges.tables
             stored = stored - own[:, None, :] * (1 - 1 / replicas)
             stored = stored + (rows - ranges.tables[:, None, :]) * (replicas > 1)
         in_flight = np.full(self.groups + 1, float(self.in_flight))
@@ -282,8 +278,6 @@ class _Run:
             # If a slice in proportion to a device's speed doesn't fit, an equal one may: others then get more.
             own = np.minimum(samples, np.ceil(samples * kind.share[steps][None, :, None]))
             running = in_flight * line(ranges.residual, own) + line(ranges.working, own)
-            if search.parameter_shards:
-                running = running + size * (replicas > 1)
             needed = stored + np.maximum(running, size * (replicas > 1))
             fits = fits & (~kind.used[steps][None, :, None] | (needed <= kind.memory))
         return _Stage(forward, backward, reduced, fits)

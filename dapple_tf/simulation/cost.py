@@ -265,8 +265,7 @@ class CostModel:
         """Returns the seconds of an all-reduce of all, or ``size``, of its bytes, in buckets.
 
         With `Plan.optimizer_shards`, of a reduce-scatter and the all-gather of the parameters: as if that followed at
-        once, though the update is between them. With `Plan.parameter_shards`, of the reduce-scatter alone, which takes
-        as long as the gather before the stage's forwards.
+        once, though the update is between them.
 
         Args:
             reduction: what is reduced.
@@ -279,17 +278,11 @@ class CostModel:
         if key not in self._reductions:
             members = Counter(self.cluster.devices[device].server for device in reduction.devices)
             if self.plan.optimizer_shards:
-                time = exchange_time(self.cluster, members, 1 if self.plan.parameter_shards else 2)
+                time = exchange_time(self.cluster, members)
             else:
                 time = all_reduce_time(self.cluster, members, algorithm)
             self._reductions[key] = time
         return self._reductions[key].seconds(size, self.plan.bucket_bytes)
-
-    def gathers(self, stage: int) -> tuple[Reduction, ...]:
-        """Returns the reductions whose parameters a stage gathers before its first forward."""
-        if not self.plan.parameter_shards:
-            return ()
-        return tuple(reduction for reduction in self.reductions if stage in reduction.stages)
 
     # ---- rows in shards
 
@@ -313,7 +306,7 @@ class CostModel:
 
     def row_gradient_bytes(self, stage: int) -> float:
         """Returns the bytes of a reduction that takes as long as rows' way to their owners: they go one way only."""
-        return self.step_row_bytes(stage) / (1 if self.plan.parameter_shards else 2)
+        return self.step_row_bytes(stage) / 2
 
     def lookup(self, task: Task) -> tuple[float, float, bool, int, float]:
         """Returns what it takes to look up the rows of a forward.
@@ -551,7 +544,7 @@ class CostModel:
                 worst, limit = short
                 need, own = worst.peak(1), worst.each + worst.passing + worst.working
                 fix = "use more stages"
-                fixed = worst.stored + worst.gathered
+                fixed = worst.stored
                 if fixed < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.recompute_of(stage) == "none" else ""

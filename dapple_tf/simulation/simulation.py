@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_gathers import gathered
 from dapple_tf.simulation.simulated_offloads import Stay
 from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
@@ -126,8 +125,6 @@ class Simulation:
         lives as long as in a real step (`step_memory.py`). What is in the host's memory meanwhile isn't on its device.
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
-        for device, start, end, size in gathered(self.costs, self.spans):
-            changes[device].add(start, end, 0.0, size, 0.0)
         for stay in self.stays:
             for start, end in _until(stay.start, stay.end, self.latency):
                 # Without buffers, what a next step's forwards keep stays beyond the end.

@@ -42,7 +42,7 @@ class StepMemory:
                 self.reduced[span.reduction] = max(self.reduced.get(span.reduction, 0.0), span.end)
             elif span.kind == "send":
                 self.sends[span.stage, span.micro_batch, span.replica, span.target, span.leg].append(span)
-            elif span.kind not in LINK_KINDS:  # The others gather parameters, or copy residuals.
+            elif span.kind not in LINK_KINDS:  # The others copy residuals.
                 self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
         self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
         self.trains = any(kind != Phase.FORWARD.value for kind, *_ in self.spans)
