@@ -66,7 +66,7 @@ setup(
     packages=_packages(),
     package_dir={f"dapple_tf.{name}": name for name in _INSIDE},
     entry_points={"console_scripts": [*map(_command, _COMMANDS), "dapple-worker = dapple_tf.worker:run"]},
-    package_data={"dapple_tf.view": ["assets/*"]},
+    package_data={"dapple_tf.describe": ["profiles/*"], "dapple_tf.view": ["assets/*"]},
     python_requires=">=3.11",
     install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
     extras_require={

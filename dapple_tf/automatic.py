@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,8 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
-from dapple_tf.keras_private import inner_optimizer
+from dapple_tf.frontend.initialization import initial_of
+from dapple_tf.keras_private import inner_optimizer, tensorflow_variable
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import ExampleBatch, with_length
 from dapple_tf.measuring.links import measure_links
@@ -26,6 +29,7 @@ from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
+from dapple_tf.units import gib
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ EXAMPLES = ("x", "y", "sample_weight", "length")
 """The arguments of :func:`dapple_tf.profile` that describe batches."""
 PROFILE_SECONDS = 20.0
 """The default time for a profile in seconds: see `dapple_tf.profile`."""
+_FEW_BYTES = 2**24
+"""Bytes of a model's values on a GPU of which nobody need be warned: counters, seeds, small models."""
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
@@ -92,10 +98,43 @@ def plan_model(
     if by_trial:
         examples = with_length(model, **examples)  # which several measurements need, and which it warns of
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
-    request = _to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer)
+    request = PlanRequest.of(profiled, beside_values(model, cluster), global_batch_size, **options)
+    request = _to_run(request, model.optimizer)
     plan = _tried(model, request, **examples) if by_trial else find(request)
     logger.info("%s", plan)
     return Planned(plan, profiled, cluster)
+
+
+def beside_values(model: keras.Model, cluster: Cluster) -> Cluster:
+    """Returns a cluster with the memory that a model's own values leave on GPUs, beside those that steps use.
+
+    Warns once of GPUs that keep many. Sub-streams' memory is fixed, and stays.
+    """
+    names = {device.name for device in cluster.devices if device.type == "GPU"}
+    sizes: collections.Counter[str] = collections.Counter()
+    optimizer = getattr(model, "optimizer", None)
+    for variable in [*model.variables, *(optimizer.variables if optimizer else ())] if names else ():
+        if initial_of(variable) is None and (held := tensorflow_variable(variable)).device in names:
+            sizes[held.device] += held.shape.num_elements() * held.dtype.size
+    for name, size in sizes.items():
+        if size > _FEW_BYTES:
+            _warn_once(
+                f"model {model.name!r} keeps {gib(size)} of values on {name.rpartition('device:')[2]}, beside those "
+                f'that steps use there: build it under tf.device("CPU:0"), or, where this machine\'s memory is too '
+                f"small, dapple_tf.deferred_init()"
+            )
+    devices = tuple(
+        device
+        if device.memory_bytes is None or cluster.sub_streams
+        else dataclasses.replace(device, memory_bytes=max(1, device.memory_bytes - sizes[device.name]))
+        for device in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _tried(model: keras.Model, request: PlanRequest, **examples: Any) -> Plan:

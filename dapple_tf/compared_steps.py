@@ -15,6 +15,7 @@ from dapple_tf.checkpoints.checkpoint import variables_of
 from dapple_tf.errors import DappleError, reason
 from dapple_tf.execution.notes import Note, NoteKind, notes_of
 from dapple_tf.execution.runtime import Runtime
+from dapple_tf.execution.terminal import without_noise
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
@@ -366,9 +367,10 @@ def _exactly(
     kinds = {key: own.kind for key, own in descriptions_of(twin).items()}
     before = _values(twin)
     try:
-        plain = plain_steps(plain_twin, wide, count, training=training)
-        with pipelined(twin) as run:
-            own = run(wide, count, training)
+        with without_noise():
+            plain = plain_steps(plain_twin, wide, count, training=training)
+            with pipelined(twin) as run:
+                own = run(wide, count, training)
     except (DappleError, tf.errors.OpError, TypeError, ValueError, NameError) as error:
         return None, f"steps in float64 failed: {reason(error)}"
     return unlike(own.values, plain.values, before, kinds), ""

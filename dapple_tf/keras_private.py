@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+from keras.src import ops as keras_ops
 from keras.src.applications import mobilenet_v3, nasnet, resnet
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -59,6 +60,7 @@ __all__ = [
     "is_cast",
     "is_current",
     "items_of",
+    "keras_ops",
     "layers_of",
     "learning_rate_of",
     "loss_tracker",

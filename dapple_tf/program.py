@@ -4,49 +4,55 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from absl import app, flags
 
 from dapple_tf.version import VERSION
 
-_HELP = frozenset({"h", "help", "helpshort", "helpfull", "helpxml", "?"})
+_COMMON = "--flagfile=FILE reads flags from a file, one in each line; --version shows the version.\n"
 
 
-class _VersionFlag(flags.BooleanFlag):
-    """Flag that prints the version and ends the process, as absl's --help does."""
-
-    def __init__(self) -> None:
-        super().__init__("version", False, "show the version", allow_hide_cpp=True)
-
-    def parse(self, arg: Any) -> None:
-        if self._parse(arg):
-            sys.stdout.write(f"dapple_tf {VERSION}\n")
-            raise SystemExit(0)
-
-
-def run_program(main: Callable[[list[str]], Any]) -> NoReturn:
+def run_program(
+    main: Callable[[list[str]], Any], groups: Mapping[str, Iterable[flags.Flag[Any]]] | None = None
+) -> NoReturn:
     """Parses the command line, calls ``main`` with the remaining arguments, and exits.
 
-    ``--help`` shows the docstring and the flags of ``main``'s module, even if a console command imported it, and exits
-    with 0. A mistake in the command line is one line on standard error, and exits with 1.
+    ``--help`` shows the docstring of ``main``'s module, even if a console command imported it, and the flags. A mistake
+    in the command line is one line on standard error, and exits with 1.
+
+    Args:
+        main: the program.
+        groups: its flags by the groups that ``--help`` shows; None is one group, the flags that ``main``'s module
+            defines.
     """
-    app.define_help_flags()
-    if "version" not in flags.FLAGS:
-        flags.DEFINE_alias("h", "help")
-        flags.DEFINE_flag(_VersionFlag())
-    sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__  # absl shows this module's.
-    for flag in flags.FLAGS.flags_by_module_dict().get(main.__module__, ()):
-        flags.FLAGS.register_flag_by_module(sys.argv[0], flag)
-    try:
-        app.run(lambda argv: _in_one_line(main, argv), flags_parser=lambda argv: _in_one_line(flags.FLAGS, argv))
-    except SystemExit as ended:
-        own = itertools.takewhile(lambda word: word != "--", sys.argv[1:])
-        if _HELP & {word.lstrip("-") for word in own if word.startswith("-")}:
-            raise SystemExit(0) from ended  # absl ends with 1.
-        raise
+    own = set(itertools.takewhile(lambda word: word != "--", sys.argv[1:]))
+    if own & {"-h", "--help"}:
+        module = sys.argv[0] if main.__module__ == "__main__" else main.__module__  # absl's name of it
+        sys.stdout.write(f"{sys.modules[main.__module__].__doc__ or ''}")
+        for title, group in (groups or {"flags": flags.FLAGS.get_flags_for_module(module)}).items():
+            sys.stdout.write(f"\n{title}:\n" + "".join(map(_described, sorted(group, key=_optional))))
+        sys.stdout.write(f"\n{_COMMON}")
+        raise SystemExit(0)
+    if "--version" in own:
+        sys.stdout.write(f"dapple_tf {VERSION}\n")
+        raise SystemExit(0)
+    app.run(lambda argv: _in_one_line(main, argv), flags_parser=lambda argv: _in_one_line(flags.FLAGS, argv))
     raise AssertionError("app.run doesn't return")
+
+
+def _optional(flag: flags.Flag[Any]) -> bool:
+    return not str(flag.help).startswith("Required")
+
+
+def _described(flag: flags.Flag[Any]) -> str:
+    """A flag's lines: its name, what it means, and the default if there is one."""
+    name = f"[no]{flag.name}" if flag.boolean else flag.name
+    text = f"--{name}: {flag.help}"
+    if flag.default is not None and flag.default is not False:
+        text += " (default: " + flag.default_as_str.strip("'") + ")"
+    return flags.text_wrap(text, indent="      ", firstline_indent="  ") + "\n"
 
 
 def _in_one_line(function: Callable[[list[str]], Any], argv: list[str]) -> Any:

@@ -258,7 +258,7 @@ class PipelinedModel(Inspection, KerasMethods):
         stack.callback(setattr, self._monitor, "callback", self._monitor.callback)
         self._monitor.callback = monitors[0] if monitors else None
         for monitor in monitors:
-            monitor.attach(self.plan)
+            monitor.attach()
             stack.callback(monitor.detach)
 
     def _follow(self) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import inspect
-import itertools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from dapple_tf.argument_checks import check_passes, check_profile
-from dapple_tf.automatic import EXAMPLES, plan_model
+from dapple_tf.automatic import EXAMPLES, beside_values, plan_model
 from dapple_tf.clusters.session import configure_gpus
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
@@ -22,21 +18,14 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import names_checked
 from dapple_tf.execution.builds import PREPARED_STEPS
+from dapple_tf.execution.planned_steps import with_compiler
 from dapple_tf.execution.recovery import wait_for_workers
 from dapple_tf.frontend.capture import build_from, check_model
-from dapple_tf.frontend.initialization import initial_of
-from dapple_tf.keras_private import model_supports_jit, tensorflow_variable
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.trainer import PipelinedModel
-from dapple_tf.units import gib
 from graph_passes.pass_manager import After, Before
-
-logger = logging.getLogger(__name__)
-
-_FEW_BYTES = 2**24
-"""Bytes of a model's values on a GPU of which nobody need be warned: counters, seeds, small models."""
 
 
 @names_checked(*inspect.signature(find_plan).parameters, *EXAMPLES, "profile_seconds")
@@ -120,7 +109,6 @@ def transform(
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     configure_gpus(cluster)
     built_here = build_from(model, planning.get("x"))
-    _warn_of_second_values(model, cluster)
     wait_for_workers(cluster, faults or FaultPolicy())
     examples: dict[str, Any] = {}
     if not isinstance(by_trial, bool):
@@ -162,6 +150,7 @@ def transform(
         )
         plan, profile, cluster = planned.plan, planned.profile, planned.cluster
     else:
+        beside_values(model, cluster)
         if built_here:
             planning = {name: value for name, value in planning.items() if name not in EXAMPLES}
         if planning:
@@ -185,28 +174,3 @@ def transform(
         passes=passes,
         prepared_steps=prepared_steps,
     )
-
-
-def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
-    """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
-    decided = plan.jit_compile is not None or plan.operator_devices is not None
-    if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
-        return plan
-    return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
-
-
-def _warn_of_second_values(model: keras.Model, cluster: Cluster) -> None:
-    """Warns of GPUs of the cluster that keep the model's own values, too, beside those that steps use."""
-    names = {name for name in cluster.device_names if "device:GPU" in name}
-    sizes: collections.Counter[str] = collections.Counter()
-    optimizer = getattr(model, "optimizer", None)
-    for variable in [*model.variables, *(optimizer.variables if optimizer else ())] if names else ():
-        if initial_of(variable) is None and (held := tensorflow_variable(variable)).device in names:
-            sizes[held.device] += held.shape.num_elements() * held.dtype.size
-    for name, size in sizes.items():
-        if size > _FEW_BYTES:
-            logger.warning(
-                "model %r keeps %s of values on %s, beside those that steps use there, which plans don't know: build "
-                'it under tf.device("CPU:0"), or, where this machine\'s memory is too small, dapple_tf.deferred_init()',
-                *(model.name, gib(size), name.rpartition("device:")[2]),
-            )

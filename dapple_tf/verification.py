@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.errors import VerificationError
 from dapple_tf.errors import reason as reason_of
 from dapple_tf.execution.builds import StepResult
@@ -289,8 +288,7 @@ class PlainSide:
 def computed_in(model: keras.Model, cluster: Cluster) -> str:
     """Returns the coarsest floating-point type of a model's steps: GPUs multiply float32 as TF32 unless it is off."""
     dtype = coarsest(model)
-    gpus = any(kind_and_number(name)[0] == "GPU" for name in cluster.device_names)
-    tf32 = dtype == "float32" and gpus and tf.config.experimental.tensor_float_32_execution_enabled()
+    tf32 = dtype == "float32" and cluster.has_gpus and tf.config.experimental.tensor_float_32_execution_enabled()
     return "tf32" if tf32 else dtype
 
 

@@ -2,7 +2,7 @@
 
 GNMT-16 of the DAPPLE paper (table 1: 291 million parameters) is the model of MLPerf's training benchmark with 8 layers
 in the encoder and 8 in the decoder; layers, their order and sizes are those of its published profile
-(``docs/profiles/gnmt-16-pbs-64.txt``). The encoder's first layer reads in both directions. The output of the decoder's
+(``gnmt-16`` in docs/profiles.md). The encoder's first layer reads in both directions. The output of the decoder's
 first layer queries the attention, whose result is concatenated to the inputs of all other layers of the decoder. From
 the third layer of each half on, layers add their input to their output. Token 0 is padding.
 

@@ -8,7 +8,13 @@ import pathlib
 
 from absl import flags
 
+from dapple_tf.tools import command
+
 ROOT = pathlib.Path(__file__).parents[1]
+INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()} | {
+    "dapple-worker": "dapple_tf.worker"
+}
+"""Console command -> the module that it runs."""
 
 
 def source_of(module: str) -> pathlib.Path:

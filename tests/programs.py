@@ -1,15 +1,14 @@
 """What the tests of graph_passes share: tiny programs, their canonical text, and ways to run passes and graphs.
 
-Some programs are written by hand with :class:`Writer`, so that every node has a short name; others are captured from
-Keras models. Each is made once, whatever the number of tests that ask for it: passes leave their input as it is, and
-:func:`apply` checks that every time.
+Some programs are written by hand as text, so that every node has a short name; others are captured from Keras models.
+Each is made once, whatever the number of tests that ask for it: passes leave their input as it is, and :func:`apply`
+checks that every time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import difflib
 import functools
 import itertools
@@ -19,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from program_text import read_program
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend.batch import BatchSpec, Leaf
@@ -27,7 +27,6 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.ir.graph import (
     LAYER_ATTR,
-    POSITION_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -35,16 +34,12 @@ from graph_passes.ir.graph import (
     Ref,
     data_inputs,
     dtype_attr,
-    shape_attr,
 )
 from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.outline import call_node, placeholder
 from graph_passes.ir.program import (
-    LayerCall,
     Layout,
     Program,
-    Roles,
-    Slice,
     StageFunction,
     Step,
     Value,
@@ -86,156 +81,78 @@ def devices(*counts: int) -> tuple[tuple[str, ...], ...]:
 # ---- programs that are written by hand
 
 
-class Writer:
-    """Writes a flat program: ``with writer.layer("a"):`` around the nodes of a layer, then ``program()``."""
-
-    def __init__(self) -> None:
-        self.graph = empty_graph()
-        self.builder = Builder(self.graph)
-        self.inputs: list[Ref] = []
-        self.examples: list[tuple[int | None, ...]] = []
-        self.variables: list[Variable] = []
-        self.calls: list[LayerCall] = []
-        self._path: list[str] = []
-        self.slice = Slice(
-            *(
-                self._placeholder(name, [], dtype)
-                for name, dtype in zip(Slice._fields, (DOUBLE, INT32, INT32), strict=True)
-            )
-        )
-
-    def _placeholder(self, name: str, shape: Shape, dtype: int) -> Ref:
-        return self.builder.add(name, "Placeholder", dtype=dtype_attr(dtype), shape=shape_attr(shape))
-
-    def input(self, name: str, shape: Shape, dtype: int = DOUBLE) -> Ref:
-        """A leaf of the batch; axes of open length are 16 long in the batch at hand."""
-        self.examples.append((None, *(16 if size is None else size for size in shape[1:])))
-        self.inputs.append(self._placeholder(name, shape, dtype))
-        return self.inputs[-1]
-
-    def variable(self, name: str, shape: tuple[int, ...], kind: VariableKind = PARAMETER, dtype: int = DOUBLE) -> Ref:
-        """The value of a variable."""
-        value = self._placeholder(name, shape, dtype)
-        self.variables.append(Variable(name, dtype, shape, kind, value))
-        return value
-
-    @contextlib.contextmanager
-    def layer(self, name: str, number: int = 0) -> Iterator[None]:
-        """Within it, nodes belong to a call of layer ``name``."""
-        self._path.append(name)
-        start = len(self.graph.node)
-        yield
-        self.calls.append(LayerCall("/".join(self._path), start, len(self.graph.node), number))
-        self._path.pop()
-
-    def op(self, name: str, op: str, *inputs: Ref, dtype: int = DOUBLE, **attrs: Any) -> Ref:
-        """A node whose ``T`` is ``dtype``; it is named ``<layer>/<name>``."""
-        return self.builder.add("/".join([*self._path, name]), op, inputs, T=dtype_attr(dtype), **attrs)
-
-    def reduce(self, name: str, op: str, tensor: Ref, axes: Sequence[int]) -> Ref:
-        """``Sum`` or ``Mean`` over axes."""
-        return self.op(name, op, tensor, self.builder.const(axes, INT32), Tidx=dtype_attr(INT32))
-
-    def program(
-        self,
-        loss: Ref | None = None,
-        *,
-        outputs: Sequence[Ref] = (),
-        updates: Mapping[str, Ref] | None = None,
-        model_end: int | None = None,
-    ) -> Program:
-        """The program; ``model_end`` is after the last layer unless it is given."""
-        end = max(call.stop for call in self.calls) if model_end is None else model_end
-        for position, node in enumerate(self.graph.node):
-            node.attr[POSITION_ATTR].i = position
-            for call in self.calls:
-                if call.start <= position < call.stop:
-                    node.attr[LAYER_ATTR].s = call.path.encode()
-        variables = tuple(dataclasses.replace(v, update=(updates or {}).get(v.name)) for v in self.variables)
-        calls = tuple(sorted(self.calls, key=lambda call: (call.start, -call.stop)))
-        examples = tuple(self.examples)
-        roles = Roles(tuple(self.inputs), variables, self.slice, (), tuple(outputs), loss, calls, end, examples)
-        return Program(self.graph, roles)
-
-
 @functools.cache
 def two_layers() -> Program:
     """``tanh(x w) v`` and half the sum of its squares: the smallest program with two stages."""
-    writer = Writer()
-    x = writer.input("x", (None, 2))
-    w, v = writer.variable("w", (2, 3)), writer.variable("v", (3, 1))
-    with writer.layer("a"):
-        h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", x, w))
-    with writer.layer("b"):
-        y = writer.op("matmul", "MatMul", h, v)
-    return writer.program(writer.op("loss", "L2Loss", y))
+    return read_program("""
+        x[?, 2], w[2, 3], v[3, 1]
+        a/matmul = MatMul(x, w)
+        a/tanh = Tanh(a/matmul)
+        b/matmul = MatMul(a/tanh, v)
+        loss = L2Loss(b/matmul)
+    """)
+
+
+def chain(*layers: str, sizes: Mapping[str, str] | None = None) -> Program:
+    """``tanh(... tanh(tanh(x w) v) ...)``: of each layer, ``name: w v``, its weights one after the other."""
+    lines, h, weights = [], "x", dict[str, str]()
+    for layer in layers:
+        name, _, own = layer.partition(": ")
+        for number, weight in enumerate(own.split()):
+            weights[weight] = (sizes or {}).get(weight, "2, 2")
+            more = f"_{number}" if number else ""
+            lines += [f"{name}/matmul{more} = MatMul({h}, {weight})", f"{name}/tanh{more} = Tanh({name}/matmul{more})"]
+            h = f"{name}/tanh{more}"
+    declared = ", ".join(["x[?, 2]", *(f"{weight}[{size}]" for weight, size in weights.items())])
+    return read_program("\n".join([declared, *lines, f"loss = L2Loss({h})"]))
 
 
 @functools.cache
 def tied_layers(layers: int = 2) -> Program:
     """``tanh(...tanh(tanh(x w) w)... w)``: every layer has the same weight."""
-    writer = Writer()
-    h = writer.input("x", (None, 2))
-    w = writer.variable("w", (2, 2))
-    for index in range(layers):
-        with writer.layer(f"layer_{index}"):
-            h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", h, w))
-    return writer.program(writer.op("loss", "L2Loss", h))
+    return chain(*(f"layer_{index}: w" for index in range(layers)))
 
 
 @functools.cache
 def stateful_layers() -> Program:
     """``x w`` and ``* v`` with a moving average and a counter in stage 0 and a metric that reads the result."""
-    writer = Writer()
-    x = writer.input("x", (None, 2))
-    w, v = writer.variable("w", (2, 2)), writer.variable("v", (2, 2))
-    average = writer.variable("average", (2,), STATE)
-    count = writer.variable("count", (), STATE, INT32)
-    total = writer.variable("total", (), METRIC)
-    with writer.layer("a"):
-        h = writer.op("matmul", "MatMul", x, w)
-        mixed = writer.op("mixed", "AddV2", average, writer.reduce("mean", "Mean", h, [0]))
-        counted = writer.op("counted", "AddV2", count, writer.builder.const(1, INT32), dtype=INT32)
-    with writer.layer("b"):
-        y = writer.op("matmul", "MatMul", h, v)
-    loss = writer.op("loss", "L2Loss", y)
-    updates = {
-        "average": writer.op("average_update", "Mul", mixed, writer.slice.weight),
-        "count": writer.op("count_update", "Identity", counted, dtype=INT32),
-        "total": writer.op("total_update", "AddV2", total, writer.reduce("sum", "Sum", y, [0, 1])),
-    }
-    return writer.program(loss, updates=updates)
+    text = """
+        x[?, 2], w[2, 2], v[2, 2], average[2], count int32[], total[]
+        a/matmul = MatMul(x, w)
+        a/mean = Mean(a/matmul, [0])
+        a/mixed = AddV2(average, a/mean)
+        a/counted = AddV2(count, 1)
+        b/matmul = MatMul(a/matmul, v)
+        loss = L2Loss(b/matmul)
+        average_update = Mul(a/mixed, weight)
+        count_update = Identity(a/counted)
+        sum = Sum(b/matmul, [0, 1])
+        total_update = AddV2(total, sum)
+    """
+    states = {"average": "average_update", "count": "count_update"}
+    return read_program(text, states=states, metrics={"total": "total_update"})
 
 
+_SENT = {
+    "rows": "a/scaled = Mul(x, w)",
+    "time_major": "a/scaled = Mul(x, w)\na/sent = Transpose(a/scaled, [1, 0])",
+    "merged": "a/scaled = Mul(x, w)\na/sent = Reshape(a/scaled, [-1])",
+    "heads": "a/scaled = Mul(x, w)\na/moved = Transpose(a/scaled, [1, 0])\na/sent = Reshape(a/moved, [-1])",
+    "scalar": "a/scaled = Mul(x, w)\na/sent = Mean(a/scaled, [0, 1])",
+}
+
+
+@functools.cache
 def sent(kind: str) -> Program:
     """A program of layers ``a`` and ``b`` whose boundary tensor is of the given kind.
 
     ``rows``: (B, 2). ``time_major``: (3, B). ``merged``: (B * 3). ``heads``: (3 * B). ``merged_unknown``: (B * T),
     where T is known at run time only. ``scalar``: (), computed from the whole slice.
     """
-    return _sent(kind)
-
-
-@functools.cache
-def _sent(kind: str) -> Program:
-    writer = Writer()
-    width = {"rows": 2, "merged_unknown": None}.get(kind, 3)
-    x = writer.input("x", (None, width))
-    w, v = writer.variable("w", (1,)), writer.variable("v", (1,))
-    perm = {"Tperm": dtype_attr(INT32)}
-    shape = {"Tshape": dtype_attr(INT32)}
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-        if kind in ("time_major", "heads"):
-            name = "moved" if kind == "heads" else "sent"
-            h = writer.op(name, "Transpose", h, writer.builder.const([1, 0], INT32), **perm)
-        if kind.startswith("merged") or kind == "heads":
-            h = writer.op("sent", "Reshape", h, writer.builder.const([-1], INT32), **shape)
-        elif kind == "scalar":
-            h = writer.reduce("sent", "Mean", h, [0, 1])
-    with writer.layer("b"):
-        y = writer.op("scaled", "Mul", h, v)
-    return writer.program(writer.op("loss", "L2Loss", y))
+    width = {"rows": "2", "merged_unknown": "?"}.get(kind, "3")
+    made = _SENT[kind.removesuffix("_unknown")]
+    result = "a/sent" if "a/sent" in made else "a/scaled"
+    return read_program(f"x[?, {width}], w[1], v[1]\n{made}\nb/scaled = Mul({result}, v)\nloss = L2Loss(b/scaled)")
 
 
 def embedding(*, tied: bool, looked_up: str = "tokens") -> Program:
@@ -243,23 +160,16 @@ def embedding(*, tied: bool, looked_up: str = "tokens") -> Program:
 
     ``looked_up``: tokens of the batch, constants, or both one after the other.
     """
-    writer = Writer()
-    tokens, table, v = (
-        writer.input("tokens", (None,), INT32),
-        writer.variable("table", (4, 2)),
-        writer.variable("v", (2, 4)),
-    )
-    kind = {"Tparams": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32), "Taxis": dtype_attr(INT32)}
-    with writer.layer("a"):
-        constants = writer.builder.const([1, 1, 3], INT32)
-        both = writer.builder.concat("a/ids", [tokens, constants], INT32, 0)
-        indices = {"tokens": tokens, "constants": constants, "both": both}[looked_up]
-        h = writer.builder.add("a/rows", "GatherV2", [table, indices, writer.builder.const(0, INT32)], **kind)
-        if looked_up == "both":  # What follows has a row for each sample, or for none.
-            h = writer.op("a/sum", "Sum", h, writer.builder.const([0], INT32), Tidx=dtype_attr(INT32), keep_dims=True)
-    with writer.layer("b"):
-        y = writer.op("logits", "MatMul", h, table if tied else v, transpose_b=tied)
-    return writer.program(writer.op("loss", "L2Loss", y))
+    indices = {"tokens": "tokens", "constants": "[1, 1, 3]", "both": "a/ids"}[looked_up]
+    both = looked_up == "both"  # What follows has a row for each sample, or for none.
+    return read_program(f"""
+        tokens int32[?], table[4, 2], v[2, 4]
+        a/ids = ConcatV2(tokens, [1, 1, 3], 0)
+        a/rows = GatherV2(table, {indices}, 0)
+        {"a/sum = Sum(a/rows, [0], keep_dims=True)" if both else ""}
+        b/logits = MatMul({"a/sum" if both else "a/rows"}, {"table" if tied else "v"}, transpose_b={tied})
+        loss = L2Loss(b/logits)
+    """)
 
 
 # ---- programs that are captured from Keras models

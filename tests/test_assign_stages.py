@@ -10,12 +10,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from program_text import read_program
 from programs import (
     DOUBLE,
     INT32,
     METRIC,
     STATE,
-    Writer,
     apply,
     captured,
     compiled,
@@ -31,14 +31,13 @@ from programs import (
     stateful_layers,
     two_layers,
 )
-from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis import slice_shapes
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, GraphDef, Ref, dtype_attr
+from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import Boundary, LayerCall, Program
 from graph_passes.ir.text import graph_text, stages_text
@@ -323,15 +322,16 @@ def test_the_batch_axis_is_found_wherever_a_keras_layer_moves_it(permutation: tu
 
 
 def test_no_gradient_flows_through_what_no_parameter_has_made_or_what_stops_it() -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2,))
-    with writer.layer("a"):
-        plain = writer.op("plain", "Square", x)
-        stopped = writer.op("stopped", "StopGradient", writer.op("scaled", "Mul", x, w))
-        sign = writer.op("sign", "Mul", x, w)
-    with writer.layer("b"):
-        y = writer.op("sum", "AddN", plain, stopped, sign, N=3)
-    program = assign(writer.program(writer.op("loss", "L2Loss", y)), "a")
+    program = read_program("""
+        x[?, 2], w[2]
+        a/plain = Square(x)
+        a/scaled = Mul(x, w)
+        a/stopped = StopGradient(a/scaled)
+        a/sign = Mul(x, w)
+        b/sum = AddN(a/plain, a/stopped, a/sign)
+        loss = L2Loss(b/sum)
+    """)
+    program = assign(program, "a")
     assert [(str(each.ref), each.differentiable) for each in program.boundaries] == [
         ("a/plain", False),
         ("a/stopped", False),
@@ -340,14 +340,14 @@ def test_no_gradient_flows_through_what_no_parameter_has_made_or_what_stops_it()
 
 
 def test_gradients_flow_through_complex_numbers() -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2,))
-    with writer.layer("a"):
-        scaled = writer.op("scaled", "Mul", x, w)
-        numbers = writer.op("numbers", "Complex", scaled, scaled, Tout=dtype_attr(types_pb2.DT_COMPLEX128))
-    with writer.layer("b"):
-        y = writer.op("size", "ComplexAbs", numbers, dtype=types_pb2.DT_COMPLEX128, Tout=dtype_attr(DOUBLE))
-    program = assign(writer.program(writer.op("loss", "L2Loss", y)), "a")
+    program = read_program("""
+        x[?, 2], w[2]
+        a/scaled = Mul(x, w)
+        a/numbers = Complex(a/scaled, a/scaled, Tout=complex128)
+        b/size = ComplexAbs(a/numbers, Tout=float64)
+        loss = L2Loss(b/size)
+    """)
+    program = assign(program, "a")
     assert only_boundary(program).differentiable
 
 
@@ -387,15 +387,17 @@ def test_the_shape_of_what_comes_out_of_a_loop_is_computed_from_the_stages_own_s
 @pytest.mark.parametrize("width", [2, None])
 def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only values tell how many rows are positive: all are handed on; lengths aren't made up for another run."""
-    writer = Writer()
-    x, w = writer.input("x", (None, width)), writer.variable("w", (1,))
-    with writer.layer("a"):
-        h = writer.reduce("sum", "Sum", writer.op("scaled", "Mul", x, w), [1])
-        zero = writer.op("zero", "ZerosLike", h)
-        where = writer.op("where", "Where", writer.op("positive", "Greater", h, zero), dtype=types_pb2.DT_BOOL)
-        h = writer.op("sent", "Cast", where, SrcT=dtype_attr(types_pb2.DT_INT64), DstT=dtype_attr(DOUBLE))
-    with writer.layer("b"):
-        y = writer.op("squared", "Square", h)
+    program = read_program(f"""
+        x[?, {width or "?"}], w[1]
+        a/scaled = Mul(x, w)
+        a/sum = Sum(a/scaled, [1])
+        a/zero = ZerosLike(a/sum)
+        a/positive = Greater(a/sum, a/zero)
+        a/where = Where(a/positive)
+        a/sent = Cast(a/where, DstT=float64)
+        b/squared = Square(a/sent)
+        loss = L2Loss(b/squared)
+    """)
     sample_counts = []
     measure = slice_shapes.measure_shapes
 
@@ -404,7 +406,7 @@ def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monke
         return measure(graph, inputs, *rest)
 
     monkeypatch.setattr(slice_shapes, "measure_shapes", counted)
-    program = AssignStages(("a",)).run(writer.program(writer.op("loss", "L2Loss", y)))
+    program = AssignStages(("a",)).run(program)
     boundary = only_boundary(program)
     assert (boundary.batch_axis, boundary.shape, boundary.whole) == (None, (None, 1), True)
     assert sample_counts == [7, 11]
@@ -415,19 +417,17 @@ def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monke
 
 def reads_shape_later(*, merged: bool = False, explicit: bool = True, length: int | None = 3) -> Program:
     """Stage 1 restores the shape that the tensor had before stage 0 flattened it."""
-    writer = Writer()
-    x, w, v = writer.input("x", (None, length)), writer.variable("w", (1,)), writer.variable("v", (1,))
-    kind = {"Tshape": dtype_attr(INT32)}
-    minus_one = writer.builder.const([-1], INT32)
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-        if merged:
-            h = writer.op("merged", "Reshape", h, minus_one, **kind)
-        shape = writer.op("shape", "Shape", h, **({"out_type": dtype_attr(INT32)} if explicit else {}))
-        flat = writer.op("flat", "Reshape", h, minus_one, **kind)
-    with writer.layer("b"):
-        y = writer.op("scaled", "Mul", writer.op("restored", "Reshape", flat, shape, **kind), v)
-    return writer.program(writer.op("loss", "L2Loss", y))
+    h = "a/merged" if merged else "a/scaled"
+    return read_program(f"""
+        x[?, {length or "?"}], w[1], v[1]
+        a/scaled = Mul(x, w)
+        {"a/merged = Reshape(a/scaled, [-1])" if merged else ""}
+        a/shape = Shape({h})
+        a/flat = Reshape({h}, [-1])
+        b/restored = Reshape(a/flat, a/shape)
+        b/scaled = Mul(b/restored, v)
+        loss = L2Loss(b/scaled)
+    """)
 
 
 def test_the_shape_of_an_earlier_stages_tensor_is_computed_from_the_stages_own_slice() -> None:
@@ -580,40 +580,30 @@ def test_a_first_stage_without_layers_is_refused() -> None:
 
 def through(kind: str) -> Program:
     """A program whose layer ``a`` makes a tensor that can't be cut into slices."""
-    writer = Writer()
-    x, w, v = (
-        writer.input("x", (None, None if kind == "unknown_axis" else 2)),
-        writer.variable("w", (1,)),
-        writer.variable("v", (1,)),
-    )
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-        if kind == "coupled":
-            h = writer.op("sent", "MatMul", h, h, transpose_b=True)
-        elif kind == "unknown_axis":
-            h = writer.op("flat", "Reshape", h, writer.builder.const([-1], INT32), Tshape=dtype_attr(INT32))
-            rounded = writer.op("round", "Round", h)
-            h = writer.op("unique", "Unique", rounded, out_idx=dtype_attr(INT32))  # as many as the data have
-            h = writer.op("sent", "ExpandDims", h, writer.builder.const(0, INT32), Tdim=dtype_attr(INT32))
-        elif kind == "integer":
-            h = writer.op(
-                "size", "Cast", writer.reduce("sum", "Sum", h, [0, 1]), SrcT=dtype_attr(DOUBLE), DstT=dtype_attr(INT32)
-            )
-        elif kind == "unknown_rank":
-            dims = writer.op("dims", "Unique", writer.variable("dims", (2,), STATE, INT32), dtype=INT32)
-            h = writer.op("sent", "Reshape", h, dims, Tshape=dtype_attr(INT32))
-        elif kind == "variant":
-            dims = writer.builder.const([2], INT32)
-            kinds = {"element_dtype": dtype_attr(DOUBLE), "shape_type": dtype_attr(INT32)}
-            h = writer.builder.add("a/list", "TensorListFromTensor", [h, dims], **kinds)
-    with writer.layer("b"):
-        if kind == "integer":
-            h = writer.op("back", "Cast", h, SrcT=dtype_attr(INT32), DstT=dtype_attr(DOUBLE))
-        elif kind == "variant":
-            kinds = {"element_dtype": dtype_attr(DOUBLE), "num_elements": -1}
-            h = writer.builder.add("b/stack", "TensorListStack", [h, writer.builder.const([2], INT32)], **kinds)
-        y = writer.op("scaled", "Mul", h, v)
-    return writer.program(writer.op("loss", "L2Loss", y))
+    made, read = {
+        "coupled": ("a/sent = MatMul(a/scaled, a/scaled, transpose_b=True)", "a/sent"),
+        "unknown_axis": (  # as many as the data have
+            """a/flat = Reshape(a/scaled, [-1])
+            a/round = Round(a/flat)
+            a/unique = Unique(a/round)
+            a/sent = ExpandDims(a/unique, 0)""",
+            "a/sent",
+        ),
+        "integer": (
+            """a/sum = Sum(a/scaled, [0, 1])
+            a/size = Cast(a/sum, DstT=int32)
+            b/back = Cast(a/size, DstT=float64)""",
+            "b/back",
+        ),
+        "unknown_rank": ("a/dims = Unique(dims)\na/sent = Reshape(a/scaled, a/dims)", "a/sent"),
+        "variant": (
+            """a/list = TensorListFromTensor(a/scaled, [2])
+            b/stack = TensorListStack(a/list, [2], element_dtype=float64)""",
+            "b/stack",
+        ),
+    }[kind]
+    text = f"x[?, {'?' if kind == 'unknown_axis' else '2'}], w[1], v[1], dims int32[2]\na/scaled = Mul(x, w)\n{made}"
+    return read_program(f"{text}\nb/scaled = Mul({read}, v)\nloss = L2Loss(b/scaled)", states={"dims": None})
 
 
 @pytest.mark.parametrize(
@@ -655,17 +645,17 @@ def test_a_program_for_prediction_is_cut_like_one_for_training() -> None:
 
 
 def test_integers_that_no_sample_changes_may_cross_a_cut() -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2,))
-    table = writer.variable("table", (2,), STATE)
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-        kinds = {"SrcT": dtype_attr(DOUBLE), "DstT": dtype_attr(types_pb2.DT_INT64)}
-        whole = writer.builder.add("a/whole", "Cast", [writer.op("twice", "AddV2", table, table)], **kinds)
-    with writer.layer("b"):
-        back = writer.builder.add(
-            "b/back", "Cast", [whole], SrcT=dtype_attr(types_pb2.DT_INT64), DstT=dtype_attr(DOUBLE)
-        )
-        y = writer.op("shifted", "AddV2", h, back)
-    program = assign(writer.program(writer.op("loss", "L2Loss", y)), "a")
+    program = read_program(
+        """
+        x[?, 2], w[2], table[2]
+        a/scaled = Mul(x, w)
+        a/twice = AddV2(table, table)
+        a/whole = Cast(a/twice, DstT=int64)
+        b/back = Cast(a/whole, DstT=float64)
+        b/shifted = AddV2(a/scaled, b/back)
+        loss = L2Loss(b/shifted)
+    """,
+        states={"table": None},
+    )
+    program = assign(program, "a")
     assert [(str(each.ref), each.batch_axis) for each in program.boundaries] == [("a/scaled", 0), ("a/whole", None)]

@@ -13,9 +13,9 @@ from profiled import mlp
 
 import dapple_tf as dapple
 from dapple_tf.automatic import slice_sizes
+from dapple_tf.execution.planned_steps import with_compiler
 from dapple_tf.measuring import measured_steps
 from dapple_tf.measuring.shared_cores import measure_capacity, shares_cores
-from dapple_tf.transformation import with_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +224,14 @@ def test_a_plan_by_estimates_when_time_is_short() -> None:
 def test_a_budget_that_is_none_is_refused_before_anything_is_measured(seconds: object) -> None:
     with pytest.raises(dapple.PlanError, match=r"profile_seconds is .*; give seconds above 0, or None"):
         dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, profile_seconds=seconds)
+
+
+def test_clusters_of_several_types_of_devices_are_refused() -> None:
+    names = ("/job:worker/replica:0/task:0/device:GPU:0", "/job:worker/replica:0/task:1/device:CPU:0")
+    cluster = dapple.Cluster(tuple(dapple.Device(name, server) for server, name in enumerate(names)), real=False)
+    given = dapple.profile(mlp(), 4, cluster=dapple.Cluster.local(1, kind="cpu"), repeats=1)
+    with pytest.raises(dapple.PlanError, match="devices of several types, CPU and GPU, but a profile describes one"):
+        dapple.plan(given, cluster, 8)
 
 
 @pytest.mark.parametrize("kind, supported, asked, compiled", [

@@ -10,14 +10,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from program_text import read_program
 from programs import (
     DOUBLE,
     GRADIENT,
-    Writer,
     apply,
     attention,
     captured,
     compiled,
+    copied,
     dense,
     embedding,
     meanings,
@@ -31,7 +32,7 @@ from programs import (
     two_layers,
 )
 
-from graph_passes.ir.graph import Ref, dtype_attr
+from graph_passes.ir.graph import Builder, Ref, dtype_attr
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
 from graph_passes.ir.tensorflow_bridge import add_gradients
 from graph_passes.ir.text import stages_text
@@ -59,16 +60,12 @@ def gradients_given(stage: Stage) -> list[str]:
 def whole_gradients(program: Program, known: dict[Ref, Any]) -> dict[str, Any]:
     """Gradients of the whole flat program, by TensorFlow."""
     assert program.roles.loss is not None
-    graph = program.graph
     parameters = {
         v.name: v.value for v in program.roles.variables if v.kind.value == "parameter" and v.value is not None
     }
-    writer = Writer()
-    writer.graph.CopyFrom(graph)
-    writer.builder.graph = writer.graph
-    seed = writer.builder.add("seed", "Placeholder", dtype=dtype_attr(DOUBLE), shape=graph.node[0].attr["shape"])
-    node(writer.graph, "seed").attr["shape"].Clear()
-    extended, gradients = add_gradients(writer.graph, [(program.roles.loss, seed)], list(parameters.values()))
+    graph = copied(program).graph
+    seed = Builder(graph).add("seed", "Placeholder", dtype=dtype_attr(DOUBLE))
+    extended, gradients = add_gradients(graph, [(program.roles.loss, seed)], list(parameters.values()))
     fetched = {name: each.dense for name, each in zip(parameters, gradients, strict=True) if each is not None}
     values = run(extended, list(fetched.values()), {**known, seed: 1.0})
     return dict(zip(fetched, values, strict=True))
@@ -163,16 +160,15 @@ def test_inputs_of_the_batch_state_and_metrics_have_no_gradient() -> None:
 @functools.cache
 def unused_and_stopped() -> Program:
     """``u`` is read but behind a StopGradient; ``t`` is only compared with; ``w`` counts."""
-    writer = Writer()
-    x = writer.input("x", (None, 2))
-    w, u, t = (writer.variable(name, (2,)) for name in ("w", "u", "t"))
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-        stopped = writer.op("stopped", "StopGradient", writer.op("shifted", "AddV2", x, u))
-    with writer.layer("b"):
-        larger = writer.op("larger", "Greater", h, t)
-        y = writer.builder.add("b/chosen", "SelectV2", [larger, h, stopped], T=dtype_attr(DOUBLE))
-    return writer.program(writer.op("loss", "L2Loss", y))
+    return read_program("""
+        x[?, 2], w[2], u[2], t[2]
+        a/scaled = Mul(x, w)
+        a/shifted = AddV2(x, u)
+        a/stopped = StopGradient(a/shifted)
+        b/larger = Greater(a/scaled, t)
+        b/chosen = SelectV2(b/larger, a/scaled, a/stopped)
+        loss = L2Loss(b/chosen)
+    """)
 
 
 def test_parameters_without_a_gradient_are_absent() -> None:
@@ -188,13 +184,14 @@ def test_a_gradient_arrives_only_where_a_later_stage_computes_one() -> None:
 
 
 def test_a_differentiable_tensor_whose_reader_does_not_differentiate_it_has_no_gradient_either() -> None:
-    writer = Writer()
-    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (2,)), writer.variable("v", (2,))
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-    with writer.layer("b"):
-        y = writer.op("product", "Mul", writer.op("sign", "StopGradient", h), v)
-    program = backward(writer.program(writer.op("loss", "L2Loss", y)), "a")
+    program = read_program("""
+        x[?, 2], w[2], v[2]
+        a/scaled = Mul(x, w)
+        b/sign = StopGradient(a/scaled)
+        b/product = Mul(b/sign, v)
+        loss = L2Loss(b/product)
+    """)
+    program = backward(program, "a")
     assert program.boundaries[0].differentiable
     assert [gradients_taken(stage) for stage in program.stages] == [[], ["loss"]]
     assert [gradients_given(stage) for stage in program.stages] == [[], ["v"]]
@@ -213,26 +210,20 @@ def test_a_tensor_that_skips_stages_takes_the_gradient_of_all_its_readers() -> N
 
 
 def test_a_stage_without_parameters_passes_gradients_on() -> None:
-    writer = Writer()
-    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (2,)), writer.variable("v", (2,))
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-    with writer.layer("b"):
-        h = writer.op("tanh", "Tanh", h)
-    with writer.layer("c"):
-        y = writer.op("scaled", "Mul", h, v)
-    program = backward(writer.program(writer.op("loss", "L2Loss", y)), "a", "b")
+    program = read_program("""
+        x[?, 2], w[2], v[2]
+        a/scaled = Mul(x, w)
+        b/tanh = Tanh(a/scaled)
+        c/scaled = Mul(b/tanh, v)
+        loss = L2Loss(c/scaled)
+    """)
+    program = backward(program, "a", "b")
     assert [gradients_given(stage) for stage in program.stages] == [["w"], ["a/scaled"], ["b/tanh", "v"]]
 
 
 def test_a_first_stage_without_parameters_takes_and_gives_no_gradient() -> None:
-    writer = Writer()
-    x, v = writer.input("x", (None, 2)), writer.variable("v", (2,))
-    with writer.layer("a"):
-        h = writer.op("tanh", "Tanh", x)
-    with writer.layer("b"):
-        y = writer.op("scaled", "Mul", h, v)
-    first, last = backward(writer.program(writer.op("loss", "L2Loss", y)), "a").stages
+    program = read_program("x[?, 2], v[2]\na/tanh = Tanh(x)\nb/scaled = Mul(a/tanh, v)\nloss = L2Loss(b/scaled)")
+    first, last = backward(program, "a").stages
     assert (gradients_taken(first), gradients_given(first)) == ([], [])
     assert (gradients_taken(last), gradients_given(last)) == (["loss"], ["v"])
 

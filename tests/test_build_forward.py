@@ -8,8 +8,8 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import pytest
+from program_text import read_program
 from programs import (
-    Writer,
     apply,
     attention,
     captured,
@@ -27,7 +27,7 @@ from programs import (
 
 from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, Ref, dtype_attr
+from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.program import Program, Stage
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.text import stages_text
@@ -119,14 +119,15 @@ def test_state_updates_are_results_and_metrics_are_kept_apart() -> None:
 @functools.cache
 def two_outputs() -> Program:
     """Stage 0 and stage 1 make an output each, and one output is an input."""
-    writer = Writer()
-    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (2, 2)), writer.variable("v", (2, 2))
-    with writer.layer("a"):
-        h = writer.op("matmul", "MatMul", x, w)
-        early = writer.op("early", "Tanh", h)
-    with writer.layer("b"):
-        late = writer.op("late", "MatMul", h, v)
-    return writer.program(outputs=(late, early, x))
+    return read_program(
+        """
+        x[?, 2], w[2, 2], v[2, 2]
+        a/matmul = MatMul(x, w)
+        a/early = Tanh(a/matmul)
+        b/late = MatMul(a/matmul, v)
+    """,
+        outputs=("b/late", "a/early", "x"),
+    )
 
 
 def test_outputs_are_results_of_the_stage_that_makes_them_when_they_are_wanted() -> None:
@@ -143,15 +144,17 @@ def test_outputs_that_are_not_wanted_are_no_results() -> None:
 
 
 def test_control_edges_stay_behind() -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2, 2))
-    with writer.layer("a"):
-        check = writer.builder.add("check", "NoOp")
-        h = writer.builder.add("h", "MatMul", [x, w], control=[check.node], T=dtype_attr(2))
-    (stage,) = forward(writer.program(writer.op("loss", "L2Loss", h))).stages
+    (stage,) = forward(
+        read_program("""
+        x[?, 2], w[2, 2]
+        a/check = NoOp()
+        a/h = MatMul(x, w) ^a/check
+        loss = L2Loss(a/h)
+    """)
+    ).stages
     assert stage.graph is not None
-    assert list(node(stage.graph, "h").input) == ["x", "w"]
-    assert "check" not in {each.name for each in stage.graph.node}
+    assert list(node(stage.graph, "a/h").input) == ["x", "w"]
+    assert "a/check" not in {each.name for each in stage.graph.node}
 
 
 def test_colocation_with_nodes_that_the_stage_may_not_have_stays_behind() -> None:

@@ -26,7 +26,7 @@ from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.directory_lock import LOCK
 from dapple_tf.tools.hosts import LocalWorkers
-from dapple_tf.variables.device_values import host_of
+from graph_passes.ir.kernels import host_of
 
 X, Y, _ = samples(7)
 

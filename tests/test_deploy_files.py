@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from program_flags import flags_of
+from program_flags import INSTALLED, flags_of
 from workers import PATIENCE
 
 from dapple_tf.network.worker_process import START_SECONDS
@@ -81,8 +81,10 @@ def joined(text: str) -> str:
 
 def used_flags() -> list[tuple[str, str, str]]:
     flags = []
+    programs = rf"(?:-m |\b)(dapple_tf\.worker|tools\.\w+|{'|'.join(INSTALLED)})\b([^\n]*)"
     for path, text in TEXTS.items():
-        for module, rest in re.findall(r"-m (dapple_tf\.worker|tools\.\w+)\b([^\n]*)", joined(text)):
+        for program, rest in re.findall(programs, joined(text)):
+            module = INSTALLED.get(program, program)
             flags += [(path.name, module, flag) for flag in re.findall(r"--(\w+)", rest.split(" -- ")[0])]
     return flags
 

@@ -1,19 +1,21 @@
 """Every command and example of README and docs works: those of documents to come, too, as they are collected here.
 
-Commands are parsed by the flags of the program that they name; those that are done in no time are run, on tiny models.
-Examples in Python are run where a document's first one imports what it needs; else they are run with stand-ins for this
-package and what they need (a cluster, a model, data), which check the names and arguments of all calls.
+Commands are parsed by the flags of the program that they name. Those in blocks are run, on tiny models, where the
+package is installed and there is no checkout. So are examples in Python where a document's first one imports what it
+needs; else they are run with stand-ins for this package and what they need (a cluster, a model, data), which check the
+names and arguments of all calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
 import importlib.metadata
 import inspect
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,12 +23,15 @@ from unittest import mock
 
 import pytest
 from absl import flags
-from program_flags import ROOT, flags_of, imported, source_of
+from installed import Installed
+from program_flags import INSTALLED, ROOT, flags_of, source_of
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile_text import load_text
 from dapple_tf.models.registry import find_model
-from dapple_tf.tools import command, keys
-from dapple_tf.tools.evaluation.run_document import blocks, run
+from dapple_tf.tools import keys
+from dapple_tf.tools.evaluation.run_document import blocks
+from dapple_tf.tools.hosts import free_ports
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 
@@ -41,19 +46,16 @@ RUN_ELSEWHERE = {
 SHELLS = {"sh", "bash", "shell", "console"}
 PROGRAMS = {"tensorboard": "tensorboard", "netron": "netron"}
 """Programs of packages that an extra installs."""
-INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()} | {
-    "dapple-worker": "dapple_tf.worker"
-}
-"""The modules that this package's own commands run."""
-SYSTEM = {"nft", "scp"}
+SYSTEM = {"ip", "nft", "scp"}
 """Programs of the system, which change it or others: only their syntax is looked at."""
 
 
 class Command(NamedTuple):
-    """A line for a shell."""
+    """A line for a shell, in a block or between backticks."""
 
     document: str
     line: str
+    in_block: bool
 
     def __str__(self) -> str:
         return f"{self.document}: {self.line}"
@@ -62,16 +64,17 @@ class Command(NamedTuple):
 def commands() -> Iterator[Command]:
     """Those in blocks, and those between backticks that begin with ``python -m``, ``make``, ``pip`` or ours."""
     for name, path in DOCUMENTS.items():
-        text = path.read_text(encoding="utf-8")
+        text = re.sub("^ {4}(?=.*)", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # also blocks of lists
         lines = [
-            line.removeprefix("$ ").strip()
+            (line.removeprefix("$ ").strip(), True)
             for block in blocks(text)
             if block.language in SHELLS
             for line in block.text.replace("\\\n", " ").splitlines()
         ]
         words = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        lines += [" ".join(line.split()) for line in re.findall(r"`((?:python -m|make|pip|dapple-\w+) [^`]*)`", words)]
-        yield from (Command(name, line) for line in lines if line and not line.startswith("#"))
+        ours = re.findall(r"`((?:python -m|make|pip|dapple-[\w-]+) [^`]*)`", words)
+        lines += [(" ".join(line.split()), False) for line in ours]
+        yield from (Command(name, *line) for line in lines if line[0] and not line[0].startswith("#"))
 
 
 COMMANDS = list(dict.fromkeys(commands()))
@@ -200,69 +203,75 @@ def test_there_are_commands() -> None:
     of_readme = {given.line.split("#")[0].strip() for given in COMMANDS if given.document == "README.md"}
     assert {"make train", "make test"} <= of_readme
     assert examples("README.md", ["python"])
-    of_tools = [given.line.split() for given in COMMANDS if given.document == "docs/tools.md"]
-    tools = {words[2].removeprefix("tools.") for words in of_tools if words[:2] == ["python", "-m"]}
-    assert {"profile", "plan", "simulate", "train", "what_if", "dump_graph"} <= tools
+    of_tools = {given.line.split()[0] for given in COMMANDS if given.document == "docs/tools.md"}
+    assert set(INSTALLED) - {"dapple-keys", "dapple-worker"} <= of_tools
+
+
+def test_commands_are_called_as_they_are_installed() -> None:
+    modules = "|".join(map(re.escape, INSTALLED.values()))
+    others = {given.document for given in COMMANDS if re.search(rf"-m (dapple_tf\.)?({modules})\b", given.line)}
+    assert others == {"docs/tools.md", "docs/decisions/0025-installed-under-one-name.md"}  # say what a checkout has
 
 
 # ---- runs
 
-TINY = {
-    "--model=gpt": "--model=vgg:tiny",
-    "--model=gnmt:tiny": "--model=vgg:tiny",
-    "--steps=20": "--steps=2",
-    "--benchmark_steps=20": "--benchmark_steps=2",
-    "--batch_size=2,8": "--batch_size=2",
-    "--output_dir=runs/graphs": "--output_dir=graphs",
+QUICK = {
+    "dapple-train": "--model=vgg:tiny --plan=1:1 --nomeasure --noprofile_step",
+    "dapple-profile": "--model=vgg:tiny --batch_size=2 --repeats=1 --nocache",
+    "dapple-dump": "--model=vgg:tiny",
+    "dapple-what-if": "--nobrowser",
 }
-"""What is smaller when commands are run."""
+"""Program -> flags that make it quick."""
+RUN = [
+    given
+    for given in COMMANDS
+    if given.in_block and re.search(r"\bdapple-|dapple_tf\.", given.line) and "--gpus" not in given.line
+]
+"""The commands of this package in blocks, but for those that need GPUs."""
 
 
-def start(line: str) -> int:
-    """Runs a program of this package in this process."""
-    _, _, module, *arguments = shlex.split(line, comments=True)
-    program = importlib.import_module(imported(module))
-    quick = ["--repeats=1", "--nocache"] if module == "tools.profile" else []
-    return command.run(program.main, program.FLAGS, [*(TINY.get(word, word) for word in arguments), *quick])
+def quick(line: str) -> list[str]:
+    """The words of a command, with a smaller model and less work."""
+    words = shlex.split(re.sub(r"steps=\d+", "steps=2", line), comments=True)
+    program = [word for word in words if word in INSTALLED][-1:]
+    kept = {word.partition("=")[0] for word in words if ":tiny" in word or word.startswith("--plan=")}
+    flags = " ".join(QUICK.get(name, "") for name in program).split()
+    return [*words, *(flag for flag in flags if flag.partition("=")[0] not in kept)]
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_the_commands_for_profiles_plans_timelines_and_graphs(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One after the other, each with what the one before has left; the cluster is a description of four devices."""
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("document", sorted({given.document for given in RUN}))
+def test_commands_run_where_the_package_is_installed(document: str, installed: Installed) -> None:
+    """One after the other, each with what those before have left; workers serve until others are started."""
+    folder = installed.folder / pathlib.Path(document).stem
+    (folder / "docs").mkdir(parents=True)
+    (folder / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
     description = '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 4}], "intra_bandwidth": 1e10}'
-    dapple.Cluster.from_json(description).save("cluster.json")
-    wanted = ("tools.profile", "tools.plan", "tools.simulate", "tools.dump_graph")
-    lines = [given.line for given in COMMANDS if given.document == "docs/tools.md" and given.line.startswith("python")]
-    lines = [line for line in lines if line.split()[2] in wanted]
-    assert len(lines) >= 5
-    for line in lines:
-        assert start(line) == 0, f"{line}\n{capsys.readouterr().err}"
-    assert pathlib.Path("plan.json").is_file() and pathlib.Path("runs/simulated").is_dir()
-    assert pathlib.Path("graphs/index.html").is_file()
-
-
-def runnable(line: str) -> bool:
-    """Whether a command makes data, or trains a tiny model by a plan: test_train_models.py plans every model."""
-    return re.match(r"python -m tools\.(make_data |train .*:tiny .*--plan=)", line) is not None
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of few data to evaluate on.
-@pytest.mark.parametrize("document", sorted({given.document for given in COMMANDS if runnable(given.line)}))
-def test_the_commands_that_make_data_and_train_tiny_models(
-    document: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those of a document one after the other; without measuring."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path / "cache"))
-    for line in [given.line for given in COMMANDS if given.document == document and runnable(given.line)]:
-        quick = " --nomeasure --noprofile_step" if "tools.train " in line else ""
-        assert start(line.partition("#")[0] + quick) == 0, f"{line}\n{capsys.readouterr().err}"
+    dapple.Cluster.from_json(description).save(folder / "cluster.json")
+    profile = load_text("bert-48")
+    profile.save(folder / "profile.json")
+    dapple.Plan.manual([profile.layers[20].name], [[0], [1]], 4, 8).save(folder / "first.json")
+    changes = {
+        **dict(zip((":2222", ":2223"), (f":{port}" for port in free_ports(2)), strict=True)),
+        **{"10.0.0.": "127.0.0.", "10.77.0.": "127.0.0.", "--tls=keys": "--tls=keys/node1", "$HOME": str(folder)},
+    }
+    with contextlib.ExitStack() as workers:
+        for line in [given.line for given in RUN if given.document == document]:
+            words = quick(functools.reduce(lambda text, change: text.replace(*change), changes.items(), line))
+            variables = {"PYTHONPATH": str(installed.extras)}
+            while "=" in words[0]:
+                name, _, variables[name] = words.pop(0).partition("=")
+            if "dapple-what-if" in words:
+                with installed.serving(*words, folder=folder, **variables) as address:
+                    assert "The page is at" in address
+            elif "dapple-worker" in words:
+                workers.close()
+                for host in ("127.0.0.1", "127.0.0.2"):
+                    own = [word.replace("127.0.0.1", host) for word in words if word != "&"]
+                    workers.enter_context(installed.serving(*own, folder=folder, **variables))
+            else:
+                installed.run(*words, folder=folder, **variables)
 
 
 # ---- examples
@@ -288,12 +297,12 @@ PARTS = {
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("document", WHOLE)
-def test_whole_examples_run_and_print_what_is_shown(
-    document: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = DOCUMENTS[document].read_text(encoding="utf-8")
-    assert run(text, document) == text
+def test_whole_examples_run_and_print_what_is_shown(document: str, installed: Installed) -> None:
+    copy = installed.folder / pathlib.Path(document).name
+    shutil.copy(DOCUMENTS[document], copy)
+    program = shutil.copy(ROOT / "tools" / "evaluation" / "run_document.py", installed.folder)
+    installed.run("python", program, "--write", str(copy), PYTHONPATH=str(installed.extras))
+    assert copy.read_text(encoding="utf-8") == DOCUMENTS[document].read_text(encoding="utf-8")
 
 
 class Checked:

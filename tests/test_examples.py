@@ -25,7 +25,10 @@ EXAMPLES = {
     "lora_on_workers": (["--epochs=1"], r"of 163,200 parameters are trained\n(.*\n)*.*accuracy: "),
     "multi_output_class_weights": ([], r"kind_accuracy: .* shade_loss: (.*\n)*of the rare kind \d\d%"),
     "own_schedule": (["--image={folder}/schedules.svg"], r"run_ahead  step .* GiB on the fullest device"),
-    "plan_for_other_hardware": (["--folder={folder}"], r"data parallelism takes \d\.\d\d times as long"),
+    "plan_for_other_hardware": (
+        ["--folder={folder}"],
+        r"data parallelism with one all-reduce at the end takes \d\.\d\d times as long",
+    ),
     "resume_after_kill": ([], r"killed in step 13 \(exit code -9\)(.*\n)*\d+ arrays .* the same to the last bit"),
     "two_workers": (["16"], r"expected step (.*\n)*the plan .* at best\n(.*\n){2}plain Keras "),
     "vit_on_images": ([], r"val_accuracy: (0\.[89]|1\.0)"),

@@ -3,9 +3,7 @@ from __future__ import annotations
 import functools
 import graphlib
 import itertools
-import random
 import re
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -101,10 +99,6 @@ def expected(graph: TaskGraph, keep: Callable[[TaskNode], bool] = lambda node: T
     return {device: sum(node.device == device and keep(node) for node in graph.nodes) for device in hosts + devices}
 
 
-def edges_between(graph: TaskGraph, keep: Callable[[TaskNode], bool]) -> int:
-    return sum(keep(graph.nodes[edge.source]) and keep(graph.nodes[edge.target]) for edge in graph.edges)
-
-
 def bounds(page: Page) -> tuple[float, float]:
     limits = page.ask("bounds()")
     return limits["lo"], limits["hi"]
@@ -126,12 +120,6 @@ def test_data_has_every_node_and_edge() -> None:
         shown = {name: column[position] for name, column in data["edges"].items()}
         assert tuple(data["tensors"][shown.pop("tensors")]) == edge.tensors
         assert shown == {"source": edge.source, "target": edge.target, "control": edge.control, "bytes": edge.bytes}
-
-
-def test_what_tasks_share_is_there_once() -> None:
-    data = graph_data(example())["graph"]
-    assert len(data["layers"]) == 5  # those of four stages, and none
-    assert len(data["outputs"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -173,29 +161,17 @@ def test_lanes_have_the_nodes_of_the_graph(show: Show) -> None:
     for value in ("total", "matching", "visible"):
         assert counts(page, value) == expected(graph)
     edges = page.ask("edges()")
-    assert edges["total"] == edges["matching"] == len(graph.edges)
+    inner = [
+        edge for edge in graph.edges if None not in (graph.nodes[edge.source].device, graph.nodes[edge.target].device)
+    ]
+    assert edges["total"] == len(graph.edges) > edges["matching"] == len(inner)
     assert edges["drawn"] == edges["inSight"]
+    page.driver.find_elements("css selector", "#edge-kinds button")[2].click()  # the host's, which hid all others
+    assert page.ask("edges().matching") == len(graph.edges)
     assert page.run("return performance.getEntriesByType('resource').length") == 0
     assert f"{len(graph.nodes)} of {len(graph.nodes)} nodes" in page.text("#status")
     summary = page.text("#summary")
     assert f"control edges{sum(edge.control for edge in graph.edges)}" in summary
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        TaskGraph((), (), {0: "alone"}),
-        TaskGraph((TaskNode("a", "0F0", "F", 0, 0, 0, 0, 0),), (), {0: "alone", 1: "empty"}),
-        TaskGraph(tuple(TaskNode(f"{i}", "x", "other", None, None, None, None, 0) for i in range(9)), (), {}),
-    ],
-    ids=["empty", "one node", "host only"],
-)
-def test_small_graphs(show: Show, graph: TaskGraph) -> None:
-    page = show(page_of(graph))
-    page.settle()
-    assert counts(page, "visible") == expected(graph)
-    page.press("]", "f", "+", "0")
-    page.settle()
 
 
 def test_no_two_nodes_lie_on_each_other(show: Show) -> None:
@@ -226,70 +202,20 @@ def test_data_edges_are_solid_and_control_edges_dotted_red(show: Show) -> None:
     assert 0.2 < shares[1] < 0.9
 
 
-# ---- filters and views
+# ---- filters and details
 
 
-def test_filters_combine(show: Show) -> None:
-    graph = example("zb_h1")
-    page = show(page_of(graph))
-    page.ask("setFilter('stage', [0, 1, 2, null])")
-    page.ask("setFilter('micro_batch', [1, 2, null])")
-    page.ask("setFilter('device', [null, 1, 2])")
-    page.ask("setFilter('kind', ['F', 'Bx', 'split', 'apply'])")
-
-    def keep(node: TaskNode) -> bool:
-        return (
-            node.stage in (0, 1, 2, None)
-            and node.micro_batch in (1, 2, None)
-            and node.device in (None, 1, 2)
-            and node.kind in ("F", "Bx", "split", "apply")
-        )
-
-    assert counts(page, "matching") == expected(graph, keep)
-    assert page.ask("edges().matching") == edges_between(graph, keep)
-    for field in ("stage", "device", "kind", "micro_batch"):
-        page.ask(f"setFilter('{field}', null)")
-    page.driver.find_elements("css selector", "#edge-kinds button")[0].click()
-    assert page.ask("edges().matching") == sum(edge.control for edge in graph.edges)
-    page.driver.find_elements("css selector", "#edge-kinds button")[1].click()
-    assert page.ask("edges().matching") == 0
-
-
-def test_zoom_pan_and_keys(show: Show) -> None:
-    page = show(page_of(example(micro_batches=16)))
-    last = page.ask("bounds().max")
-    assert bounds(page)[0] == -0.5 and bounds(page)[1] < last  # Labels can be read at first.
-    page.press("0")
-    assert bounds(page) == (-0.5, last)
-    page.press("+")
-    assert bounds(page)[1] - bounds(page)[0] == pytest.approx((last + 0.5) / 1.5)
-    low = bounds(page)[0]
-    page.press("\ue012")  # left arrow
-    assert bounds(page)[0] < low
-    page.ask("setBounds(2, 12)")
-    place = page.ask("positionOf('1F2')")
-    page.drag(place, -60)
-    page.settle()
-    assert page.ask("positionOf('1F2')")["x"] == pytest.approx(place["x"] - 60, abs=2)
-    page.wheel(page.ask("positionOf('1F2')"), 120)
-    page.settle()
-    assert bounds(page)[1] - bounds(page)[0] > 10
-    assert page.ask("selected()") is None
-
-
-# ---- one node
-
-
-def test_click_gives_details(show: Show) -> None:
+@pytest.mark.slow
+def test_a_node_is_found_and_a_link_shows_the_same_again(show: Show) -> None:
     graph = example()
     page = show(page_of(graph))
     page.hover_at(page.ask("positionOf('1F1')"))
     assert "block_3/dense" in page.text("#tip")
     page.click_at(page.ask("positionOf('1F1')"))
     chosen = page.ask("selected()")
-    assert chosen["name"] == "1F1"
     names = [node.name for node in graph.nodes]
     number = names.index("1F1")
+    assert chosen["name"] == "1F1"
     assert chosen["inputs"] == [names[edge.source] for edge in graph.edges if edge.target == number]
     assert chosen["outputs"] == [names[edge.target] for edge in graph.edges if edge.source == number]
     details = page.text("#details")
@@ -298,49 +224,23 @@ def test_click_gives_details(show: Show) -> None:
     assert "0F1 0F1:0; 1 KiB" in details and "1F0 control" in details
     page.click_link("0F1")
     assert page.ask("selected().name") == "0F1"
-    page.press("]")
-    assert page.ask("selected().device") == 0 and page.ask("selected().column") > chosen["column"] - 2
-    page.press("\ue00c")
-    assert page.ask("selected()") is None
-
-
-def test_search_by_name_label_and_layer(show: Show) -> None:
-    graph = example()
-    page = show(page_of(graph))
-    box = page.find("#search")
-    box.send_keys("2b3")
-    assert page.ask("selected().name") == "2B3"
-    box.clear()
-    box.send_keys("accumulate_1")
-    assert page.ask("selected().label") == "accumulate 1"
-    assert page.ask("positionOf('accumulate_1')") is not None  # It was moved into sight.
-    box.clear()
-    box.send_keys("block_5/")
+    page.find("#search").send_keys("block_5/")
     assert page.text("#tools .hint") == f"1 of {sum('block_5/dense' in node.layers for node in graph.nodes)}"
-    assert page.ask("select('accumulate 3')") is True
-    assert page.ask("select('nothing')") is False
 
-
-@pytest.mark.slow
-def test_link_shows_the_same_again(show: Show) -> None:
-    text = page_of(example("zb_h1"))
-    page = show(text)
     page.ask("setFilter('stage', [1, 2])")
     page.ask("setFilter('device', [1, 2, null])")
+    page.driver.find_elements("css selector", "#edge-kinds button")[0].click()
+    kept = [node.stage in (1, 2) and node.device in (1, 2, None) for node in graph.nodes]
+    assert sum(counts(page, "matching").values()) == sum(kept)
+    matching = sum(edge.control and kept[edge.source] and kept[edge.target] for edge in graph.edges)
+    assert page.ask("edges().matching") == matching
     page.ask("setBounds(3, 14)")
-    page.ask("select('2Bx1')")
-    page.driver.find_elements("css selector", "#edge-kinds button")[1].click()
-    questions = ("lanes()", "filters()", "bounds()", "selected()", "edges().control", "edges().matching")
+    page.ask("select('2B1')")
+    questions = ("lanes()", "filters()", "bounds()", "selected()", "edges().matching")
     state = [page.ask(question) for question in questions]
     hash = page.driver.execute_async_script("setTimeout(() => arguments[0](location.hash.slice(1)), 400)")
-    assert dict(urllib.parse.parse_qsl(hash))["device"] == "1-2,-"
-    again = show(text, hash)
+    again = show(page_of(graph), hash)
     assert [again.ask(question) for question in questions] == state
-    again.run("dapple.showGraph(arguments[0])", graph_data(example()))
-    assert counts(again) == expected(example())
-    assert again.ask("filters().stage") == [1, 2]
-    assert again.ask("selected()") is None  # There is no 2Bx1 in it.
-    again.settle()
 
 
 # ---- hostile and large
@@ -364,27 +264,16 @@ def test_hostile_names_are_texts(show: Show) -> None:
     assert page.run("return document.querySelectorAll('img, #details script').length") == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ten_thousand_nodes(show: Show) -> None:
     graph = example(stages=16, micro_batches=312)
-    draw = random.Random(0)
-    edges = list(graph.edges)
-    while len(edges) < 30_000:
-        source, target = draw.randrange(len(graph.nodes)), draw.randrange(len(graph.nodes))
-        if 0 < graph.nodes[target].column - graph.nodes[source].column < 40:
-            edges.append(TaskEdge(source, target, draw.random() < 0.5))
-    graph = TaskGraph(graph.nodes, tuple(edges), graph.devices)
     assert len(graph.nodes) > 10_000
     page = show(page_of(graph))
     page.ask("fit()")
     page.settle()
     assert counts(page, "visible") == expected(graph)
     edge_counts = page.ask("edges()")
-    assert edge_counts["matching"] == 30_000 and 0 < edge_counts["drawn"] <= 2500 < edge_counts["inSight"]
+    assert 0 < edge_counts["drawn"] <= 2500 < edge_counts["inSight"]
     assert "zoom in or filter for all" in page.text("#status")
-    page.ask("select('7B100')")
-    page.press("f")
-    page.settle()
-    edge_counts = page.ask("edges()")
-    assert edge_counts["drawn"] == edge_counts["inSight"] > 0
     assert page.run("return document.querySelectorAll('*').length") < 2500  # Nodes aren't elements.

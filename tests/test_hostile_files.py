@@ -24,7 +24,7 @@ from dapple_tf.describe.layer_profile import Cost, LayerBuffers, LayerProfile, P
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport, StageReport
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
-from dapple_tf.describe.profile_text import load_text
+from dapple_tf.describe.profile_text import PUBLISHED, load_text
 from dapple_tf.measuring.profile_cache import read_profile
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -106,7 +106,7 @@ def a_manifest() -> str:
 
 
 def a_text() -> str:
-    return (ROOT / "docs" / "profiles" / "gnmt-16-pbs-64.txt").read_text(encoding="utf-8")
+    return PUBLISHED["gnmt-16"].read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

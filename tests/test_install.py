@@ -1,34 +1,20 @@
 """What `pip install .` installs, and README top to bottom with it, in a folder where others are in the way.
 
 The environment has what the package requires and nothing that only its development does. README's examples run on two
-workers, and of the commands those that train and launch. Nothing is profiled for long, nor trained for many steps:
-other tests do so from a checkout.
+workers. test_documented_commands.py runs the commands of all documents there.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import pathlib
-import re
-import shlex
-import shutil
-import subprocess
-import sys
-import sysconfig
-import venv
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
-from packaging.requirements import Requirement
+from installed import ROOT, Installed
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.run_document import blocks
 from dapple_tf.tools.hosts import free_ports
 
-ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 COMMANDS = {
@@ -36,102 +22,6 @@ COMMANDS = {
 }
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass(frozen=True)
-class Installed:
-    """An environment with the package.
-
-    Attributes:
-        packages: its ``site-packages``.
-        programs: its ``bin``.
-        folder: where programs run; has folders ``models`` and ``tools`` of somebody else.
-    """
-
-    packages: pathlib.Path
-    programs: pathlib.Path
-    folder: pathlib.Path
-
-    def run(self, *words: str) -> str:
-        """Runs a program of the environment; returns what it printed."""
-        own = outer() | {
-            "PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONNOUSERSITE": "1",
-            "DAPPLE_CACHE": str(self.folder / "cache"),
-        }
-        result = subprocess.run(
-            [str(self.programs / words[0]), *words[1:]],
-            cwd=self.folder,
-            env=own,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
-        return result.stdout
-
-
-def outer() -> dict[str, str]:
-    """The environment's variables, without those that let Python find a checkout."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-
-
-def required(name: str, known: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    """A distribution and all that it requires, without extras."""
-    if name.lower() in known:
-        return
-    known.add(name.lower())
-    distribution = importlib.metadata.distribution(name)
-    yield distribution
-    for text in distribution.requires or []:
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield from required(requirement.name, known)
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    base = tmp_path_factory.mktemp("installed")
-    source = base / "source"
-    for name in ("dapple_tf", "graph_passes", "models", "tools"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    environment = base / "environment"
-    venv.create(environment, symlinks=True)
-    places = {"base": str(environment), "platbase": str(environment)}
-    packages = pathlib.Path(sysconfig.get_path("purelib", "venv", vars=places))
-    programs = pathlib.Path(sysconfig.get_path("scripts", "venv", vars=places))
-    requirements = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(encoding="utf-8"))
-    assert requirements is not None
-    known: set[str] = set()
-    for text in re.findall(r'"(.*?)"', requirements.group(1)):
-        for distribution in required(Requirement(text).name, known):
-            for name in {path.parts[0] for path in distribution.files or []} - {"..", "__pycache__"}:
-                if not (packages / name).exists():
-                    (packages / name).symlink_to(pathlib.Path(str(distribution.locate_file(name))))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    wheels = base / "wheels"
-    alone, clean = ["--no-deps", "--no-index"], outer()
-    subprocess.run(
-        [*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={wheels}", str(source)],
-        check=True,
-        env=clean,
-    )
-    (wheel,) = wheels.iterdir()
-    subprocess.run(
-        [*pip, f"--python={programs / 'python'}", "install", *alone, str(wheel)],
-        check=True,
-        env=clean,
-    )
-    folder = base / "folder"
-    for name in ("models", "tools"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text(f"raise ImportError('somebody else has a folder {name}')\n")
-    shutil.copytree(ROOT / "docs" / "examples", folder / "docs" / "examples")
-    return Installed(packages, programs, folder)
 
 
 @pytest.mark.thorough
@@ -142,6 +32,7 @@ def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
     names = {path.as_posix() for path in files}
     assert {
         "dapple_tf/tools/train.py",
+        "dapple_tf/describe/profiles/bert-48-pbs-2.txt",
         "dapple_tf/models/readers/options.py",
         "dapple_tf/view/assets/what_if.js",
     } <= names
@@ -169,6 +60,11 @@ def test_the_examples_run_one_after_the_other(installed: Installed) -> None:
         assert (installed.folder / name).is_file(), name
 
 
+@pytest.mark.thorough
+def test_an_example_plans_from_a_published_profile(installed: Installed) -> None:
+    assert "run_ahead " in installed.run("python", "docs/examples/own_schedule.py")
+
+
 HELP = """
 import importlib.metadata, os, sys
 import dapple_tf
@@ -186,18 +82,3 @@ def test_commands_tell_their_flags(installed: Installed) -> None:
     """``dapple-launch --help`` and ``dapple-worker --help`` ended with 1."""
     printed = installed.run("python", "-c", HELP)
     assert all(flag in printed for flag in ("--global_batch_size", "--workers", "--address"))
-
-
-@pytest.mark.thorough
-def test_the_commands_run(installed: Installed) -> None:
-    """The first one ended after 37 s with nothing saved: TensorBoard wasn't there, which only development requires."""
-    with ThreadPoolExecutor(1) as beside:
-        on_workers = ["--workers=2", "--devices=2", "--", "python", "docs/examples/train_on_cluster.py", "--pipeline"]
-        launched = beside.submit(installed.run, "dapple-launch", *on_workers)
-        plans = (("bert:tiny", "1:1", "steps"), ("vgg:tiny", "2:1", "benchmark_steps"))
-        for model, plan, steps in plans:
-            flags = (f"--model={model}", f"--plan={plan}", "--global_batch_size=16", f"--{steps}=2", "--nomeasure")
-            installed.run("dapple-train", *flags)
-        launched.result()
-    assert (installed.folder / "runs" / "train" / "model.keras").is_file()
-    assert any((installed.folder / "runs" / "train" / "logs" / "train").iterdir())

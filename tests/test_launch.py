@@ -69,7 +69,7 @@ def test_the_example_trains_on_the_workers(tmp_path: pathlib.Path) -> None:
     assert "accuracy" in out
     assert model.exists()
     assert "[worker 0] worker on" in err and "[worker 1] worker on" in err
-    assert re.search(r"^\[worker 1\] .* serving ", err, flags=re.MULTILINE)
+    assert re.search(r"^\[worker 1\] .* serving process \d+ on ", err, flags=re.MULTILINE)
     wait_for(lambda: not any(map(alive, pids(err))))
 
 

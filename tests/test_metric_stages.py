@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import pytest
 from equivalence import pair, pipeline
-from programs import METRIC, Writer, apply, compiled
+from program_text import read_program
+from programs import METRIC, apply, compiled
 
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
@@ -30,23 +31,24 @@ Y = [RNG.normal(size=(9, width)).astype("float32") for width in (5, 2)]
 @functools.cache
 def metrics_by_hand() -> Program:
     """Two layers; ``early`` sums up the first one's tensor, ``both`` reads both, and ``mixed`` is updated in both."""
-    writer = Writer()
-    x = writer.input("x", (None, 2))
-    early, both, mixed = (writer.variable(name, (), METRIC) for name in ("early", "both", "mixed"))
-    with writer.layer("a"):
-        h = writer.op("tanh", "Tanh", x)
-        mixed = writer.op("mixed", "AddV2", mixed, writer.reduce("sum", "Sum", h, [0, 1]))
-    with writer.layer("b"):
-        y = writer.op("tanh", "Tanh", h)
-        mixed = writer.op("mixed", "AddV2", mixed, writer.reduce("sum", "Sum", y, [0, 1]))
-    loss = writer.op("loss", "L2Loss", y)
-    product = writer.op("product", "Mul", writer.reduce("h", "Sum", h, [0, 1]), writer.reduce("y", "Sum", y, [0, 1]))
-    updates = {
-        "early": writer.op("early_update", "AddV2", early, writer.reduce("early_sum", "Sum", h, [0, 1])),
-        "both": writer.op("both_update", "AddV2", both, product),
-        "mixed": writer.op("mixed_update", "Identity", mixed),
-    }
-    return writer.program(loss, updates=updates)
+    text = """
+        x[?, 2], early[], both[], mixed[]
+        a/tanh = Tanh(x)
+        a/sum = Sum(a/tanh, [0, 1])
+        a/mixed = AddV2(mixed, a/sum)
+        b/tanh = Tanh(a/tanh)
+        b/sum = Sum(b/tanh, [0, 1])
+        b/mixed = AddV2(a/mixed, b/sum)
+        loss = L2Loss(b/tanh)
+        h = Sum(a/tanh, [0, 1])
+        y = Sum(b/tanh, [0, 1])
+        product = Mul(h, y)
+        early_sum = Sum(a/tanh, [0, 1])
+        early_update = AddV2(early, early_sum)
+        both_update = AddV2(both, product)
+        mixed_update = Identity(b/mixed)
+    """
+    return read_program(text, metrics={name: f"{name}_update" for name in ("early", "both", "mixed")})
 
 
 def test_a_metric_is_in_the_stage_of_what_it_reads_and_no_sum_over_a_slice_crosses_the_cut() -> None:

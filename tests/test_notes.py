@@ -94,6 +94,7 @@ def test_transform_tells_of_layers_and_losses_and_the_first_batch_of_metrics(cap
     model.compile("sgd", lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2)), metrics=[Last(), "accuracy"])
     pipelined = transform(model)
     assert [(note.kind, note.layer) for note in pipelined.notes] == [(COUPLED, "norm"), (NoteKind.LOSS, "loss")]
+    assert "synchronized=True" in pipelined.notes[0].way_out
     assert not model._compile_loss.built  # Guessed labels leave nothing behind that real ones would have to fit.
     assert not model._compile_metrics.built
     for _ in range(2):

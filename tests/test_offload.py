@@ -180,7 +180,7 @@ def test_a_small_step_written_out() -> None:
     # What the stage gives to the next one isn't sent.
     boundary = {boundary.ref for boundary in after.boundaries}
     assert not boundary.intersection(value.ref for value in stage.offloaded)
-    assert step.residual_hosts == {f"{HOST[:-1]}7"}
+    assert step.hosts == {f"{HOST[:-1]}7"}
 
 
 def test_gpus_hand_tensors_on_without_copying_them_again() -> None:

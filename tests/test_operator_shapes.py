@@ -13,7 +13,7 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
-from graph_passes.analysis.operator_shapes import operator_shapes
+from graph_passes.analysis.operator_shapes import ShapeInference, operator_shapes
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.static_shapes import infer_shapes
@@ -46,6 +46,22 @@ def test_a_loop_keeps_the_shapes_that_its_body_keeps() -> None:
     assert of_op(graph, shapes, "Relu") == [(32, 8)]
     assert unknown(shapes) == set()
     assert set(shapes) == set(infer_shapes(graph, given, {}))
+
+
+def test_lists_of_a_growing_tensor_have_what_all_elements_have_in_common() -> None:
+    """The gradient reads what each round has pushed: first 32 rows, then 64."""
+
+    def gradient(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        invariants = [tf.TensorShape([]), tf.TensorShape([None, 8])]
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            grown = lambda i, h: (i + 1, tf.concat([h, h @ w], 0))  # noqa: E731
+            _, y = tf.while_loop(lambda i, h: i < 3, grown, [0, x], shape_invariants=invariants)
+        return tape.gradient(y, w)
+
+    graph = traced(gradient, (None, 8), (8, 8))
+    elements = ShapeInference(graph.library).of(graph, {"x0": (32, 8)}).elements
+    assert (32, 8) not in elements.values() and (None, 8) in elements.values()
 
 
 def test_a_loop_whose_body_grows_a_tensor_does_not() -> None:

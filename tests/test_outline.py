@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import DOUBLE, FLOAT, HOST, INT32, Machine, Writer, run, two_layers
+from program_text import read_program
+from programs import DOUBLE, FLOAT, HOST, INT32, Machine, run, two_layers
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
@@ -205,10 +206,7 @@ def test_a_call_with_another_number_of_inputs_is_refused_with_both_numbers() -> 
 
 
 def test_dtype_of_tells_the_dtype_of_each_output() -> None:
-    writer = Writer()
-    x = writer.input("x", (None,), INT32)
-    writer.op("unique", "Unique", x, dtype=INT32, out_idx=dtype_attr(types_pb2.DT_INT64))
-    view = Graph(writer.graph)
+    view = Graph(read_program("x int32[?]\nunique = Unique(x, out_idx=int64)").graph)
     assert [dtype_of(view, Ref("unique", index)) for index in range(2)] == [INT32, types_pb2.DT_INT64]
     assert dtype_of(view, Ref("weight")) == DOUBLE
 

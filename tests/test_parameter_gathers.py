@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from programs import HOST, Machine, Writer, apply, owners, sgd, staged, step_of
+from program_text import read_program
+from programs import HOST, Machine, apply, owners, sgd, staged, step_of
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.schedules.schedules import make_schedule
@@ -30,13 +31,14 @@ WIDTHS = (2, 3, 5, 1)
 
 def layers(count: int = 3) -> Program:
     """``tanh`` of a product in each of at most three stages, with 6, 15 and 5 elements."""
-    writer = Writer()
-    h = writer.input("x", (None, 2))
+    text = [", ".join(["x[?, 2]", *(f"w{index}[{WIDTHS[index]}, {WIDTHS[index + 1]}]" for index in range(count))])]
+    h = "x"
     for index in range(count):
-        w = writer.variable(f"w{index}", WIDTHS[index : index + 2])
-        with writer.layer(f"layer_{index}"):
-            h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", h, w))
-    return staged(writer.program(writer.op("loss", "L2Loss", h)), *(f"layer_{index}" for index in range(count - 1)))
+        layer = f"layer_{index}"
+        text += [f"{layer}/matmul = MatMul({h}, w{index})", f"{layer}/tanh = Tanh({layer}/matmul)"]
+        h = f"{layer}/tanh"
+    program = read_program("\n".join([*text, f"loss = L2Loss({h})"]))
+    return staged(program, *(f"layer_{index}" for index in range(count - 1)))
 
 
 def complete(program: Program, devices: Sequence[Sequence[str]], *, in_shards: bool, carried: int = 0) -> Program:

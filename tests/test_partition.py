@@ -15,15 +15,16 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program_text import read_program
 from programs import (
     GRADIENT,
     INT32,
     RESIDUAL,
-    Writer,
     apply,
     attention,
     call_graph,
     captured,
+    chain,
     compiled,
     copied,
     dense,
@@ -129,11 +130,7 @@ def test_forward_and_backward_together_are_the_whole(policy: str, name: str) -> 
 
 
 def test_the_split_is_by_data_flow_and_not_by_names() -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2, 2))
-    with writer.layer("gradients"):  # the name under which TensorFlow puts gradients
-        h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", x, w))
-    (stage,) = staged(writer.program(writer.op("loss", "L2Loss", h))).stages
+    (stage,) = staged(chain("gradients: w")).stages  # the name under which TensorFlow puts gradients
     forward, backward = functions(stage)
     assert {"gradients/matmul", "gradients/tanh", "loss"} == {each.name for each in forward.function.node_def}
     assert not {"gradients/matmul", "gradients/tanh"} & {each.name for each in backward.function.node_def}
@@ -211,13 +208,8 @@ def test_without_training_there_is_no_backward_function() -> None:
 
 
 def test_a_stage_without_gradients_has_an_empty_backward_function() -> None:
-    writer = Writer()
-    x, v = writer.input("x", (None, 2)), writer.variable("v", (2,))
-    with writer.layer("a"):
-        h = writer.op("tanh", "Tanh", x)
-    with writer.layer("b"):
-        y = writer.op("scaled", "Mul", h, v)
-    first = staged(writer.program(writer.op("loss", "L2Loss", y)), "a").stages[0]
+    program = read_program("x[?, 2], v[2]\na/tanh = Tanh(x)\nb/scaled = Mul(a/tanh, v)\nloss = L2Loss(b/scaled)")
+    first = staged(program, "a").stages[0]
     backward = functions(first)[1]
     assert (backward.inputs, backward.outputs, len(backward.function.node_def)) == ((), (), 0)
     assert first.residual_bytes == 0
@@ -471,27 +463,18 @@ def graphs(draw: st.DrawFn) -> tuple[list[tuple[str, tuple[int, ...], int]], lis
 
 def stage_of(nodes: list[tuple[str, tuple[int, ...], int]], read: list[int]) -> Program:
     """A program of one stage whose backward part reads the given tensors of its forward part."""
-    writer = Writer()
-    tensors = [writer.variable("w", (nodes[0][2],))]
-    index_kind, axis_kind = {"Index": dtype_attr(INT32)}, {"Tidx": dtype_attr(INT32)}
-    for number, (op, producers, size) in enumerate(nodes[1:], start=1):
-        inputs, name = [tensors[producer] for producer in producers], f"t{number}"
-        if op == HEAD:
-            begin, length = (writer.builder.const([value], INT32) for value in (0, size))
-            tensors.append(writer.op(name, op, *inputs, begin, length, **index_kind))
-        elif op == JOINED:
-            tensors.append(writer.op(name, op, *inputs, writer.builder.const(0, INT32), N=2, **axis_kind))
-        else:
-            tensors.append(writer.op(name, op, *inputs))
-    losses = [writer.op(f"loss{number}", "L2Loss", tensor) for number, tensor in enumerate(tensors[1:], start=1)]
-    loss = writer.op("loss", "AddN", *losses, N=len(losses))
-    with writer.layer("all"):
-        pass
-    backward = [writer.op(f"back{number}", "L2Loss", tensors[number]) for number in read]
-    gradient = writer.op("gradient", "AddN", *backward, N=len(backward))
-    program = writer.program(loss, model_end=0)
-    results = {Value(loss): loss, Value(tensors[0], GRADIENT): gradient}
-    stage = Stage(0, ("w",), graph=program.graph, arguments={Value(tensors[0]): tensors[0]}, results=results)
+    text = [f"w[{nodes[0][2]}]"]
+    names = ["w", *(f"t{number}" for number in range(1, len(nodes)))]
+    for name, (op, producers, size) in zip(names[1:], nodes[1:], strict=True):
+        more = {HEAD: f", [0], [{size}]", JOINED: ", 0"}.get(op, "")
+        text.append(f"{name} = {op}({', '.join(names[producer] for producer in producers)}{more})")
+    for loss, kind, read_by in (("loss", "loss", range(1, len(nodes))), ("gradient", "back", read)):
+        text += [f"{kind}{number} = L2Loss(t{number})" for number in read_by]
+        text.append(f"{loss} = AddN({', '.join(f'{kind}{number}' for number in read_by)})")
+    program = read_program("\n".join(text), model_end=0)
+    w, loss, gradient = map(Ref, ("w", "loss", "gradient"))
+    results = {Value(loss): loss, Value(w, GRADIENT): gradient}
+    stage = Stage(0, ("w",), graph=program.graph, arguments={Value(w): w}, results=results)
     return program.replace(stages=(stage,), flat=program.graph)
 
 

@@ -195,7 +195,7 @@ def test_replicas_place_operators_on_groups_of_devices() -> None:
     assert Plan.data_parallel(4, 8).with_placed_operators(2).operator_devices == (((0, 1), (2, 3)),)
 
 
-def test_like_places_of_replicas_have_devices_of_one_kind() -> None:
+def test_like_places_of_replicas_have_devices_of_one_type() -> None:
     plan = Plan.data_parallel(4, 8).with_placed_operators(2)
 
     def cluster(*names: str) -> Cluster:
@@ -205,9 +205,11 @@ def test_like_places_of_replicas_have_devices_of_one_kind() -> None:
     with pytest.raises(PlanError) as caught:
         plan.validate_on(cluster("GPU:0", "GPU:1", "GPU:2", "CPU:0"))
     assert str(caught.value) == (
-        "place 1 in the groups of stage 0 has unlike devices: device 1 (GPU), device 3 (CPU). All replicas have the "
-        "same operators in one place; give it devices of one kind"
+        "place 1 in the groups of stage 0 has unlike devices: device 1 (GPU), device 3 (CPU). All replicas run the "
+        "same operators; give it devices of one type"
     )
+    with pytest.raises(PlanError, match=r"^stage 1 has unlike devices: device 1 \(GPU\), device 2 \(CPU\)\."):
+        Plan.manual(["a"], [[0], [1, 2]], 2, 8).validate_on(cluster("GPU:0", "GPU:1", "CPU:0"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pathlib
 import random
 from collections.abc import Callable
 
@@ -20,14 +19,13 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.describe.profile_text import load_text
+from dapple_tf.describe.profile_text import PUBLISHED, load_text
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import run
 from dapple_tf.tools.evaluation.random_plans import allowed_plan, fields_text
 from graph_passes.ir.tasks import Schedule
 
 SEEDS = range(300)
-PROFILES = sorted(pathlib.Path("docs/profiles").glob("*.txt"))
 CLUSTERS = {
     "2x2": cluster_of(2, 2, intra_bandwidth=1e10, inter_bandwidth=1e9, memory=16 * 2**30),
     "4 slow": cluster_of(1, 1, 1, 1, inter_bandwidth=3e8, inter_latency=1e-4),
@@ -89,8 +87,8 @@ def test_random_plans_step_by_step(golden: Callable[[str, str], None]) -> None:
 
 def test_chosen_plans(golden: Callable[[str, str], None]) -> None:
     lines = []
-    for path, (name, cluster) in itertools.product(PROFILES, CLUSTERS.items()):
-        profile = load_text(path, batch_size=int(path.stem.rpartition("-")[2]), device="V100")
+    for path, (name, cluster) in itertools.product(PUBLISHED.values(), CLUSTERS.items()):
+        profile = load_text(path, device="V100")
         chosen = dapple.plan(profile, cluster, 64)
         assert chosen.report is not None
         lines.append(f"{path.stem} on {name}: {chosen.report.latency.hex()} {fields_text(chosen)}\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,6 @@ from dapple_tf.planning.plan_request import DAPPLE_POLICIES
 from dapple_tf.planning.planner import plan
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS
-
-PROFILES = Path(__file__).parents[1] / "docs" / "profiles"
 
 
 def test_light_parameters_on_fast_links_are_trained_data_parallel() -> None:
@@ -50,7 +47,7 @@ def test_stages_are_replicated_within_servers_and_pipelined_between_them() -> No
 
 @pytest.mark.slow
 def test_vgg_19_on_slow_ethernet_is_15_to_1_as_in_table_4() -> None:
-    profile = load_text(PROFILES / "vgg-19-pbs-32.txt", batch_size=32)
+    profile = load_text("vgg-19")
     cluster = cluster_of(*[1] * 16, memory=16 * 2**30, inter_bandwidth=10e9 / 8)
     chosen = plan(profile, cluster, 2048)
     assert chosen.replicas == (15, 1)
@@ -59,7 +56,7 @@ def test_vgg_19_on_slow_ethernet_is_15_to_1_as_in_table_4() -> None:
 
 def test_one_micro_batch_is_tried_with_stages_of_unlike_replicas() -> None:
     """Stages don't overlap then, and equal ones are slow: 16:12:1 with 2 micro-batches was chosen, 24 % slower."""
-    profile = load_text(PROFILES / "vgg-19-pbs-32.txt", batch_size=32)
+    profile = load_text("vgg-19")
     cluster = cluster_of(8, 8, 8, 8, memory=15 * 10**9, intra_bandwidth=130e9, inter_bandwidth=25e9 / 8)
     chosen = plan(profile, cluster, 1024, schedule=DAPPLE_POLICIES)
     several = plan(profile, cluster, 1024, schedule=DAPPLE_POLICIES, micro_batches=[2, 4])
@@ -246,8 +243,18 @@ def test_the_table_tells_what_was_chosen_and_why() -> None:
     assert "(the pivot stage)" in text
     assert "runner-up: " in text
     assert "takes once" not in text
-    assert "data parallelism on all devices: " in text
+    assert "best data parallelism on all devices: " in text
     assert sum(stage.share for stage in chosen.report.stages) == pytest.approx(1)
+
+
+def test_idle_devices_and_a_runner_up_that_is_not_slower_are_told() -> None:
+    """The runner-up took "0.999x the time", and nothing said that devices stay idle."""
+    text = str(
+        plan(profile_of(layers=2, parameters=3 * 10**6), cluster_of(1, 1, 1, inter_bandwidth=1e9), 6, least_gain=0.5)
+    )
+    assert "expected step 21 ms, 1.71x one device; 1 device idle\n" in text
+    assert "runner-up: data parallel on 3, 1 micro-batch: 16 ms, as fast within 32%, on more devices\n" in text
+    assert "best data parallelism on all devices: 16 ms, as fast within 32%\n" in text
 
 
 def test_why_data_parallelism_is_impossible_is_told() -> None:

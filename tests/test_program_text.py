@@ -7,14 +7,17 @@ import itertools
 import pathlib
 from collections.abc import Callable, Mapping
 
+import pytest
+from program_text import read_program
 from programs import (
-    Writer,
     apply,
     connected,
     layout,
     schedule_of,
+    sent,
     show_changes,
     staged,
+    stateful_layers,
     step_of,
     two_layers,
     two_stages,
@@ -123,13 +126,13 @@ def test_operators_on_two_devices(golden: Golden) -> None:
 
 
 def test_a_sum_over_a_slice_is_divided_by_its_weight(golden: Golden) -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2, 3))
-    with writer.layer("a"):
-        y = writer.op("matmul", "MatMul", x, w)
-    square = writer.op("square", "Square", y)
-    total = writer.reduce("sum", "Sum", square, [0, 1])
-    before = writer.program(writer.op("loss", "Mul", writer.slice.weight, total))
+    before = read_program("""
+        x[?, 2], w[2, 3]
+        a/matmul = MatMul(x, w)
+        square = Square(a/matmul)
+        sum = Sum(square, [0, 1])
+        loss = Mul(weight, sum)
+    """)
     golden("scale_losses.txt", changes(before, scale_losses(before)))
 
 
@@ -143,3 +146,8 @@ def test_a_program_is_printed_as_far_as_it_has_come() -> None:
     assert program_text(two_layers()) == graph_text(two_layers().graph)
     assert program_text(stages) == f"{stages_text(stages)}\n{functions_text(stages)}"
     assert program_text(complete()) == f"{graph_text(complete().graph)}\n{library_text(complete())}"
+
+
+@pytest.mark.parametrize("program", [two_layers(), stateful_layers(), sent("time_major")])
+def test_what_is_printed_reads_back(program: Program) -> None:
+    assert graph_text(read_program(graph_text(program.graph)).graph) == graph_text(program.graph)

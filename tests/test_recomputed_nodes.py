@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from program_text import read_program
 from programs import (
-    Writer,
     attention,
     captured,
     compiled,
@@ -33,26 +33,20 @@ from graph_passes.ir.program import Program
 from graph_passes.passes.partition import Partition
 
 
-def add(writer: Writer, name: str, first: Ref, second: Ref) -> Ref:
-    return writer.op(name, "AddV2", first, second)
-
-
 @functools.cache
 def residual_layers() -> Program:
     """a: tanh(x v). b: h w. c: h + b. d: tanh(c + 2 h w), which skips c."""
-    writer = Writer()
-    x = writer.input("x", (None, 2))
-    v, w = writer.variable("v", (2, 2)), writer.variable("w", (2, 2))
-    with writer.layer("a"):
-        h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", x, v))
-    with writer.layer("b"):
-        product = writer.op("matmul", "MatMul", h, w)
-        scaled = writer.op("add", "AddV2", product, product)
-    with writer.layer("c"):
-        total = add(writer, "sum", h, product)
-    with writer.layer("d"):
-        out = writer.op("tanh", "Tanh", add(writer, "sum", total, scaled))
-    return writer.program(writer.op("loss", "L2Loss", out))
+    return read_program("""
+        x[?, 2], v[2, 2], w[2, 2]
+        a/matmul = MatMul(x, v)
+        a/tanh = Tanh(a/matmul)
+        b/matmul = MatMul(a/tanh, w)
+        b/add = AddV2(b/matmul, b/matmul)
+        c/sum = AddV2(a/tanh, b/matmul)
+        d/sum = AddV2(c/sum, b/add)
+        d/tanh = Tanh(d/sum)
+        loss = L2Loss(d/tanh)
+    """)
 
 
 def test_results_that_only_later_backwards_need() -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from program_text import read_program
 from programs import (
     HOST,
     Machine,
-    Writer,
     apply,
+    chain,
     interpret,
     layout,
     mlp,
@@ -126,13 +127,7 @@ def test_only_the_groups_that_are_asked_for_change() -> None:
 
 def test_devices_start_all_their_collectives_one_after_the_other() -> None:
     """Some are parts of hierarchical ones, some whole, on the same devices."""
-    writer = Writer()
-    h = writer.input("x", (None, 2))
-    for name in ("a", "b", "c"):
-        with writer.layer(name):
-            w = writer.variable(f"w_{name}", (2, 2))
-            h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", h, w))
-    program = staged(writer.program(writer.op("loss", "L2Loss", h)), "a", "b")
+    program = staged(chain("a: w_a", "b: w_b", "c: w_c"), "a", "b")
     step = ordered(program, layout([4, 4, 4], 4))
     update = Update(sgd_updates(program), owners(program), HOST, 1)
     complete = apply(step, update)
@@ -151,10 +146,8 @@ def test_devices_start_all_their_collectives_one_after_the_other() -> None:
 
 
 def test_a_vector_shorter_than_its_parts_is_reduced_whole() -> None:
-    writer = Writer()
-    with writer.layer("a"):
-        y = writer.op("product", "Mul", writer.input("x", (None, 1)), writer.variable("w", (1,)))
-    program = updated(staged(writer.program(writer.op("loss", "L2Loss", y))), layout([4], 4))
+    program = read_program("x[?, 1], w[1]\na/product = Mul(x, w)\nloss = L2Loss(a/product)")
+    program = updated(staged(program), layout([4], 4))
     after = by_server(program, [2, 2])
     assert sum(map(len, collectives(after).values())) == 2
     assert kinds(after)[NodeKind.ALL_GATHER] == 4

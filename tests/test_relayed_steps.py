@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import pytest
 from equivalence import assert_same_training, device_lists, pair, use_float64
+from program_text import read_program
 from programs import (
     BACKWARD,
     FORWARD,
     GRADIENT,
     HOST,
-    Writer,
     apply,
     connected,
     interpret,
@@ -50,16 +50,22 @@ SKIP = Ref("a/scaled")
 
 def skip_program(*, batched: bool = True) -> Program:
     """Four stages; the last three read a tensor of the first, which may be one for all samples."""
-    writer = Writer()
-    x = writer.input("x", (None, 2))
-    weights = [writer.variable(name, (1,)) for name in "wvuts"]
-    with writer.layer("a"):
-        skip = writer.op("scaled", "Mul", x if batched else weights[4], weights[0])
-        own = skip if batched else writer.op("own", "Mul", x, skip)
-    for layer, weight in zip("bcd", weights[1:4], strict=True):
-        with writer.layer(layer):
-            own = writer.op("product", "Mul", writer.op("weighted", "Mul", own, weight), skip)
-    return staged(writer.program(writer.op("loss", "L2Loss", own)), "a", "b", "c")
+    own = "a/scaled" if batched else "a/own"
+    return staged(
+        read_program(f"""
+            x[?, 2], w[1], v[1], u[1], t[1], s[1]
+            a/scaled = Mul({"x" if batched else "s"}, w)
+            {"" if batched else "a/own = Mul(x, a/scaled)"}
+            b/weighted = Mul({own}, v)
+            b/product = Mul(b/weighted, a/scaled)
+            c/weighted = Mul(b/product, u)
+            c/product = Mul(c/weighted, a/scaled)
+            d/weighted = Mul(c/product, t)
+            d/product = Mul(d/weighted, a/scaled)
+            loss = L2Loss(d/product)
+        """),
+        *"abc",
+    )
 
 
 def relayed(program: Program, cut: Layout, relays: Sequence[int]) -> Program:

@@ -9,15 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from program_text import read_program
 from programs import (
     BACKWARD,
-    DOUBLE,
     FORWARD,
     GRADIENT,
     HOST,
-    INT32,
     RESIDUAL,
-    Writer,
     apply,
     devices,
     interpret,
@@ -37,7 +35,7 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.ir.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
+from graph_passes.ir.graph import Graph, NodeDef, Ref, data_inputs
 from graph_passes.ir.program import Layout, Normalizer, Program, Value
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.text import graph_text, library_text
@@ -239,21 +237,16 @@ def test_a_single_slice_is_the_batch_itself() -> None:
 
 def sized() -> Program:
     """A program whose stages read all three scalars of their slice."""
-    writer = Writer()
-    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (2, 2)), writer.variable("v", (2, 2))
-
-    def scaled(h: Ref, kernel: Ref) -> Ref:
-        double = {"SrcT": dtype_attr(INT32), "DstT": dtype_attr(DOUBLE)}
-        number = writer.builder.add(f"number{len(writer.graph.node)}", "Cast", [writer.slice.number], **double)
-        samples = writer.builder.add(f"samples{len(writer.graph.node)}", "Cast", [writer.slice.samples], **double)
-        factor = writer.op("factor", "AddN", writer.slice.weight, number, samples, N=3)
-        return writer.op("scaled", "Mul", writer.op("matmul", "MatMul", h, kernel), factor)
-
-    with writer.layer("a"):
-        h = scaled(x, w)
-    with writer.layer("b"):
-        y = scaled(h, v)
-    return staged(writer.program(writer.op("loss", "L2Loss", y)), "a")
+    factors = "\n".join(
+        f"""
+        {layer}/number = Cast(number, DstT=float64)
+        {layer}/samples = Cast(samples, DstT=float64)
+        {layer}/matmul = MatMul({h}, {kernel})
+        {layer}/factor = AddN(weight, {layer}/number, {layer}/samples)
+        {layer}/scaled = Mul({layer}/matmul, {layer}/factor)"""
+        for layer, h, kernel in (("a", "x", "w"), ("b", "a/scaled", "v"))
+    )
+    return staged(read_program(f"x[?, 2], w[2, 2], v[2, 2]{factors}\nloss = L2Loss(b/scaled)"), "a")
 
 
 def test_each_call_is_told_the_weight_the_number_and_the_samples_of_its_slice() -> None:
@@ -388,18 +381,19 @@ def test_metrics_of_replicas_without_samples_are_left_out() -> None:
 
 @pytest.mark.parametrize("counted", [False, True], ids=["of the batch", "of the batch and its size"])
 def test_the_divisor_of_the_whole_batch_is_computed_once_on_the_host(counted: bool) -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2, 2))
-    inverse = writer.builder.add("inverse", "Placeholder", **writer.graph.node[0].attr)
-    with writer.layer("a"):
-        h = writer.op("matmul", "MatMul", x, w)
-    total = writer.reduce("total", "Sum", x, [0, 1])
-    if counted:
-        kind = {"SrcT": dtype_attr(INT32), "DstT": dtype_attr(DOUBLE)}
-        total = writer.op("all", "AddV2", total, writer.builder.add("size", "Cast", [writer.slice.samples], **kind))
-    reciprocal = writer.op("reciprocal", "Reciprocal", total)
-    program = writer.program(writer.op("loss", "Mul", writer.op("l2", "L2Loss", h), inverse))
-    roles = dataclasses.replace(program.roles, normalizers=(Normalizer(inverse, reciprocal, "masked"),))
+    program = read_program(f"""
+        x[?, 2], w[2, 2], inverse[]
+        a/matmul = MatMul(x, w)
+        total = Sum(x, [0, 1])
+        {"size = Cast(samples, DstT=float64)" if counted else ""}
+        {"all = AddV2(total, size)" if counted else ""}
+        reciprocal = Reciprocal({"all" if counted else "total"})
+        l2 = L2Loss(a/matmul)
+        loss = Mul(l2, inverse)
+    """)
+    inverse, variables = Ref("inverse"), program.roles.variables[:1]
+    divisor = Normalizer(inverse, Ref("reciprocal"), "masked")
+    roles = dataclasses.replace(program.roles, variables=variables, normalizers=(divisor,))
     program = replicated(staged(program.replace(roles=roles)), layout([2], 6, 2))
     given = {argument(program, task, Value(inverse)) for task in ("0F0", "0F0.r1", "0F1", "0F1.r1")}
     assert given == {Ref("normalizers")}

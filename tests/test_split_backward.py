@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from program_text import read_program
 from programs import (
     GRADIENT,
     RESIDUAL,
-    Writer,
     attention,
     connected,
     layout,
@@ -90,13 +90,8 @@ def test_bw_of_a_dense_layer_is_one_product() -> None:
 
 
 def test_a_stage_without_parameters_has_no_bw_and_the_first_no_bx() -> None:
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (2, 3))
-    with writer.layer("a"):
-        h = writer.op("matmul", "MatMul", x, w)
-    with writer.layer("b"):
-        y = writer.op("tanh", "Tanh", h)
-    program = staged(writer.program(writer.op("loss", "L2Loss", y)), "a", split=(0, 1))
+    program = read_program("x[?, 2], w[2, 3]\na/matmul = MatMul(x, w)\nb/tanh = Tanh(a/matmul)\nloss = L2Loss(b/tanh)")
+    program = staged(program, "a", split=(0, 1))
     first, second = program.stages
     assert (first.input_grad, second.weight_grad) == (None, None)
     assert first.weight_grad is not None and second.input_grad is not None

@@ -13,13 +13,13 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same_training, pair, use_float64
 from models_for_tests import Computed
+from program_text import read_program
 from programs import (
     BACKWARD,
     DOUBLE,
     FORWARD,
     GRADIENT,
     Machine,
-    Writer,
     apply,
     connected,
     interpret,
@@ -320,16 +320,15 @@ def test_mean_and_share_of_a_tensor_without_a_batch_axis_are_computed_where_they
 
 def skip_program() -> Program:
     """Stage 0's tensor is read by stages 1 and 2."""
-    writer = Writer()
-    x, w = writer.input("x", (None, 2)), writer.variable("w", (1,))
-    v, u = writer.variable("v", (1,)), writer.variable("u", (1,))
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-    with writer.layer("b"):
-        k = writer.op("scaled", "Mul", h, v)
-    with writer.layer("c"):
-        y = writer.op("product", "Mul", writer.op("scaled", "Mul", k, u), h)
-    return staged(writer.program(writer.op("loss", "L2Loss", y)), "a", "b")
+    program = read_program("""
+        x[?, 2], w[1], v[1], u[1]
+        a/scaled = Mul(x, w)
+        b/scaled = Mul(a/scaled, v)
+        c/scaled = Mul(b/scaled, u)
+        c/product = Mul(c/scaled, a/scaled)
+        loss = L2Loss(c/product)
+    """)
+    return staged(program, "a", "b")
 
 
 def gradient_arguments(program: Program, ref: Ref) -> Mapping[str, Ref]:
@@ -364,15 +363,15 @@ def test_the_gradients_of_all_readers_of_a_tensor_are_added_at_its_owner() -> No
 
 def test_a_boundary_tensor_that_its_reader_turns_out_not_to_need_is_not_sent() -> None:
     """A node that nothing needs (its result's shape was all that was read, say) left a SplitV of no parts behind."""
-    writer = Writer()
-    x, w, v = writer.input("x", (None, 2)), writer.variable("w", (1,)), writer.variable("v", (1,))
-    with writer.layer("a"):
-        h = writer.op("scaled", "Mul", x, w)
-        unneeded = writer.op("unneeded", "Square", h)
-    with writer.layer("b"):
-        writer.op("nowhere", "Square", unneeded)
-        y = writer.op("scaled", "Mul", h, v)
-    program = connected(staged(writer.program(writer.op("loss", "L2Loss", y)), "a"), layout([2, 1], 4))
+    program = read_program("""
+        x[?, 2], w[1], v[1]
+        a/scaled = Mul(x, w)
+        a/unneeded = Square(a/scaled)
+        b/nowhere = Square(a/unneeded)
+        b/scaled = Mul(a/scaled, v)
+        loss = L2Loss(b/scaled)
+    """)
+    program = connected(staged(program, "a"), layout([2, 1], 4))
     assert all(each.attr["num_split"].i for each in program.graph.node if each.op == "SplitV")
     assert "unneeded" not in "".join(each.name for each in program.graph.node)
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, Writer, run, two_layers
+from program_text import read_program
+from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, run, two_layers
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
@@ -151,11 +152,11 @@ def test_gradients_are_added_and_nothing_else_changes() -> None:
 
 
 def test_gradients_of_several_outputs_add_up() -> None:
-    writer = Writer()
-    x = writer.input("x", ())
-    square, double = writer.op("square", "Square", x), writer.op("double", "AddV2", x, x)
-    one, ten = writer.builder.const(1.0, DOUBLE), writer.builder.const(10.0, DOUBLE)
-    result, gradients = add_gradients(writer.graph, [(square, one), (double, ten)], [x])
+    graph = read_program(
+        "x[]\nsquare = Square(x)\ndouble = AddV2(x, x)\none = Mul(1.0, 1.0)\nten = Mul(10.0, 1.0)"
+    ).graph
+    x, square, double, one, ten = map(Ref, ("x", "square", "double", "one", "ten"))
+    result, gradients = add_gradients(graph, [(square, one), (double, ten)], [x])
     assert gradients[0] is not None
     assert run(result, [gradients[0].dense], {x: 3.0}) == [2 * 3 + 10 * 2]
     assert gradients[0].slices is None
@@ -168,12 +169,11 @@ def test_what_an_output_does_not_depend_on_has_no_gradient() -> None:
 
 
 def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
-    writer = Writer()
-    table, rows = writer.variable("table", (3, 2)), writer.input("rows", (None,), INT32)
-    kind = {"Tparams": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32), "Taxis": dtype_attr(INT32)}
-    inputs = [table, rows, writer.builder.const(0, INT32)]
-    loss = writer.op("loss", "L2Loss", writer.builder.add("gathered", "GatherV2", inputs, **kind))
-    result, gradients = add_gradients(writer.graph, [(loss, writer.builder.const(1.0, DOUBLE))], [table])
+    text = (
+        "table[3, 2], rows int32[?]\ngathered = GatherV2(table, rows, 0)\nloss = L2Loss(gathered)\none = Mul(1.0, 1.0)"
+    )
+    table, rows = Ref("table"), Ref("rows")
+    result, gradients = add_gradients(read_program(text).graph, [(Ref("loss"), Ref("one"))], [table])
     assert gradients[0] is not None and gradients[0].slices is not None
     value = np.arange(6.0).reshape(3, 2)
     whole, values, indices = run(result, [gradients[0].dense, *gradients[0].slices], {table: value, rows: [2, 0, 2]})
@@ -243,14 +243,9 @@ def test_shapes_follow_from_assumed_placeholders() -> None:
 
 
 def test_shapes_follow_from_assumed_values() -> None:
-    writer = Writer()
-    two = writer.builder.const([2], INT32)
-    dims = writer.op("dims", "Pack", writer.slice.samples, dtype=INT32, N=1)
-    axis = {"N": 2, "Tidx": dtype_attr(INT32)}
-    dims = writer.op("joined", "ConcatV2", dims, two, writer.builder.const(0, INT32), dtype=INT32, **axis)
-    filled = writer.op("filled", "Fill", dims, writer.slice.weight, index_type=dtype_attr(INT32))
-    assert infer_shapes(writer.graph, {}, {writer.slice.samples: 7})[filled] == (7, 2)
-    assert infer_shapes(writer.graph, {}, {})[filled] == (None, 2)
+    graph = read_program("dims = Pack(samples)\njoined = ConcatV2(dims, [2], 0)\nfilled = Fill(joined, weight)").graph
+    assert infer_shapes(graph, {}, {Ref("samples"): 7})[Ref("filled")] == (7, 2)
+    assert infer_shapes(graph, {}, {})[Ref("filled")] == (None, 2)
 
 
 def test_an_unknown_rank_is_none_and_each_output_has_a_shape() -> None:

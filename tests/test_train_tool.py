@@ -119,7 +119,7 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
     assert record["command"].startswith("python -m tools.train --") and "--benchmark_steps=5" in record["command"]
     assert "--epochs" not in record["command"]
     printed = capsys.readouterr().out
-    assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
+    assert "Measured 5 steps of own, " in printed and "benchmark.json  step times" in printed
 
 
 @pytest.mark.thorough
@@ -210,7 +210,7 @@ def test_plans_are_sought_with_what_flags_say(
         (["--plan=1:x"], "--plan=1:x: need replicas per stage with colons between them"),
         (["--plan=1:"], "--plan=1:: need replicas per stage"),
         (["--model=resnett:tiny"], "PYTHONPATH; did you mean 'resnet:tiny'?"),
-        (["--cluster=cpu:1", "--plan=1:1", "--nomeasure", "--model=vgg:tiny"], "plan puts stage 1 on device 1"),
+        (["--cluster=cpu:1", "--plan=1:1", "--model=vgg:tiny"], "--plan=1:1: plan puts stage 1 on device 1"),
         (["--profile=none.json"], "--profile=none.json: No such file"),
         (
             ["--dataset=patterns", "--plan=1:1", "--nomeasure", "--model=gpt:tiny"],

@@ -27,7 +27,7 @@ from models_for_tests import (
 )
 
 import dapple_tf as dapple
-from dapple_tf import transformation
+from dapple_tf import automatic
 
 X, Y, W = samples(24)
 VAL_X, VAL_Y, VAL_W = samples(10, seed=1)
@@ -675,21 +675,23 @@ def cross_entropy() -> Callable[..., Any]:
 def test_models_whose_values_are_on_the_cluster_s_gpus_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps have values of their own there, and no plan knew that its first device had all of the model's, too."""
+    """Steps have values of their own there, and plans subtract the model's."""
     names = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(2)]
-    cluster = dapple.Cluster(tuple(dapple.Device(name, 0) for name in names))
+    cluster = dapple.Cluster(tuple(dapple.Device(name, 0, 2**30) for name in names))
     model = classifier()
     model.optimizer.build(model.trainable_variables)
     held = SimpleNamespace(device=names[1], shape=tf.TensorShape([2**20]), dtype=tf.float32)
     with dapple.deferred_init():
         large = keras.Sequential([keras.Input((1000,)), layers.Dense(1000)])
-    transformation._warn_of_second_values(model, cluster)
-    monkeypatch.setattr(transformation, "tensorflow_variable", lambda variable: held)
-    transformation._warn_of_second_values(large, cluster)
-    transformation._warn_of_second_values(model, dapple.Cluster.local(2, kind="cpu"))
+    assert automatic.beside_values(model, cluster) == cluster
+    monkeypatch.setattr(automatic, "tensorflow_variable", lambda variable: held)
+    assert automatic.beside_values(large, cluster) == cluster
+    automatic.beside_values(model, dapple.Cluster.local(2, kind="cpu"))
     assert not caplog.messages
-    transformation._warn_of_second_values(model, cluster)
     size = 4 * len(model.variables + model.optimizer.variables)
+    for _ in range(2):
+        left = [device.memory_bytes for device in automatic.beside_values(model, cluster).devices]
+        assert left == [2**30, 2**30 - size * 2**20]
     (warning,) = caplog.messages
     assert warning.startswith(
         f"model 'classifier' keeps {size} MiB of values on GPU:1, beside those that steps use there"

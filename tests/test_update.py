@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from program_text import read_program
 from programs import (
     DOUBLE,
     FLOAT,
     HOST,
     INT32,
     Machine,
-    Writer,
     apply,
+    chain,
     connected,
     devices,
     embedding,
@@ -212,14 +213,15 @@ def test_each_replica_reads_the_loss_scale_of_its_own_optimizer() -> None:
 
 def three_parameters() -> Program:
     """Stage 0 with parameters of 32, 16 and (float32) 8 bytes."""
-    writer = Writer()
-    x, w, b = writer.input("x", (None, 2)), writer.variable("w", (2, 2)), writer.variable("b", (2,))
-    c = writer.variable("c", (2,), dtype=FLOAT)
-    with writer.layer("a"):
-        wide = writer.builder.add("a/wide", "Cast", [c], SrcT=dtype_attr(FLOAT), DstT=dtype_attr(DOUBLE))
-        h = writer.op("matmul", "MatMul", x, w)
-        y = writer.op("sum", "AddV2", writer.op("shifted", "AddV2", h, b), wide)
-    return staged(writer.program(writer.op("loss", "L2Loss", y)))
+    program = read_program("""
+        x[?, 2], w[2, 2], b[2], c float32[2]
+        a/wide = Cast(c, DstT=float64)
+        a/matmul = MatMul(x, w)
+        a/shifted = AddV2(a/matmul, b)
+        a/sum = AddV2(a/shifted, a/wide)
+        loss = L2Loss(a/sum)
+    """)
+    return staged(program)
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [(1 << 20, [6, 2]), (48, [6, 2]), (47, [4, 2, 2]), (1, [4, 2, 2])])
@@ -254,14 +256,7 @@ def test_keys_begin_where_they_are_told_to() -> None:
 
 def tied_and_own(split: Container[int] = ()) -> Program:
     """``w`` in stages 0 and 2; ``u`` in 0, ``v`` in 1 and ``t`` in 2."""
-    writer = Writer()
-    h = writer.input("x", (None, 2))
-    w, u, v, t = (writer.variable(name, (2, 2)) for name in ("w", "u", "v", "t"))
-    for name, kernels in (("a", (w, u)), ("b", (v,)), ("c", (w, t))):
-        with writer.layer(name):
-            for kernel in kernels:
-                h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", h, kernel))
-    return staged(writer.program(writer.op("loss", "L2Loss", h)), "a", "b", split=split)
+    return staged(chain("a: w u", "b: v", "c: w t"), "a", "b", split=split)
 
 
 def test_a_tied_weight_is_reduced_over_all_devices_of_its_stages() -> None:

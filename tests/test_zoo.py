@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +13,11 @@ from equivalence import use_float64
 from selection import thorough
 
 import dapple_tf as dapple
-from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import zoo
 from dapple_tf.tools.evaluation.random_blocks import IMAGE, SEQUENCE, VECTOR
 from dapple_tf.tools.evaluation.random_models import BETWEEN, Chain, compare_draw, draw
 from dapple_tf.tools.evaluation.training_comparison import (
-    Comparison,
-    briefly,
     compare_training,
     largest_difference,
     train_on_batch,
@@ -70,16 +66,6 @@ def test_random_models_are_of_all_forms() -> None:
     assert {block for chain in chains for block in chain.blocks} == {*VECTOR, *SEQUENCE, *IMAGE}
     assert {chain.end for chain in chains} == {"one output", "one in a list", "two heads", "rows"}
     assert sum(chain.exact for chain in chains) > 80
-
-
-def test_a_seed_gives_the_same_model_and_data_again() -> None:
-    one, other = draw(5), draw(5)
-    assert (one.about, one.plan) == (other.about, other.plan)
-    for first, second in zip(keras.tree.flatten(one.batches), keras.tree.flatten(other.batches), strict=True):
-        np.testing.assert_array_equal(first, second)
-    values = [[variable.numpy() for variable in each.build().variables] for each in (one, other)]
-    for first, second in zip(*values, strict=True):
-        np.testing.assert_array_equal(first, second)
 
 
 # ---- what a comparison finds
@@ -166,22 +152,6 @@ def test_random_draws_excuse_nothing() -> None:
     assert compare_training(build, _pipeline, _batches(1)).verdict == "differs"
 
 
-def test_what_fails_is_told_and_passes_nothing() -> None:
-    def broken(model: keras.Model) -> dapple.PipelinedModel:
-        raise ZeroDivisionError("no reason")
-
-    comparison = compare_training(_model, broken, _batches(1), dtype="float32")
-    assert comparison == Comparison("failed", None, "ZeroDivisionError: no reason")
-    assert not comparison.passed
-
-
-def test_notes_of_equal_text_are_told_once() -> None:
-    notes = [
-        Note(NoteKind.METRIC, layer, text, "a way out") for layer, text in (("a", "one"), ("b", "two"), ("c", "one"))
-    ]
-    assert briefly(notes) == "a and 1 more: one; a way out; b: two; a way out"
-
-
 # ---- architectures
 
 
@@ -222,49 +192,6 @@ def test_every_architecture_of_keras_applications_is_there() -> None:
             stem = stem.removesuffix(size)
         assert any(family.startswith(stem[:9]) for family in families), name
     assert sum(each.family == "keras_hub" for each in ARCHITECTURES.values()) >= 20
-
-
-def test_the_document_tells_what_differs() -> None:
-    row = {"model": "Bert", "family": "keras_hub", "cut": "layer", "micro_batches": 2, "dtype": "float64", "seconds": 1}
-    verdicts = [("equal", 1e-15, "kernel"), ("listed", 0.5, "a mean"), ("refused", None, "an error")]
-    records = [
-        row | {"optimizer": "sgd", "verdict": verdict, "difference": difference, "where": where}
-        for verdict, difference, where in verdicts
-    ]
-    other = row | {"model": "k3im.CaiT", "family": "k3im", "optimizer": "adam", "where": "", "verdict": "equal"}
-    drawn = {"seed": 7, "about": "vector", "verdict": "differs", "difference": 0.25, "where": "bias", "seconds": 1}
-    own = {"zoo Bert": {"records": records}, "zoo k3im.CaiT": {"records": [other | {"difference": 1e-9}]}}
-    text = zoo.document({**own, "draws": {"records": [drawn]}})
-    assert "| k3im.CaiT | layer | float64 | 1 equal | 1e-09 |" in text[text.index("## Other libraries") :]
-    assert "| Bert | layer | float64 | 1 equal, 1 listed, 1 refused | 5e-01 | a mean; an error |" in text
-    assert "1 of 3 trainings are equal" in text and "0 of 1 are equal" in text
-    assert "| 7 | vector | differs | 2e-01 | bias |" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models=Nothing"], "unknown Nothing"),
-        (["--micro_batches=x"], "--micro_batches"),
-        (["--optimizers=best"], "unknown best"),
-        (["--document=zoo.md"], "give both"),
-        (["--json=missing/zoo.json"], "no folder missing"),
-    ],
-)
-def test_wrong_flags_are_told_before_anything_runs(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.run(zoo.main, zoo.FLAGS, arguments) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_a_child_writes_a_row_for_each_training(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"seed": 3}, {"seed": 4}]
-    monkeypatch.setattr(zoo, "drawn_rows", lambda *drawn: rows if drawn == ("plans", 3, 2) else [])
-    assert command.run(zoo.main, zoo.FLAGS, ["--child=plans=3+2"]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
 
 def test_libraries_that_are_not_installed_are_skipped(

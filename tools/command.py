@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
@@ -51,8 +51,18 @@ CONSOLE = {
 }
 """Programs that installing this package makes console commands of, as setup.py lists them."""
 
-_COMMON = frozenset(flags.FlagValues())
-"""Flags that every `flags.FlagValues` has: --flagfile and --undefok."""
+GROUPS = {
+    "model and data": "model dataset length mixed_precision seed data_on_workers",
+    "cluster": "cluster workers_per_server speed intra_bandwidth inter_bandwidth intra_latency inter_latency",
+    "plan": "plan profile profile_batch_size global_batch_size micro_batches schedule schedule_modules compare "
+    "recompute jit_compile all_reduce reduce_early next_forward reverse_first_k only placement operator_groups "
+    "optimizer_shards parameter_shards row_shards by_trial",
+    "measuring": "measure batch_size device repeats cache profile_step benchmark_steps",
+    "training": "epochs steps learning_rate validation_steps checkpoint_dir checkpoint_every resume faults verify",
+    "output": "output text_output text_batch_size output_dir log_dir save_profile save_cluster check timeline width "
+    "port browser",
+}
+"""What ``--help`` calls groups of flags -> their names."""
 
 
 def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
@@ -71,18 +81,28 @@ def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
             logging.set_verbosity(logging.WARNING)
         return _guarded(main, argv)
 
-    run_program(parsed)
+    run_program(parsed, groups(values))
+
+
+def groups(values: flags.FlagValues) -> dict[str, list[flags.Flag[Any]]]:
+    """Returns a program's flags by their groups."""
+    named = {title: [values[name] for name in names.split() if name in values] for title, names in GROUPS.items()}
+    others = [flag for flag in _own(values) if not any(flag in group for group in named.values())]
+    return {title: group for title, group in {**named, "others": others}.items() if group}
 
 
 def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
     """Makes a program's flags those of a process, replacing flags of the same names."""
-    for flag in {id(values[name]): values[name] for name in values}.values():
-        if flag.name in _COMMON:
-            continue
+    for flag in _own(values):
         if flag.name in into:  # absl's --log_dir, for files that nothing here writes
             delattr(into, flag.name)
         into[flag.name] = flag
-        into.register_flag_by_module(sys.argv[0], flag)
+
+
+def _own(values: flags.FlagValues) -> list[flags.Flag[Any]]:
+    """A program's flags, but for --flagfile and --undefok, which all have."""
+    own = {id(values[name]): values[name] for name in values if name not in flags.FlagValues()}
+    return list(own.values())
 
 
 def line(program: str) -> list[str]:
@@ -96,8 +116,7 @@ def line(program: str) -> list[str]:
 
 def used(values: flags.FlagValues, program: str) -> str:
     """Returns the command that runs a program of this package, as in `line`, with the flags that were given."""
-    given = [flag for flag in {id(values[name]): values[name] for name in values}.values() if flag.present]
-    return " ".join([*line(program), *(flag.serialize() for flag in given)])
+    return " ".join([*line(program), *(flag.serialize() for flag in _own(values) if flag.present)])
 
 
 def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[str]) -> int:

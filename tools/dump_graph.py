@@ -28,7 +28,7 @@ _MODEL = ModelFlags(FLAGS, data=True)
 _CLUSTER = ClusterFlag(FLAGS)
 _PLAN = PlanFlags(FLAGS, batch=32)
 _PROFILE = ProfileFlags(FLAGS, alternative="Without it, nothing is simulated.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write to. Required.", flag_values=FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Required: the folder to write to.", flag_values=FLAGS)
 
 
 def main() -> None:

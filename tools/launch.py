@@ -4,7 +4,7 @@
     dapple-launch --workers=2 --devices=2 -- dapple-train --model=gpt --plan=2:2 --cluster=tf_config
     dapple-launch --workers=2 --devices=2
 
-The command finds the workers' addresses in TF_CONFIG:
+The command behind -- finds the workers' addresses in TF_CONFIG:
 `dapple_tf.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())` is their cluster.
 With --tls all connections are encrypted, by a certificate that is made for this run; the command finds it in
 DAPPLE_TF_TLS. SIGTERM, SIGHUP and SIGINT are passed on to the command (Ctrl-C in a terminal reaches it anyway). Its

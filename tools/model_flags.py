@@ -17,7 +17,7 @@ from absl import app, flags
 import dapple_tf as dapple
 from dapple_tf.data_files import read_text
 from dapple_tf.describe.plan import RECOMPUTE_MODES
-from dapple_tf.describe.profile_text import parse_text
+from dapple_tf.describe.profile_text import PUBLISHED, load_text
 from dapple_tf.models import registry
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS, generated
 from dapple_tf.models.sources import DataSource, ModelSource
@@ -230,8 +230,8 @@ class ProfileFlags:
         self._profile = flags.DEFINE_string(
             "profile",
             None,
-            "The model's profile: JSON, as dapple-profile writes it, or the text format of the DAPPLE authors. "
-            + (alternative or "Required."),
+            f"{'The' if alternative else 'Required: the'} model's profile: JSON, as dapple-profile writes it; the text "
+            f"format of the DAPPLE authors; or one of those that they published, {', '.join(PUBLISHED)}. {alternative}",
             flag_values=values,
         )
         self._batch_size = flags.DEFINE_integer(
@@ -269,25 +269,17 @@ class ProfileFlags:
 
 
 def load_profile(path: str | os.PathLike[str], batch_size: int | None = None) -> dapple.Profile:
-    """Loads a profile from a file, JSON or text.
+    """Loads a profile from a file, JSON or text, or a published one by its name.
 
     Raises:
         ProfileError: the file isn't a profile, or is a text whose batch size isn't known.
         OSError: the file can't be read.
     """
-    text = read_text(path, dapple.ProfileError, encoding="utf-8-sig")
-    source = os.fspath(path)
-    if text.lstrip().startswith("{"):
-        return dapple.Profile.from_json(text, source=source)
-    stem = pathlib.Path(path).stem
-    if batch_size is None and (named := re.search(r"pbs-(\d{1,6})", stem, re.ASCII)):
-        batch_size = int(named[1])
-    if batch_size is None:
-        raise dapple.ProfileError(
-            f"{source} isn't JSON, and the text format doesn't say for how many samples it is: give "
-            f"--profile_batch_size"
-        )
-    return parse_text(text, batch_size=batch_size, model=stem, source=source)
+    if os.fspath(path) not in PUBLISHED:
+        text = read_text(path, dapple.ProfileError, encoding="utf-8-sig")
+        if text.lstrip().startswith("{"):
+            return dapple.Profile.from_json(text, source=os.fspath(path))
+    return load_text(path, batch_size=batch_size)
 
 
 def check_output(flag: str, path: str | None) -> None:
@@ -320,8 +312,8 @@ class PlanFlags:
         self._plan = flags.DEFINE_string(
             "plan",
             default,
-            f"The plan: {automatic}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found."
-            + ("" if auto or default else " Required."),
+            f"{'The' if auto or default else 'Required: the'} plan: {automatic}a JSON file, or the replicas of each "
+            f"stage, such as 3:1 or 1:1:1:1; cuts are found.",
             flag_values=values,
         )
         self._global_batch_size = flags.DEFINE_integer(
@@ -427,6 +419,17 @@ class PlanFlags:
             check(self._schedule.value != "auto", f"--schedule=auto is for --plan=auto, not for --plan={text}")
         elif not self.automatic:
             self._loaded()
+
+    def check_devices(self, cluster: dapple.Cluster) -> None:
+        """Checks early that a cluster has the devices of a plan that is given.
+
+        Raises:
+            app.UsageError: it lacks one.
+        """
+        if not self.automatic:
+            plan = self.plan(lambda replicas: [f"cut {stage}" for stage in range(1, len(replicas))])
+            with blamed(f"--plan={self.text}"):
+                plan.validate_on(cluster)
 
     def check_layers(self, model: keras.Model) -> None:
         """Checks early that a model has the layers after which a plan from a file is cut.

@@ -1,7 +1,7 @@
 """Finds a plan: where to cut a model into stages, which devices run each, how many micro-batches, which schedule.
 
     dapple-plan --profile=profile.json --cluster=cluster.json --global_batch_size=512 --output=plan.json
-    dapple-plan --profile=docs/profiles/bert-48-pbs-2.txt --cluster=cluster.json --global_batch_size=64
+    dapple-plan --profile=bert-48 --cluster=cluster.json --global_batch_size=64
     dapple-plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=gpipe,dapple_a --only=recompute
 
 From a profile, plans can be made for any cluster, real or described. With --model, the model is first measured on the
@@ -32,7 +32,7 @@ _MODEL = ModelFlags(FLAGS, default=None, data=True)
 _CLUSTER = ClusterFlag(FLAGS)
 _SHARDS = {"no": False, "yes": True, "auto": None}
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
-    "global_batch_size", None, "Samples per step, over all devices. Required.", lower_bound=1, flag_values=FLAGS
+    "global_batch_size", None, "Required: samples per step, over all devices.", lower_bound=1, flag_values=FLAGS
 )
 _MICRO_BATCHES = flags.DEFINE_list(
     "micro_batches", None, "Micro-batches per step: one number, or several to choose from.", flag_values=FLAGS

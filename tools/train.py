@@ -186,6 +186,7 @@ def prepare() -> Job:
     from dapple_tf.automatic import measured, plan_model
 
     cluster, data = _CLUSTER.cluster(), _MODEL.data()  # in this order: a client of workers has no GPUs itself
+    _PLAN.check_devices(cluster)
     profile = _PROFILE.profile() if _PROFILE.given else None
     model = _MODEL.build()
     if _LEARNING_RATE.value is not None:

@@ -77,9 +77,9 @@ def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
         "logs": f"for tensorboard --logdir={folder / 'logs'}",
         "model.keras": "the trained model",
         "benchmark.json": "step times and what they were measured on",
-        "profile.json": "for tools.plan and tools.what_if",
+        "profile.json": "for dapple-plan and dapple-what-if",
         "operators.txt": "where each operator runs",
     }
-    for path in sorted(folder.iterdir()):
-        lines.append(f"  {path.name:<14}{notes.get(path.name, '')}".rstrip())
-    return "\n".join(lines)
+    names = sorted(path.name for path in folder.iterdir())
+    width = max(map(len, names), default=0)
+    return "\n".join([*lines, *(f"  {name:<{width}}  {notes.get(name, '')}".rstrip() for name in names)])

@@ -7,7 +7,8 @@ Micro-batches, schedule, recomputation, bandwidths, latencies, the devices' spee
 changed. The page shows timelines and numbers of the original and the changed plan, error messages, the plan as JSON
 and the command that simulates it. Without --plan the best plan for --global_batch_size is found first.
 
-The page is at http://127.0.0.1:PORT/, for programs on this machine only, and nothing else is served. Ctrl-C ends it.
+The page is at http://127.0.0.1:PORT/, for programs on this machine only, and nothing else is served. The browser opens
+it, unless there is no display or --nobrowser is given. Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import gc
 import http.server
 import json
+import os
 import socketserver
 import sys
 import threading
 import time
+import webbrowser
 from http import HTTPStatus
 from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
@@ -42,6 +45,10 @@ _CLUSTER = ClusterFlag(FLAGS)
 _PLAN = PlanFlags(FLAGS, default="auto", auto=True)
 _PORT = flags.DEFINE_integer(
     "port", 0, "Port on 127.0.0.1; 0 for any free port.", lower_bound=0, upper_bound=65_535, flag_values=FLAGS
+)
+
+_BROWSER = flags.DEFINE_boolean(
+    "browser", True, "Open the page in the browser, where there is a display.", flag_values=FLAGS
 )
 
 HOST = "127.0.0.1"
@@ -228,6 +235,8 @@ def main() -> None:
     with server:
         sys.stdout.write(f"{desk.plan}\n\nThe page is at {server.address} (Ctrl-C ends it)\n")
         sys.stdout.flush()
+        if _BROWSER.value and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+            webbrowser.open(server.address)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.variables.device_values import Holding, host_of, read_shards
+from dapple_tf.variables.device_values import Holding, read_shards
 from graph_passes.ir.graph import AttrValue, Builder, Ref, dtype_attr, dtypes_attr
+from graph_passes.ir.kernels import host_of
 from graph_passes.ir.outline import FunctionDef, call_node, placeholder
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import assign_function, merge_library, read_function

@@ -26,7 +26,6 @@ from dapple_tf.clusters.open_ports import check_ports
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_former_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE
 from dapple_tf.describe.cluster import Cluster, ClusterError
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import PortTakenError, UnusableWorkersError, WorkerLostError, reason
 from dapple_tf.network.control import ControlError, SilentError, join_address, split_address
@@ -84,7 +83,7 @@ class Connection:
         """
         self.addresses = cluster.located()
         self._kinds = [
-            collections.Counter(kind_and_number(cluster.devices[device].name)[0] for device in own)
+            collections.Counter(cluster.devices[device].type for device in own)
             for own in map(cluster.devices_of_worker, range(len(self.addresses)))
         ]
         self.notice_seconds = faults.notice_seconds

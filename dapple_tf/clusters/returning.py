@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import Device, kind_and_number
+from dapple_tf.describe.devices import Device
 from dapple_tf.describe.hardware import clean
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import ControlError
@@ -103,7 +103,7 @@ def check_back(task: int, address: str, answer: Mapping[str, Any], wanted: Seque
     """
     offered = devices(task, address, answer)
     if not all(_has(offered, device) for device in wanted):
-        before = _counted((kind_and_number(device.name)[0], device.kind) for device in wanted)
+        before = _counted((device.type, device.kind) for device in wanted)
         now = _counted((entry["kind"], clean(entry.get("hardware", ""))) for entry in offered)
         raise ClusterError(
             f"worker {task} ({address}) is back with {now}, but the cluster has {before} of it: start it as it was, or "
@@ -114,10 +114,9 @@ def check_back(task: int, address: str, answer: Mapping[str, Any], wanted: Seque
 
 
 def _has(offered: Sequence[Mapping[str, Any]], device: Device) -> bool:
-    kind, number = kind_and_number(device.name)
-    if number >= len(offered) or offered[number]["kind"] != kind:
-        return kind == "CPU" and number == 0 and not device.kind  # A server has one in any case.
-    return device.kind in ("", clean(offered[number].get("hardware", "")))
+    if device.number >= len(offered) or offered[device.number]["kind"] != device.type:
+        return device.type == "CPU" and device.number == 0 and not device.kind  # A server has one in any case.
+    return device.kind in ("", clean(offered[device.number].get("hardware", "")))
 
 
 def _counted(pairs: Iterable[tuple[str, str]]) -> str:

@@ -12,7 +12,6 @@ from tensorflow.core.protobuf import config_pb2
 
 from dapple_tf.clusters.server_definition import threads, worker_name
 from dapple_tf.describe.cluster import Cluster, ClusterError
-from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.ir.collectives import NCCL, RING
 from graph_passes.ir.tensorflow_bridge import bare_config
 from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run, process_config
@@ -48,7 +47,7 @@ def collective_hint(cluster: Cluster) -> str:
     It refuses two members on one GPU, which sub-streams and logical GPUs are. Its sockets would pass by the tunnels of
     TLS.
     """
-    if not any(map(on_gpu, cluster.device_names)) or cluster.sub_streams or cluster.tls:
+    if not cluster.has_gpus or cluster.sub_streams or cluster.tls:
         return RING
     here = tf.config.list_physical_devices("GPU") if cluster.real and not cluster.addresses else ()
     divided = any(len(tf.config.get_logical_device_configuration(gpu) or ()) > 1 for gpu in here)
@@ -60,7 +59,7 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
 
     Servers have their own threads and devices, see `server_definition.ServerSettings`.
     """
-    cpus = sum("device:CPU" in device.name for device in cluster.devices)
+    cpus = sum(device.type == "CPU" for device in cluster.devices)
     gpus = cluster.num_devices - cpus
     # A step's top level is calls of functions, where Grappler finds nothing to do but searches again and again. It
     # still optimizes each function at its first call. It would even drop nodes that are only timed.
@@ -140,7 +139,7 @@ def configure_gpus(cluster: Cluster) -> None:
     Raises:
         ClusterError: TensorFlow has made this process's devices already, in another way.
     """
-    if not cluster.sub_streams or "device:GPU" not in cluster.devices[0].name:
+    if not cluster.sub_streams or cluster.devices[0].type != "GPU":
         return
     gpus = tf.config.list_physical_devices("GPU")[: cluster.sub_streams]
     if len(gpus) < cluster.sub_streams:

@@ -22,7 +22,6 @@ from dapple_tf.describe.devices import (
     Server,
     check_addresses,
     check_link,
-    kind_and_number,
     worker_number,
 )
 from dapple_tf.describe.faults import FaultPolicy
@@ -312,7 +311,7 @@ class Cluster(JsonFile):
             cluster = cls.of_servers(started.addresses, memory_bytes=memory_bytes, tls=tls)
             wanted = "GPU" if started.gpus else "CPU"
             for server, address in enumerate(cluster.addresses):
-                own = [kind_and_number(cluster.devices[index].name)[0] for index in cluster.devices_of(server)]
+                own = [cluster.devices[index].type for index in cluster.devices_of(server)]
                 if own != [wanted] * devices_per_worker:
                     raise ClusterError(
                         f"worker {server} ({address}) was to have {counted(devices_per_worker, 'device')} of kind "
@@ -393,17 +392,16 @@ class Cluster(JsonFile):
             raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
         mains, subs = [], []
         for index, device in enumerate(self.devices):
-            kind, number = kind_and_number(device.name)
             size = device.memory_bytes
-            if size is None and self.real and kind == "GPU":
+            if size is None and self.real and device.type == "GPU":
                 raise ClusterError(
                     f"device {index} is a GPU of unknown memory, which two streams must share out: give it, "
                     f"Cluster.local({self.num_devices}, memory_bytes=...)"
                 )
-            if number != index:
+            if device.number != index:
                 raise ClusterError(f"device {index} is {device.name}; sub-streams are for devices in order, from 0 on")
             part = None if size is None else max(1, round(size * memory_share))
-            name = device.name.removesuffix(str(number)) + str(number + self.num_devices)
+            name = device.name.removesuffix(str(index)) + str(index + self.num_devices)
             mains.append(replace(device, memory_bytes=None if part is None or size is None else max(1, size - part)))
             subs.append(replace(device, name=name, memory_bytes=part))
         own = self.servers[0] if self.servers else Server()
@@ -464,7 +462,7 @@ class Cluster(JsonFile):
         """Returns whether a device reads another one's memory in place: logical CPU devices of one process do."""
         if first == second:
             return True
-        cpus = all("device:CPU" in self.devices[device].name for device in (first, second))
+        cpus = all(self.devices[device].type == "CPU" for device in (first, second))
         return cpus and self.worker_of(first) == self.worker_of(second)
 
     @functools.cached_property
@@ -541,9 +539,14 @@ class Cluster(JsonFile):
         """Number of devices."""
         return len(self.devices)
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any of its devices is a GPU."""
+        return any(device.type == "GPU" for device in self.devices)
+
     def all_gpus(self, devices: Iterable[int]) -> bool:
         """Whether these devices are GPUs."""
-        return all(kind_and_number(self.devices[device].name)[0] == "GPU" for device in devices)
+        return all(self.devices[device].type == "GPU" for device in devices)
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -594,5 +597,5 @@ class Cluster(JsonFile):
 def _is_like(first: Device, second: Device) -> bool:
     sizes = [device.memory_bytes for device in (first, second) if device.memory_bytes is not None]
     same = len(sizes) < 2 or max(sizes) <= min(sizes) * _LIKE_MEMORY
-    kinds = {(kind_and_number(device.name)[0] if ":" in device.name else "", device.kind) for device in (first, second)}
+    kinds = {(device.type, device.kind) for device in (first, second)}
     return same and len(kinds) == 1

@@ -37,6 +37,16 @@ class Device:
     speed_spread: float = field(default=0.0, compare=False)
     kind: str = field(default="", compare=False)
 
+    @property
+    def type(self) -> str:
+        """``CPU`` or ``GPU``, as its name says; empty for other names."""
+        return self.name.partition("device:")[2].partition(":")[0]
+
+    @property
+    def number(self) -> int:
+        """Its number in its process: 3 for ``.../device:GPU:3``."""
+        return int(self.name.rpartition(":")[2])
+
 
 @dataclass(frozen=True)
 class Server:
@@ -102,12 +112,6 @@ class ReductionLinks:
     def links(self) -> dict[str, Link]:
         """Name -> link, of those that are known."""
         return {name: link for name in REDUCTION_LINKS if (link := getattr(self, name)) is not None}
-
-
-def kind_and_number(name: str) -> tuple[str, int]:
-    """Returns a device's kind and number: ``.../device:GPU:3`` is ("GPU", 3)."""
-    _, kind, number = name.rsplit(":", 2)
-    return kind, int(number)
 
 
 def worker_number(name: str) -> int:

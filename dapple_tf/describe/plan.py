@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan_checks import check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
@@ -538,10 +537,10 @@ class Plan(JsonFile):
         }
 
     def validate_on(self, cluster: Cluster) -> None:
-        """Checks that the cluster has every device of the plan, and like devices for the same operators of replicas.
+        """Checks that the cluster has every device of the plan, and devices of one type for a stage's replicas.
 
         Raises:
-            PlanError: a device doesn't exist, or isn't of the kind (CPU, GPU) of its like; the text names it and its
+            PlanError: a device doesn't exist, or isn't of the type (CPU, GPU) of its like; the text names it and its
                 stage.
         """
         count = cluster.num_devices
@@ -554,14 +553,15 @@ class Plan(JsonFile):
                         f"plan puts stage {stage} on device {device}, but the cluster has {count} "
                         f"device{'s' if count > 1 else ''} {numbers}; choose one of these or use a larger cluster"
                     )
-        for stage, groups in enumerate(self.operator_devices or ()):
-            for place, like in enumerate(zip(*groups, strict=True)):
-                kinds = {device: kind_and_number(cluster.device_names[device])[0] for device in like}
-                if len(set(kinds.values())) > 1:
-                    shown = ", ".join(f"device {device} ({kind})" for device, kind in kinds.items())
+            groups = () if self.operator_devices is None else self.operator_devices[stage]
+            for place, like in enumerate([(*devices, *weights), *itertools.islice(zip(*groups, strict=True), 1, None)]):
+                types = {device: cluster.devices[device].type for device in like}
+                if len(set(types.values())) > 1:
+                    where = f"place {place} in the groups of " if place else ""
+                    shown = ", ".join(f"device {device} ({own})" for device, own in types.items())
                     raise PlanError(
-                        f"place {place} in the groups of stage {stage} has unlike devices: {shown}. All replicas have "
-                        f"the same operators in one place; give it devices of one kind"
+                        f"{where}stage {stage} has unlike devices: {shown}. All replicas run the same operators; give "
+                        f"it devices of one type"
                     )
 
     def __str__(self) -> str:

@@ -41,10 +41,11 @@ class PlanReport:
         latency: time of the plan.
         formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search minimised.
         speedup: over one device with its best number of micro-batches.
-        data_parallel: time of data parallelism on all devices; None if that isn't possible.
+        data_parallel: time of the best data parallelism on all devices; None if that isn't possible.
         data_parallel_note: why it isn't possible.
         runner_up: time of the best plan with other stages or replicas; None if there was none.
         runner_up_text: that plan, in short.
+        runner_up_note: what it needs more of, where it isn't slower.
         pivot: the stage with the fewest bubbles, which sets the pace.
         limited_by: the parts of the step's critical path.
         stages: see :class:`StageReport`.
@@ -55,6 +56,7 @@ class PlanReport:
         dapple_text: that plan, in short.
         one_device: time on one device; None if its memory is too small, so that the speedup is over the sum of layers.
         restraints: what the plan's features cost the user besides time.
+        idle_devices: number of devices without a task.
     """
 
     latency: float
@@ -73,9 +75,13 @@ class PlanReport:
     dapple_text: str = ""
     one_device: float | None = None
     restraints: tuple[str, ...] = ()
+    runner_up_note: str = ""
+    idle_devices: int = 0
 
     def __str__(self) -> str:
         def factor(other: float) -> str:
+            if 0 < other < self.latency:  # The planner prefers simpler plans to hardly faster ones.
+                return f"as fast within {math.ceil(100 * (self.latency / other - 1))}%"
             return f"{other / self.latency:.3g}x the time" if self.latency else "the same"
 
         parallel = f"impossible: {self.data_parallel_note}"
@@ -84,12 +90,14 @@ class PlanReport:
         runner_up = "none found"
         if self.runner_up is not None:
             runner_up = f"{self.runner_up_text}: {ms_text(self.runner_up)} ms, {factor(self.runner_up)}"
+            runner_up += f", {self.runner_up_note}" if self.runner_up_note else ""
         memory = "" if self.one_device is not None else " with enough memory"
+        idle = f"; {self.idle_devices} device{'s' * (self.idle_devices > 1)} idle" if self.idle_devices else ""
         return (
-            f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}\n"
+            f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}{idle}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
-            f"data parallelism on all devices: {parallel}{self._gain()}"
+            f"best data parallelism on all devices: {parallel}{self._gain()}"
             + "".join(f"\nto know: {restraint}" for restraint in self.restraints)
         )
 

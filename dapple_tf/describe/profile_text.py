@@ -32,6 +32,11 @@ from dapple_tf.data_files import read_text
 from dapple_tf.describe.layer_profile import Cost, LayerProfile, ProfileError
 from dapple_tf.describe.profile import Profile, Tensor
 
+PUBLISHED = {
+    path.stem.rpartition("-pbs-")[0]: path for path in sorted((Path(__file__).parent / "profiles").glob("*-pbs-*.txt"))
+}
+"""Name, such as ``bert-48``, of each profile that the authors of DAPPLE published -> its file; see docs/profiles.md."""
+
 _SEPARATOR = " -- "
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -44,15 +49,29 @@ _DIGITS = 40  # of exact arithmetic between text and floats, which have 17
 
 
 def load_text(
-    path: str | os.PathLike[str], *, batch_size: int, model: str | None = None, device: str = "unknown"
+    path: str | os.PathLike[str], *, batch_size: int | None = None, model: str | None = None, device: str = "unknown"
 ) -> Profile:
-    """Reads a profile in the planner's text format from a file; see `parse_text`. ``model`` is the file's stem if None.
+    """Reads a profile in the planner's text format from a file; see `parse_text`.
+
+    Args:
+        path: the file, or a name in `PUBLISHED`.
+        batch_size: samples of the batch that was measured; None for N of a file that is called ``...pbs-N...``.
+        model: name of the model; None for the file's stem.
+        device: the device on which it was measured.
 
     Raises:
         ProfileError: the file is wrong; the text names file, line and mistake.
         OSError: the file can't be read.
     """
-    path = Path(path)
+    path = PUBLISHED.get(os.fspath(path), Path(path))
+    if batch_size is None:
+        named = re.search(r"pbs-(\d{1,6})", path.stem, re.ASCII)
+        if named is None:
+            raise ProfileError(
+                f"{path} isn't JSON, and the text format doesn't say for how many samples it is: give "
+                f"--profile_batch_size, or batch_size"
+            )
+        batch_size = int(named[1])
     text = read_text(path, ProfileError, encoding="utf-8-sig", most_bytes=_MOST_BYTES)
     return parse_text(
         text, batch_size=batch_size, model=path.stem if model is None else model, device=device, source=os.fspath(path)

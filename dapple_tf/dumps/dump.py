@@ -19,7 +19,7 @@ from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.gpu_check import gpu_text
-from dapple_tf.execution.planned_steps import complete_step, full_step, training_source
+from dapple_tf.execution.planned_steps import complete_step, full_step, training_source, with_compiler
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -95,7 +95,7 @@ def dump_model(
     plan.validate_on(cluster)
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    passes = StepPasses(plan, cluster)
+    passes = StepPasses(with_compiler(plan, model, cluster), cluster)
     return dump(directory, model, passes, [], None, profile, spec=spec, operator_costs=operator_costs)
 
 

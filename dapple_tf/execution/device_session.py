@@ -19,8 +19,8 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.builds import StepRequest
-from dapple_tf.execution.gpu_check import check_kernels, has_gpus
-from dapple_tf.execution.terminal import without_profiler_lines
+from dapple_tf.execution.gpu_check import check_kernels
+from dapple_tf.execution.terminal import without_noise
 from dapple_tf.garbage import return_freed_memory
 from graph_passes.ir.graph import GraphDef
 
@@ -131,7 +131,7 @@ class DeviceSession:
         Raises:
             DappleError: a GPU lacks a kernel that it needs.
         """
-        if has_gpus(self.cluster):
+        if self.cluster.has_gpus:
             check_kernels(graph)
         self._session_graph.add(graph, name)
 
@@ -201,7 +201,7 @@ class DeviceSession:
         feed = dict(zip(request.feeds, values, strict=True))
         options.trace_level = self._trace_level
         profiled = options.trace_level == options.FULL_TRACE
-        with without_profiler_lines() if profiled else contextlib.nullcontext():
+        with without_noise() if profiled else contextlib.nullcontext():
             return self.run(request.fetches, feed, options, metadata, seconds)
 
     def _prepare(self, request: StepRequest) -> PreparedRun:
@@ -231,7 +231,7 @@ class DeviceSession:
     def _trace_level(self) -> Any:
         """The trace level: TensorFlow's profiler, which costs time, for GPUs and for servers, which know no other."""
         levels = tf.compat.v1.RunOptions
-        here = all("device:CPU" in device.name for device in self.cluster.devices)
+        here = not self.cluster.has_gpus
         return levels.SOFTWARE_TRACE if here and not isinstance(self._session, RemoteSession) else levels.FULL_TRACE
 
     def first_trace(self, name: str) -> bool:

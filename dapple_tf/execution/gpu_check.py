@@ -24,11 +24,6 @@ from graph_passes.ir.tensorflow_bridge import attribute
 _VARIABLE = "VarHandleOp"
 
 
-def has_gpus(cluster: Cluster) -> bool:
-    """Returns whether a cluster has GPUs."""
-    return any(on_gpu(name) for name in cluster.device_names)
-
-
 def check_kernels(graph: GraphDef) -> None:
     """Checks that GPUs have kernels for all nodes that a graph puts on them.
 
@@ -86,7 +81,7 @@ def _why_shared(node: NodeDef) -> str:
 
 def gpu_text(graph: GraphDef, cluster: Cluster) -> str:
     """Returns a table of what a step does on a cluster's GPUs; empty for a cluster without."""
-    if not has_gpus(cluster):
+    if not cluster.has_gpus:
         return ""
     if not knows_gpus():
         return "On GPUs: unknown, as the TensorFlow of this process has no kernels for them.\n"

@@ -71,7 +71,8 @@ _TOLD = {
     Coupling.TOGETHER: (
         NoteKind.COUPLED,
         "computes across the samples of each slice, not of the whole batch",
-        "plan one slice for its stage (one micro-batch, one replica), or use what treats each sample by itself",
+        "plan one slice for its stage (one micro-batch, one replica), or use what treats each sample by itself; with "
+        "synchronized=True BatchNormalization needs only one micro-batch",
     ),
     Coupling.MICRO_BATCH: (
         NoteKind.COUPLED,

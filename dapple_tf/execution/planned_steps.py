@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import keras
@@ -13,12 +15,21 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import model_supports_jit
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.variables.device_values import parameters_in_shards
 from dapple_tf.variables.parameter_groups import holdings, optimizer_variables, readers_of, stored_in_shards
 from graph_passes.ir.program import Program
 from graph_passes.pass_manager import Instrument, run_passes
+
+
+def with_compiler(plan: Plan, model: keras.Model, cluster: Cluster) -> Plan:
+    """Returns a plan that compiles stages where Keras compiles models by default: on GPUs, if XLA can."""
+    decided = plan.jit_compile is not None or plan.operator_devices is not None
+    if decided or not cluster.all_gpus(itertools.chain(*plan.devices)):
+        return plan
+    return dataclasses.replace(plan, jit_compile=model_supports_jit(model))
 
 
 def planned_step(
@@ -33,6 +44,7 @@ def planned_step(
         spec: structure of the batches.
         operator_costs: costs of single operators, if the plan places them; None estimates them.
     """
+    plan = with_compiler(plan, model, cluster)
     passes, table = StepPasses(plan, cluster), VariableTable(model)
     build(model, table, spec)
     captured = capture(model, table, Mode.TRAIN, spec, gpus=passes.gpus)

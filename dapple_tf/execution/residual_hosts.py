@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan import Plan
+from graph_passes.ir.kernels import host_of
 
 
 def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
@@ -23,9 +23,9 @@ def residual_hosts(plan: Plan, cluster: Cluster) -> dict[str, str]:
             idle = [
                 cluster.device_names[other]
                 for other in cluster.devices_of_worker(cluster.worker_of(device))
-                if other not in used and kind_and_number(cluster.device_names[other])[0] == "CPU"
+                if other not in used and cluster.devices[other].type == "CPU"
             ]
-            hosts[name] = idle[0] if idle else f"{name.rpartition('/')[0]}/device:CPU:0"
+            hosts[name] = idle[0] if idle else host_of(name)
     return hosts
 
 

@@ -477,6 +477,7 @@ class Runtime:
                 self._give_up()
                 raise
             else:
+                self._watch()  # Another engine knows the optimizer's variables only once a step is prepared.
                 without = tuple(own for own in addresses if own not in self.cluster.addresses)
                 seconds = time.time() - started
                 replayed = len(self._recovery.log)

@@ -158,7 +158,7 @@ class StepBuilder:
             owners = {**reads, **self._owners}
         placed = self._storage_devices if self.placer is None else self._placed(self.placer, built, owners)
         self._settle(owners, updates, placed)
-        logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
+        logger.info("prepared %s for %s in %.2f s", mode.value, spec, time.perf_counter() - start)
         return built
 
     def _tell_whole_tables(self, program: Program, updates: Sequence[GroupUpdate]) -> None:

@@ -15,7 +15,6 @@ import keras
 
 from dapple_tf.clusters.session import collective_hint
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import limited_devices, residuals_held
@@ -75,10 +74,15 @@ class StepPasses:
         """Names of the devices that keep the variables of each stage's replicas."""
         return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
 
+    @functools.cached_property
+    def on_gpus(self) -> frozenset[int]:
+        """The stages that run on GPUs alone."""
+        return frozenset(s for s, devices in enumerate(self.plan.working_devices) if self.cluster.all_gpus(devices))
+
     @property
     def gpus(self) -> bool:
         """Whether all stages run on GPUs."""
-        return self.cluster.all_gpus(itertools.chain(*self.plan.working_devices))
+        return len(self.on_gpus) == self.plan.num_stages
 
     def shards(self, stages: Sequence[int]) -> int:
         """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
@@ -108,16 +112,14 @@ class StepPasses:
         return tuple(self.plan.micro_batches * len(replicas) for replicas in self.devices)
 
     def slice_samples(self, mode: Mode, samples: int) -> tuple[int | None, ...]:
-        """Returns for each stage the samples of its slices, None if they differ; empty if functions serve any size.
+        """Returns for each stage the samples of its slices; None if they differ, or its functions serve any size.
 
         Training has functions for one size. Evaluation and prediction see batches of many sizes, for which functions of
         any size are made once, but on GPUs, which wait for each shape that they compute. If operators are placed one by
         one, shapes are folded after that.
         """
-        kinds = {kind_and_number(name)[0] for replicas in self.devices for name in replicas}
-        any_size = mode is not Mode.TRAIN and "GPU" not in kinds
-        if any_size or len(self.plan.flat_stages) == self.plan.num_stages:
-            return ()
+        every = frozenset(range(len(self.devices)))
+        sized = (every if mode is Mode.TRAIN else self.on_gpus) - self.plan.flat_stages
         layout = self.layout(samples)
         sizes = [
             {
@@ -129,8 +131,7 @@ class StepPasses:
             for stage in range(len(self.devices))
         ]
         return tuple(
-            of_stage.pop() if len(of_stage) == 1 and stage not in self.plan.flat_stages else None
-            for stage, of_stage in enumerate(sizes)
+            of_stage.pop() if len(of_stage) == 1 and stage in sized else None for stage, of_stage in enumerate(sizes)
         )
 
     @functools.cached_property
@@ -296,7 +297,14 @@ class StagesAsked(NamedTuple):
         counted = bool(limited_devices(plan, passes.cluster))
         options = plan.recompute, plan.compiled, self.training, self.prefix, plan.split_stages
         keepers = passes.owner_devices if plan.row_shards else None
-        return Partition(*options, fuse, sizes, replicas, counted, spread=plan.spread_stages, keepers=keepers)
+        # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
+        on_gpus = frozenset() if plan.compiled else passes.on_gpus - plan.flat_stages
+        return Partition(
+            *(*options, fuse, sizes, replicas, counted),
+            spread=plan.spread_stages,
+            keepers=keepers,
+            on_gpus=on_gpus,
+        )
 
 
 class StepAsked(NamedTuple):

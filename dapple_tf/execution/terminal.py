@@ -1,4 +1,4 @@
-"""Output beside Keras' progress bar: warnings get their own lines, and messages of TensorFlow's profiler are hidden."""
+"""Output on the terminal: warnings beside Keras' progress bar get their own lines, TensorFlow's noise is hidden."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
-_PROFILER = re.compile(rb"^[IW]\d{4} .*\b(?:profiler_session|xplane_to_step_stats)\.cc:\d+\]")
+_NOISE = re.compile(
+    rb"^[IW]\d{4} .*\b(?:(?:profiler_session|xplane_to_step_stats)\.cc:\d+\]|util\.cc:\d+\] Not handling type)"
+)
+"""Messages of TensorFlow's profiler, and of an optimizer that leaves float64 alone."""
 _STDERR = 2
-_redirected = threading.Lock()
+_redirected = threading.RLock()
 
 
 @contextlib.contextmanager
-def without_profiler_lines() -> Iterator[None]:
-    """Hides the messages of TensorFlow's profiler inside the context; other output to stderr appears at its end.
+def without_noise() -> Iterator[None]:
+    """Hides messages of TensorFlow that mean nothing inside the context.
 
-    The messages are written in C++, and can't be turned off after TensorFlow has been imported.
+    They are written in C++, and can't be turned off after TensorFlow has been imported. Other output of C++ and of
+    loggers appears at the end, output to Python's ``sys.stderr``, such as progress, at once.
     """
     with _redirected:
         try:
@@ -31,12 +35,23 @@ def without_profiler_lines() -> Iterator[None]:
         with tempfile.TemporaryFile() as file:
             os.dup2(file.fileno(), _STDERR)
             try:
-                yield
+                with _python_stderr(terminal):
+                    yield
             finally:
                 os.dup2(terminal, _STDERR)
                 file.seek(0)
                 with os.fdopen(terminal, "wb") as shown:
-                    shown.writelines(line for line in file if not _PROFILER.match(line))
+                    shown.writelines(line for line in file if not _NOISE.match(line))
+
+
+@contextlib.contextmanager
+def _python_stderr(terminal: int) -> Iterator[None]:
+    """Lets ``sys.stderr`` go to a file descriptor inside the context, unless it has been replaced before."""
+    if sys.stderr is not sys.__stderr__:
+        yield
+        return
+    with os.fdopen(os.dup(terminal), "w", buffering=1) as stream, contextlib.redirect_stderr(stream):
+        yield
 
 
 _bars: list[bool] = []

@@ -24,6 +24,7 @@ from dapple_tf.frontend.dataset_graphs import Drawn
 from dapple_tf.frontend.on_workers import Address, OnWorkers, Part, Shape
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import GraphDef, copied
+from graph_passes.ir.kernels import host_of
 from graph_passes.ir.program import Layout, TakenBatch
 from graph_passes.passes.place_data import joined
 
@@ -36,12 +37,9 @@ _NEEDED = {Drawn.NONE: 0, Drawn.BEGUN: 0, Drawn.FIRST: 1, Drawn.LATER: _ALL}
 
 
 def hosts_of(cluster: Cluster) -> dict[str, str]:
-    """Returns device -> the CPU of its worker, on which its batches are read and cut."""
-    if not cluster.addresses:
-        return dict.fromkeys(cluster.device_names, cluster.host_device)
-    workers = map(cluster.worker_of, range(cluster.num_devices))
-    hosts = (f"/job:worker/replica:0/task:{worker}/device:CPU:0" for worker in workers)
-    return dict(zip(cluster.device_names, hosts, strict=True))
+    """Returns device -> the CPU of its worker, on which its batches are read and cut; these CPUs are among them."""
+    hosts = {name: host_of(name) for name in cluster.device_names}
+    return hosts | {host: host for host in hosts.values()}
 
 
 def area_of(dtypes: Iterable[str]) -> str:

@@ -16,10 +16,12 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.alike_groups import BY_ELEMENT, AlikeGroups, has_own_methods
 from dapple_tf.frontend.optimizer_checks import check_clipping, check_shards
+from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import (
     checks_by_keras,
     inner_optimizer,
+    keras_ops,
     parameters_of,
     restricted,
     slots_by_parameter,
@@ -31,6 +33,11 @@ from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.program import VariableKind, in_rows
 from graph_passes.ir.tensorflow_bridge import make_constant
+
+_ROOTED = frozenset({keras.optimizers.Adadelta, keras.optimizers.Adagrad, keras.optimizers.RMSprop})
+"""Optimizers that divide a gradient by roots of means, or sums, of squares."""
+_LEAST_EPSILON = 1e-7
+"""The least that is added to such a mean: above zero in half precision, too."""
 
 
 def capture_updates(
@@ -310,7 +317,7 @@ def _capture_apply(
         _apply(optimizer, table.applied_by, gradients, variables)
         return []
 
-    with _restricted_to(optimizer, variables, clips=clip_norm is None):
+    with _restricted_to(optimizer, variables, clips=clip_norm is None), _decided_branches(optimizer):
         captured = _capture(table, names, sliced, apply, wants_totals=bool(clip_norm) or guarded, own_rows=own_rows)
     variables_read = captured.variables.values()
     foreign = [v.name for v in variables_read if v.kind is not VariableKind.OPTIMIZER and v.name not in names]
@@ -320,6 +327,45 @@ def _capture_apply(
             f"update that couples variables of several stages isn't supported; put these layers into one stage"
         )
     return captured
+
+
+@contextlib.contextmanager
+def _decided_branches(optimizer: Any) -> Iterator[None]:
+    """Leaves out branches of Keras' own optimizers inside the context, as each stops a GPU until the host has chosen.
+
+    Divisors of a gradient's rows are roots of numbers above zero, or NaN where the variable is, too: Keras needn't look
+    for zeros and NaN in all rows of a table. Loss scaling chooses the values of two scalars.
+    """
+    inner = inner_optimizer(optimizer)
+    rooted = type(inner) in _ROOTED and not has_own_methods(inner) and not getattr(inner, "centered", False)
+    rooted = rooted and inner.epsilon >= _LEAST_EPSILON
+    scaled = type(optimizer) is keras.optimizers.LossScaleOptimizer
+
+    def of_rows(cond: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(pred: Any, true_fn: Any = None, false_fn: Any = None, **options: Any) -> Any:
+            if rooted and getattr(true_fn, "__name__", "") == "func_for_union_indices":
+                return false_fn()
+            return cond(pred, true_fn, false_fn, **options)
+
+        return chosen
+
+    def of_scale(cond: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(pred: Any, true_fn: Any, false_fn: Any) -> Any:
+            if not scaled or getattr(true_fn, "__name__", "") != "upscale":
+                return cond(pred, true_fn, false_fn)
+            scopes = keras.StatelessScope(), keras.StatelessScope()
+            for scope, branch in zip(scopes, (true_fn, false_fn), strict=True):
+                with scope:
+                    branch()
+            for variable in (optimizer.step_counter, optimizer.dynamic_scale):
+                values = (scope.get_current_value(variable) for scope in scopes)
+                variable.assign(tf.where(pred, *(variable.value if value is None else value for value in values)))
+            return None
+
+        return chosen
+
+    with replaced(tf, "cond", of_rows), replaced(keras_ops, "cond", of_scale):
+        yield
 
 
 def _clip_factor(norm: tf.Tensor, clip_norm: float) -> tf.Tensor:

@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.devices import kind_and_number
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.describe.profile import Profile
@@ -89,7 +88,7 @@ def profile_key(
     own = cluster.devices[device]
     hardware = own.kind or cpu_kind(cluster.num_devices)
     parts = [
-        *(_VERSION, tf.version.VERSION, keras.version(), *kind_and_number(own.name)[:1], hardware, cluster.num_devices),
+        *(_VERSION, tf.version.VERSION, keras.version(), own.type, hardware, cluster.num_devices),
         *(model.name, list(sizes), repeats, [(array.dtype.name, array.shape) for array in example.arrays]),
         [(call.path, call.number, call.stop > call.start) for call in program.roles.calls],
         [(v.name, v.dtype, v.shape, v.kind.value) for v in program.roles.variables],

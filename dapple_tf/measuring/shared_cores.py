@@ -23,7 +23,7 @@ _MICRO_BATCHES = 2
 def shares_cores(cluster: Cluster, server: int) -> bool:
     """Returns whether devices of a server share a processor, as logical CPU devices do."""
     devices = cluster.devices_of(server)
-    return len(devices) > 1 and all("device:CPU" in cluster.devices[device].name for device in devices)
+    return len(devices) > 1 and all(cluster.devices[device].type == "CPU" for device in devices)
 
 
 def measure_capacity(

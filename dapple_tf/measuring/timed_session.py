@@ -12,6 +12,7 @@ import tensorflow as tf
 from dapple_tf.clusters.session_graph import SessionGraph
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster
+from dapple_tf.execution.terminal import without_noise
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.timed_step import LAST, ItemKey, TimedStep
 from dapple_tf.variables.device_values import Holding, StorageNodes
@@ -115,7 +116,8 @@ class StepRuns:
         options = levels(trace_level=levels.FULL_TRACE)
         if alone and "device:CPU" in self.device:
             options = levels(trace_level=levels.SOFTWARE_TRACE, inter_op_thread_pool=_CALLERS_THREAD)
-        self._session.session.run(self._fetch, self._feeds[samples], options=options, run_metadata=metadata)
+        with without_noise():
+            self._session.session.run(self._fetch, self._feeds[samples], options=options, run_metadata=metadata)
         return metadata.step_stats
 
     def times(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> np.ndarray:

@@ -26,7 +26,7 @@ _KEY = secrets.token_bytes(32)
 
 def client_name() -> str:
     """Returns this process's name for workers; a process that is forked from it has another one."""
-    return f"{socket.gethostname()} process {os.getpid()} ({_RUN})"
+    return f"process {os.getpid()} on {socket.gethostname()} (run {_RUN})"
 
 
 def lease_secret(address: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ def report(
         derived: the plan's derivation, if plans other than DAPPLE's were searched.
     """
     costs, plan = best.costs, best.costs.plan
+    used = {*itertools.chain(*plan.working_devices, *(plan.weight_devices or ()))}
     total = sum(best.busy.values()) or 1.0
     busy = [0.0] * plan.num_stages
     for span in best.spans:
@@ -94,15 +96,22 @@ def report(
         data_parallel_note="" if data_parallel is not None else _why_not_data_parallel(request),
         runner_up=None if runner_up is None else runner_up[1],
         runner_up_text="" if runner_up is None else shape(runner_up[0]),
+        runner_up_note="" if runner_up is None or runner_up[1] > best.latency else _excess(runner_up[0], plan),
         pivot=pace,
         limited_by=_limit(best),
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
         restraints=restraints(plan),
+        idle_devices=request.cluster.num_devices - len(used),
         out_of_order="" if derived is None else out_of_order_plans.name(plan),
         dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
         dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),
     )
+
+
+def _excess(other: Plan, plan: Plan) -> str:
+    """Returns what a plan needs more of than the chosen one, which is simpler."""
+    return "with more stages" if other.num_stages > plan.num_stages else "on more devices"
 
 
 def _nearest_to_limit(step: Simulation, devices: Sequence[int]) -> tuple[float, int | None]:

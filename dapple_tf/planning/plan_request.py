@@ -148,6 +148,12 @@ class PlanRequest:
         )
 
     def __post_init__(self) -> None:
+        types = sorted({device.type for device in self.cluster.devices})
+        if len(types) > 1:
+            raise PlanError(
+                f"the cluster has devices of several types, {' and '.join(types)}, but a profile describes one: plan "
+                f"for a cluster of devices of one type, or write the plan yourself"
+            )
         for move in self.moves:
             if not callable(move):
                 raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")

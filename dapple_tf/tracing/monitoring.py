@@ -88,9 +88,9 @@ class PipelineMonitor(keras.callbacks.Callback):
     * ``bubble_stage_0``: fraction of the step in which the stage's devices compute nothing, 0 to 1;
     * ``peak_mib_stage_0``: largest peak memory of the stage's devices.
 
-    All but the first line and ``input_ms`` are those of the last traced step, corrected for tracing, and
-    NaN before the first traced step, the fifth. Where GPUs don't report their kernels, only ``step_ms`` and peaks of
-    memory are known. If the model was profiled, each traced step is compared with its
+    All but the first line and ``input_ms`` are of the last traced step, corrected for tracing. A metric is left out
+    until it has a value: the fifth step is the first traced one. Where GPUs don't report their kernels, only
+    ``step_ms`` and peaks of memory are known. If the model was profiled, each traced step is compared with its
     prediction, and the log warns of stages that are more than 20% off it.
 
     Attributes:
@@ -131,28 +131,16 @@ class PipelineMonitor(keras.callbacks.Callback):
 
     # ---- what the pipelined model tells
 
-    def attach(self, plan: Plan) -> None:
+    def attach(self) -> None:
         """Begins a fit of a pipelined model."""
         self._attached = True
         self._rates.clear()
         self._waits.clear()
-        self.latest = dict.fromkeys(self._names(plan), math.nan)
+        self.latest = {}
 
     def detach(self) -> None:
         """Ends the fit."""
         self._attached = False
-
-    def _names(self, plan: Plan) -> list[str]:
-        rates = ["samples_per_second"] + ["tokens_per_second"] * (self._tokens is not None)
-        stages = range(plan.num_stages)
-        return [
-            *rates,
-            "step_ms",
-            "input_ms",
-            *(f"{name}_ms" for name in _SHOWN),
-            *(f"bubble_stage_{stage}" for stage in stages),
-            *(f"peak_mib_stage_{stage}" for stage in stages),
-        ]
 
     def stepped(self, samples: int, seconds: float, waited: float) -> None:
         """Records a finished training step.
@@ -187,8 +175,8 @@ class PipelineMonitor(keras.callbacks.Callback):
             number: number of training steps so far.
         """
         self._traced = True
-        self.latest |= dict.fromkeys(self.latest.keys() - self._names(plan), math.nan)  # stages that no longer exist
-        self.latest |= step_metrics(step, untraced_seconds, plan)
+        untraced = {name: value for name, value in self.latest.items() if name in _UNTRACED}
+        self.latest = untraced | step_metrics(step, untraced_seconds, plan)  # without stages that no longer exist
         self._write(number, self.latest)
 
     # ---- Keras' callbacks
@@ -223,6 +211,8 @@ class PipelineMonitor(keras.callbacks.Callback):
             self._log.write(number, {tag(name): value for name, value in metrics.items()})
 
 
+_UNTRACED = ("samples_per_second", "tokens_per_second", "input_ms")
+"""Metrics that no trace is needed for."""
 _SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")
 
 
@@ -248,7 +238,7 @@ def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dic
         )
         metrics[f"bubble_stage_{stage}"] = max(1 - busy / untraced_seconds, 0.0)
         metrics[f"peak_mib_stage_{stage}"] = max(peaks.get(device, math.nan) for device in devices) / 2**20
-    return metrics
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def _untraced(parts: StepParts, factor: float) -> StepParts:

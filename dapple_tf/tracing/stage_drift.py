@@ -32,7 +32,8 @@ class StageDrift:
 
     If some replicas of a stage are off and others aren't, or the other way, it is their devices that are faster or
     slower than expected: each of these is warned of with the speed that was seen, and with the gain of a plan for these
-    speeds.
+    speeds. Devices that share cores are an exception: they slow each other down more or less than simulated, which
+    neither a new profile nor another plan mends. Their stages are only logged, at level INFO.
 
     Attributes:
         predicted: stage -> predicted seconds.
@@ -76,17 +77,26 @@ class StageDrift:
         }
         for stage in sorted(off & self.suspected):
             seconds, expected = measured[stage], self.predicted[stage]
-            warnings.append(
+            text = (
                 f"stage {stage} takes {seconds * 1e3:.3g} ms for a micro-batch, {abs(seconds / expected - 1):.0%} "
                 f"{'more' if seconds > expected else 'less'} than the {expected * 1e3:.3g} ms that were predicted: "
-                f"profile the model again (dapple.profile(..., cache=False)) and make a new plan"
             )
+            if self._shares_cores(stage):
+                logger.info("%sits devices share cores", text)
+                continue
+            warnings.append(f"{text}profile the model again (dapple.profile(..., cache=False)) and make a new plan")
             logger.warning("%s", warnings[-1])
         for stage in sorted(self.off - off):
             logger.info("stage %d takes the time that was predicted again", stage)
         self.off = (self.off & off) | (off & self.suspected)
         self.suspected = off - self.off
         return warnings + self._check_devices(factors)
+
+    def _shares_cores(self, stage: int) -> bool:
+        """Returns whether devices of a stage share cores with others."""
+        cluster = self._simulation.costs.cluster
+        servers = {cluster.devices[device].server for device in self._simulation.costs.plan.working_devices[stage]}
+        return any(cluster.capacity(server) < len(cluster.devices_of(server)) for server in servers)
 
     def _slowness(self, tasks: Mapping[Task, float]) -> tuple[dict[int, float], set[int]]:
         """Returns device -> factor by which it is slower than predicted, and the stages whose devices aren't so alike.
@@ -102,7 +112,7 @@ class StageDrift:
                 for replica, device in enumerate(devices)
                 if (stage, replica) in ratios
             }
-            if not own or max(own.values()) <= (1 + TOLERANCE) * min(own.values()):
+            if not own or self._shares_cores(stage) or max(own.values()) <= (1 + TOLERANCE) * min(own.values()):
                 continue
             if min(own.values()) > 1 + TOLERANCE or max(own.values()) < 1 - TOLERANCE:
                 continue  # The prediction is wrong for all of them: that isn't a matter of one device.

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from dapple_tf.frontend.initialization import Initial
-from dapple_tf.variables.device_values import Holding, host_of
+from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, shape_attr
+from graph_passes.ir.kernels import host_of
 from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import (

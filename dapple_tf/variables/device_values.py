@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import Builder, GraphDef, Ref
+from graph_passes.ir.kernels import host_of
 from graph_passes.ir.outline import FunctionDef, call_node, placeholder
 from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.storage import (
@@ -62,12 +62,6 @@ def parameters_in_shards(holdings: Iterable[Holding]) -> frozenset[str]:
     """Returns the parameters of which devices keep shards."""
     variables = (variable for holding in holdings for variable in holding.variables)
     return frozenset(v.name for v in variables if v.kind is not VariableKind.OPTIMIZER and v.shards > 1)
-
-
-def host_of(device: str) -> str:
-    """Returns the name of the CPU of a device's server."""
-    spec = tf.DeviceSpec.from_string(device)
-    return str(spec.replace(device_type="CPU", device_index=0).to_string())
 
 
 def read_shards(

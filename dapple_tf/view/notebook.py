@@ -10,6 +10,9 @@ from dapple_tf.view.image import timelines_svg
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.timeline import Timeline
 
+_LANES = "font-family:monospace;line-height:1.2;white-space:pre"
+"""Style of timelines as text: nbconvert's page sets a proportional font, in which lanes don't line up."""
+
 
 class Table(NamedTuple):
     """A table to show.
@@ -54,4 +57,4 @@ def _picture(timelines: Sequence[Timeline]) -> str:
     try:
         return timelines_svg(timelines)
     except ModuleNotFoundError:  # matplotlib is an extra
-        return f"<pre>{html.escape(timeline_text(timelines))}</pre>"
+        return f'<pre style="{_LANES}">{html.escape(timeline_text(timelines))}</pre>'

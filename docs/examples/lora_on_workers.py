@@ -1,6 +1,6 @@
 """Fine-tunes keras_hub's GPT-2 by LoRA, as a pipeline over the workers that TF_CONFIG names.
 
-    python -m tools.launch --workers=2 -- python docs/examples/lora_on_workers.py
+    dapple-launch --workers=2 -- python docs/examples/lora_on_workers.py
 
 starts two workers on this machine first. It trains a small GPT-2 with random weights, which needs no download;
 ``--preset=gpt2_base_en`` fine-tunes the published one. Only the small matrices that LoRA adds are trained, and only

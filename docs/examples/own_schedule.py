@@ -17,7 +17,6 @@ from dapple_tf.view.image import draw_timelines
 from dapple_tf.view.text import timeline_text
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--profile", default="docs/profiles/bert-48-pbs-2.txt", help="a profile in the DAPPLE format")
 parser.add_argument("--image", help="draw the timelines here, as .svg or .png")
 arguments = parser.parse_args()
 
@@ -40,7 +39,7 @@ def run_ahead(request: ScheduleRequest) -> Orders:
 
 RUN_AHEAD = Policy("run_ahead", run_ahead)
 
-profile = load_text(arguments.profile, batch_size=2)
+profile = load_text("bert-48")
 cluster = dapple.Cluster.from_json('{"format": "dapple_tf.cluster/1", "servers": [{"devices": 4}]}')
 layers = [layer.name for layer in profile.layers]
 cuts = [layers[len(layers) * stage // STAGES - 1] for stage in range(1, STAGES)]

@@ -1,6 +1,6 @@
 """Trains a small model on the workers that TF_CONFIG names.
 
-    python -m tools.launch --workers=2 -- python docs/examples/train_on_cluster.py
+    dapple-launch --workers=2 -- python docs/examples/train_on_cluster.py
 
 runs it on two workers of this machine; docs/cluster.md says how to start workers on several machines. The model goes
 through them as a pipeline; without ``--pipeline``, the planner measures model and workers and decides.

@@ -328,7 +328,7 @@ class Handles:
                 return None if shape is None else shape[1:]
             case "TensorListSetItem" | "TensorListPushBack":
                 item, others = self._shapes.get(given[-1]), self.element(given[0])
-                return others if item is None else item if others is None else _both(item, others)
+                return item if others is None else _join(item, others)
             case "TensorListReserve" | "EmptyTensorList":
                 return self._declared(given[0])
             case "VarHandleOp":
@@ -368,7 +368,7 @@ def _stable(given: CallShapes, after: Callable[[CallShapes], CallShapes | None])
             return None
         # A list that is still empty at first has the elements that the body gives it.
         elements = tuple(
-            before if now is None else now if before is None else _both(now, before)
+            now if before is None else _join(before, now)
             for before, now in zip(given.elements, results.elements, strict=True)
         )
         joined = CallShapes(_joined(given, results).shapes, elements)
@@ -402,11 +402,6 @@ def _join(one: Shape | None, other: Shape | None) -> Shape | None:
     if one is None or other is None or len(one) != len(other):
         return None
     return tuple(first if first == second else None for first, second in zip(one, other, strict=True))
-
-
-def _both(one: Shape, other: Shape) -> Shape | None:
-    """Returns the shape of elements of one list: what is known of either, or what both have in common."""
-    return _refined(one, other) or _join(one, other)
 
 
 def _joined(one: CallShapes, other: CallShapes) -> CallShapes:

@@ -30,6 +30,11 @@ ON_HOST = frozenset({types_pb2.DT_STRING, types_pb2.DT_RESOURCE})
 """Dtypes in the host's memory, on all devices."""
 
 
+def host_of(device: str) -> str:
+    """Returns the name of the first CPU of a device's process."""
+    return f"{device.rpartition('/')[0]}/device:CPU:0"
+
+
 def knows_gpus() -> bool:
     """Returns whether this TensorFlow has kernels for GPUs: only then does its registry tell what GPUs can compute."""
     return any(kernel.device_type == GPU for kernel in _registered("MatMul", GPU))

@@ -30,6 +30,7 @@ class NodeKind(enum.Enum):
     SLICES = "slices", "host", "split"  # the batch, cut for the replicas of a stage
     NORMALIZERS = "normalizers", "host", "other"  # what slices need to know of the whole batch
     READ = "read", "", "read"  # variables
+    INTEGERS = "integers", "", ""  # that a GPU's host computes before a task
     INDICES = "indices", "", ""  # of the rows that a task needs, before it
     LOOKUP = "lookup", "", "read"  # these rows, read where they are kept
     LOSS = "loss", "", "other"  # the sum over slices

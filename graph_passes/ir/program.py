@@ -284,6 +284,7 @@ class ValueKind(enum.Enum):
     PARTIAL = "partial"  # a tensor that Bx computes and Bw reads
     INDICES = "indices"  # a tensor of the stage's graph: the rows of a parameter that are looked up before F
     LOOKED_UP = "looked_up"  # these rows: an argument in place of the parameter
+    INTEGERS = "integers"  # an int32 tensor that a GPU's host computes before F: an argument in place of its makers
 
 
 OWN_ROWS = (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES)
@@ -382,6 +383,8 @@ class Stage:
         metrics: (tensors of F, labels, metric values) -> metric values.
         lookups: what is looked up before F: F and its backward functions get these rows, and not the parameters.
         indices: (batch inputs, boundary inputs) -> the indices of ``lookups``. None where there are none.
+        integers: (batch inputs, integer state) -> the integers that a GPU's host computes before F, which F and its
+            backward functions get. None where there are none.
         whole_tables: parameter of which rows are looked up, but not before F -> why.
         loops: what its functions run in loops, besides the library of ``graph``.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
@@ -413,6 +416,7 @@ class Stage:
     metrics: StageFunction | None = None
     lookups: tuple[Lookup, ...] = ()
     indices: StageFunction | None = None
+    integers: StageFunction | None = None
     whole_tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loops: tuple[FunctionDef, ...] = ()
@@ -469,7 +473,8 @@ class Stage:
     @property
     def functions(self) -> tuple[StageFunction, ...]:
         """All its functions, makers of residuals and partial results before their readers."""
-        own = self.indices, self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
+        backward = self.backward, self.input_grad, self.weight_grad, self.fused
+        own = self.integers, self.indices, self.forward, *backward, self.metrics
         return tuple(function for function in own if function is not None)
 
     @property
@@ -592,7 +597,8 @@ class Step:
         dissolved: stages without tasks: their operators are ordered one by one, or the step is one function (`Join`).
             ``entry`` and ``exit`` have none of theirs; ``schedule`` still has their order.
         placed_on: devices of operators that were placed one by one.
-        residual_hosts: the devices whose memory has residuals while they wait for their backward tasks.
+        hosts: the devices whose memory has residuals while they wait for their backward tasks, and those that compute
+            integers for GPUs.
     """
 
     layout: Layout
@@ -616,7 +622,7 @@ class Step:
     train: str | None = None
     dissolved: frozenset[int] = frozenset()
     placed_on: frozenset[str] = frozenset()
-    residual_hosts: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
 
     @property
     def named_nodes(self) -> set[str]:

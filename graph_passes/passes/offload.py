@@ -65,9 +65,7 @@ class Offload:
                     copies.send(offloading[task.stage], task, order)
         copies.bring_back()
         merge_library(graph, copies.functions.values())
-        return program.replace(
-            graph=graph, step=dataclasses.replace(step, residual_hosts=step.residual_hosts | copies.used)
-        )
+        return program.replace(graph=graph, step=dataclasses.replace(step, hosts=step.hosts | copies.used))
 
 
 class _Gone(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.analysis.host_integers import with_host_integers
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
@@ -52,6 +53,7 @@ class Partition:
 
         whole: (params, state, x, dy) -> (y, state', dx, dparams)
         x -> indices:  of rows that F takes in place of a whole table, see ``keepers``
+        state, x -> integers:  that F takes in place of what computes them, see ``on_gpus``
         F:     (params, state, x)     -> (y, state', residuals)
         B:     (residuals, params, x, dy) -> (dx, dparams)
         Bx:    (residuals, params, x, dy) -> (dx, partial results)
@@ -84,6 +86,8 @@ class Partition:
         keepers: for each stage the devices that keep its variables, if tables may be kept by rows: of parameters of
             which stages need nothing but rows, on several devices, F gets the rows that are looked up before it. None
             for functions that look them up themselves.
+        on_gpus: the stages on GPUs: F gets the integers that follow from the batch and from integer state, random seeds
+            among them, from the host.
     """
 
     name: ClassVar[str] = "partition"
@@ -100,6 +104,7 @@ class Partition:
     counted: bool = True
     spread: Container[int] = ()
     keepers: Sequence[Sequence[str]] | None = None
+    on_gpus: Container[int] = ()
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
@@ -127,10 +132,12 @@ class Partition:
             stage, shapes, before = _of_samples(program, stage, shapes_of, samples, fold_twin)
             counted = {number: size.renumbered(before) for number, size in counted.items()}
         sizes = list(counted.values())
-        graph = Graph(stage.own_graph)
+        graph, sources = Graph(stage.own_graph), stage.arguments
+        if stage.index in self.on_gpus:
+            stage = with_host_integers(program, stage)
         given = set(stage.arguments.values())
-        forward, indices, gradients = dict[Value, Ref](), dict[Value, Ref](), dict[Value, Ref]()
-        of_kind = {ValueKind.FORWARD: forward, ValueKind.INDICES: indices}
+        forward, indices, integers, gradients = (dict[Value, Ref]() for _ in range(4))
+        of_kind = {ValueKind.FORWARD: forward, ValueKind.INDICES: indices, ValueKind.INTEGERS: integers}
         for value, ref in stage.results.items():
             of_kind.get(value.kind, gradients)[value] = ref
 
@@ -165,8 +172,11 @@ class Partition:
             "lookups": stage.lookups,
             "loops": tuple(each for each in graph.graph.library.function if each.signature.name not in library),
             "indices": None,
+            "integers": None,
             "whole_tables": {table: why for table, why in reasons.items() if why and table in stage.reads},
         }
+        if integers:
+            changes["integers"] = _function(f"{name}_integers", graph, sources, integers, jit_compile=False)
         if indices:
             changes["indices"] = _function(f"{name}_indices", graph, stage.arguments, indices, jit_compile=False)
         if self.training:

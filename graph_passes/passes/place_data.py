@@ -47,7 +47,7 @@ class PlaceData:
     number under which workers keep the batch. In parts, a worker has only the samples that its devices read.
 
     Attributes:
-        hosts: device of the plan -> the CPU of its worker.
+        hosts: device of the plan, or CPU of its worker -> this CPU.
         area: name of the memory in which workers keep batches by number (`MapStage`).
         in_parts: whether each worker has only the samples that its devices read, in their order in the batch.
     """

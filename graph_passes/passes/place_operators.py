@@ -8,9 +8,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from graph_passes.analysis.device_kernels import on_gpu
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, NodeDef, Ref, control_inputs, drop_unread
-from graph_passes.ir.kernels import CPU, GPU, kernel_of, knows_gpus
+from graph_passes.ir.kernels import CPU, GPU, host_of, kernel_of, knows_gpus
 from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
@@ -244,7 +245,6 @@ class _Placement:
 
 def _able(device: str, nodes: Iterable[NodeDef]) -> str:
     """Returns a device, or its host if it is a GPU for which TensorFlow has no kernel of one of these nodes."""
-    place, gpu, _ = device.partition("/device:GPU:")
-    if gpu and knows_gpus() and any(kernel_of(node, GPU) is None and kernel_of(node, CPU) for node in nodes):
-        return f"{place}/device:CPU:0"
+    if on_gpu(device) and knows_gpus() and any(kernel_of(node, GPU) is None and kernel_of(node, CPU) for node in nodes):
+        return host_of(device)
     return device

@@ -18,6 +18,7 @@ from graph_passes.ir.graph import (
     dtype_attr,
     shape_attr,
 )
+from graph_passes.ir.kernels import host_of
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import FunctionDef, call_node, dtype_of, outline
 from graph_passes.ir.program import (
@@ -106,6 +107,7 @@ class _Replication:
         self.variables: dict[tuple[str, int, int], Ref] = {}
         self.reads: dict[tuple[int, int], tuple[str, ...]] = {}
         self.functions: list[FunctionDef] = []
+        self.hosts: set[str] = set()
         self.groups: dict[tuple[str, ...], int] = {}
         self.gathers = ParameterGathers(options, self.builder, self.functions)
         self.lookups = RowLookups(options, self.builder, self.functions)
@@ -134,6 +136,7 @@ class _Replication:
             shard_reads=_joined(self.gathers.reads, self.lookups.reads),
             gathers=self.gathers.begins,
             lookups=self.lookups.waiting,
+            hosts=frozenset(self.hosts),
             feeds=self.feeds,
             metric_feeds=self.metric_feeds,
             metric_results=self._metric_results(),
@@ -231,10 +234,15 @@ class _Replication:
         return len(self.layout.micro_batch_intervals)
 
     def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
+        forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
+        if stage.integers is not None:
+            host = host_of(self.layout.device_of(forward))
+            self.hosts.add(host)
+            integers = self._call(stage, forward, stage.integers, NodeKind.INTEGERS, host, keep=False)
+            self.values |= {(forward, value): Ref(integers, i) for i, value in enumerate(stage.integers.outputs)}
         if stage.indices is not None:
-            task = Task(stage.index, Phase.FORWARD, micro_batch, replica)
-            indices = self._call(stage, task, stage.indices, NodeKind.INDICES, keep=False)
-            self.lookups.add(stage, task, self.program.variables, indices)
+            indices = self._call(stage, forward, stage.indices, NodeKind.INDICES, keep=False)
+            self.lookups.add(stage, forward, self.program.variables, indices)
         for phase, part in stage.phases:
             task, kind = Task(stage.index, phase, micro_batch, replica), NodeKind.of_phase(phase)
             if part is not None:
@@ -245,19 +253,21 @@ class _Replication:
                 node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, kind)).node
                 self.entry[task], self.exit[task] = node, (node,)
         if stage.metrics is not None:
-            forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
             metrics = self._call(stage, forward, stage.metrics, NodeKind.METRICS, keep=False)
             self.exit[forward] = (*self.exit[forward], metrics)
             for index, value in enumerate(stage.metrics.outputs):
                 variable = self._variable_of_update(value.ref)
                 self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
 
-    def _call(self, stage: Stage, task: Task, function: StageFunction, kind: NodeKind, *, keep: bool = True) -> str:
-        """Adds the call of a task; returns its node."""
+    def _call(
+        self, stage: Stage, task: Task, function: StageFunction, kind: NodeKind, host: str = "", *, keep: bool = True
+    ) -> str:
+        """Adds the call of a task, on its device or on ``host``; returns its node."""
         name = self.builder.names.fresh(f"stage{stage.index}/replica{task.replica}/{kind.text}{task.micro_batch}")
         self.functions.append(function.function)
-        inputs = [self._argument(task, value, function, index) for index, value in enumerate(function.inputs)]
-        device = self.layout.device_of(task)
+        device = host or self.layout.device_of(task)
+        dtypes = (arg.type for arg in function.function.signature.input_arg)
+        inputs = [self._argument(task, *each, device) for each in zip(function.inputs, dtypes, strict=True)]
         self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, kind)))
         if keep:
             self.entry[task], self.exit[task] = name, (name,)
@@ -267,8 +277,7 @@ class _Replication:
                 self.values[backward if value in of_backward else task, value] = Ref(name, index)
         return name
 
-    def _argument(self, task: Task, value: Value, function: StageFunction, index: int) -> Ref:
-        dtype = function.function.signature.input_arg[index].type
+    def _argument(self, task: Task, value: Value, dtype: int, device: str) -> Ref:
         forward = Task(task.stage, Phase.FORWARD, task.micro_batch, task.replica)
         if value.kind is ValueKind.GRADIENT:
             return self._pending(
@@ -290,7 +299,6 @@ class _Replication:
             return self._slices_of(value.ref, task.stage)[task.micro_batch, task.replica]
         samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
         scalars, peers = self.program.roles.slice, self.program.roles.peers
-        device = self.layout.device_of(task)
         if value.ref == scalars.weight:
             return self.builder.const(samples / self.layout.batch, dtype, device=device)
         if value.ref == scalars.number:

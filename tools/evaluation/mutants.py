@@ -1,6 +1,6 @@
 """Breaks the code in small ways, one at a time, and reports which changes the tests notice.
 
-    python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # 300 mutants, by `make test`
+    python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # 600 mutants, by `make test`
     python -m tools.evaluation.mutants --json=all.json --killed=fewer.json         # what those tests miss, by all tests
 
 Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
@@ -19,7 +19,9 @@ import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -34,7 +36,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = ("graph_passes", "dapple_tf/schedules", "dapple_tf/simulation")
+GROUPS = {
+    "passes, schedules, simulation": (("graph_passes", "dapple_tf/schedules", "dapple_tf/simulation"), 300),
+    "planning": (("dapple_tf/planning",), 60),
+    "execution": (("dapple_tf/execution",), 60),
+    "frontend": (("dapple_tf/frontend",), 60),
+    "checkpoints": (("dapple_tf/checkpoints",), 60),
+    "clusters": (("dapple_tf/clusters", "dapple_tf/network"), 60),
+}
+"""Packages of each group, and its number of mutants."""
 
 _PAIRS = (
     "Lt LtE, LtE Lt, Gt GtE, GtE Gt, Eq NotEq, NotEq Eq, In NotIn, NotIn In, Is IsNot, IsNot Is, And Or, Or And, "
@@ -138,7 +148,7 @@ def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
     return Mutant(str(path.relative_to(ROOT)), getattr(old, "lineno", 0), before, after, tree)
 
 
-def draw(count: int, seed: int, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
+def draw(count: int, seed: int, folders: Sequence[str]) -> list[Mutant]:
     """Draws mutants of all files in folders, with a seed."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     numbers = [mutant_numbers for path in paths for mutant_numbers in mutants_of(path)]
@@ -277,7 +287,7 @@ def main(arguments: Sequence[str]) -> None:
     """Tries mutants one after the other, and writes their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True, help="JSON file of outcomes.")
-    parser.add_argument("--count", type=int, default=300, help="Number of mutants.")
+    parser.add_argument("--share", type=float, default=1.0, help="Share of each group's mutants, above 0.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the drawn mutants.")
     parser.add_argument("--markers", default="", help="Tests to run, as pytest's -m.")
     parser.add_argument(
@@ -297,7 +307,11 @@ def main(arguments: Sequence[str]) -> None:
 
     sound: dict[str, bool] = {}  # test -> whether it passes without a mutant
     in_time: dict[tuple[str, ...], bool] = {}  # tests -> whether they end in time without a mutant
-    for number, change in enumerate(draw(options.count, options.seed), start=1):
+    groups = {
+        name: draw(count, options.seed, packages)[: math.ceil(options.share * count)]
+        for name, (packages, count) in GROUPS.items()
+    }
+    for number, change in enumerate(itertools.chain.from_iterable(groups.values()), start=1):
         if change.key in outcomes:
             continue
         started = time.monotonic()
@@ -316,7 +330,8 @@ def main(arguments: Sequence[str]) -> None:
         outcomes[change.key] = {**ended, "seconds": round(time.monotonic() - started, 1), "tests": tests}
         options.json.write_text(json.dumps(outcomes, indent=2) + "\n")
         print(f"{number:4d} {ended['outcome']:10s} {change.key} ({ended['by']})", flush=True)
-    print(collections.Counter(each["outcome"] for each in outcomes.values()))
+    for name, mutants in groups.items():
+        print(f"{name}: {dict(collections.Counter(outcomes[each.key]['outcome'] for each in mutants))}")
 
 
 if __name__ == "__main__":

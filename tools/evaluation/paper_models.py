@@ -1,6 +1,6 @@
 """The models, hardware and plans of DAPPLE's evaluation (PPoPP'21, section 6), and what we assume beyond.
 
-The profiles are those that the authors published (docs/profiles). They hold times, activations and parameters. This
+The profiles are those that the authors published (docs/profiles.md). They hold times, activations and parameters. This
 module mends what is known to be wrong in them, and adds from the paper's tables what they lack: memory and the time of
 the optimizer's update.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
 from dapple_tf.units import counted
-
-PROFILES = pathlib.Path(__file__).resolve().parents[2] / "docs" / "profiles"
 
 NVLINK = 130e9
 """Bytes/s between two V100s of a server, in each direction. "Up to 130 GB/s", says DAPPLE's arXiv version, which is
@@ -104,7 +101,7 @@ def apply_share() -> float:
 @functools.cache
 def apply_seconds_per_parameter() -> float:
     """Seconds of the optimizer's update per parameter: `apply_share` of BERT-48's profile, per parameter."""
-    profile = load_text(PROFILES / "bert-48-pbs-2.txt", batch_size=2)
+    profile = load_text("bert-48")
     seconds = profile.total("forward").at(2) + profile.total("backward").at(2)
     return apply_share() * seconds / (profile.parameter_bytes / 4)
 
@@ -206,7 +203,6 @@ class Model:
         bytes_per_parameter: weights, gradients and the optimizer's variables.
         memory: Table 1's memory cost in bytes, of a whole step at the profile's batch; None where it isn't used.
         correct: mends the profile.
-        file: stem of its profile; None is ``<name>-pbs-<samples>``.
     """
 
     name: str
@@ -214,12 +210,10 @@ class Model:
     bytes_per_parameter: int
     memory: float | None
     correct: Callable[[Profile], Profile] | None = None
-    file: str | None = None
 
     def published(self) -> Profile:
         """Returns the profile as its authors published it."""
-        stem = self.file or f"{self.name}-pbs-{self.samples}"
-        return load_text(PROFILES / f"{stem}.txt", batch_size=self.samples, model=self.name, device="V100")
+        return load_text(self.name, model=self.name, device="V100")
 
     def corrected(self) -> Profile:
         """Returns the profile with its errors mended; residuals are still outputs."""

@@ -4,7 +4,7 @@
     python -m tools.evaluation.reproduce_dapple --only=vgg-19/C,'table 5'    # only parts whose name has one of these
     python -m tools.evaluation.reproduce_dapple --write                      # accepts what differs
 
-From the layer profiles in docs/profiles: Tables 3 to 7, figures 8, 11, 12 and 14, our plans beside strong opponents.
+From docs/profiles.md: Tables 3 to 7, figures 8, 11, 12 and 14, our plans beside strong opponents.
 Exits with 1, and says which, if a claim has another verdict than the stored one, a number differs by more than 2 % in
 either direction, a text differs, or the documents aren't those of the stored results. ``--write`` leaves in
 ``--directory``:

@@ -6,8 +6,9 @@
  *   showGraph(data)              shows another graph in place; zoom, filters and selection stay
  *   lanes()                      [{device, label, total, matching, visible}]: nodes of each lane; those that the filters let
  *                                through; those of them that the zoom has in sight
- *   edges()                      {total, matching, inSight, drawn, data, control}: edges; those between nodes that the
- *                                filters let through; of these, those in sight; those drawn of them; kinds that are shown
+ *   edges()                      {total, matching, inSight, drawn, data, control, host}: edges; those between nodes that the
+ *                                filters let through; of these, those in sight; those drawn of them; kinds that are shown,
+ *                                of which the host's edges aren't at first
  *   bounds()                     {lo, hi, min, max}: columns in sight and all that there are
  *   setBounds(lo, hi), zoom(factor), pan(share), fit()
  *   filters(), setFilter(field, values or null)   fields kind, stage, device, micro_batch
@@ -21,6 +22,8 @@
   const { element, Axis, Chart, Filters, Search, GraphModel } = lib;
 
   const FIELDS = ["kind", "stage", "device", "micro_batch"];
+  /** Kinds of edges, and whether they are shown at first: the host's lead to nearly all nodes. */
+  const EDGES = { data: true, control: true, host: false };
   const view = {
     model: null,
     lanes: [],
@@ -30,7 +33,7 @@
     edgesShown: [],
     chosen: null,
     near: new Set(),
-    edgeKinds: { data: true, control: true },
+    edgeKinds: { ...EDGES },
     drawn: { inSight: 0, drawn: 0 },
     axis: new Axis(1),
     chart: null,
@@ -88,7 +91,7 @@
         class: kind === "control" ? "swatch line dotted" : "swatch line",
         "aria-hidden": "true",
       });
-      line.style.borderColor = `var(--${kind}-edge)`;
+      line.style.borderColor = `var(--${kind === "control" ? kind : "data"}-edge)`;
       return element(
         "button",
         {
@@ -108,9 +111,7 @@
           "span",
           { id: "edge-kinds", role: "group" },
           element("span", { class: "label" }, "Edges "),
-          make("data"),
-          " ",
-          make("control"),
+          ...Object.keys(EDGES).flatMap((kind) => [make(kind), " "]),
         ),
       );
   }
@@ -128,9 +129,13 @@
     view.matches = Uint8Array.from(view.model.nodes, (node) =>
       FIELDS.every((field) => filters.allows(field, node[field])),
     );
+    const onHost = (index) => view.model.nodes[index].device === null;
     view.edgesShown = view.model.edges.filter(
       ({ source, target, control }) =>
-        view.matches[source] && view.matches[target] && (control ? view.edgeKinds.control : view.edgeKinds.data),
+        view.matches[source] &&
+        view.matches[target] &&
+        (control ? view.edgeKinds.control : view.edgeKinds.data) &&
+        (view.edgeKinds.host || !(onHost(source) || onHost(target))),
     );
     for (const lane of view.model.lanes) lane.matching = lane.indices.filter((index) => view.matches[index]).length;
     layout.place((device) => filters.allows("device", device));
@@ -208,7 +213,7 @@
     return {
       ...filters.state(),
       x: view.axis.fitted ? "all" : `${Number(view.axis.lo.toFixed(3))}~${Number(view.axis.hi.toFixed(3))}`,
-      edges: shownEdges.length === 2 ? null : shownEdges.join(","),
+      edges: shownEdges.every((kind) => EDGES[kind]) && shownEdges.length === 2 ? null : shownEdges.join(","),
       name: view.chosen === null ? null : view.model.nodes[view.chosen].name,
       y: Math.round(view.chart.scrollTop) || null,
     };
@@ -218,7 +223,7 @@
     const wanted = lib.readHash();
     filters.restore(wanted);
     for (const kind of Object.keys(view.edgeKinds))
-      view.edgeKinds[kind] = wanted.edges === undefined || wanted.edges.split(",").includes(kind);
+      view.edgeKinds[kind] = wanted.edges === undefined ? EDGES[kind] : wanted.edges.split(",").includes(kind);
     showEdgeKinds();
     const [lo, hi] = (wanted.x ?? "").split("~").map(Number);
     if (hi > lo) view.axis.set(lo, hi);

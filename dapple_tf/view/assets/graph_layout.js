@@ -15,7 +15,7 @@ Object.assign(
 
     /**
      * @param {Object} view - what the page shows: model; matches, of each node whether the filters let it through; lanes that are shown;
-     *   contentHeight; centre, of each node from the top of the content; edgesShown; edgeKinds, {data, control}; chosen, a node or null;
+     *   contentHeight; centre, of each node from the top of the content; edgesShown; edgeKinds, {data, control, host}; chosen, a node or null;
      *   near, its neighbours; drawn, what was drawn last; axis, of columns; chart.
      */
     function graphLayout(view) {
