@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "costs that aren't any": (
         {"plan": PLACED, "operator_costs": {}},
         TypeError,
-        r"operator_costs is \{\}; give dapple_tf\.OperatorCosts",
+        r"operator_costs is \{\}; give a dapple_tf\.OperatorCosts, by",
     ),
     "shards of the optimizer": (
         {"plan": Plan.data_parallel(2, 8, optimizer_shards=True), "placement": "fd_dps"},

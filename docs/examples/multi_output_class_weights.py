@@ -42,9 +42,8 @@ weights = {name: class_weights(classes) for name, classes in labels.items()}
 
 # Two replicas of the first stage, one of the second.
 plan = dapple.Plan.manual(["hidden_0"], [[0, 1], [2]], micro_batches=4, global_batch_size=64)
-pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
-history = pipelined.fit(x, labels, sample_weight=weights, epochs=arguments.epochs, verbose=2)
-predicted = pipelined.predict(x, verbose=0)
+with dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan) as pipelined:
+    pipelined.fit(x, labels, sample_weight=weights, epochs=arguments.epochs, verbose=2)
+    predicted = pipelined.predict(x, verbose=0)
 found = predicted["kind"].argmax(axis=1)[labels["kind"] == 1].mean()
 print(f"of the rare kind {found:.0%} are found")
-pipelined.close()

@@ -45,11 +45,10 @@ def train(checkpoints: str, weights: str) -> None:
     model = keras.Sequential([keras.Input((32,)), *hidden, keras.layers.Dense(10, name="logits")])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     plan = dapple.Plan.straight(["hidden_0"], global_batch_size=32, micro_batches=4)
-    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
     saving = dapple.Checkpointing(checkpoints, every_steps=5)
-    pipelined.fit(x, y, epochs=2, checkpoint=saving, resume=True, callbacks=[KillAfter()], verbose=2)
-    pipelined.sync().save_weights(weights)
-    pipelined.close()
+    with dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan) as pipelined:
+        pipelined.fit(x, y, epochs=2, checkpoint=saving, resume=True, callbacks=[KillAfter()], verbose=2)
+    model.save_weights(weights)
 
 
 def run(*flags: str) -> int:

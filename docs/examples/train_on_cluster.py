@@ -45,10 +45,9 @@ if arguments.pipeline:
     devices = [list(cluster.devices_of(server)) for server in range(stages)]
     plan = dapple.Plan.manual(cuts, devices, micro_batches=4, global_batch_size=64)
 
-pipelined = dapple.transform(model, cluster, plan, global_batch_size=64)
-print(pipelined.plan)
-pipelined.fit(x, y, batch_size=64, epochs=arguments.epochs, verbose=2)
-pipelined.evaluate(x, y, batch_size=64, verbose=2)
+with dapple.transform(model, cluster, plan, global_batch_size=64) as pipelined:
+    print(pipelined.plan)
+    pipelined.fit(x, y, batch_size=64, epochs=arguments.epochs, verbose=2)
+    pipelined.evaluate(x, y, batch_size=64, verbose=2)
 if arguments.model:
-    pipelined.save(arguments.model)
-pipelined.close()
+    model.save(arguments.model)

@@ -88,6 +88,5 @@ with tempfile.TemporaryDirectory() as drawn:
     # Two stages of equal blocks; the first, which sees the images, with two replicas.
     half = f"block_{arguments.blocks // 2 - 1}"
     plan = dapple.Plan.manual([half], [[0, 1], [2]], micro_batches=4, global_batch_size=16)
-    pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
-    pipelined.fit(training, validation_data=held_out, epochs=arguments.epochs, shuffle=False, verbose=2)
-    pipelined.close()
+    with dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan) as pipelined:
+        pipelined.fit(training, validation_data=held_out, epochs=arguments.epochs, shuffle=False, verbose=2)
