@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dapple_tf.measuring.device_speeds import measure_speeds
     from dapple_tf.measuring.emulated_waits import EmulationError
     from dapple_tf.measuring.emulator import Emulation, emulate
-    from dapple_tf.measuring.group_profiler import profile_groups
     from dapple_tf.measuring.links import measure_links
     from dapple_tf.measuring.measured_steps import tune_reverse_first_k
     from dapple_tf.measuring.operator_profiler import profile_operators
@@ -76,7 +75,6 @@ _MODULES = {
         "dapple_tf.measuring.device_speeds": "measure_speeds",
         "dapple_tf.measuring.emulated_waits": "EmulationError",
         "dapple_tf.measuring.emulator": "Emulation emulate",
-        "dapple_tf.measuring.group_profiler": "profile_groups",
         "dapple_tf.measuring.links": "measure_links",
         "dapple_tf.measuring.measured_steps": "tune_reverse_first_k",
         "dapple_tf.measuring.operator_profiler": "profile_operators",
@@ -148,7 +146,6 @@ __all__ = [
     "on_workers",
     "plan",
     "profile",
-    "profile_groups",
     "profile_operators",
     "reduced_early",
     "simulate",

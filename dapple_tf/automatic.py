@@ -8,29 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
-from dapple_tf.errors import reason
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.keras_private import inner_optimizer
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import ExampleBatch, with_length
-from dapple_tf.measuring.group_profiler import SIZES, GroupProfiler, group_topologies
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measured_steps import fastest_plan
-from dapple_tf.measuring.operator_profiler import profile_operators
 from dapple_tf.measuring.profiler import profile
 from dapple_tf.measuring.shared_cores import measure_capacity
 from dapple_tf.measuring.time_budget import TimeBudget
-from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.planner import find
-from dapple_tf.planning.rivals import rivals
+from dapple_tf.planning.planner import find, rivals
 from dapple_tf.simulation.cost import CostModel
 
 logger = logging.getLogger(__name__)
@@ -50,13 +44,11 @@ class Planned:
         plan: the plan.
         profile: the model's profile.
         cluster: the devices and links.
-        operator_costs: times of operators, if it places some.
     """
 
     plan: Plan
     profile: Profile
     cluster: Cluster
-    operator_costs: OperatorCosts | None = None
 
 
 def plan_model(
@@ -65,17 +57,13 @@ def plan_model(
     global_batch_size: int,
     *,
     profiled: Profile | None = None,
-    operator_groups: bool | None = None,
-    operator_costs: OperatorCosts | None = None,
     by_trial: bool = False,
     **options: Any,
 ) -> Planned:
     """Profiles a compiled model on a real cluster and plans it.
 
-    Stages may place their operators on groups of devices where that gains enough over stages alone. This takes long to
-    search: only if it is asked for, or if times of operators are given. Some things that plans differ by aren't known
-    before they run, such as what sending costs the processors that compute; with ``by_trial`` the best plan of each
-    kind trains some steps.
+    Some things that plans differ by aren't known before they run, such as what sending costs the processors that
+    compute; with ``by_trial`` the best plan of each kind trains some steps.
 
     Args:
         model: a built and compiled Keras model.
@@ -83,11 +71,8 @@ def plan_model(
             devices are of several classes and all of speed 1, their speeds.
         global_batch_size: samples in one step.
         profiled: a profile to use instead of measuring.
-        operator_groups: whether to search such groups; False leaves out those of the profile, too; None searches them
-            if times of operators are given.
-        operator_costs: times of operators to use instead of measuring.
-        by_trial: whether the best plans of the kinds that are searched are tried on the devices, and the fastest one is
-            taken: see `rivals`.
+        by_trial: whether the best plan, data parallelism and one device are tried on the devices, and the fastest one
+            is taken: see `rivals`.
         options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as
             for :func:`dapple_tf.profile`, and ``profile_seconds``, its ``budget``: 20 s by default, None to measure
             layer by layer in any case.
@@ -104,111 +89,23 @@ def plan_model(
     # Reports mistakes before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
-    if by_trial or operator_groups or operator_costs is not None:
+    if by_trial:
         examples = with_length(model, **examples)  # which several measurements need, and which it warns of
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
     request = _to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer)
-    if operator_groups is False:
-        request = dataclasses.replace(request, features=request.features - {"operator_groups"})
-    asked = operator_groups or (operator_groups is None and operator_costs is not None)
-    grouped = asked and profiled.groups is None and _can_have_groups(request)
-    if by_trial:
-        planned = _tried(model, request, operator_costs, grouped=grouped, **examples)
-    else:
-        planned = Planned(find(request), profiled, cluster)
-        if grouped:
-            planned = _with_groups(model, request, planned, operator_costs, **examples)
-    logger.info("%s", planned.plan)
-    return planned
+    plan = _tried(model, request, **examples) if by_trial else find(request)
+    logger.info("%s", plan)
+    return Planned(plan, profiled, cluster)
 
 
-def _can_have_groups(request: PlanRequest) -> bool:
-    """Returns whether stages may place their operators on groups of devices; logs why not."""
-    reason = request.why_without_groups
-    if not reason and not group_topologies(request.cluster, SIZES):
-        reason = "no server has two like devices"
-    if not reason:
-        return True
-    logger.info("groups of devices for single operators aren't searched: %s", reason)
-    return False
-
-
-def _with_groups(
-    model: keras.Model,
-    request: PlanRequest,
-    planned: Planned,
-    costs: OperatorCosts | None,
-    **examples: Any,
-) -> Planned:
-    """Returns the best plan with groups of devices for single operators if it gains enough over ``planned``."""
-    profiler = _group_profiler(model, request, costs, **examples)
-    wanted = dataclasses.replace(request, profile=profiler.pieces())
-    if costs is None:
-        first = find(wanted)
-        if not first.spread_stages:
-            logger.info("no groups of devices for single operators: by estimated times they gain too little")
-            return planned
-        costs = profile_operators(model, request.cluster, first, **examples)
-        profiler = profiler.with_costs(costs)
-        wanted = dataclasses.replace(request, profile=profiler.pieces())
-    plan = find(wanted, profiler.searched)
-    if not plan.spread_stages:
-        return planned
-    profile = profiler.searched(wanted.profile, plan) or wanted.profile  # Nothing is searched again.
-    return Planned(plan, profile, request.cluster, costs)
-
-
-def _tried(
-    model: keras.Model, request: PlanRequest, costs: OperatorCosts | None, *, grouped: bool, **examples: Any
-) -> Planned:
-    """Returns the plan that really is the fastest of the best ones of each kind.
-
-    Args:
-        model: the model.
-        request: the request.
-        costs: times of operators; None measures them if they are needed.
-        grouped: whether groups of devices for single operators are searched, which the profile doesn't know yet.
-        examples: as for :func:`dapple_tf.profile`.
+def _tried(model: keras.Model, request: PlanRequest, **examples: Any) -> Plan:
+    """Returns the plan that really is the fastest of `rivals`.
 
     Raises:
         PlanError: nothing fits.
     """
-    cluster, example = request.cluster, ExampleBatch.of(model, **examples)
-    wanted, profiler = request, None
-    if grouped:
-        if costs is None:
-            everywhere = Plan.by_operators(cluster.num_devices, request.batch)
-            costs = _operator_costs(model, cluster, everywhere, **examples)
-        profiler = _group_profiler(model, request, costs, **examples)
-        wanted = dataclasses.replace(request, profile=profiler.pieces())
-    plans = rivals(wanted, None if profiler is None else profiler.searched) or [find(request)]  # It says why.
-    placed = next((plan for plan in plans if plan.operator_devices is not None), None)
-    if placed is not None and costs is None:
-        costs = _operator_costs(model, cluster, placed, **examples)  # to train as it was tried
-    best = fastest_plan(model, cluster, plans, example, operator_costs=costs)
-    if best.operator_devices is None:
-        return Planned(best, request.profile, cluster)
-    if profiler is None or best.report is None:
-        return Planned(best, request.profile, cluster, costs)
-    return Planned(best, profiler.searched(wanted.profile, best) or wanted.profile, cluster, costs)
-
-
-def _operator_costs(model: keras.Model, cluster: Cluster, plan: Plan, **examples: Any) -> OperatorCosts:
-    """Returns measured times of operators; estimates only where a step to measure them has no room on the devices."""
-    try:
-        return profile_operators(model, cluster, plan, **examples)
-    except (PlanError, tf.errors.ResourceExhaustedError) as error:
-        logger.warning("times of operators are estimated, as a step to measure them doesn't fit: %s", reason(error))
-        return OperatorCosts()
-
-
-def _group_profiler(
-    model: keras.Model, request: PlanRequest, costs: OperatorCosts | None, **examples: Any
-) -> GroupProfiler:
-    sizes = tuple(sorted({request.profile.batch_sizes[0], request.profile.batch_sizes[-1]}))
-    return GroupProfiler(
-        model, request.profile, request.cluster, OperatorCosts() if costs is None else costs, sizes, **examples
-    )
+    plans = rivals(request) or [find(request)]  # It says why nothing fits.
+    return fastest_plan(model, request.cluster, plans, ExampleBatch.of(model, **examples))
 
 
 def measured(

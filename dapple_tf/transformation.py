@@ -17,7 +17,7 @@ from dapple_tf.automatic import EXAMPLES, plan_model
 from dapple_tf.clusters.session import configure_gpus
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import COMBINED, FD_DPS, Plan, PlanError
+from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.execution.builds import PREPARED_STEPS
@@ -68,15 +68,12 @@ def transform(
         placement: ``fd_dps`` places single operators by dynamic critical paths, and splits heavy ones (Zeng et al.,
             Mathematics 2022, 10, 4788): those of the whole model over all devices of the cluster; with a plan, those of
             each stage over the devices that the plan has for its replicas. For models with parallel branches rather
-            than a chain of layers. ``combined``, if there is no plan, searches stages, replicas and groups of devices
-            on which stages place their operators together, however long that takes. None runs stages as a whole, unless
-            the plan has ``operator_devices``, or there is none and times of operators are given (docs/operators.md).
-        operator_costs: the cost of single operators, if they are placed; None measures it. Without a plan, groups of
-            devices are then searched as with ``combined``.
-        by_trial: if there is no plan, the best plans of the kinds that are searched train some steps on the devices,
-            with values of their own, and the fastest one is taken: stages as a whole, data parallelism, one device, and
-            where groups of devices are searched the best of these, of one stage and of several, and FD-DPS on all
-            devices. What no prediction knows counts then, such as what sending costs processors that compute, too.
+            than a chain of layers. None runs stages as a whole, unless the plan has ``operator_devices``
+            (docs/operators.md).
+        operator_costs: the cost of single operators, if they are placed; None measures it.
+        by_trial: if there is no plan, the best plan, data parallelism and one device train some steps on the devices,
+            with values of their own, and the fastest one is taken. What no prediction knows counts then, such as what
+            sending costs processors that compute, too.
         on_non_finite_loss: ``continue`` goes on when a loss is NaN or infinite, as Keras does: TerminateOnNaN may end
             ``fit``, and LossScaleOptimizer leaves such steps out. ``stop`` raises NonFiniteLossError at once, and the
             model has the values of its last ``sync``.
@@ -106,8 +103,8 @@ def transform(
     check_names(planning, [*inspect.signature(transform).parameters], (*EXAMPLES, "profile_seconds"))
     check_profile(profile, model)
     check_passes(passes)
-    if placement not in (None, FD_DPS, COMBINED):
-        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r} or {COMBINED!r}, or leave it out")
+    if placement not in (None, FD_DPS):
+        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     configure_gpus(cluster)
@@ -119,11 +116,6 @@ def transform(
     if by_trial and (plan is not None or placement == FD_DPS):
         reason = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
         raise TypeError(f"transform() {reason}, so that there are no plans to try; leave by_trial out")
-    if plan is not None and placement == COMBINED:
-        raise TypeError(
-            f"transform() got a plan, so that there is nothing to search that placement={COMBINED!r} would be about; "
-            f"leave one of them out"
-        )
     if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
         examples = {name: planning.pop(name) for name in EXAMPLE_DATA if name in planning}
         if planning:
@@ -135,7 +127,7 @@ def transform(
             plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
         elif plan.operator_devices is None:
             plan = plan.with_placed_operators()
-    elif plan is not None and operator_costs is not None:
+    elif operator_costs is not None:
         raise TypeError(
             f"transform() got operator_costs, which mean nothing unless operators are placed; add "
             f"placement={FD_DPS!r}, or leave them out"
@@ -153,13 +145,10 @@ def transform(
             cluster,
             global_batch_size,
             profiled=profile,
-            operator_groups=True if placement == COMBINED else None,
-            operator_costs=operator_costs,
             by_trial=by_trial,
             **planning,
         )
         plan, profile, cluster = planned.plan, planned.profile, planned.cluster
-        operator_costs = planned.operator_costs
     else:
         if planning:
             raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")

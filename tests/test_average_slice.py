@@ -9,18 +9,21 @@ import keras
 import numpy as np
 import pytest
 from op_graphs import Builder, topology
-from test_combined_training import SLOW
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.operators import step_placer
 from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, kind_of, place_average_slice
 from dapple_tf.operators.fd_dps import fd_dps
+from dapple_tf.operators.flops import MATMUL
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.rooflines import Roofline
 from dapple_tf.operators.step_placer import OwnOperators
 from graph_passes.ir.graph import BRACKET_ATTR, PHASE_ATTR, GraphDef
 from graph_passes.ir.node_kinds import NodeKind
 
+SLOW = Roofline(flops=1e9, bandwidth=1e9, launch=0.0, compute={MATMUL: 1e-3})
+"""Devices on which even small products take long, and all else next to nothing."""
 _KINDS = {"Read": NodeKind.READ, "F": NodeKind.FORWARD, "B": NodeKind.BACKWARD, "Apply": NodeKind.APPLY}
 
 
@@ -203,8 +206,8 @@ _PLANS = {
 
 
 @pytest.mark.parametrize("case", _PLANS)
-def test_steps_are_placed_as_the_planner_was_told(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With replicas, a step of one micro-batch was placed for one slice, of which no profile of groups tells."""
+def test_steps_with_several_slices_are_placed_for_an_average_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replicas, a step of one micro-batch was placed as if it had one slice."""
     plan, expected = _PLANS[case]
     averages: list[OpPlacement] = []
 

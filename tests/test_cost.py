@@ -84,24 +84,6 @@ def test_shards_divide_slots_and_updates_by_the_replicas() -> None:
     assert whole.needed_bytes(0, 1) - shards.needed_bytes(0, 1) == pytest.approx(saved[0])
 
 
-def test_parameters_in_shards_are_whole_while_tasks_run() -> None:
-    layers = letters(4, parameter_bytes=100, slot_bytes=600)
-    model = profile(layers, shared=[SharedParameters((0, 3), 40, 120)])
-    plan = Plan.manual([*"b"], [[0, 1], [2, 3, 4]], 1, 6, optimizer_shards=True)
-    slots, both = (
-        CostModel(dataclasses.replace(plan, parameter_shards=value), model, cluster(5)) for value in (False, True)
-    )
-    saved = [slots.stored_bytes[device] - both.stored_bytes[device] for device in range(5)]
-    assert saved == pytest.approx([200 / 2 + 40 * 4 / 5] * 2 + [200 * 2 / 3 + 40 * 4 / 5] * 3)
-    # The end of a step needs most, where gradients are packed and parameters no longer whole.
-    assert slots.needed_bytes(0, 1) - both.needed_bytes(0, 1) == pytest.approx(saved[0])
-    busy = dataclasses.replace(model, layers=letters(4, parameter_bytes=100, temporary_bytes=Cost(1000.0, 0.0)))
-    slots, both = (
-        CostModel(dataclasses.replace(plan, parameter_shards=value), busy, cluster(5)) for value in (False, True)
-    )
-    assert both.needed_bytes(0, 1) - slots.needed_bytes(0, 1) == pytest.approx(240 - saved[0]), "its shard, and all"
-
-
 def test_rows_in_shards_divide_tables_and_take_the_place_of_their_gradients() -> None:
     """Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 2 replicas of 3 samples, 2 layers."""
     model = profile(letters(2, parameter_bytes=100, slot_bytes=200, table_bytes=60, row_bytes=Cost(0.0, 4.0)))

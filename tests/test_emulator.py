@@ -301,12 +301,6 @@ def test_more_devices_than_can_be_emulated() -> None:
         emulate(Plan.data_parallel(33, 33), profile(1), cluster(33))
 
 
-def test_parameters_in_shards() -> None:
-    plan = Plan.data_parallel(2, 2, optimizer_shards=True, parameter_shards=True)
-    with pytest.raises(EmulationError, match="parameters in shards, whose gathers before forwards can't be emulated"):
-        emulate(plan, profile(1), cluster(2))
-
-
 def test_rows_in_shards() -> None:
     with pytest.raises(EmulationError, match="rows of embeddings in shards, whose lookups before forwards can't be"):
         emulate(Plan.data_parallel(2, 2, row_shards=True), profile(1), cluster(2))

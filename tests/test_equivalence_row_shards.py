@@ -96,7 +96,6 @@ CASES: dict[str, tuple[list[list[int]], int, dict[str, Any]]] = {
     "unlike shares": ([[0, 1, 2]], 2, {"shares": [[1, 2, 1]]}),
     "xla": ([[0, 1]], 1, {"jit_compile": True}),
     "slots in shards": ([[0, 1], [2, 3]], 2, {"optimizer_shards": True}),
-    "parameters in shards": ([[0, 1, 2]], 2, {"optimizer_shards": True, "parameter_shards": True}),
 }
 KEPT = ("data parallel", "a table of two stages")
 

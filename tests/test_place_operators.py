@@ -22,7 +22,6 @@ from graph_passes.errors import PassError
 from graph_passes.ir.collectives import all_reduce
 from graph_passes.ir.graph import (
     BYTES_ATTR,
-    CALL_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -360,33 +359,3 @@ def test_members_of_an_all_reduce_come_together_in_the_common_order() -> None:
     next(node for node in graph.node if node.name == "part5_1").input.append("^sum6_0")
     with pytest.raises(PassError, match="all-reduce 'sum5_0' and its members wait for each other"):
         common_order(Graph(graph), {})
-
-
-# ---- XLA
-
-
-def test_what_a_device_runs_between_two_transfers_is_compiled() -> None:
-    builder = Builder(empty_graph())
-    order, devices = [], {}
-    for call in ("x", "y"):  # two micro-batches, say
-        tensor = builder.const(1.0, FLOAT)
-        for name, device in zip("abcdefghijk", (*[ZERO] * 4, ONE, *[ZERO] * 4, TWO, ZERO), strict=True):
-            other = builder.const(2.0, FLOAT)
-            attrs = {"T": dtype_attr(FLOAT), CALL_ATTR: call}
-            tensor = builder.add(f"{call}/{name}", "AddV2", [tensor, other], device=ZERO, **attrs)
-            order.append(tensor.node)
-            devices[tensor.node] = device
-    program = of_graph(builder.graph, tensor)
-    both = builder.add_n("both", [Ref("x/k"), Ref("y/k")], FLOAT, device=ZERO)
-    program = program.replace(step=dataclasses.replace(program.own_step, loss=both))
-    compiled = apply(program, PlaceOperators(devices, tuple(order), jit_compile=True))
-    view = Graph(compiled.graph)
-    calls = [node.name for node in view if node.op == "PartitionedCall"]
-    assert calls == ["x/a/run", "x/f/run", "y/a/run", "y/f/run"]
-    assert {node.name for node in view} - {*calls} >= {"x/e", "x/j", "x/k", "y/e", "y/j", "y/k"}
-    assert "x/b" not in view and all(view.nodes[name].attr["_XlaMustCompile"].b for name in calls)
-    assert [view.inputs("x/e")[0], view.inputs("x/f/run")[0]] == [Ref("x/a/run"), Ref("x/e")]
-    assert control_inputs(view.nodes["y/a/run"]) == ["x/k"]
-    # The first micro-batch's functions serve the second.
-    assert view.nodes["x/a/run"].attr["f"] == view.nodes["y/a/run"].attr["f"]
-    assert [len(function.signature.input_arg) for function in compiled.graph.library.function] == [0, 1]

@@ -122,7 +122,6 @@ def test_variables_and_all_reduces_are_in_like_places_of_the_replicas(
         ),
         ("cnn", 0, [[0, 1], [2, 3]], [1, 2], 2, "dapple_a", {"jit_compile": True}),
         ("transformer", 2, [[0], [1, 2, 3, 4]], [1, 2], 1, "dapple_a", {"jit_compile": True}),
-        ("branches", 2, [[0, 1, 2, 3]], [2], 1, "dapple_a", {"jit_compile": True}),
     ],
 )
 def test_any_placement_in_replicas_trains_as_keras(
@@ -160,7 +159,7 @@ def test_replicas_on_workers(workers: LocalWorkers, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_stages_on_one_device_are_compiled_whole_and_others_by_runs(
+def test_stages_on_one_device_are_compiled_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_placer, "fd_dps", placed_in_halves)
@@ -174,10 +173,11 @@ def test_stages_on_one_device_are_compiled_whole_and_others_by_runs(
     compiled = {name for name, function in functions.items() if "_XlaMustCompile" in function.attr}
     assert any("stage1_of" in name for name in compiled)
     assert any("stage1_apply" in name for name in compiled)
-    assert any(name.startswith("run_") for name in compiled)
     assert not any("stage0_" in name for name in compiled)
     assert set(pipelined.placement) == {0}
     pipelined.close()
+    with pytest.raises(dapple.PlanError, match="every stage places its operators on several; leave jit_compile out"):
+        dataclasses.replace(Plan.data_parallel(2, 8), jit_compile=True).with_placed_operators()
 
 
 def test_a_placement_is_for_the_slowest_of_like_devices() -> None:

@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown placement": (
         {"placement": "x"},
         PlanError,
-        "unknown placement 'x'; use 'fd_dps' or 'combined', or leave it out",
+        "unknown placement 'x'; use 'fd_dps', or leave it out",
     ),
     "devices that the cluster lacks": (
         {"plan": Plan.by_operators(3, 8)},

@@ -317,7 +317,7 @@ def test_devices_beyond_the_cluster_are_refused_with_the_stage() -> None:
         Plan(**VALID),
         Plan(**VALID, schedule="dapple_b", recompute="min_cut", jit_compile=True, warm_up=(4, 2), bucket_bytes=100),
         Plan(**VALID, schedule="gpipe", recompute=("boundary", "none")),
-        Plan.data_parallel(2, 8, optimizer_shards=True, parameter_shards=True, row_shards=True),
+        Plan.data_parallel(2, 8, optimizer_shards=True, row_shards=True),
         Plan.straight(["größe", 'quo"te'], 8, 4),
     ],
     ids=lambda plan: plan.schedule,
@@ -356,11 +356,18 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "shares": null,
   "relays": [],
   "optimizer_shards": false,
-  "parameter_shards": false,
   "row_shards": false
 }
 """
     )
+
+
+def test_plans_of_files_with_parameters_in_shards() -> None:
+    """The option is gone, which files of older plans name."""
+    data = {"format": "dapple_tf.plan/1"} | VALID
+    assert Plan.from_json(json.dumps(data | {"parameter_shards": False})) == Plan(**VALID)
+    with pytest.raises(PlanError, match="parameter_shards is true, and no plan has parameters in shards any more"):
+        Plan.from_json(json.dumps(data | {"parameter_shards": True}))
 
 
 def test_keys_with_a_default_may_be_left_out_of_the_json() -> None:

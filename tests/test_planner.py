@@ -198,10 +198,6 @@ def test_shards_are_used_where_memory_demands_it_if_they_are_allowed() -> None:
     least = cluster_of(2, memory=28_500_000)
     with pytest.raises(PlanError, match="no plan fits"):
         plan(one_stage, least, 8, optimizer_shards=True, **given)
-    chosen = plan(one_stage, least, 8, optimizer_shards=True, parameter_shards=True, **given)
-    assert chosen.parameter_shards and chosen.replicas == (2,)
-    with pytest.raises(PlanError, match="parameter_shards is True, but optimizer_shards is None; set it to True"):
-        plan(one_stage, least, 8, optimizer_shards=None, parameter_shards=True, **given)
     tables = dataclasses.replace(heavy, table_bytes=8 * 10**6, row_bytes=Cost(0.0, 1000.0))
     chosen = plan(
         dataclasses.replace(one_stage, layers=(tables,)), cluster_of(2, memory=16_000_000), 8, row_shards=True, **given

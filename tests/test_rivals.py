@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from hardware import cluster_of, profile_of
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.group_costs import GroupCosts, PlacedRange
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.group_search import several_on_groups
 from dapple_tf.planning.plan_request import PlanRequest
-from dapple_tf.planning.planner import find
-from dapple_tf.planning.rivals import rivals
+from dapple_tf.planning.planner import find, rivals
 
 
 def pipelined() -> Cluster:
@@ -49,7 +44,7 @@ def test_the_best_of_stages_and_of_data_parallelism_are_rivals_with_their_report
         {"schedule": "zb_v"},
         {"only": ["chunks"]},
         {"jit_compile": True},
-        {"optimizer_shards": True, "parameter_shards": True},
+        {"optimizer_shards": True},
     ],
     ids=str,
 )
@@ -94,66 +89,5 @@ def test_what_fits_in_several_micro_batches_only_is_a_rival() -> None:
     assert ((0, 1),) in [plan.devices for plan in several]
 
 
-def server(devices: int, memory: int | None = None) -> Cluster:
-    """GPUs of a server, whose operators may be placed on groups of them."""
-    limit = "" if memory is None else f', "memory_bytes": {memory}'
-    return Cluster.from_json(
-        f'{{"format": "dapple_tf.cluster/1", "servers": [{{"devices": {devices}{limit}}}], "intra_bandwidth": 1e10}}'
-    )
-
-
-def profile_with_groups(gain: float) -> Profile:
-    """Four layers that groups of two devices compute faster."""
-    profile = profile_of(4, parameters=1000)
-    ranges = [
-        PlacedRange(layer, layer + 1, 2, 1 / faster, 2 / faster, 0.0, 0.0, *[(1.0 / count,) * count] * 3)
-        for layer in range(4)
-        for count, faster in ((1, 1.0), (2, gain))
-    ]
-    return dataclasses.replace(profile, groups=GroupCosts((1, 2, 3, 4), tuple(ranges)))
-
-
-def test_groups_of_devices_and_all_operators_are_rivals_if_groups_are_known() -> None:
-    """The best plan of stages alone began, even where groups were expected to be faster."""
-    request = PlanRequest.of(profile_with_groups(1.9), server(4), 2)
-    plans = rivals(request)
-    assert len(plans) == len(set(plans))
-    assert any(plan.operator_devices is None for plan in plans)
-    assert any(several_on_groups(plan) for plan in plans)
-    latencies = [plan.report.latency for plan in plans[:-1] if plan.report is not None]
-    assert latencies == sorted(latencies) and len(latencies) == len(plans) - 1
-    assert plans[0].spread_stages
-    assert plans[-1] == Plan.by_operators(4, 2)
-    without = rivals(dataclasses.replace(request, features=request.features - {"operator_groups"}))
-    assert all(plan.operator_devices is None for plan in without)
-
-
-def test_a_group_of_all_devices_is_a_rival_once() -> None:
-    plans = rivals(PlanRequest.of(profile_with_groups(1.9), server(2), 1))
-    assert plans.count(Plan.by_operators(2, 1)) == 1
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"micro_batches": 2},
-        {"recompute": "boundary"},
-        {"schedule": "gpipe"},
-        {"schedule": "zb_h1"},
-        {"schedule": "zb_v"},
-        {"reverse_first_k": 1},
-        {"jit_compile": True},
-    ],
-    ids=str,
-)
-def test_plans_that_place_operators_have_what_was_asked_for(asked: dict[str, Any]) -> None:
-    """Groups were under DAPPLE's policies; all operators in one micro-batch, without recomputation and without XLA."""
-    request = PlanRequest.of(profile_with_groups(1.9), server(4), 4, **asked)
-    for name, value in asked.items():
-        assert {getattr(plan, name) for plan in (find(request), *rivals(request))} == {value}
-
-
 def test_where_nothing_fits_there_are_no_rivals() -> None:
-    """All operators on all devices, whose memory isn't predicted, was the only one, and failed later."""
     assert not rivals_of(cluster_of(2, memory=1000, intra_bandwidth=1e10))
-    assert not rivals(PlanRequest.of(profile_with_groups(1.9), server(2, memory=1000), 2))

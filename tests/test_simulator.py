@@ -58,31 +58,6 @@ def times(step: Simulation, kind: str, **wanted: Any) -> list[tuple[float, float
     )
 
 
-# --- parameters in shards ---
-
-
-def test_forwards_wait_for_gathers_which_go_one_stage_ahead() -> None:
-    """Three chunks, for each of which a gather takes 1.5 s, half of a reduce-scatter and an all-gather."""
-    model = profile([(1.0, 2.0)] * 3, parameter_bytes=120)
-    link = {"intra_bandwidth": 60.0, "intra_latency": 0.5}
-    shards = {"optimizer_shards": True, "parameter_shards": True}
-    plan = Plan.manual(NAMES[:2], [[0, 1]] * 3, 1, 2, **shards)
-    step = simulate(plan, model, cluster(2, **link))
-    assert times(step, "all_reduce", device=0) == [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
-    assert times(step, "F", device=0) == [(1.5, 2.5), (3.0, 4.0), (4.5, 5.5)]
-    assert times(step, "all_reduce", device=None)[-1] == (11.5, 13.0)
-    assert step.busy[0] == 9.0
-    # All chunks are there before the last is over, and free what they have gathered one by one.
-    levels = [size - step.costs.stored_bytes[0] for at, size in step.memory[0] if at in (5.5, 7.5, 9.5, 11.5)]
-    assert max(levels) == pytest.approx(360, abs=5)
-    assert levels[-1] == pytest.approx(120, abs=5), "packed gradients alone"
-    ready = simulate(plan, model, cluster(2, **link), next_forward=True)
-    assert times(ready, "all_reduce", device=0)[0] == (5.5, 7.0), "of stage 1, when that is updated"
-    slow = simulate(dataclasses.replace(plan, cuts=(), devices=((0, 1),)), model, cluster(2, **link))
-    assert times(slow, "all_reduce", device=1) == [(0.0, 3.5)]
-    assert times(slow, "F", device=1) == [(3.5, 6.5)]
-
-
 # --- rows in shards ---
 
 

@@ -12,7 +12,6 @@ planner's choices.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from typing import Any, NoReturn
@@ -80,23 +79,10 @@ _OPTIMIZER_SHARDS = flags.DEFINE_enum(
     "auto: where nothing fits the devices' memory otherwise.",
     flag_values=FLAGS,
 )
-_PARAMETER_SHARDS = flags.DEFINE_boolean(
-    "parameter_shards",
-    False,
-    "With --optimizer_shards=yes: replicas keep a shard of the parameters each, too, and gather them for each step.",
-    flag_values=FLAGS,
-)
 _ROW_SHARDS = flags.DEFINE_boolean(
     "row_shards",
     False,
     "Replicas keep a shard of the rows of embeddings each, and exchange the rows that they look up.",
-    flag_values=FLAGS,
-)
-_OPERATOR_GROUPS = flags.DEFINE_boolean(
-    "operator_groups",
-    None,
-    "With --model: also search groups of devices on which stages place their operators, which takes long. "
-    "--nooperator_groups leaves out those of a profile's file, too.",
     flag_values=FLAGS,
 )
 _CHECK = flags.DEFINE_boolean(
@@ -143,10 +129,6 @@ def options() -> dict[str, Any]:
         first in (None, "auto") or (first.isascii() and first.isdigit()),
         f"--reverse_first_k={first}: give a number of stages, or auto",
     )
-    command.check(
-        _OPTIMIZER_SHARDS.value == "yes" or not _PARAMETER_SHARDS.value,
-        f"--parameter_shards needs --optimizer_shards=yes, not {_OPTIMIZER_SHARDS.value}",
-    )
     for name in _ONLY.value or ():
         command.check(name in NAMES, f"--only={name}: unknown; use some of {', '.join(NAMES)}")
     return {
@@ -158,7 +140,6 @@ def options() -> dict[str, Any]:
         "all_reduce": _ALL_REDUCE.value,
         "jit_compile": _JIT_COMPILE.value,
         "optimizer_shards": _SHARDS[_OPTIMIZER_SHARDS.value],
-        "parameter_shards": _PARAMETER_SHARDS.value,
         "row_shards": _ROW_SHARDS.value,
     }
 
@@ -168,12 +149,6 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     chosen, batch = options(), _GLOBAL_BATCH_SIZE.value
     if _PROFILE.given:
         profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
-        if _OPERATOR_GROUPS.value is False:
-            profile = dataclasses.replace(profile, groups=None)
-        command.check(
-            not _OPERATOR_GROUPS.value or profile.groups is not None,
-            "--operator_groups: the profile doesn't say what groups of devices take; give --model, which is searched",
-        )
         return dapple.plan(profile, cluster, batch, **chosen), profile, cluster
     from dapple_tf.automatic import plan_model, slice_sizes
 
@@ -183,9 +158,7 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     )
     model = _MODEL.build()
     x, y, weights = data.example(model, max(slice_sizes(batch, cluster.num_devices)))
-    planned = plan_model(
-        model, cluster, batch, operator_groups=_OPERATOR_GROUPS.value, x=x, y=y, sample_weight=weights, **chosen
-    )
+    planned = plan_model(model, cluster, batch, x=x, y=y, sample_weight=weights, **chosen)
     return planned.plan, planned.profile, planned.cluster
 
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.describe.plan import COMBINED, FD_DPS
+from dapple_tf.describe.plan import FD_DPS
 from dapple_tf.models.sources import DataSource, ModelError
 from dapple_tf.tools import command
 from dapple_tf.tools.command import fresh_folder
@@ -55,17 +55,15 @@ _PROFILE = ProfileFlags(FLAGS, alternative="By default the model is measured.")
 _PLACEMENT = flags.DEFINE_enum(
     "placement",
     "stages",
-    ["stages", FD_DPS, COMBINED],
+    ["stages", FD_DPS],
     "What is placed on devices: stages, by the plan, or single operators (FD-DPS), with --plan=auto over all devices "
-    "and otherwise each stage's operators over the devices of its replicas; combined, with --plan=auto, searches "
-    "stages, replicas and groups of devices for their operators together.",
+    "and otherwise each stage's operators over the devices of its replicas.",
     flag_values=FLAGS,
 )
 _BY_TRIAL = flags.DEFINE_boolean(
     "by_trial",
     False,
-    "With --plan=auto: train some steps by the best plan of each kind that is searched, and take the one that is "
-    "the fastest in truth.",
+    "With --plan=auto: train some steps by the best plan, by data parallelism and on one device, and take the fastest.",
     flag_values=FLAGS,
 )
 _MEASURE = flags.DEFINE_boolean(
@@ -173,10 +171,6 @@ def check_flags() -> None:
         "--nomeasure: --plan=auto needs a profile; give --profile, or a plan",
     )
     command.check(
-        _PLACEMENT.value != COMBINED or _PLAN.automatic,
-        f"--placement={COMBINED} is for --plan=auto, which searches",
-    )
-    command.check(
         not _BY_TRIAL.value or (_PLAN.automatic and not places_operators()),
         "--by_trial is for --plan=auto without --placement=fd_dps: there are no plans to try",
     )
@@ -207,12 +201,8 @@ def prepare() -> Job:
     if _PLAN.automatic:
         say("measuring and planning")
         changes = {name: value for name, value in _PLAN.changes.items() if name != "global_batch_size"}
-        together = _PLACEMENT.value == COMBINED
-        planned = plan_model(
-            model, cluster, batch, profiled=profile, operator_groups=together, by_trial=_BY_TRIAL.value,
-            **examples, **changes,
-        )  # fmt: skip
-        return Job(model, data, planned.cluster, planned.plan, planned.profile, planned.operator_costs)
+        planned = plan_model(model, cluster, batch, profiled=profile, by_trial=_BY_TRIAL.value, **examples, **changes)
+        return Job(model, data, planned.cluster, planned.plan, planned.profile)
     if _MEASURE.value:
         say("measuring")
         profile, cluster = measured(model, cluster, batch, profile, **examples)

@@ -55,8 +55,6 @@ __all__ = ["ALL_REDUCE", "RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 _FORMAT = "dapple_tf.plan/1"
 FD_DPS = "fd_dps"
 """Name of the placement of single operators by `operator_devices`, for `dapple_tf.transform` and programs."""
-COMBINED = "combined"
-"""Name of the search for stages, replicas and groups of devices for single operators together, for the same."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -79,7 +77,6 @@ class PlanOptions(TypedDict, total=False):
     shares: tuple[tuple[int, ...], ...] | None
     relays: tuple[int, ...]
     optimizer_shards: bool
-    parameter_shards: bool
     row_shards: bool
 
 
@@ -99,8 +96,8 @@ class Plan(JsonFile):
         recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each. With ``offload``
             what a stage would keep for them is copied to its host's memory after the forward, and back before it is
             read.
-        jit_compile: whether stages are compiled with XLA; of those that place their operators on several devices, what
-            each device runs between two transfers. None compiles what ``keras.Model.compile`` does by default: on GPUs
+        jit_compile: whether stages are compiled with XLA; those that place their operators on several devices aren't.
+            None compiles what ``keras.Model.compile`` does by default: on GPUs
             all models whose layers XLA can compile, but for placed operators.
         warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
             must not rise from a stage to the next.
@@ -140,9 +137,6 @@ class Plan(JsonFile):
         optimizer_shards: whether the replicas of a stage update its parameters together: gradients are
             reduce-scattered, each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are
             all-gathered. For optimizers that update each element by itself.
-        parameter_shards: whether each of these replicas keeps only its n-th of the parameters, too: a stage's are
-            all-gathered before its first forward of a step, rather than after the update, and freed after their last
-            use. Needs ``optimizer_shards``.
         row_shards: whether each of these replicas keeps and updates only its n-th of the rows of embeddings: the rows
             that a replica looks up come from those that keep them, and the rows of gradients go there. For
             embeddings, or other parameters, of which stages need nothing but rows, by indices that depend on the batch
@@ -176,7 +170,6 @@ class Plan(JsonFile):
     shares: tuple[tuple[int, ...], ...] | None = None
     relays: tuple[int, ...] = ()
     optimizer_shards: bool = False
-    parameter_shards: bool = False
     row_shards: bool = False
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
@@ -328,6 +321,11 @@ class Plan(JsonFile):
             raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
         decoder = Decoder(PlanError)
         decoder.check_format(data, _FORMAT, source)
+        if data.pop("parameter_shards", False):
+            raise PlanError(
+                f"{source}: parameter_shards is true, and no plan has parameters in shards any more; leave it out: "
+                f"optimizer_shards is as fast, and pipelines hold fewer layers with parameters in shards"
+            )
         required = [entry.name for entry in fields(cls) if entry.default is MISSING]
         optional = [entry.name for entry in fields(cls) if entry.default is not MISSING]
         decoder.check_keys(data, ["format", *required], optional, source)
@@ -351,7 +349,7 @@ class Plan(JsonFile):
         """A hash of everything that a plan decides, which shows whether it has been changed."""
         # Reports of plans from before there were these fields stay valid.
         later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
-        later |= {"optimizer_shards", "parameter_shards", "row_shards"}
+        later |= {"optimizer_shards", "row_shards"}
         decided = [
             getattr(self, entry.name)
             for entry in fields(self)
@@ -581,7 +579,7 @@ class Plan(JsonFile):
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        for name in ("jit_compile", "wait_free", "optimizer_shards", "parameter_shards", "row_shards"):
+        for name in ("jit_compile", "wait_free", "optimizer_shards", "row_shards"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("jit_compile", None):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:

@@ -112,6 +112,11 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
                 f"operators can't be placed one by one with {name}={getattr(plan, name)!r}; set {name}={value!r}, or "
                 f"leave operator_devices out"
             )
+    if plan.jit_compile and all(len(groups[0]) > 1 for groups in operator_devices):
+        raise PlanError(
+            "jit_compile=True compiles stages of one device, but every stage places its operators on several; leave "
+            "jit_compile out"
+        )
     if plan.offloading_stages:
         raise PlanError(
             f"stage {min(plan.offloading_stages)} has recompute='offload', but its operators are placed one by one, so "
@@ -188,11 +193,6 @@ def check_options(plan: Plan) -> None:
         )
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
-    if plan.parameter_shards and not plan.optimizer_shards:
-        raise PlanError(
-            "parameter_shards is True, but optimizer_shards is False: each replica updates the shard of the parameters "
-            "that it keeps; set optimizer_shards=True, or leave parameter_shards out"
-        )
     if plan.backward_cuts and not plan.wait_free:
         raise PlanError(
             f"backward_cuts are {list(plan.backward_cuts)}, for gradients to be reduced early, but wait_free is False; "

@@ -61,8 +61,7 @@ def remarks(plan: Plan) -> list[str]:
     if plan.all_reduce != "flat":
         algorithms = [plan.all_reduce] if isinstance(plan.all_reduce, str) else plan.all_reduce
         cut.append(f"all-reduce {', '.join(algorithms)}")
-    keeps = "keep and update" if plan.parameter_shards else "update"
-    cut += [f"replicas {keeps} shards of their parameters"] if plan.optimizer_shards else []
+    cut += ["replicas update shards of their parameters"] if plan.optimizer_shards else []
     cut += ["replicas keep and update shards of the rows of embeddings"] if plan.row_shards else []
     cut += [f"stages {ranges(plan.relays)} hand on what they read"] if plan.relays else []
     return [*cut, *([] if plan.report is None else str(plan.report).splitlines())]

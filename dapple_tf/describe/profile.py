@@ -12,7 +12,6 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object
-from dapple_tf.describe.group_costs import GroupCosts, GroupCostsError
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, ProfileError, check_amount
 from dapple_tf.text_table import table
 
@@ -84,8 +83,6 @@ class Profile(JsonFile):
             whole model, to whose time they add up; or by ``rooflines``, without any measurement, so that only the
             layers' proportions are meaningful.
         key: hash of the graph, shapes and device that it was measured for; empty if it was made otherwise.
-        groups: what ranges of layers take when their operators are placed on groups of devices; None if nobody searched
-            that: the planner then runs stages as a whole.
 
     Raises:
         ProfileError: there are no layers, a name is used twice, or a tensor doesn't flow forwards.
@@ -102,7 +99,6 @@ class Profile(JsonFile):
     task_seconds: float = 0.0
     key: str = ""
     method: str = "layers"
-    groups: GroupCosts | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "layers", "tensors", "shared"):
@@ -145,11 +141,6 @@ class Profile(JsonFile):
                         f"a part of layer {index}, {layer.name!r}, is needed later by layer {later.layer}; this must "
                         f"be {index + 1} to {len(self.layers)}, the number of layers"
                     )
-        if self.groups is not None and self.groups.ends[-1] != len(self.layers):
-            raise ProfileError(
-                f"the costs on groups of devices are of {self.groups.ends[-1]} layers, the profile has "
-                f"{len(self.layers)}"
-            )
         for group in self.shared:
             if len(group.layers) < 2 or list(group.layers) != sorted(set(group.layers)):
                 raise ProfileError(
@@ -276,11 +267,8 @@ class Profile(JsonFile):
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("layers", "tensors", "shared", "groups")
-            and (field.name != "method" or self.estimated)
+            if field.name not in ("layers", "tensors", "shared") and (field.name != "method" or self.estimated)
         }
-        if self.groups is not None:
-            values["groups"] = _plain(self.groups)
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in ({"format": _FORMAT} | values).items()]
         for name in ("layers", "tensors", "shared"):
             entries = ",\n".join("    " + json.dumps(_plain(entry)) for entry in getattr(self, name))
@@ -302,7 +290,7 @@ class Profile(JsonFile):
         try:
             profile: Profile = decoder.read(cls, data)
             return profile
-        except (ProfileError, GroupCostsError) as error:
+        except ProfileError as error:
             raise ProfileError(f"{source}: {clip(str(error))}") from error
 
     def __str__(self) -> str:

@@ -95,7 +95,6 @@ class StepPasses:
             program,
             self.shards,
             dense=plan.optimizer_shards,
-            stored=plan.parameter_shards,
             compiled=plan.compiled,
         )
 

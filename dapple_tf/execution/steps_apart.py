@@ -14,22 +14,18 @@ from dapple_tf.execution.runtime import Runtime
 from dapple_tf.frontend.batch import Batches
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.frontend.optimizer_checks import check_optimizer
-from dapple_tf.operators.op_costs import OperatorCosts
 
 
 class StepsApart:
     """A model's training steps by a plan, which train separate values; the model keeps its own."""
 
-    def __init__(
-        self, model: keras.Model, cluster: Cluster, plan: Plan, operator_costs: OperatorCosts | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan) -> None:
         """Takes the devices.
 
         Args:
             model: the model, built and compiled.
             cluster: real devices.
             plan: a plan for them.
-            operator_costs: costs of single operators, for a plan that places them; None estimates them.
 
         Raises:
             CaptureError: the model isn't built or compiled, or it or its optimizer can't be pipelined.
@@ -37,7 +33,7 @@ class StepsApart:
         check_model(model, training=True)
         check_optimizer(model.optimizer, model.trainable_variables)
         self._model = model
-        self._runtime = Runtime(model, cluster, plan, None, FaultPolicy(), operator_costs, quiet=True)
+        self._runtime = Runtime(model, cluster, plan, None, FaultPolicy(), quiet=True)
         self._runtime.set_apart()
 
     def seconds(self, x: Any, y: Any = None, sample_weight: Any = None) -> float:

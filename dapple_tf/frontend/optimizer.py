@@ -86,7 +86,7 @@ def capture_updates(
         )
         shards = None
         if chosen:
-            stored = chosen if asked.stored else chosen & asked.tables
+            stored = chosen & asked.tables
             apply = _in_shards(optimizer, table, apply, count, own_rows, asked, stored)
             own = [name for name in names if name in chosen]
             statistics = _capture(table, own, sliced, _statistics, of_shards=True) if needs else None
@@ -113,14 +113,12 @@ class ShardsAsked:
         counts: stages of a group -> number of its devices; groups that aren't in it are updated whole by each of their
             devices.
         dense: whether all parameters are, rather than ``tables`` alone.
-        stored: whether devices keep only their shards of parameters, too.
         tables: the parameters of which devices keep only rows, if the optimizer allows it.
         compiled: whether XLA compiles the optimizer.
     """
 
     counts: Mapping[tuple[int, ...], int]
     dense: bool = True
-    stored: bool = False
     tables: frozenset[str] = frozenset()
     compiled: bool = False
 

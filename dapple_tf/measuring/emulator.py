@@ -136,11 +136,6 @@ def emulate(
             f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "
             f"emulated; simulate it, or emulate it with carried_updates=0"
         )
-    if plan.parameter_shards:
-        raise EmulationError(
-            "the plan keeps parameters in shards, whose gathers before forwards can't be emulated; simulate it, or "
-            "emulate it with parameter_shards=False"
-        )
     if plan.row_shards:
         raise EmulationError(
             "the plan keeps rows of embeddings in shards, whose lookups before forwards can't be emulated; simulate "

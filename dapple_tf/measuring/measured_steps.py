@@ -19,7 +19,6 @@ from dapple_tf.errors import CaptureError, StepError
 from dapple_tf.execution.steps_apart import StepsApart
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import profile as measured_profile
-from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.out_of_order_plans import largest_reverse_first_k
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
@@ -41,7 +40,6 @@ def measure_steps(
     *,
     rounds: int = _ROUNDS,
     what: str = "measuring steps",
-    operator_costs: OperatorCosts | None = None,
     ran: set[Plan] | None = None,
 ) -> tuple[float, ...]:
     """Returns the median seconds of a training step of each plan; plans take turns, since a machine's speed drifts.
@@ -53,7 +51,6 @@ def measure_steps(
         example: draws the batches.
         rounds: number of turns of each plan, after two of warm-up.
         what: text shown with the progress.
-        operator_costs: costs of single operators, for plans that place them; None estimates them.
         ran: receives the plans that have run a step, also where another fails.
     """
     if rounds < 1:
@@ -65,7 +62,7 @@ def measure_steps(
         for number in range(_WARM_UP + rounds):
             for place, (plan, data) in enumerate(zip(plans, batches, strict=True)):
                 if not number:  # Each runs before the devices are taken for the next.
-                    trainers.append(StepsApart(model, cluster, plan, operator_costs))
+                    trainers.append(StepsApart(model, cluster, plan))
                     opened.callback(trainers[place].close)
                 trainers[place].seconds(*data)  # gets its data back into the caches
                 if ran is not None:
@@ -82,8 +79,6 @@ def fastest_plan(
     cluster: Cluster,
     plans: Sequence[Plan],
     example: ExampleBatch,
-    *,
-    operator_costs: OperatorCosts | None = None,
 ) -> Plan:
     """Returns the plan whose steps really are the fastest.
 
@@ -96,14 +91,13 @@ def fastest_plan(
         cluster: real devices.
         plans: the plans, at least one; the first is the one that is expected to be the fastest.
         example: draws the batches.
-        operator_costs: costs of single operators, for plans that place them; None estimates them.
     """
     best, ran = plans[0], set[Plan]()
     for number, rival in enumerate(plans[1:], 1):
         try:
             own, other = measure_steps(
                 model, cluster, (best, rival), example,
-                what=f"trying plan {number + 1} of {len(plans)}", operator_costs=operator_costs, ran=ran,
+                what=f"trying plan {number + 1} of {len(plans)}", ran=ran,
             )  # fmt: skip
         except (PlanError, CaptureError, StepError) as error:
             if isinstance(error, StepError) and not isinstance(error.__cause__, tf.errors.ResourceExhaustedError):

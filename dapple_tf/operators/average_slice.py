@@ -21,10 +21,7 @@ from graph_passes.ir.node_kinds import NodeKind
 _LOGGER = logging.getLogger(__name__)
 
 MICRO_BATCHES = 4
-"""The number of micro-batches by which what runs once in a step is divided, whatever a plan has.
-
-So a range of layers is placed alike in all plans: it takes in their steps what the profile of groups says.
-"""
+"""The number of micro-batches by which what runs once in a step is divided, whatever a plan has."""
 
 _ONCE = frozenset(
     {

@@ -189,7 +189,7 @@ class StepPlacer:
         placed_of = self._placed_replicas(step.layout)
         calls = _Calls(program, placed_of)
         alone = not step.entry or (len(self.devices) == 1 and len(step.layout.micro_batch_intervals) == 1)
-        of_one_slice = alone and (not step.entry or len(self.devices[0]) == 1)  # as `CostModel.placed` has it
+        of_one_slice = alone and (not step.entry or len(self.devices[0]) == 1)
         stages = self.plan.flat_stages if len(self.plan.flat_stages) < self.plan.num_stages else None
         flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone, stages=stages)
         placements: dict[int, OpPlacement] = {}
@@ -208,7 +208,7 @@ class StepPlacer:
         placed_on = split.own_step.placed_on.union(places.values())
         joined = split.replace(graph=graph, step=dataclasses.replace(split.own_step, placed_on=placed_on))
         spread = self._spread(graph, placements, calls, alone)
-        placing = PlaceOperators(*spread, jit_compile=self.plan.compiled)
+        placing = PlaceOperators(*spread)
         placed = _run(joined, placing, self.pipeline, instruments, complete=True)
         return PlacedStep(placed, placements, {**storage_devices, **self._storage_devices(placed.graph)}, flat)
 

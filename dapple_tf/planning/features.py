@@ -60,12 +60,6 @@ FEATURES = (
         "pieces", "last backwards are cut into pieces (`Plan.backward_cuts`)", lambda plan: bool(plan.backward_cuts)
     ),
     Feature("relays", "stages hand on what several later ones read (`Plan.relays`)", lambda plan: bool(plan.relays)),
-    Feature(
-        "operator_groups",
-        "stages place their operators on groups of devices (`Plan.operator_devices`)",
-        lambda plan: bool(plan.spread_stages),
-        restraint="operators run one by one, without fusion across them",
-    ),
     Feature("shares", "slices are in proportion to devices' speeds (`Plan.shares`)", lambda plan: bool(plan.shares)),
     Feature("chunks", "replicated stages are cut into chunks (`chunked`)", has_chunks),
     Feature(

@@ -96,14 +96,11 @@ def stage_times(costs: CostModel) -> list[StageTime]:
         cost = costs.stages[stage]
         start = costs.profile.task_seconds
         times = []
-        placed = costs.placed(stage, costs.samples(stage)) if costs.groups[stage] else None
-        ratios = (1.0, 1.0) if placed is None else placed[:2]
-        for part, ratio in zip((cost.forward, cost.backward), ratios, strict=True):
+        for part in (cost.forward, cost.backward):
             slices = costs.slices(stage, 0)
             times.append(
                 max(
-                    (start + part.at(costs.profile.timed_samples(interval.size)) * ratio)
-                    / cluster.devices[device].speed
+                    (start + part.at(costs.profile.timed_samples(interval.size))) / cluster.devices[device].speed
                     for interval, device in zip(slices, devices, strict=True)
                 )
             )
@@ -114,7 +111,6 @@ def stage_times(costs: CostModel) -> list[StageTime]:
                 for share, size in reduction_pieces(costs, number):
                     end = max(end, share * times[1]) + costs.reduction_seconds(item, size)
                 reduced += end - times[1]
-        reduced += sum(map(costs.reduction_seconds, costs.gathers(stage)))  # before the first forward
         timed_stages.append(
             StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices))
         )

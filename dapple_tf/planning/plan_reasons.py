@@ -148,7 +148,7 @@ def shortage(request: PlanRequest) -> str:
     text = (
         f"no plan fits the memory of {devices} device{'s' if devices > 1 else ''}: the one that comes nearest, "
         f"{shape(costs.plan)}, recompute {costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
-        f"({gib(short[0].stored + short[0].gathered)} for weights, gradients and optimizer), {gib(over)} more than "
+        f"({gib(short[0].stored)} for weights, gradients and optimizer), {gib(over)} more than "
         f"the {gib(limit)} there are"
     )
     fixes = []

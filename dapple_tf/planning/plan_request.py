@@ -22,7 +22,6 @@ from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.placed_stages import PlacedStages
 from dapple_tf.simulation.stage_cost import StageCosts
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
@@ -62,7 +61,6 @@ class PlanRequest:
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
         optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
-        parameter_shards: whether plans have `Plan.parameter_shards`.
         row_shards: whether plans have `Plan.row_shards`.
 
     Raises:
@@ -83,7 +81,6 @@ class PlanRequest:
     least_gain: float = LEAST_GAIN
     moves: tuple[Move, ...] = ()
     optimizer_shards: bool | None = False
-    parameter_shards: bool = False
     row_shards: bool = False
 
     @classmethod
@@ -103,7 +100,6 @@ class PlanRequest:
         moves: Sequence[Move] = (),
         only: str | Iterable[str] | None = None,
         optimizer_shards: bool | None = False,
-        parameter_shards: bool = False,
         row_shards: bool = False,
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
@@ -145,7 +141,6 @@ class PlanRequest:
             least_gain=least_gain,
             moves=tuple(moves),
             optimizer_shards=optimizer_shards,
-            parameter_shards=parameter_shards,
             row_shards=row_shards,
         )
 
@@ -167,14 +162,8 @@ class PlanRequest:
                 f"optimizer_shards is {short(self.optimizer_shards)}; give True, False, or None for where memory "
                 f"requires it"
             )
-        for name in ("parameter_shards", "row_shards"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
-        if self.parameter_shards and not self.optimizer_shards:
-            raise PlanError(
-                f"parameter_shards is True, but optimizer_shards is {self.optimizer_shards}; set it to True, or leave "
-                f"parameter_shards out"
-            )
+        if not isinstance(self.row_shards, bool):
+            raise PlanError(f"row_shards is {short(self.row_shards)}; it must be True or False")
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
                 raise PlanError(
@@ -227,7 +216,7 @@ class PlanRequest:
 
     @property
     def for_one_stage(self) -> list[Policy]:
-        """Those for plans of one stage, or of stages whose operators are placed; none if a k was asked for."""
+        """Those for plans of one stage; none if a k was asked for."""
         simple = self.reverse_first_k in (0, AUTO)
         return [policy for policy in self.schedules if policy in self.straight] if simple else []
 
@@ -258,7 +247,6 @@ class PlanRequest:
             recompute=recompute,
             jit_compile=self.jit_compile,
             optimizer_shards=bool(self.optimizer_shards),
-            parameter_shards=self.parameter_shards,
             row_shards=self.row_shards,
         )
         return self.shared(plan)
@@ -274,32 +262,7 @@ class PlanRequest:
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""
         costs = CostModel(plan, self.profile, self.cluster, self._stage_costs)
-        if plan.operator_devices is not None:
-            return costs  # The all-reduces of groups are flat.
         return with_fastest_reductions(costs, self.all_reduce)
-
-    @property
-    def places_operators(self) -> bool:
-        """Whether stages may place their operators on groups of devices: the profile has to say what that takes."""
-        return self.profile.groups is not None and not self.why_without_groups
-
-    @property
-    def why_without_groups(self) -> str:
-        """Why stages can't place their operators on groups of devices, whatever the profile says; empty if they can."""
-        if not self.allows("operator_groups"):
-            return "they aren't among the plan's features"
-        if not self.for_one_stage:
-            return "they are for one stage on each device, without reverse_first_k"
-        if self.optimizer_shards:
-            return "replicas keep shards of the optimizer's slots"
-        if self.row_shards:
-            return "replicas keep shards of the rows of embeddings"
-        return "residuals may wait in the host's memory" if "offload" in (self.recompute or ()) else ""
-
-    @property
-    def placed(self) -> PlacedStages:
-        """What stages take whose operators are placed on groups of devices."""
-        return self._stage_costs.placed
 
     @functools.cached_property
     def _stage_costs(self) -> StageCosts:

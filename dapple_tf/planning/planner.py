@@ -25,7 +25,6 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.garbage import without_collection
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.early_reductions import competes, cut_trials
-from dapple_tf.planning.group_search import Exact, with_groups
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -73,6 +72,9 @@ _BY_STAGE = 3
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
+_RIVAL = 2.0
+"""Simple plans that are expected to take this many times as long as the best one aren't tried."""
+
 
 def plan(
     profile: Profile,
@@ -89,7 +91,6 @@ def plan(
     moves: Sequence[Move] = (),
     only: str | Iterable[str] | None = None,
     optimizer_shards: bool | None = False,
-    parameter_shards: bool = False,
     row_shards: bool = False,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
@@ -117,15 +118,12 @@ def plan(
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
         only: the features that the plan may have besides stages under a policy, some of ``recompute``,
-            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``operator_groups`` (if the profile says
-            what these take: :func:`dapple_tf.profile_groups`), ``shares``, ``chunks``, ``first_k`` and
+            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and
             ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
             ``plan.report.restraints`` says what those of the chosen plan cost besides time.
         optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
             (`Plan.optimizer_shards`), which optimizers that update each element by itself allow; None lets them where
             nothing fits otherwise.
-        parameter_shards: whether they keep a shard of the parameters each, too (`Plan.parameter_shards`); for
-            ``optimizer_shards=True``.
         row_shards: whether they keep a shard of the rows of embeddings each (`Plan.row_shards`).
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
@@ -149,63 +147,50 @@ def plan(
         moves=moves,
         only=only,
         optimizer_shards=optimizer_shards,
-        parameter_shards=parameter_shards,
         row_shards=row_shards,
     )
     return find(request)
 
 
 @without_collection
-def find(request: PlanRequest, exact: Exact | None = None) -> Plan:
+def find(request: PlanRequest) -> Plan:
     """Finds the plan for a request, as :func:`plan`.
-
-    Args:
-        request: the request.
-        exact: searches ranges of layers on groups of devices, for plans whose stages place their operators there; None
-            takes what the profile says for granted.
 
     Raises:
         PlanError: as `plan`.
     """
-    if not request.places_operators:
-        return stages_alone(request).best
-    plain, alone = None, None
-    try:
-        plain = stages_alone(request).best
-        alone = plain.report
-    except PlanError:
-        best = with_groups(request, None, exact)
-        if best is None:
-            raise
-    else:
-        best = with_groups(request, None if alone is None else alone.latency, exact)
-        if best is None:
-            return plain
-    return with_report(request, best, plain)
+    return best_plans(request).best
 
 
-def with_report(request: PlanRequest, best: Choice, plain: Plan | None) -> Plan:
-    """Returns a plan with its report: what is expected of it, beside the best one whose stages run as a whole.
+def rivals(request: PlanRequest) -> list[Plan]:
+    """Finds the best plans of each kind, of which the fastest can be found by trials on real devices.
 
-    Args:
-        request: the request.
-        best: the plan, simulated.
-        plain: that other one, with its report; None if there is none.
+    Returns:
+        The best plan; data parallelism and one device, unless they are expected to take twice as long. Each once, by
+        expected time; none if nothing fits.
     """
-    own = dataclasses.replace(request, profile=best.costs.profile)
-    alone = None if plain is None else plain.report
-    reasons = report(
-        own,
-        run(best.costs),
-        runner_up=None if plain is None or alone is None else (plain, alone.latency),
-        data_parallel=None if alone is None else alone.data_parallel,
-        one_device=None if alone is None else alone.one_device,
-    )
-    return dataclasses.replace(best.plan, report=reasons)
+    try:
+        best, simple = best_plans(request)
+    except PlanError:  # Nothing fits.
+        return []
+    assert best.report is not None
+    known = best.report
+    timed = {best: known.latency}
+    for choice in simple:
+        if choice.latency <= _RIVAL * known.latency and choice.plan not in timed:
+            reasons = report(
+                request,
+                run(choice.costs),
+                runner_up=(best, known.latency),
+                data_parallel=known.data_parallel,
+                one_device=known.one_device,
+            )
+            timed[dataclasses.replace(choice.plan, report=reasons)] = choice.latency
+    return sorted(timed, key=lambda plan: timed[plan])
 
 
-class StagesAlone(NamedTuple):
-    """Plans whose stages run as a whole.
+class BestPlans(NamedTuple):
+    """The best plans of a request.
 
     Attributes:
         best: the best one.
@@ -216,8 +201,8 @@ class StagesAlone(NamedTuple):
     simple: list[Choice]
 
 
-def stages_alone(request: PlanRequest) -> StagesAlone:
-    """Finds the best plans whose stages run as a whole.
+def best_plans(request: PlanRequest) -> BestPlans:
+    """Finds the best plan, and the best simple ones.
 
     Raises:
         PlanError: as `plan`.
@@ -271,7 +256,7 @@ class _Planner:
         # The one with the fewest.
         self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
 
-    def plans(self) -> StagesAlone:
+    def plans(self) -> BestPlans:
         started = time.perf_counter()
         candidates = self._candidates()
         self._data_parallel()
@@ -306,7 +291,7 @@ class _Planner:
         logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
         if derived is not None:
             best = derived.choice
-        return StagesAlone(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
+        return BestPlans(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
 
     # ---- candidates
 
@@ -330,7 +315,6 @@ class _Planner:
                 overlap=overlap,
                 recompute=mode,
                 shards=bool(request.optimizer_shards),
-                parameter_shards=request.parameter_shards,
                 row_shards=request.row_shards,
             )
             best = self._best()

@@ -112,7 +112,6 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             operator_devices=None if plan.operator_devices is None else tuple(kept),
             shares=tuple(shares) or None,
             optimizer_shards=plan.optimizer_shards,
-            parameter_shards=plan.parameter_shards,
             row_shards=plan.row_shards,
         )
 
@@ -216,7 +215,6 @@ class Replanner:
                     jit_compile=plan.jit_compile,
                     only=only,
                     optimizer_shards=plan.optimizer_shards,
-                    parameter_shards=plan.parameter_shards,
                     row_shards=plan.row_shards,
                 )
                 return Deployment(cluster, new)

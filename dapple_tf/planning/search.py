@@ -26,7 +26,6 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.placement import Links, Placements
 from dapple_tf.planning.stage_ranges import Floats, stage_ranges
-from dapple_tf.simulation.placed_stages import PlacedStages
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,15 +48,12 @@ class Candidate(NamedTuple):
         in_flight: micro-batches for which stages with successors have memory: 2, or 1 where that isn't enough.
         bounds: for each stage the index of the layer after its last one.
         steps: for each stage its index in `Placements.steps`.
-        groups: for each stage the number of devices on which each replica places its operators; empty where all run as
-            a whole.
     """
 
     latency: float
     in_flight: int
     bounds: tuple[int, ...]
     steps: tuple[int, ...]
-    groups: tuple[int, ...] = ()
 
 
 def coarsened(profile: Profile, limit: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -96,10 +92,7 @@ class Search:
         overlap: whether all-reduce overlaps with the stage's last backward.
         recompute: the mode: what B computes again.
         shards: whether replicas keep a shard of the optimizer's slots each.
-        parameter_shards: whether they keep one of the parameters, too, which are whole while tasks run.
         row_shards: whether they keep one of the rows of tables.
-        placed: what stages take whose operators are placed on groups of devices; None runs all as a whole. Each stage
-            then gets groups of the size with which it is fastest by itself, as far as that fits.
     """
 
     def __init__(
@@ -112,12 +105,9 @@ class Search:
         overlap: bool = False,
         recompute: str = "none",
         shards: bool = False,
-        parameter_shards: bool = False,
         row_shards: bool = False,
-        placed: PlacedStages | None = None,
     ) -> None:
-        self.placed = placed
-        self.shards, self.parameter_shards, self.row_shards = shards, parameter_shards, row_shards
+        self.shards, self.row_shards = shards, row_shards
         self.profile, self.placements, self.links, self.ends = profile, placements, links, tuple(ends)
         self.overlap = overlap
         self.ranges = stage_ranges(profile, self.ends, recompute)
@@ -234,8 +224,7 @@ class _Run:
         self.groups = len(search.ends)
         self.states = len(search.placements.states)
         links = self.links
-        self.smallest = global_batch_size // micro_batches
-        self.allowed = links.replicas <= self.smallest
+        self.allowed = links.replicas <= global_batch_size // micro_batches
         entering, returning = self.ranges.entering, self.ranges.returning
         self.sent = entering[0] + entering[1] * self.batch
         self.returned = returning[0] + returning[1] * self.batch
@@ -247,10 +236,6 @@ class _Run:
         _, firsts, self.like = np.unique(alike, axis=1, return_index=True, return_inverse=True)
         self.like = self.like.reshape(-1)
         self.stages = self.all_stages(firsts)
-        # The size of groups of each of these stages.
-        self.sizes: Ints | None = None
-        if search.placed is not None:
-            self.stages, self.sizes = self.grouped(firsts, self.stages, search.placed)
         # Of each step: the one that gives all remaining devices to one more stage, and the links between the two.
         self.rest = np.maximum(links.rest[links.target], 0)
         self.complete = links.rest[links.target] >= 0
@@ -275,17 +260,15 @@ class _Run:
         size = ranges.parameters[:, None, :]
         rows = (self.rounds + 1) * line(ranges.rows, samples)  # of tables, in all micro-batches
         if search.row_shards:  # Rows of gradients go one way, in place of whole tables there and back.
-            one_way = 1 if search.parameter_shards else 2
-            size = size + (rows / one_way - ranges.tables[:, None, :]) * (replicas > 1)
+            size = size + (rows / 2 - ranges.tables[:, None, :]) * (replicas > 1)
         reduced = links.all_reduce(steps[None, :, None], size, Plan.bucket_bytes)
         if search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         keepers = replicas if search.shards else 1
         reduced = reduced + ranges.apply[:, None, :] / speed / keepers
-        cut = ranges.slots + ranges.parameters if search.parameter_shards else ranges.slots
-        stored = ranges.stored[:, None, :] - cut[:, None, :] * (1 - 1 / keepers)
+        stored = ranges.stored[:, None, :] - ranges.slots[:, None, :] * (1 - 1 / keepers)
         if search.row_shards:
-            own = ranges.table_slots * (not search.shards) + ranges.tables * (not search.parameter_shards)
+            own = ranges.table_slots * (not search.shards) + ranges.tables
             stored = stored - own[:, None, :] * (1 - 1 / replicas)
             stored = stored + (rows - ranges.tables[:, None, :]) * (replicas > 1)
         in_flight = np.full(self.groups + 1, float(self.in_flight))
@@ -295,93 +278,9 @@ class _Run:
             # If a slice in proportion to a device's speed doesn't fit, an equal one may: others then get more.
             own = np.minimum(samples, np.ceil(samples * kind.share[steps][None, :, None]))
             running = in_flight * line(ranges.residual, own) + line(ranges.working, own)
-            if search.parameter_shards:
-                running = running + size * (replicas > 1)
             needed = stored + np.maximum(running, size * (replicas > 1))
             fits = fits & (~kind.used[steps][None, :, None] | (needed <= kind.memory))
         return _Stage(forward, backward, reduced, fits)
-
-    def grouped(self, steps: Ints, alone: _Stage, placed: PlacedStages) -> tuple[_Stage, Ints]:
-        """Returns all stages on groups of the size with which each is fastest by itself, and these sizes.
-
-        Args:
-            steps: as for `all_stages`.
-            alone: the stages with replicas of one device each.
-            placed: what they take on groups.
-        """
-        groups = self.search.profile.groups
-        best, sizes = alone, np.ones(alone.forward.shape, np.int64)
-        for size in () if groups is None else groups.sizes:
-            stages = self.on_groups(steps, size, placed)
-
-            def pace(stages: _Stage) -> Floats:
-                time = (self.rounds + 1) * (stages.forward + stages.backward) + stages.reduced
-                return np.where(stages.fits, time, np.inf)
-
-            better = pace(stages) < pace(best)
-            best = _Stage(*(np.where(better, new, old) for new, old in zip(stages, best, strict=True)))
-            sizes = np.where(better, size, sizes)
-        return best, sizes
-
-    def on_groups(self, steps: Ints, size: int, placed: PlacedStages) -> _Stage:
-        """Returns all stages whose replicas place their operators on groups of ``size`` devices, as `all_stages`."""
-        ranges, links, search = self.ranges, self.links, self.search
-        counts = np.array([search.placements.steps[step].counts for step in steps])
-        possible = (counts % size == 0).all(axis=1)
-        replicas = np.maximum(1, links.replicas[steps] // size)
-        possible &= replicas <= self.smallest
-        samples = -(-self.batch // replicas)
-        starts = [0, *search.ends]
-        shape = (self.groups + 1, len(steps), self.groups + 1)
-        ratios = {name: np.ones(shape) for name in ("forward", "backward", "apply", "stored", "residual", "working")}
-        for number in np.unique(samples[possible]):
-            timed = search.profile.timed_samples(int(number))
-            own = np.flatnonzero(possible & (samples == number))
-            for first, stop in itertools.combinations(range(self.groups + 1), 2):
-                relative = placed.of(starts[first], starts[stop], size, timed)
-                assert relative is not None
-                for name, values in ratios.items():
-                    part = getattr(relative, name)
-                    values[first, own, stop] = max(part) if isinstance(part, tuple) else part
-        of_step = samples.astype(float)[None, :, None]
-        at = np.maximum(of_step, search.profile.least_samples)
-        speed = links.speed[steps][None, :, None]
-
-        def line(pair: tuple[Floats, Floats], at: Floats) -> Floats:
-            return np.asarray(pair[0][:, None, :] + pair[1][:, None, :] * at)
-
-        start = search.profile.task_seconds
-        forward = (start + line(ranges.forward, at) * ratios["forward"]) / speed
-        backward = (start + line(ranges.backward, at) * ratios["backward"]) / speed
-        several = replicas[None, :, None] > 1
-        # Each device of a group reduces its own variables, with as many others as there are groups.
-        parameters = ranges.parameters[:, None, :] * ratios["stored"]
-        reduced = links.all_reduce(steps[None, :, None], parameters, Plan.bucket_bytes) * several
-        reduced = reduced + ranges.apply[:, None, :] * ratios["apply"] / speed
-        in_flight = np.full(self.groups + 1, float(self.in_flight))
-        in_flight[self.groups] = 1.0
-        running = in_flight * line(ranges.residual, of_step) * ratios["residual"]
-        running = running + line(ranges.working, of_step) * ratios["working"]
-        needed = ranges.stored[:, None, :] * ratios["stored"] + np.maximum(running, parameters * several)
-        fits = np.broadcast_to(possible[None, :, None], forward.shape)
-        for kind in links.kinds:
-            fits = fits & (~kind.used[steps][None, :, None] | (needed <= kind.memory))
-        return _Stage(forward, backward, reduced, fits)
-
-    def group_sizes(self, bounds: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
-        """Returns the size of groups of each stage of a plan; empty if all are run as a whole.
-
-        Args:
-            bounds: for each stage the index of the layer after its last one.
-            steps: for each stage its step.
-        """
-        if self.sizes is None:
-            return ()
-        starts = [0, *self.search.ends]
-        places = [starts.index(bound) for bound in (0, *bounds)]
-        stages = zip(itertools.pairwise(places), steps, strict=True)
-        sizes = tuple(int(self.sizes[first, self.like[step], stop]) for (first, stop), step in stages)
-        return sizes if max(sizes) > 1 else ()
 
     def between(self, before: Ints, step: Ints) -> tuple[Floats, Floats]:
         """Returns seconds per byte and the latency between two consecutive steps; 0 before the first stage."""
@@ -522,7 +421,7 @@ class _Run:
                 state = int(self.links.source[before])
             latency = float(plans.latency[index])
             stops, steps = tuple(reversed(bounds)), tuple(reversed(path))
-            candidate = Candidate(latency, self.in_flight, stops, steps, self.group_sizes(stops, steps))
+            candidate = Candidate(latency, self.in_flight, stops, steps)
             if (candidate.bounds, candidate.steps) not in candidates:
                 kind = (candidate.bounds, tuple(self.links.replicas[list(candidate.steps)].tolist()))
                 places[kind] += 1

@@ -80,7 +80,7 @@ def all_reduce_time(cluster: Cluster, members: Mapping[int, int], algorithm: str
     )
 
 
-def exchange_time(cluster: Cluster, members: Mapping[int, int], exchanges: int = 2) -> AllReduceTime:
+def exchange_time(cluster: Cluster, members: Mapping[int, int]) -> AllReduceTime:
     """Returns the time of a reduce-scatter and of an all-gather afterwards, in which all members send at once.
 
     Each of n members gets an n-th of the bytes from every other one, adds them up, and sends as many back. A network
@@ -90,7 +90,6 @@ def exchange_time(cluster: Cluster, members: Mapping[int, int], exchanges: int =
     Args:
         cluster: the cluster, as for `all_reduce_time`.
         members: server -> number of its devices that take part.
-        exchanges: 1 for a reduce-scatter or an all-gather alone, which take half of the time each.
     """
     count = sum(members.values())
     if count < 2:
@@ -101,11 +100,11 @@ def exchange_time(cluster: Cluster, members: Mapping[int, int], exchanges: int =
         own, card = cluster.server_links[server]
         if number > 1:
             link = measured or _reducing(cluster, own)
-            times.append((exchanges * link.latency, exchanges * (count - 1) / count / link.bandwidth))
+            times.append((2 * link.latency, 2 * (count - 1) / count / link.bandwidth))
         if number < count:
             link = _reducing(cluster, card)
             share = number * (count - number) / count
-            times.append((exchanges * link.latency, exchanges * share / link.bandwidth))
+            times.append((2 * link.latency, 2 * share / link.bandwidth))
     return AllReduceTime((0.0, 0.0), (max(start for start, _ in times), max(rate for _, rate in times)))
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.group_costs import Relative
 from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
@@ -74,8 +73,6 @@ class CostModel:
         owner_devices: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's
             stages, unless it has `Plan.weight_devices`.
         devices: all devices that the plan uses, each once.
-        groups: for each stage whose operators are placed, and whose profile says what that takes, the devices of each
-            replica; empty for the others, which run on their replicas' own devices as a whole.
         legs: how tensors travel from stage to stage.
         routes: (sending stage, receiving stage) -> bytes of a slice forwards, and of its gradient backwards, over all
             legs between them.
@@ -95,8 +92,7 @@ class CostModel:
             raise PlanError(str(error)) from error
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.owner_devices = plan.devices if plan.weight_devices is None else plan.weight_devices
-        self.groups = _placed_groups(plan, profile)
-        working = [*itertools.chain.from_iterable(self.groups), *plan.devices, *self.owner_devices]
+        working = [*plan.devices, *self.owner_devices]
         self.devices = tuple(dict.fromkeys(device for group in working for device in group))
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self.legs = legs_of(profile, plan, stage_of)
@@ -166,34 +162,14 @@ class CostModel:
             device = devices[task.stage][task.replica]
         return self._seconds[key] / self.cluster.devices[device].speed
 
-    def placed(self, stage: int, samples: int) -> Relative | None:
-        """Returns what a slice of a stage takes on a group of devices, relative to one; None if a replica has only one.
-
-        Where the group's devices are unlike, they are taken for the first of them.
-        """
-        if not self.groups[stage]:
-            return None
-        timed = self.profile.timed_samples(samples)
-        placed = self._stage_costs.placed.of(*self.stages[stage].layers, len(self.groups[stage][0]), timed)
-        if placed is not None and len(self.stages) == len(self.micro_batches) == len(self.plan.devices[stage]) == 1:
-            # Nothing divides the step into tasks: updates begin while others are still computed.
-            return placed._replace(forward=placed.whole, backward=placed.whole, apply=placed.whole, sent=0.0)
-        return placed
-
     def _task_seconds(self, stage: int, phase: Phase, samples: int) -> float:
         cost, timed = self.stages[stage], self.profile.timed_samples(samples)
         start = self.profile.task_seconds
         if not self.computes(stage, phase):
             return 0.0
         whole = cost.backward.at(timed)
-        forward, again = cost.forward.at(timed), 0.0
+        forward = cost.forward.at(timed)
         weight = min(whole, cost.backward_weight.at(timed))
-        placed = self.placed(stage, samples)
-        if placed is not None:
-            # What backwards recompute is work of F.
-            again = max(0.0, whole - self._stage_costs.of(*cost.layers, "none").backward.at(timed))
-            forward, weight = forward * placed.forward, weight * placed.backward
-            whole = (whole - again) * placed.backward + again * placed.forward
         if phase is Phase.FORWARD:
             return start + forward
         if phase is Phase.BACKWARD:
@@ -271,15 +247,7 @@ class CostModel:
                 if {stage_of[layer] for layer in group.layers} == {stage}
             )
             devices = self.owner_devices[stage]
-            placed = self.placed(stage, self.samples(stage)) if self.groups[stage] else None
-            if len(devices) > 1 and own and placed is not None:
-                # Each device of a group has variables of its own, which its likes in the other groups have, too.
-                reductions += [
-                    Reduction((stage,), alike, own * part)
-                    for alike, part in zip(zip(*self.groups[stage], strict=True), placed.stored, strict=True)
-                    if part
-                ]
-            elif len(devices) > 1 and own:
+            if len(devices) > 1 and own:
                 reductions.append(Reduction((stage,), devices, own))
         for group in self.profile.shared:
             stages = tuple(sorted({stage_of[layer] for layer in group.layers}))
@@ -293,8 +261,7 @@ class CostModel:
         """Returns the seconds of an all-reduce of all, or ``size``, of its bytes, in buckets.
 
         With `Plan.optimizer_shards`, of a reduce-scatter and the all-gather of the parameters: as if that followed at
-        once, though the update is between them. With `Plan.parameter_shards`, of the reduce-scatter alone, which takes
-        as long as the gather before the stage's forwards.
+        once, though the update is between them.
 
         Args:
             reduction: what is reduced.
@@ -307,17 +274,11 @@ class CostModel:
         if key not in self._reductions:
             members = Counter(self.cluster.devices[device].server for device in reduction.devices)
             if self.plan.optimizer_shards:
-                time = exchange_time(self.cluster, members, 1 if self.plan.parameter_shards else 2)
+                time = exchange_time(self.cluster, members)
             else:
                 time = all_reduce_time(self.cluster, members, algorithm)
             self._reductions[key] = time
         return self._reductions[key].seconds(size, self.plan.bucket_bytes)
-
-    def gathers(self, stage: int) -> tuple[Reduction, ...]:
-        """Returns the reductions whose parameters a stage gathers before its first forward."""
-        if not self.plan.parameter_shards:
-            return ()
-        return tuple(reduction for reduction in self.reductions if stage in reduction.stages)
 
     # ---- rows in shards
 
@@ -341,7 +302,7 @@ class CostModel:
 
     def row_gradient_bytes(self, stage: int) -> float:
         """Returns the bytes of a reduction that takes as long as rows' way to their owners: they go one way only."""
-        return self.step_row_bytes(stage) / (1 if self.plan.parameter_shards else 2)
+        return self.step_row_bytes(stage) / 2
 
     def lookup(self, task: Task) -> tuple[float, float, bool, int, float]:
         """Returns what it takes to look up the rows of a forward.
@@ -442,15 +403,8 @@ class CostModel:
         ]
 
     def apply_seconds(self, stage: int, device: int) -> float:
-        """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices.
-
-        If operators are placed, on its group: until the last of its devices is ready, and has been sent the parts of
-        variables that its tasks use, which is once in a step, too.
-        """
+        """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices."""
         seconds, speed = self.stages[stage].apply_seconds, self.cluster.devices[device].speed
-        if self.groups[stage] and (placed := self.placed(stage, samples := self.samples(stage))) is not None:
-            cost, timed = self.stages[stage], self.profile.timed_samples(samples)
-            seconds = seconds * placed.apply + (cost.forward.at(timed) + cost.backward.at(timed)) * placed.sent
         if self.plan.optimizer_shards:
             return seconds / len(self.owner_devices[stage]) / speed
         return seconds * self._updated_share(stage) / speed
@@ -459,10 +413,6 @@ class CostModel:
         """Returns the share of a stage's parameters that each device updates if its tables are in shards."""
         tables = self.table_bytes(stage) / max(1, self.stages[stage].parameter_bytes)
         return 1 - tables * (1 - 1 / len(self.owner_devices[stage]))
-
-    def members(self, stage: int, device: int) -> tuple[int, ...]:
-        """Returns the devices that work on a task of a stage which is counted for ``device``: a replica's group."""
-        return next((group for group in self.groups[stage] if group[0] == device), (device,))
 
     # ---- memory
 
@@ -590,7 +540,7 @@ class CostModel:
                 worst, limit = short
                 need, own = worst.peak(1), worst.each + worst.passing + worst.working
                 fix = "use more stages"
-                fixed = worst.stored + worst.gathered
+                fixed = worst.stored
                 if fixed < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.recompute_of(stage) == "none" else ""
@@ -620,13 +570,6 @@ class CostModel:
     @property
     def _request(self) -> ScheduleRequest:
         return self.plan.request.within(self.holds, len(self.micro_batches))
-
-
-def _placed_groups(plan: Plan, profile: Profile) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns `CostModel.groups`."""
-    sizes = () if profile.groups is None else profile.groups.sizes
-    groups = plan.operator_devices or [()] * plan.num_stages
-    return tuple(own if own and len(own[0]) in sizes else () for own in groups)
 
 
 def _routes(legs: Sequence[Leg]) -> dict[tuple[int, int], tuple[Cost, Cost]]:

@@ -11,8 +11,6 @@ from graph_passes.ir.offloading import MOST_SLICES
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
-    from dapple_tf.describe.layer_profile import LayerProfile
-    from dapple_tf.describe.profile import SharedParameters
     from dapple_tf.simulation.cost import CostModel
 
 
@@ -28,7 +26,6 @@ class DeviceNeed(NamedTuple):
         alone: for reductions at the end of the step.
         beside: for a reduction while tasks run.
         samples: of its largest slice.
-        gathered: whole parameters of which it stores a shard, while tasks run.
         passing: kept by a micro-batch of the largest stage while it isn't in the host's memory, where stages offload.
     """
 
@@ -40,13 +37,12 @@ class DeviceNeed(NamedTuple):
     alone: float
     beside: float
     samples: int
-    gathered: float = 0.0
     passing: float = 0.0
 
     def peak(self, in_flight: int) -> float:
         """Returns the peak bytes with ``in_flight`` micro-batches in flight."""
         passing = min(in_flight * self.stages, MOST_SLICES) * self.passing
-        running = in_flight * self.each + passing + self.working + self.beside + self.gathered
+        running = in_flight * self.each + passing + self.working + self.beside
         return self.stored + max(running, self.alone)
 
     def fitting(self, limit: int, most: int, *, shared: bool = False) -> int:
@@ -55,7 +51,7 @@ class DeviceNeed(NamedTuple):
         With ``shared`` it counts slices in any stage of the device: each may be as large as the largest, unless there
         are only one micro-batch's (`Policy.shares_room`).
         """
-        room = limit - self.stored - self.gathered - self.working - self.beside
+        room = limit - self.stored - self.working - self.beside
         if room < self.each or limit < self.peak(1):
             return 0
         if shared:
@@ -82,21 +78,11 @@ def slices_fitting(room: float, each: float, passing: float, slices: int, most: 
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
-    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there.
-
-    Where operators are placed, with the copies of variables' parts that a device has of others.
-    """
+    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
     owned = _stages_on(costs.devices, costs.owner_devices)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
-    stored = {device: sizes[owned[device]] for device in costs.devices}
-    for stage, groups in enumerate(costs.groups):
-        for group in groups:
-            whole = sizes[owned[group[0]]]
-            placed = costs.placed(stage, costs.samples(stage))
-            assert placed is not None
-            stored |= {device: whole * part for device, part in zip(group, placed.held, strict=True)}
-    return stored
+    return {device: sizes[owned[device]] for device in costs.devices}
 
 
 class _Work(NamedTuple):
@@ -123,42 +109,14 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
         works[device] = _Work(runs[device], owned[device], own)
     needs = {work: _need(costs, work) for work in dict.fromkeys(works.values())}
     return tuple(
-        _placed_needs(costs, stage, needs[works[devices[0]]])
-        if costs.groups[stage]
-        else tuple(
+        tuple(
             (needs[work], limit)
             for work, limit in dict.fromkeys(
                 (works[device], costs.cluster.devices[device].memory_bytes) for device in (*devices, *kept)
             )
         )
-        for stage, (devices, kept) in enumerate(zip(costs.plan.devices, costs.owner_devices, strict=True))
+        for devices, kept in zip(costs.plan.devices, costs.owner_devices, strict=True)
     )
-
-
-def _placed_needs(costs: CostModel, stage: int, whole: DeviceNeed) -> tuple[tuple[DeviceNeed, int | None], ...]:
-    """Returns what the devices of a group need on which a stage's operators are placed, and their memory.
-
-    Args:
-        costs: the plan's costs.
-        stage: the stage, which shares its devices with no other.
-        whole: what it would need on one device.
-    """
-    placed = costs.placed(stage, costs.samples(stage))
-    assert placed is not None
-    needs = []
-    for place, (stored, held, kept, working) in enumerate(
-        zip(placed.stored, placed.held, placed.residual, placed.working, strict=True)
-    ):
-        need = whole._replace(
-            stored=whole.stored * held,
-            each=whole.each * kept,
-            largest=whole.largest * kept,
-            working=whole.working * working,
-            alone=whole.alone * stored,
-        )
-        limits = {costs.cluster.devices[group[place]].memory_bytes for group in costs.groups[stage]}
-        needs += [(need, limit) for limit in limits]
-    return tuple(needs)
 
 
 def device_need(costs: CostModel, device: int, samples: Mapping[int, int]) -> DeviceNeed:
@@ -204,16 +162,15 @@ def _need(costs: CostModel, work: _Work) -> DeviceNeed:
     applying = [costs.apply_bytes(stage) for stage in owned if stage in buffers]
     sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
-    gathered = sum(reduction.bytes for stage in runs for reduction in costs.gathers(stage))
     alone = sum(reducing) + (
-        each + working + gathered if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
+        each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
     )
     alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
     stored = _stored(costs, owned, accumulated=True)
     largest, samples = max(kept, default=0.0), max(sizes.values())
-    return DeviceNeed(stored, each, largest, len(stages), working, alone, beside, samples, gathered, passing)
+    return DeviceNeed(stored, each, largest, len(stages), working, alone, beside, samples, passing)
 
 
 def _working(costs: CostModel, stage: int, samples: int) -> float:
@@ -241,21 +198,18 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
 
 
 def _kept_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
-    """Returns the bytes of slots and parameters of some stages that other devices keep, where each keeps a shard."""
+    """Returns the bytes of slots of some stages that other devices keep, where each keeps a shard."""
     stage_of = costs.profile.stage_of_layers(costs.plan.cuts)
-
-    def cut(part: LayerProfile | SharedParameters) -> int:
-        return part.slot_bytes + (part.parameter_bytes if costs.plan.parameter_shards else 0)
 
     total = 0.0
     for stage in stages:
-        own = sum(map(cut, costs.profile.layers[slice(*costs.stages[stage].layers)]))
+        own = sum(layer.slot_bytes for layer in costs.profile.layers[slice(*costs.stages[stage].layers)])
         total += own * (1 - 1 / len(costs.owner_devices[stage]))
     for group in costs.profile.shared:
         readers = {stage_of[layer] for layer in group.layers}
         if not readers.isdisjoint(stages):
             keepers = {device for stage in readers for device in costs.owner_devices[stage]}
-            total += cut(group) * (1 - 1 / len(keepers))
+            total += group.slot_bytes * (1 - 1 / len(keepers))
     return total
 
 
@@ -265,7 +219,7 @@ def _rows_elsewhere(costs: CostModel, stage: int, *, accumulated: bool) -> float
         return 0.0
     part = 1 - 1 / len(costs.owner_devices[stage])
     layers = costs.profile.layers[slice(*costs.stages[stage].layers)]
-    bytes_elsewhere = 0.0 if costs.plan.parameter_shards else part * costs.table_bytes(stage)
+    bytes_elsewhere = part * costs.table_bytes(stage)
     if not costs.plan.optimizer_shards:
         bytes_elsewhere += part * sum(layer.table_slot_bytes for layer in layers)
     # There are only the rows that were looked up.

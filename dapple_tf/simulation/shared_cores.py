@@ -24,7 +24,6 @@ class Running:
         left: the remaining undisturbed seconds.
         marks: what is left when each of its pieces but the last ends, and the unit that this completes, in order.
         index: position of its span; None if that isn't recorded before its end.
-        devices: number of devices that work on it.
     """
 
     span: Span
@@ -32,7 +31,6 @@ class Running:
     left: float
     marks: deque[tuple[float, int]]
     index: int | None
-    devices: int = 1
 
     @property
     def next(self) -> float:
@@ -103,7 +101,7 @@ class SharedCores:
                 yield item, None
 
     def _rate(self, server: int) -> float:
-        return min(1.0, self.capacity[server] / sum(item.devices for item in self.running[server]))
+        return min(1.0, self.capacity[server] / len(self.running[server]))
 
     def _advance(self, server: int, now: float) -> None:
         """Updates the remaining work."""

@@ -147,6 +147,6 @@ class Reductions:
 def reduction_pieces(costs: CostModel, number: int) -> tuple[tuple[float, float], ...]:
     """Returns each piece of a reduction: (fraction of the last backward's time until it is ready, bytes)."""
     reduction = costs.reductions[number]
-    if len(reduction.stages) == 1 and not costs.groups[reduction.stages[0]]:
+    if len(reduction.stages) == 1:
         return costs.backward_pieces(reduction.stages[0])
     return ((1.0, reduction.bytes),)

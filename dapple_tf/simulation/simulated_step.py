@@ -14,7 +14,6 @@ from dapple_tf.simulation.cost import CostModel, Reduction
 from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.shared_cores import Running, SharedCores
-from dapple_tf.simulation.simulated_gathers import Gathers
 from dapple_tf.simulation.simulated_lookups import Lookups
 from dapple_tf.simulation.simulated_offloads import Offloads
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
@@ -87,7 +86,6 @@ class SimulatedStep:
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
         self.next_of_stage: dict[int, list[int]] = {}
         self.next_numbers = frozenset(map(self.numbers.of, self.next))
-        self.gathers = Gathers(costs, self.orders, self.next, next_forward=next_forward)
         self.lookups = Lookups(costs, self.orders, self.next, next_forward=next_forward)
         if next_forward:
             self._await_updates()
@@ -95,10 +93,6 @@ class SimulatedStep:
             for task in order:
                 if task.stage in carried and task.phase is Phase.FORWARD:
                     self._await_update(task)
-        for stage, firsts in self.gathers.firsts.items():
-            for task in firsts:
-                self.waiting[self.numbers.of(task)] += 1
-            self.gathers.unready[stage] += len(self.members[stage]) if next_forward or stage in carried else 0
         for stage, forwards in self.lookups.of_stage.items():
             for number in forwards:
                 self.waiting[number] += 1
@@ -177,9 +171,6 @@ class SimulatedStep:
                     self.reduce(unit, None)
             for device, _ in self.members[stage]:
                 self.updatable(device, stage, None)
-        for stage, unready in self.gathers.unready.items():
-            if not unready:
-                self.gather(stage, None)
         for number, unready in self.lookups.unready.items():
             if not unready:
                 self.look_up(number, None)
@@ -269,8 +260,6 @@ class SimulatedStep:
         self.last[device] = index
         self.free[device] = True
         self.send(device, number, index)
-        for stage in self.gathers.after.get(number, ()) if self.gathers.after else ():
-            self.gatherable(stage, index)
         for forward in self.lookups.after.get(number, ()) if self.lookups.after else ():
             self.lookable(forward, index)
         if self.offloads.absences:
@@ -299,8 +288,7 @@ class SimulatedStep:
             ((1 - part) * seconds, unit) for unit, part in sorted(early, key=lambda entry: (entry[1], entry[0]))
         )
         index = self.add(span) if marks else None
-        devices = len(self.costs.members(span.stage, span.device))
-        self.cores.begin(server, Running(span, task, seconds, marks, index, devices), self.now)
+        self.cores.begin(server, Running(span, task, seconds, marks, index), self.now)
         self.next_of(server)
 
     def next_of(self, server: int) -> None:
@@ -532,8 +520,6 @@ class SimulatedStep:
     def release(self, device: int, stage: int, index: int | None) -> None:
         """Releases the next step's forwards of a stage."""
         waits = self.next_of_stage.get(stage, ())
-        if waits and stage in self.gathers.unready:
-            self.gatherable(stage, index)
         for number in self.lookups.of_stage.get(stage, ()) if waits else ():
             self.lookable(number, index)
         for number in waits:
@@ -606,32 +592,3 @@ class SimulatedStep:
         if busy:
             self.port_free[port], self.port_last[port] = start + busy, span
         return span
-
-    # ---- parameters in shards
-
-    def gatherable(self, stage: int, index: int | None) -> None:
-        """Notes that something is over for which a stage's gather waits."""
-        self.gathers.unready[stage] -= 1
-        if not self.gathers.unready[stage]:
-            self.gather(stage, index)
-
-    def gather(self, stage: int, index: int | None) -> None:
-        """Gathers a stage's parameters on all of its devices, once the links of those that keep them are free."""
-        ready, cause, begin, size = self.now, index, math.inf, 0.0
-        for group in self.costs.gathers(stage):
-            ports = self.ports_of(group)
-            start, cause = self.reserve(ports, ready, cause)
-            ready = start + self.costs.reduction_seconds(group)
-            begin, size = min(begin, start), size + group.bytes
-            for port in ports:  # Its first device's span, which follows.
-                self.port_free[port], self.port_last[port] = ready, len(self.spans)
-        spans = [
-            self.add(Span("all_reduce", begin, ready, device, stage, replica=replica, bytes=size, cause=cause))
-            for replica, device in enumerate(self.costs.plan.devices[stage])
-        ]
-        self.at(ready, self.is_gathered, (stage, spans[0]))
-
-    def is_gathered(self, stage: int, index: int) -> None:
-        """Ends a gather: the stage's first forwards may begin."""
-        for task in self.gathers.firsts[stage]:
-            self.arrive(self.numbers.of(task), index)

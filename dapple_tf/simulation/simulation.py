@@ -9,10 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dapple_tf.describe.group_costs import Relative
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_gathers import gathered
 from dapple_tf.simulation.simulated_offloads import Stay
 from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
@@ -57,8 +55,7 @@ class Simulation:
         seconds = dict.fromkeys(self.costs.devices, 0.0)
         for span in self.spans:
             if span.device is not None and span.kind not in LINK_KINDS:
-                for device in self.costs.members(span.stage, span.device):
-                    seconds[device] += span.end - span.start
+                seconds[span.device] += span.end - span.start
         return seconds
 
     @functools.cached_property
@@ -72,9 +69,7 @@ class Simulation:
 
         Stages that share their devices share their bubbles.
         """
-        stages = zip(self.costs.plan.devices, self.costs.groups, strict=True)
-        working = [tuple(itertools.chain(*groups)) or devices for devices, groups in stages]
-        return tuple(sum(self.idle[device] for device in devices) / len(devices) for devices in working)
+        return tuple(sum(self.idle[device] for device in own) / len(own) for own in self.costs.plan.devices)
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
@@ -92,7 +87,7 @@ class Simulation:
     def timeline(self) -> Mapping[int, tuple[Span, ...]]:
         """Device -> what it computes, in order of time."""
         by_device: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
-        for span in (*self.spans, *self._beside):
+        for span in self.spans:
             if span.device is not None and span.kind not in LINK_KINDS:
                 by_device[span.device].append(span)
         return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in by_device.items()}
@@ -107,7 +102,7 @@ class Simulation:
         return Timeline(
             name,
             self.latency,
-            (*self.spans, *self._beside),
+            self.spans,
             costs.plan.device_labels(),
             self.memory,
             {
@@ -117,18 +112,6 @@ class Simulation:
             },
             {number: reduction.devices for number, reduction in enumerate(costs.reductions)},
             costs.plan.global_batch_size,
-        )
-
-    @property
-    def _beside(self) -> tuple[Span, ...]:
-        """The spans on the other devices of groups on which operators are placed: these work on a task together."""
-        if not any(self.costs.groups):
-            return ()
-        return tuple(
-            span._replace(device=device)
-            for span in self.spans
-            if span.device is not None and span.kind not in LINK_KINDS
-            for device in self.costs.members(span.stage, span.device)[1:]
         )
 
     # ---- memory
@@ -142,8 +125,6 @@ class Simulation:
         lives as long as in a real step (`step_memory.py`). What is in the host's memory meanwhile isn't on its device.
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
-        for device, start, end, size in gathered(self.costs, self.spans):
-            changes[device].add(start, end, 0.0, size, 0.0)
         for stay in self.stays:
             for start, end in _until(stay.start, stay.end, self.latency):
                 # Without buffers, what a next step's forwards keep stays beyond the end.
@@ -156,8 +137,7 @@ class Simulation:
         for held in held_by_relays(self.costs, self.spans):
             changes[held.device].add(held.start, held.end, 0.0, held.bytes, 0.0)
         for use in self._uses():
-            for device, start, end, before, during, after in self._spread(use):
-                changes[device].add(start, end, before, during, after)
+            changes[use[0]].add(*use[1:])
         for device, start, end, size in self._reducing():
             changes[device].add(start, end, 0.0, size, 0.0)
         return {device: change.curve() for device, change in changes.items()}
@@ -173,28 +153,6 @@ class Simulation:
         for number, (start, end) in times.items():
             for device in reductions[number].devices:
                 yield device, start, end, reductions[number].bytes
-
-    def _spread(self, use: _Use) -> Iterator[_Use]:
-        """Yields a use of memory on each device of a group on which operators are placed."""
-        owner = self._placed_on.get(use[0])
-        if owner is None:
-            yield use
-            return
-        members, placed = owner
-        _, start, end, before, during, after = use
-        for device, kept, working in zip(members, placed.residual, placed.working, strict=True):
-            yield device, start, end, before * kept, during * working, after * kept
-
-    @functools.cached_property
-    def _placed_on(self) -> Mapping[int, tuple[tuple[int, ...], Relative]]:
-        """First device of a group on which operators are placed -> all of them, and what they take."""
-        costs = self.costs
-        return {
-            group[0]: (group, placed)
-            for stage, groups in enumerate(costs.groups)
-            if groups and (placed := costs.placed(stage, costs.samples(stage))) is not None
-            for group in groups
-        }
 
     def _uses(self) -> Iterator[_Use]:
         """Yields each span's (device, start, end, bytes added at the start, also used meanwhile, added at the end)."""

@@ -45,10 +45,6 @@ def simulate(
     reduces and updates nothing. With ``plan.carried_updates`` a step first reduces and updates what the previous step
     has left, and the forwards of these stages wait for it.
 
-    With ``plan.parameter_shards`` a stage's first forwards wait for the gather of its parameters, a span of kind
-    ``all_reduce`` on each of its devices. It waits until these have come to the stage before it, or for its update, if
-    that comes first.
-
     Residuals of stages whose mode is ``offload`` take their device's link to the host, in each direction one after the
     other, as spans of kind ``offload`` and ``fetch``; the second task after a forward waits until they have left, and
     the task that reads them until they are back (`graph_passes.ir.offloading`).

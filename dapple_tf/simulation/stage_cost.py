@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
 from dapple_tf.describe.plan_values import OFFLOAD
 from dapple_tf.describe.profile import Profile
-from dapple_tf.simulation.placed_stages import PlacedStages
 from dapple_tf.simulation.stage_buffers import StageBuffers, stage_buffers
 
 MIN_CUT_SHARE = 0.1
@@ -62,16 +61,11 @@ class StageCost:
 
 
 class StageCosts:
-    """The costs of a profile's stages, each added up once: many plans have a stage in common.
-
-    Attributes:
-        placed: what stages take whose operators are placed on groups of devices.
-    """
+    """The costs of a profile's stages, each added up once: many plans have a stage in common."""
 
     def __init__(self, profile: Profile) -> None:
         """Starts with none added up."""
         self._profile = profile
-        self.placed = PlacedStages(profile)
         self._known: dict[tuple[int, int, str], StageCost] = {}
 
     def of(self, start: int, stop: int, recompute: str) -> StageCost:

@@ -42,18 +42,10 @@ class StepMemory:
                 self.reduced[span.reduction] = max(self.reduced.get(span.reduction, 0.0), span.end)
             elif span.kind == "send":
                 self.sends[span.stage, span.micro_batch, span.replica, span.target, span.leg].append(span)
-            elif span.kind not in LINK_KINDS:  # The others gather parameters, or copy residuals.
+            elif span.kind not in LINK_KINDS:  # The others copy residuals.
                 self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
         self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
         self.trains = any(kind != Phase.FORWARD.value for kind, *_ in self.spans)
-        stages = [stage for stage, groups in enumerate(self.costs.groups) if groups]
-        self.placed = {
-            stage: placed
-            for stage in stages
-            if (placed := self.costs.placed(stage, self.costs.samples(stage))) is not None
-        }
-        # Device of a group on which operators are placed -> the group's first, for which its tasks are counted.
-        self.first_of = {device: group[0] for stage in stages for group in self.costs.groups[stage] for device in group}
         self.carried = frozenset((stage,) for stage in carried_stages(self.costs, self.costs.schedule))
 
     def lives(self) -> Iterator[Life]:
@@ -65,24 +57,13 @@ class StepMemory:
                 for replica in range(len(self.plan.devices[stage])):
                     done = self.slice(stage, micro_batch, replica)
                     if done is not None:
-                        placed = self.placed.get(stage)
-                        inside = self._inside(stage, own, done)
-                        yield from inside if placed is None else self._spread(stage, inside, placed.residual)
+                        yield from self._inside(stage, own, done)
         for position in range(len(self.costs.profile.tensors)):
             tensor = CrossingTensor(self, position)
             # A buffer that is handed on at once is part of its maker's working memory.
-            lives = (life for life in tensor.lives() if life.end > life.start)
-            placed = None if tensor.onward else self.placed.get(tensor.maker)
-            yield from lives if placed is None else self._spread(tensor.maker, lives, placed.residual)
+            yield from (life for life in tensor.lives() if life.end > life.start)
         if self.trains:
             yield from self._updates()
-
-    def _spread(self, stage: int, lives: Iterable[Life], parts: Sequence[float]) -> Iterator[Life]:
-        """Yields what is alive on the first device of a group on each device of it, in these parts."""
-        for life in lives:
-            for device, part in zip(self.costs.members(stage, life.device), parts, strict=True):
-                if part:
-                    yield life._replace(device=device, bytes=life.bytes * part)
 
     # ---- a stage's own
 
@@ -213,20 +194,15 @@ class StepMemory:
         ready: dict[tuple[int, int], float] = {}  # (stage, device) -> when its gradients are reduced
         for number, reduction in enumerate(self.costs.reductions):
             for device in reduction.devices:
-                first = self.first_of.get(device, device)
-                stages = [stage for stage in reduction.stages if first in self.costs.owner_devices[stage]]
+                stages = [stage for stage in reduction.stages if device in self.costs.owner_devices[stage]]
                 if reduction.stages in self.carried:
-                    yield Life(device, 0.0, self._head(stages, first), reduction.bytes)
+                    yield Life(device, 0.0, self._head(stages, device), reduction.bytes)
                     continue
-                start = self._complete(stages, first)
+                start = self._complete(stages, device)
                 reduced = max(start, self.reduced.get(number, start))
-                ready |= {(stage, first): max(reduced, ready.get((stage, first), 0.0)) for stage in stages}
-                yield Life(
-                    device,
-                    start,
-                    reduced + max(self._apply_seconds(stage, first) for stage in stages),
-                    reduction.bytes,
-                )
+                ready |= {(stage, device): max(reduced, ready.get((stage, device), 0.0)) for stage in stages}
+                applied = max(self._apply_seconds(stage, device) for stage in stages)
+                yield Life(device, start, reduced + applied, reduction.bytes)
         pending: dict[int, list[Life]] = defaultdict(list)
         for (stage, device), span in self.applies.items():
             size = self.costs.apply_bytes(stage)
@@ -235,9 +211,7 @@ class StepMemory:
             else:
                 start = min(span.start, ready.get((stage, device), self._complete([stage], device)))
                 life = Life(device, start, start + self._apply_seconds(stage, device), size)
-            placed = self.placed.get(stage)
-            for each in [life] if placed is None else self._spread(stage, [life], placed.stored):
-                pending[each.device].append(each)
+            pending[device].append(life)
         for lives in pending.values():
             yield from _one_at_a_time(lives)
 

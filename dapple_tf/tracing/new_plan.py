@@ -60,7 +60,6 @@ def plan_for_speeds(simulation: Simulation, factors: Mapping[int, float]) -> New
                 plan.global_batch_size,
                 jit_compile=plan.jit_compile,
                 optimizer_shards=plan.optimizer_shards,
-                parameter_shards=plan.parameter_shards,
                 row_shards=plan.row_shards,
             )
         )

@@ -31,7 +31,6 @@ def group_updates(
     shards: Callable[[Sequence[int]], int] | None = None,
     *,
     dense: bool = True,
-    stored: bool = False,
     compiled: bool = False,
 ) -> tuple[GroupUpdate, ...]:
     """Returns the optimizer's part for each parameter group of a program with stage functions, and extends the table.
@@ -44,7 +43,6 @@ def group_updates(
             device updates whole.
         dense: whether all parameters are updated so, rather than the tables alone whose rows are looked up before
             stages.
-        stored: whether devices keep only their shards of parameters, too; of these tables they always do.
         compiled: whether XLA compiles the optimizer.
 
     Raises:
@@ -66,7 +64,7 @@ def group_updates(
     loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
     counts = {} if shards is None else {stages: count for stages in groups if (count := shards(stages)) > 1}
     tables = frozenset(itertools.chain.from_iterable(stage.looked_up for stage in program.stages))
-    asked = ShardsAsked(counts, dense, stored, tables, compiled)
+    asked = ShardsAsked(counts, dense, tables, compiled)
     return capture_updates(optimizer, table, groups, sliced, loss_dtype, asked)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.errors import PassError
@@ -15,7 +15,6 @@ from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
-from graph_passes.passes.compile_runs import CompiledRuns, compile_runs
 from graph_passes.passes.placed_reductions import common_order, regroup
 from graph_passes.passes.unfused import unfused
 
@@ -42,8 +41,6 @@ class PlaceOperators:
         order: Q: the same operators in a topological order.
         chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon
             as their inputs are there.
-        jit_compile: whether XLA compiles what a device runs between two transfers, see `compile_runs`; only if
-            ``chained``.
 
     Source: FD-DPS (Mathematics 2022), section 5, algorithm 3: "the placement strategy S and the execution queue Q".
     """
@@ -54,7 +51,6 @@ class PlaceOperators:
     devices: Mapping[str, str]
     order: Sequence[str]
     chained: bool = True
-    jit_compile: bool = False
 
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with devices and control edges.
@@ -91,9 +87,6 @@ class _Placement:
             regroup(graph, self.view, common_order(self.view, self.position))
         placed_on = self.step.placed_on | {self.device[name] for name in self.options.devices}
         step = dataclasses.replace(self.step, placed_on=placed_on)
-        if self.options.chained and self.options.jit_compile:
-            compiled = compile_runs(graph, self._queues(waits), self._fetched)
-            graph, step = compiled.graph, _redirected(step, compiled)
         graph = unfused(graph) if self.options.chained else graph
         fetched = {ref.node for ref in self._fetched}
         drop_unread(graph, {node.name for node in graph.node if node.op == "Const"} - fetched)
@@ -209,17 +202,6 @@ class _Placement:
         """The nodes that don't wait for earlier updates, as gradients may be fetched without them."""
         return self.view.ancestors(self._fetched) if self.step.gradients else set()
 
-    def _queues(self, chained: Collection[str]) -> dict[str, list[list[str]]]:
-        """Returns device -> its operators in order, in parts that wait for earlier updates or don't."""
-        by_device: dict[str, list[str]] = {}
-        for name in self.options.order:
-            if name in chained and self.device[name] == self.options.devices[name]:
-                by_device.setdefault(self.device[name], []).append(name)
-        return {
-            device: [list(part) for _, part in itertools.groupby(names, key=self._apart.__contains__)]
-            for device, names in by_device.items()
-        }
-
     def _chain(self) -> dict[str, list[str]]:
         """Returns for each operator those that it has to wait for because they come before it on its device."""
         step, apart = self.step, self._apart
@@ -266,24 +248,3 @@ def _able(device: str, nodes: Iterable[NodeDef]) -> str:
     if gpu and knows_gpus() and any(kernel_of(node, GPU) is None and kernel_of(node, CPU) for node in nodes):
         return f"{place}/device:CPU:0"
     return device
-
-
-def _redirected(step: Step, compiled: CompiledRuns) -> Step:
-    """Returns the step with what it tells of operators that calls run now."""
-
-    def now(ref: Ref) -> Ref:
-        return compiled.results.get(ref, ref)
-
-    values = {key: now(ref) for key, ref in step.values.items()}
-    return dataclasses.replace(
-        step,
-        values={key: ref for key, ref in values.items() if ref.node not in compiled.calls},
-        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
-        loss=None if step.loss is None else now(step.loss),
-        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
-        gradients={name: now(ref) for name, ref in step.gradients.items()},
-        exit={
-            task: tuple(dict.fromkeys(compiled.calls.get(name, name) for name in names))
-            for task, names in step.exit.items()
-        },
-    )

@@ -333,9 +333,7 @@ def encoder_layers(costs: CostModel) -> int:
     return sum(layer.name.startswith("layer_") for layer in costs.profile.layers)
 
 
-def largest_bert(
-    devices: int, samples: int, replicas: int = 1, *, optimizer_shards: bool = False, parameter_shards: bool = False
-) -> CostModel:
+def largest_bert(devices: int, samples: int, replicas: int = 1, *, optimizer_shards: bool = False) -> CostModel:
     """Returns the costs of the largest BERT with so many samples in a replica's micro-batch, with recomputation.
 
     Args:
@@ -343,7 +341,6 @@ def largest_bert(
         samples: samples of a replica's micro-batch.
         replicas: replicas of each stage, a divisor of ``devices``.
         optimizer_shards: whether they keep a shard of the optimizer's slots each.
-        parameter_shards: whether they keep a shard of the parameters each, too.
     """
     cluster = hardware(1, devices, 25)
     stages = devices // replicas
@@ -362,7 +359,7 @@ def largest_bert(
             count = _PER_STAGE * stages
             plan = Plan.manual(
                 cuts, groups, count, samples * replicas * count, "dapple_a", recompute="boundary",
-                optimizer_shards=optimizer_shards, parameter_shards=parameter_shards,
+                optimizer_shards=optimizer_shards,
             )  # fmt: skip
             costs = CostModel(plan, profile, cluster)
             try:

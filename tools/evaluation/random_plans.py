@@ -168,7 +168,6 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
     "replicas of placed operators": lambda plan: bool(plan.spread_stages) and max(plan.replicas) > 1,
     "row_shards": lambda plan: plan.row_shards,
     "optimizer_shards": lambda plan: plan.optimizer_shards,
-    "parameter_shards": lambda plan: plan.parameter_shards,
     "offload": lambda plan: bool(plan.offloading_stages),
     "unlike recomputation": lambda plan: isinstance(plan.recompute, tuple),
     "unlike replicas": lambda plan: len(set(plan.replicas)) > 1,
@@ -237,7 +236,8 @@ def _draw_plan(rng: np.random.Generator, places: Sequence[str], level: str) -> t
         perhaps(0.15, "weight_devices", lambda: [[count + number for number in range(len(own))] for own in devices])
     options |= {"row_shards": True} if level == "rows" else {}
     if level == "shards" or (level == "rows" and rng.random() < 0.4):
-        options |= {"optimizer_shards": True, "parameter_shards": bool(rng.integers(2))}
+        options |= {"optimizer_shards": True}
+        rng.integers(2)  # was for an option that is gone; what follows stays as it was drawn
     samples = micro_batches * int(rng.integers(max(map(len, devices)), 6)) + int(rng.integers(0, micro_batches + 1))
     plan = dapple.Plan.manual(
         names, devices, micro_batches, max(2, samples), _schedule(rng, devices, options), **options
