@@ -64,7 +64,7 @@ class Command(NamedTuple):
 def commands() -> Iterator[Command]:
     """Those in blocks, and those between backticks that begin with ``python -m``, ``make``, ``pip`` or ours."""
     for name, path in DOCUMENTS.items():
-        text = re.sub("^ {4}(?=.*)", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # also blocks of lists
+        text = re.sub("^ {4}", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # also blocks of lists
         lines = [
             (line.removeprefix("$ ").strip(), True)
             for block in blocks(text)
