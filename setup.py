@@ -68,7 +68,7 @@ setup(
     entry_points={"console_scripts": [*map(_command, _COMMANDS), "dapple-worker = dapple_tf.worker:run"]},
     package_data={"dapple_tf.describe": ["profiles/*"], "dapple_tf.view": ["assets/*"]},
     python_requires=">=3.11",
-    install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
+    install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx", "tqdm"],
     extras_require={
         "images": ["matplotlib"],
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md

@@ -80,7 +80,7 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
     if spec is None or own_steps(model):
         check_cuts(model, passes)
         return None
-    with Progress("examining the model", patience=_PATIENCE) as bar:
+    with Progress("examining the model", delay=_PATIENCE) as bar:
         bar.step("what computes across samples")
         with _loss_for_guessed_labels(model, spec) as labeled:
             if labeled is not None:

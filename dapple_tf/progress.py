@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
+import warnings
 from collections.abc import Callable
+from typing import Any
 
-_PATIENCE = 1.0
-"""Seconds before anything is shown."""
-_INTERVAL = 0.1
-"""Seconds between two updates."""
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # A notebook without ipywidgets gets a bar of text.
+    from tqdm.auto import tqdm
+
 _TICK = 1.0
-"""Seconds after which the line is written again without news, so that its clock keeps running."""
+"""Seconds after which the bar is written again without news, so that its clock keeps running."""
 
 
-class Progress:
-    """One line on standard error that is rewritten as work goes on; nothing if nobody watches standard error.
+class Progress(tqdm):
+    """Bar on standard error or below a notebook's cell that goes at the end; nothing if nobody watches.
 
-        with Progress("measuring", total=3) as bar:   becomes   measuring 2/3: second (1 s)
+        with Progress("measuring", total=3) as bar:   becomes   measuring, second: 2/3 |██████    | 00:01
             bar.step("first")
             bar.step("second")
 
@@ -26,9 +27,12 @@ class Progress:
         title: what is being done.
         total: number of steps; None if unknown.
         shown: whether to show it; None shows it on a terminal and in a notebook.
-        patience: seconds before anything is shown.
-        before: called before the line is shown, because another line may be on the terminal.
+        before: called before the bar is shown, because another line may be on the terminal.
+        delay: seconds before anything is shown.
+        settings: other arguments of tqdm.
     """
+
+    monitor_interval = 0
 
     def __init__(
         self,
@@ -36,90 +40,62 @@ class Progress:
         total: int | None = None,
         *,
         shown: bool | None = None,
-        patience: float | None = None,
         before: Callable[[], object] | None = None,
+        delay: float = 1.0,
+        **settings: Any,
     ) -> None:
-        self.title, self.total = title, total
-        self._watched = _is_watched()
-        self._shown = self._watched if shown is None else shown
-        self._patience, self._before = _PATIENCE if patience is None else patience, before
-        self._started = time.monotonic()
-        self._updated = 0.0
-        self._text = ""
-        self._width = 0
-        self._lock = threading.RLock()
-        self._closed: threading.Event | None = None  # ends the thread that keeps the clock going; None without one
-        self.done = 0
+        self._before, self._closed = before, threading.Event()
+        watched = _is_watched()
+        super().__init__(
+            desc=title,
+            total=total,
+            leave=False,
+            nrows=20,  # A terminal that doesn't know its size has none.
+            miniters=0,
+            delay=delay,
+            disable=not (watched if shown is None else shown),
+            bar_format="{desc}{postfix}: " + ("{n_fmt}/{total_fmt} |{bar}| " if total else "") + "{elapsed}",
+            **settings,
+        )
+        if watched and not self.disable:
+            threading.Thread(target=self._run, name="progress", daemon=True).start()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def step(self, text: str = "", *, now: bool = False) -> None:
-        """Counts one more step as done and shows what comes next; at once if ``now``, because that takes long."""
-        with self._lock:
-            self.done += 1
-            self._text = text
-            if not self._shown:
-                return
-            time_is_up = time.monotonic() - self._started >= self._patience
-            if now or (time_is_up and time.monotonic() - self._updated >= _INTERVAL):
-                self._show()
-            self._keep_ticking()
-
-    def say(self, text: str) -> None:
-        """Writes a line that stays on the terminal."""
-        if self._shown:
-            with self._lock:
-                self.close()
-                sys.stderr.write(f"{text}\n")
-                sys.stderr.flush()
+    def step(self, text: str = "") -> None:
+        """Counts one more step as done and shows what comes next."""
+        self.set_postfix_str(text, refresh=False)
+        self.update()
 
     def at(self, text: str, share: float) -> None:
         """Shows how far the work is, as a share from 0 to 1 of ``total``, and what is being done."""
-        self.done = round(share * (self.total or 0)) - 1
+        self.n = round(share * (self.total or 0)) - 1
         self.step(text)
 
-    def close(self) -> None:
-        """Removes the line."""
-        with self._lock:
-            if self._closed is not None:
-                self._closed.set()
-                self._closed = None
-            if self._width:
-                sys.stderr.write("\r" + " " * self._width + "\r")
-                sys.stderr.flush()
-                self._width = 0
+    def say(self, text: str) -> None:
+        """Writes a line that stays on the terminal."""
+        if not self.disable:
+            self.write(text, file=sys.stderr)
 
     def tick(self) -> None:
-        """Updates the line's clock."""
-        with self._lock:
-            if time.monotonic() - self._started >= self._patience:
-                self._show()
+        """Updates the bar's clock."""
+        if self._time() >= self.start_t + self.delay:
+            self.last_print_t = self._time()
+            self.refresh()
 
-    def _show(self) -> None:
-        if not self._width and self._before is not None:
+    def display(self, *arguments: Any, **named: Any) -> Any:
+        """Shows the bar as tqdm does, after a call of ``before`` the first time."""
+        if self._before is not None:
             self._before()
-        self._updated = time.monotonic()
-        count = f" {self.done}/{self.total}" if self.total else ""
-        line = f"{self.title}{count}: {self._text} ({self._updated - self._started:.0f} s)"
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(line)
+            self._before = None
+        return super().display(*arguments, **named)
 
-    def _keep_ticking(self) -> None:
-        """Starts the thread that updates the clock during long steps, unless it runs or nobody watches."""
-        if self._watched and self._closed is None:
-            self._closed = threading.Event()
-            threading.Thread(target=self._run, args=(self._closed,), name="progress", daemon=True).start()
+    def close(self) -> None:
+        """Removes the bar."""
+        self._closed.set()
+        super().close()
 
-    def _run(self, closed: threading.Event) -> None:
-        while not closed.wait(_TICK):
-            with self._lock:
-                if not closed.is_set():
-                    self.tick()
+    def _run(self) -> None:
+        while not self._closed.wait(_TICK):
+            self.tick()
 
 
 def _is_watched() -> bool:

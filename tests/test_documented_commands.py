@@ -64,7 +64,7 @@ class Command(NamedTuple):
 def commands() -> Iterator[Command]:
     """Those in blocks, and those between backticks that begin with ``python -m``, ``make``, ``pip`` or ours."""
     for name, path in DOCUMENTS.items():
-        text = re.sub("^ {4}(?=.*)", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # also blocks of lists
+        text = re.sub("^ {4}", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # also blocks of lists
         lines = [
             (line.removeprefix("$ ").strip(), True)
             for block in blocks(text)
@@ -251,7 +251,9 @@ def test_commands_run_where_the_package_is_installed(document: str, installed: I
     dapple.Cluster.from_json(description).save(folder / "cluster.json")
     profile = load_text("bert-48")
     profile.save(folder / "profile.json")
-    dapple.Plan.manual([profile.layers[20].name], [[0], [1]], 4, 8).save(folder / "first.json")
+    plan = dapple.Plan.manual([profile.layers[20].name], [[0], [1]], 4, 8)
+    for name in ("first.json", "plan.json"):
+        plan.save(folder / name)
     changes = {
         **dict(zip((":2222", ":2223"), (f":{port}" for port in free_ports(2)), strict=True)),
         **{"10.0.0.": "127.0.0.", "10.77.0.": "127.0.0.", "--tls=keys": "--tls=keys/node1", "$HOME": str(folder)},

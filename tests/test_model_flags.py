@@ -68,6 +68,11 @@ def test_documents_name_flags_that_there_are(name: str) -> None:
     assert "others" not in command.groups(tool.FLAGS)
 
 
+def test_groups_of_help_name_flags_that_there_are() -> None:
+    known = {flag for name in TOOLS for flag in importlib.import_module(f"dapple_tf.tools.{name}").FLAGS}
+    assert set(" ".join(command.GROUPS.values()).split()) <= known
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_mistakes_end_with_a_message(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     tool = importlib.import_module(f"dapple_tf.tools.{name}")

@@ -66,7 +66,6 @@ def test_progress_is_shown_below_a_notebooks_cell(monkeypatch: pytest.MonkeyPatc
 
     for stream, shown in ((Stream(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr("dapple_tf.progress._PATIENCE", 0.0)
-        with Progress("measuring", total=2) as bar:
+        with Progress("measuring", total=2, delay=0, mininterval=0) as bar:
             bar.step("first")
-        assert ("measuring 1/2: first" in stream.getvalue()) == shown
+        assert ("measuring, first: 1/2 |" in stream.getvalue()) == shown

@@ -55,8 +55,8 @@ GROUPS = {
     "model and data": "model dataset length mixed_precision seed data_on_workers",
     "cluster": "cluster workers_per_server speed intra_bandwidth inter_bandwidth intra_latency inter_latency",
     "plan": "plan profile profile_batch_size global_batch_size micro_batches schedule schedule_modules compare "
-    "recompute jit_compile all_reduce reduce_early next_forward reverse_first_k only placement operator_groups "
-    "optimizer_shards parameter_shards row_shards by_trial",
+    "recompute jit_compile all_reduce reduce_early next_forward reverse_first_k only placement optimizer_shards "
+    "row_shards by_trial",
     "measuring": "measure batch_size device repeats cache profile_step benchmark_steps",
     "training": "epochs steps learning_rate validation_steps checkpoint_dir checkpoint_every resume faults verify",
     "output": "output text_output text_batch_size output_dir log_dir save_profile save_cluster check timeline width "

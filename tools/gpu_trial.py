@@ -1,6 +1,6 @@
 """Tries on one GPU what only a GPU can show, within ten minutes: needs no arguments, no data and no network.
 
-    python -m tools.gpu_trial                 # writes runs/gpu_trial/trial.json and page.md
+    python -m dapple_tf.tools.gpu_trial           # writes runs/gpu_trial/trial.json and page.md
 
 The card becomes four logical devices; without a card, four logical processors take its place. Each part is tried by
 itself: the error of one that fails is written, and the rest goes on. The exit status is 1 if any part failed.

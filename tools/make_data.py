@@ -1,9 +1,9 @@
 """Converts data into the files that --dataset reads, checks data, and writes samples.
 
-    python -m tools.make_data --images=photos --output=records --shards=16
-    python -m tools.make_data --text=book.txt --vocabulary=8192 --output=book
-    python -m tools.make_data --check=images:photos
-    python -m tools.make_data --sample=images --output=photos
+    python -m dapple_tf.tools.make_data --images=photos --output=records --shards=16
+    python -m dapple_tf.tools.make_data --text=book.txt --vocabulary=8192 --output=book
+    python -m dapple_tf.tools.make_data --check=images:photos
+    python -m dapple_tf.tools.make_data --sample=images --output=photos
 
 --images takes a folder of ImageNet's layout, train/CLASS/*.jpeg and val/CLASS/*.jpeg, or a folder of classes, and
 writes TFRecord files for --dataset=tfrecords:records.

@@ -1,8 +1,8 @@
 """Measures the links between workers, and writes a description of the cluster to plan for.
 
-    python -m tools.measure_links --addresses=10.0.0.1:2222,10.0.0.2:2222 --out=cluster.json
-    python -m tools.measure_links --local=2
-    python -m tools.measure_links --local=4 --workers_per_server=2
+    python -m dapple_tf.tools.measure_links --addresses=10.0.0.1:2222,10.0.0.2:2222 --out=cluster.json
+    python -m dapple_tf.tools.measure_links --local=2
+    python -m dapple_tf.tools.measure_links --local=4 --workers_per_server=2
 
 Without either flag the workers are those in TF_CONFIG. Shows the cluster as its workers report it (servers, devices,
 memory), and the speed of links within servers, between every two servers, and of all-reduce over all devices.

@@ -1,8 +1,8 @@
 """Trains a byte-level GPT on the source text of Python's standard library, pipelined over the devices of this machine.
 
-    python -m tools.train_gpt                        # two stages, three replicas of the first and one of the second
-    python -m tools.train_gpt --plan=1:1:1:1         # four stages on a device each
-    python -m tools.train_gpt --plan=plan.json       # a plan of your own
+    python -m dapple_tf.tools.train_gpt                     # two stages, of three replicas and of one
+    python -m dapple_tf.tools.train_gpt --plan=1:1:1:1      # four stages on a device each
+    python -m dapple_tf.tools.train_gpt --plan=plan.json    # a plan of your own
 
 Shows the plan, the progress with loss and tokens per second, a sample of the model's text, and its bits per byte
 on unseen files, beside those of a model that only knows how frequent each byte is. Writes to

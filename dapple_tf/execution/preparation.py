@@ -74,7 +74,7 @@ class Preparation(Timing):
         """
         start = time.perf_counter()
         title = f"preparing {_NAMES[mode]} on batches of {samples}"
-        with Progress(title, patience=_PATIENCE, before=leave_progress_bar) as bar:
+        with Progress(title, delay=_PATIENCE, before=leave_progress_bar) as bar:
             self.tell = bar.step
             try:
                 yield

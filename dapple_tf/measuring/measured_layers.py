@@ -88,9 +88,9 @@ class _Measuring:
     def run(self) -> Profile:
         """Returns the profile, without a key."""
         profiled, device = self.profiled, self.profiled.device_name
-        self.bar.step("tracing the optimizer", now=True)
+        self.bar.step("tracing the optimizer")
         updates = profiled.updates
-        self.bar.step("building steps", now=True)
+        self.bar.step("building steps")
         layers, single = profiled.stages.program, with_gradients(profiled.flat, ())
         whole_updates = group_updates(profiled.model, profiled.table, with_functions(single, "whole_"))
         with profiled.session([*updates, *whole_updates]) as session:
@@ -119,7 +119,7 @@ class _Measuring:
             self.nothing = StepRuns(session, empty_calls(device, _EMPTY_CALLS), NOTHING)
             self.nothing.feed(1, {})
             walls = self._measure()
-            self.bar.step("measuring memory", now=True)
+            self.bar.step("measuring memory")
             memory = self._memory(any_size.layered)
         return self._result(walls, memory)
 

@@ -105,10 +105,10 @@ def profile(
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
     example = ExampleBatch.of(model, x, y, sample_weight, length=length)
-    bar = Progress("profiling", shown=None if progress else False)
+    bar = Progress("profiling", shown=None if progress else False, delay=0)
     with kept_metrics(model), bar, example.told(model):
         time_budget.begin("capture")
-        bar.step("capturing the model", now=True)
+        bar.step("capturing the model")
         table = VariableTable(model)
         build(model, table, example.spec)
         program = capture(model, table, Mode.TRAIN, example.spec, gpus=cluster.all_gpus([device]))
@@ -175,14 +175,14 @@ def kept_metrics(model: keras.Model) -> Iterator[None]:
 
 def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
     """Returns the profile without a key, by the most exact method for which there is time."""
-    bar.step("cutting the model", now=True)
+    bar.step("cutting the model")
     budget.begin("cut")
     program = profiled.program
     budget.end()
     if budget.allows("layers", *budget.afterwards):
         return measured_layers(profiled, budget, bar)
 
-    bar.step("estimating operators", now=True)
+    bar.step("estimating operators")
     profiled.table.add_optimizer(profiled.model.optimizer)
     measures = budget.allows("operators")
     least, most = profiled.sizes[0], profiled.sizes[-1]
@@ -199,7 +199,7 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
     once = (estimates.total("forward") + estimates.total("backward")).at(least)
     if not measures or budget.left < once:
         return estimates
-    bar.step("preparing a step of the whole model", now=True)
+    bar.step("preparing a step of the whole model")
     with profiled.session(()) as session:
         step = flat_step(program, profiled.device_name, profiled.cluster.host_device, "operators_")
         runs = StepRuns(session, step.timed, "flat")
@@ -211,6 +211,6 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
             operators,
             budget,
             rounds=profiled.repeats,
-            tell=lambda text: bar.step(f"measuring operators, {text}", now=True),
+            tell=lambda text: bar.step(f"measuring operators, {text}"),
         )
     return by_operator()
