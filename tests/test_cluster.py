@@ -354,18 +354,22 @@ def test_a_summary_says_for_how_many_devices_memory_is_known() -> None:
 # ---- GPUs of this machine
 
 
-def told(report: dict[str, Any]) -> Any:
-    """A process that reports."""
-    text = json.dumps({"versions": {}, **report})
-    return lambda *_, **__: subprocess.CompletedProcess([], 0, f"{text}\n", "")
+def told(*reports: dict[str, Any]) -> Any:
+    """Processes that report, one after another."""
+    texts = iter([json.dumps({"versions": {}, **report}) for report in reports])
+    return lambda *_, **__: subprocess.CompletedProcess([], 0, f"{next(texts)}\n", "")
 
 
 @pytest.mark.parametrize("made", [False, True])
 def test_local_gpus_have_the_memory_that_tensorflow_gets(monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
-    """Asked in another process, in which they are made, unless this one has made them."""
+    """Asked in other processes, in which they are made, unless this one has made them.
+
+    A worker that started beside one that was ending had too little.
+    """
     show_gpus(monkeypatch, 3)
     asked = {"gpus": [{"memory_bytes": 7}, {"memory_bytes": 8}, {"memory_bytes": 9}]}
-    monkeypatch.setattr(machine_report.subprocess, "run", told(asked))
+    beside_another = {"gpus": [{"memory_bytes": 1}] * 3}
+    monkeypatch.setattr(machine_report.subprocess, "run", told(beside_another, asked))
     machine_report.report.cache_clear()
     if made:
         context.context().ensure_initialized()

@@ -220,9 +220,14 @@ def on_the_cpu(builder: Builder, gpu: str, _: str) -> None:
     called(builder, gpu, body, [Ref("slices")])
 
 
-def shared(builder: Builder, gpu: str, _: str) -> None:
-    body = Builder(empty_graph())
-    called(builder, gpu, body, [read(body, "calls", INT32, [2])])
+def shared(builder: Builder, *gpus: str) -> None:
+    for gpu in gpus:
+        body = Builder(empty_graph())
+        called(builder, gpu, body, [read(body, "calls", INT32, [2])])
+
+
+def alone(builder: Builder, gpu: str, _: str) -> None:
+    shared(builder, gpu, GPUS.device_names[2])
 
 
 def called(builder: Builder, gpu: str, body: Builder, results: Sequence[Ref]) -> None:
@@ -258,6 +263,7 @@ DEFECTS = {
     refused: (REFUSED, {"SplitV(bool)": 1}),
     on_the_cpu: (ON_CPU, {"SplitV(bool)": 1}),
     shared: (SHARED, {"VarHandleOp(int32)": 1}),
+    alone: (SHARED, {}),
     unplaced: (UNPLACED, {"Const(float32)": 1}),
     waiting: (TO_HOST, {"Const -> SplitV (int64)": 1}),
     unordered: (UNORDERED, {f"{gpu} 1 | {gpu} 2": 1 for gpu in GPUS.device_names[:2]}),

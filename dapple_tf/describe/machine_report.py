@@ -42,12 +42,20 @@ class MachineReport(NamedTuple):
 def report(options: bytes = b"") -> MachineReport:
     """Imports TensorFlow in a process of its own, which tells its versions and GPUs, and ends.
 
+    Memory of GPUs is what was free there. It is asked for twice: a process that ends meanwhile may still hold some.
+
     Args:
         options: serialized ``GPUOptions`` of sessions, where other than TensorFlow's own.
 
     Raises:
         ClusterError: that process fails.
     """
+    first = _asked(options)
+    second = _asked(options) if first.gpus else first
+    return max(first, second, key=lambda told: sum(gpu["memory_bytes"] for gpu in told.gpus))
+
+
+def _asked(options: bytes) -> MachineReport:
     command = [sys.executable, "-m", __name__, options.hex()]
     try:
         told = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=START_SECONDS)

@@ -12,6 +12,7 @@ from graph_passes.analysis.device_kernels import (
     REFUSED,
     SHARED,
     UNORDERED,
+    VARIABLE,
     GpuReport,
     gpu_report,
     label,
@@ -21,22 +22,18 @@ from graph_passes.ir.graph import PHASE_ATTR, STAGE_ATTR, GraphDef, NodeDef, dty
 from graph_passes.ir.kernels import GPU, PASSED, kernel_dtypes, kernel_of, knows_gpus
 from graph_passes.ir.tensorflow_bridge import attribute
 
-_VARIABLE = "VarHandleOp"
-
 
 def check_kernels(graph: GraphDef) -> None:
     """Checks that GPUs have kernels for all nodes that a graph puts on them.
 
     Raises:
-        DappleError: one has none, or makes a variable that all GPUs of a process would share.
+        DappleError: one has none, or makes a variable that several GPUs of a process would share.
     """
     if not knows_gpus() or not any(_lacking(graph)):
         return
     report = gpu_report(graph)
     for kind, why in ((REFUSED, _why_refused), (SHARED, _why_shared)):
         nodes = [node for finding, node in report.first.items() if finding.kind == kind]
-        if kind == SHARED:  # Tables are the same for all.
-            nodes = [node for node in nodes if node.op == _VARIABLE]
         if nodes:
             more = f" (likewise {', '.join(sorted({label(node) for node in nodes[1:]}))})" if nodes[1:] else ""
             raise DappleError(why(nodes[0]) + more)
@@ -44,7 +41,7 @@ def check_kernels(graph: GraphDef) -> None:
 
 def _lacking(graph: GraphDef) -> Iterator[NodeDef]:
     """Returns the nodes that may lack a kernel: all on GPUs, and in functions those that make variables."""
-    within = (node for function in graph.library.function for node in function.node_def if node.op == _VARIABLE)
+    within = (node for function in graph.library.function for node in function.node_def if node.op == VARIABLE)
     for node in itertools.chain((node for node in graph.node if on_gpu(node.device)), within):
         if node.op not in PASSED and kernel_of(node, GPU) is None:
             yield node

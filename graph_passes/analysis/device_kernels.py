@@ -2,7 +2,7 @@
 
 A node of the top level runs on the device that it names, or the session refuses the whole graph. A node of a function
 runs on the device of the call; without a kernel there TensorFlow puts it on its process's first CPU, and copies what it
-reads and gives. Where it makes a variable, all GPUs of the process then share a single one.
+reads and gives. Where it makes a variable, all GPUs of the process that call it share a single one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.tensorflow_bridge import (
     FunctionDefLibrary,
     function_graph,
-    input_dtypes,
     makes_resource,
     output_dtypes,
 )
@@ -41,7 +40,7 @@ from graph_passes.ir.tensorflow_bridge import (
 REFUSED = "refused"
 """A node of the top level without a kernel on its GPU: no step runs."""
 SHARED = "shared"
-"""A resource without a kernel: one for all GPUs of a process in place of one on each."""
+"""A variable without a kernel: one for several GPUs of a process in place of one on each."""
 ON_CPU = "on the CPU"
 """A node of a function without a kernel: it runs on the CPU, between copies."""
 UNPLACED = "unplaced"
@@ -52,6 +51,7 @@ TO_DEVICE = "host to GPU"
 UNORDERED = "unordered"
 """Two collective operations by NCCL of a device of which neither waits for the other."""
 
+VARIABLE = "VarHandleOp"
 _KINDS = (REFUSED, SHARED, UNORDERED, UNPLACED, ON_CPU, TO_HOST, TO_DEVICE)
 _RESULT = "_Retval"
 _REST = "rest"
@@ -132,7 +132,10 @@ class _Walk:
         self.report, self._gpus = GpuReport(), gpus
         self._functions = {function.signature.name: function for function in graph.library.function}
         self._visited: set[tuple[str, str]] = set()
-        self._visit(graph, None, "")
+        self._handles: dict[str, list[NodeDef]] = {}
+        self._visit(graph, None, _REST)
+        for part, handle in self._shared(graph):
+            self.report.add(SHARED, part, label(handle), handle)
         for device, before, after in _unordered(graph, gpus):
             self.report.add(UNORDERED, device, " | ".join(sorted((before.name, after.name))), after)
 
@@ -142,15 +145,14 @@ class _Walk:
         devices = {node.name: node.device or self._beside(view, node) for node in graph.node}
         kinds, parts = {}, {}
         for node in graph.node:
-            own = parts[node.name] = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else part or _REST
+            own = parts[node.name] = _part(node, part)
             kind = caller or GPU
             if devices[node.name]:
                 kind = GPU if self._gpus(devices[node.name]) else CPU
             elif caller is None and node.op != "NoOp" and (node.input or view.consumers(node.name)):
                 self.report.add(UNPLACED, own, label(node), node)
             if kind == GPU and node.op not in PASSED and kernel_of(node, GPU) is None:
-                makes = types_pb2.DT_RESOURCE in (*input_dtypes(node), *output_dtypes(node))
-                self.report.add(REFUSED if caller is None else SHARED if makes else ON_CPU, own, label(node), node)
+                self.report.add(REFUSED if caller is None else ON_CPU, own, label(node), node)
                 kind = CPU
             kinds[node.name] = kind
             if not (COMPILED_ATTR in node.attr and node.attr[COMPILED_ATTR].b):
@@ -174,6 +176,25 @@ class _Walk:
                 body.node.append(make_node(f"{result.name}/result", _RESULT, [ref], attrs=kinds))
             self._visit(body, kind, part)
 
+    def _shared(self, graph: GraphDef) -> Iterator[tuple[str, NodeDef]]:
+        """Returns the variables without a kernel that functions on several GPUs of a process make, with their parts."""
+        users: dict[tuple[str, str], dict[str, tuple[str, NodeDef]]] = collections.defaultdict(dict)
+        for node in graph.node:
+            for name in function_names(node) if self._gpus(node.device) else ():
+                for handle in self._on_cpu(name):
+                    key = node.device.rpartition("/")[0], handle.attr["shared_name"].s.decode()
+                    users[key][node.device] = (_part(node), handle)
+        return (next(iter(devices.values())) for devices in users.values() if len(devices) > 1)
+
+    def _on_cpu(self, name: str) -> list[NodeDef]:
+        """Returns the handles of variables without a kernel that a function makes, and those that it calls."""
+        if name not in self._handles:
+            self._handles[name] = handles = []
+            for node in self._functions[name].node_def if name in self._functions else ():
+                handles += [node] * (node.op == VARIABLE and kernel_of(node, GPU) is None)
+                handles += itertools.chain.from_iterable(map(self._on_cpu, function_names(node)))
+        return self._handles[name]
+
     def _count_copies(
         self, view: Graph, node: NodeDef, kinds: dict[str, str], devices: dict[str, str], part: str
     ) -> None:
@@ -188,6 +209,10 @@ class _Walk:
                 what = f"{maker.op} -> {node.op} ({dtype_name(dtype)})"
                 of = maker if node.op == _RESULT else node
                 self.report.add(TO_HOST if on_host else TO_DEVICE, part, what, of)
+
+
+def _part(node: NodeDef, others: str = _REST) -> str:
+    return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else others
 
 
 def label(node: NodeDef) -> str:
