@@ -56,4 +56,4 @@ blocks = backbone.num_layers
 cuts = [f"transformer_layer_{blocks * stage // cluster.num_devices - 1}" for stage in range(1, cluster.num_devices)]
 plan = dapple.Plan.straight(cuts, global_batch_size=16, micro_batches=4)
 with dapple.transform(model, cluster, plan) as pipelined:
-    pipelined.fit(x, y, epochs=arguments.epochs, verbose=2)
+    pipelined.fit(x, y, batch_size=16, epochs=arguments.epochs, shuffle=False, verbose=2)  # keras_hub makes batches
