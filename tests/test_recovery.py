@@ -234,6 +234,38 @@ def test_a_checkpoint_that_is_damaged_is_not_what_recovery_rests_on(
     assert_as_plain_keras(pipelined, *range(6))
 
 
+@pytest.mark.parametrize("use", ["train", "sync", "evaluate"])
+def test_a_restored_checkpoint_and_what_is_assigned_to_it(workers: FakeWorkers, tmp_path: Path, use: str) -> None:
+    """A fault before anything was trained since: the checkpoint was read again, over what had been assigned."""
+
+    def follow(*, fault: bool) -> list[Any]:
+        pipelined = transform(workers)
+        train(pipelined, 0)
+        path = pipelined.save_checkpoint(tmp_path / str(fault))
+        pipelined.close()
+        results = []
+        for assigns in (False, True):
+            pipelined.restore_checkpoint(path)
+            if assigns:
+                results.append(pipelined.evaluate(X, Y, verbose=0))
+                kernel = pipelined.model.get_layer("second").kernel
+                kernel.assign(kernel * 0.5)
+                pipelined.optimizer.learning_rate = 0.01
+            if fault:
+                workers.kill(0, away=0)
+            if use == "train":
+                train(pipelined, 1, 2)
+            elif use == "evaluate":
+                results.append(pipelined.evaluate(X, Y, verbose=0))
+            pipelined.sync()
+            results += values(pipelined.model)
+            pipelined.close()
+        assert bool(pipelined.faults) == fault
+        return results
+
+    assert_close(follow(fault=True), follow(fault=False), 0.0)
+
+
 # ---- sessions, and other models
 
 
