@@ -105,22 +105,3 @@ def test_a_sample(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == f"Wrote {' and '.join(names)} to {tmp_path}/sums\n"
     sums, totals = ((tmp_path / "sums" / name).read_text().splitlines() for name in names[:2])
     assert [sum(map(int, line.split("+"))) for line in sums] == [int(total) for total in totals]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give one of --images, --text, --check, --sample"),
-        (["--images=a", "--text=b"], "give one of --images, --text, --check, --sample, not --images=a and --text=b"),
-        (["--text=none.txt"], "--output isn't given"),
-        (["--text=none.txt", "--output={0}/new"], "there is no file or folder none.txt"),
-        (["--images=none", "--output={0}/new"], "--images=none isn't a folder"),
-        (["--text=none.txt", "--output={0}"], "isn't empty; name another"),
-    ],
-)
-def test_mistakes_are_told(
-    arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert run(*(argument.format(tmp_path) for argument in arguments)) == 1
-    assert message in capsys.readouterr().err
