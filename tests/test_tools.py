@@ -112,6 +112,8 @@ MISTAKES: dict[Any, list[tuple[list[str], str]]] = {
         ([*SMALL_GPT, "--plan=0:1"], "such as 3:1"),
     ],
     train: [
+        (["--no_such_flag=1"], "Unknown command line flag 'no_such_flag'"),
+        (["something"], "unexpected arguments: something; everything is given by flags, see --help"),
         (["--resume"], "--resume goes on from a checkpoint: give --checkpoint_dir"),
         (["--checkpoint_every=5"], "--checkpoint_every=5 needs --checkpoint_dir"),
         (["--nomeasure"], "--nomeasure: --plan=auto needs a profile"),
