@@ -227,28 +227,6 @@ def simulated(plan: dapple.Plan, **hardware: float) -> dapple.Simulation:
     return dapple.simulate(plan, given.profile(), Hardware(**hardware).of(given.cluster()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "plan", "hardware"),
-    [
-        (["--micro_batches=2"], {"micro_batches": 2}, {}),
-        (["--schedule=zb_h1", "--recompute=boundary"], {"schedule": "zb_h1", "recompute": "boundary"}, {}),
-        (["--inter_bandwidth=1e7", "--speed=2"], {}, {"inter_bandwidth": 1e7, "speed": 2.0}),
-        (["--intra_latency=0.01", "--global_batch_size=48"], {"global_batch_size": 48}, {"intra_latency": 0.01}),
-    ],
-)
-def test_what_if(
-    arguments: list[str],
-    plan: dict[str, object],
-    hardware: dict[str, float],
-    files: given.Files,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    expected = simulated(given.plan(**plan), **hardware)
-    assert expected.latency != simulated(given.plan()).latency
-    assert run(simulate, *files.flags, *arguments, "--notimeline") == 0
-    assert str(expected) in capsys.readouterr().out
-
-
 def test_a_simulation_is_printed_and_written(
     files: given.Files, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
