@@ -18,11 +18,6 @@ def _run(*arguments: str) -> int:
     return command.run(train_gpt.main, train_gpt.FLAGS, list(arguments))
 
 
-def test_nothing_is_overwritten(tmp_path: pathlib.Path) -> None:
-    wanted = tmp_path / "runs" / "gpt"
-    assert [command.fresh_folder(wanted).name for _ in range(3)] == ["gpt", "gpt-2", "gpt-3"]
-
-
 def test_throughput_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
