@@ -22,9 +22,7 @@ from dapple_tf.tools.evaluation import (
     zoo,
 )
 from dapple_tf.tools.evaluation.bench_report import (
-    cells,
     check_output,
-    markdown,
     own_command,
     own_commit,
     read_results,
@@ -112,17 +110,6 @@ def test_turns_are_taken_in_both_orders() -> None:
     times = take_turns({name: lambda name=name: order.append(name) for name in "abc"}, 3, lambda number, name: None)
     assert "".join(order) == "abccbaabc"
     assert list(times) == ["a", "b", "c"] and all(len(seconds) == 3 for seconds in times.values())
-
-
-def test_tables_show_medians_with_quartiles() -> None:
-    table = markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))])
-    assert table == "| way | ratio |\n|---|---|\n| keras | 1.000 (0.900 to 1.100) |"
-
-
-def test_records_are_shown_in_the_formats_of_columns() -> None:
-    rows = [{"model": "mlp", "ms": 1.0, "error": 0.5}, {"model": "gpt", "ms": 20.0, "error": -0.25}]
-    columns = {"model": "{model}", "step ms": "{ms:.1f}", "error": "{error:+.0%}"}
-    assert cells(rows, columns) == [["model", "step ms", "error"], ["mlp", "1.0", "+50%"], ["gpt", "20.0", "-25%"]]
 
 
 DOCUMENTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
