@@ -295,17 +295,6 @@ def test_what_is_asked_for_is_measured(
     assert f"The profile is in {out}" in printed
 
 
-@pytest.mark.slow
-def test_a_tiny_model_is_profiled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path / "cache"))
-    out = tmp_path / "profile.json"
-    flags = ["--model=vgg:tiny", "--batch_size=1,2", "--repeats=1", "--cluster=cpu:1", f"--output={out}"]
-    assert run(profile, *flags) == 0
-    measured = dapple.Profile.load(out)
-    assert [layer.name for layer in measured.layers][:2] == ["conv_0_0", "pool_0"]
-    assert measured.batch_sizes == (1, 2)
-
-
 # ---- dump_graph and measure_links
 
 
