@@ -52,18 +52,6 @@ def test_the_split_is_the_same_everywhere() -> None:
     assert not text.is_held_out("a.py", 0.0)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_standard_library() -> None:
-    corpus = text.standard_library()
-    assert len(corpus.train) > 5e6
-    assert 0.005 < len(corpus.held_out) / len(corpus.train) < 0.15
-    assert b"import " in bytes(corpus.train)
-    again = text.standard_library()
-    np.testing.assert_array_equal(corpus.train, again.train)
-    np.testing.assert_array_equal(corpus.held_out, again.held_out)
-
-
 @pytest.mark.parametrize(("fraction", "message"), [(0.0, "need 0 < fraction < 1"), (1.0, "need 0"), (0.5, "need both")])
 def test_impossible_parts_are_refused(fraction: float, message: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "tests").mkdir()
