@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 from absl import app
-from selection import thorough
 
 from dapple_tf.tools.evaluation import (
     operator_workers_report,
     scale_report,
-    shards_report,
     slow_links_report,
     torch_report,
     zoo,
@@ -28,7 +26,6 @@ from dapple_tf.tools.evaluation.bench_report import (
     read_results,
     write_results,
 )
-from dapple_tf.tools.evaluation.bench_shards import REPLICAS, simulated
 from dapple_tf.tools.evaluation.ooo_measured import measurements, spread
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
@@ -115,7 +112,6 @@ def test_turns_are_taken_in_both_orders() -> None:
 DOCUMENTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "operator_workers.md": ("operator_workers.json", operator_workers_report.document),
     "scale.md": ("scale.json", scale_report.report),
-    "shards.md": ("shards.json", shards_report.document),
     "slow_links.md": ("slow_links.json", slow_links_report.document),
     "torch.md": ("speed.json", torch_report.report),
     "zoo.md": ("zoo.json", zoo.document),
@@ -132,10 +128,3 @@ def test_a_document_is_that_of_its_numbers(name: str) -> None:
 def test_two_hosts_says_the_spreads_that_were_measured() -> None:
     text = " ".join((RESULTS / "two_hosts.md").read_text(encoding="utf-8").split())
     assert spread(measurements(RESULTS)["two_hosts"]["records"]) in text
-
-
-@pytest.mark.parametrize("replicas", [count if count == max(REPLICAS) else thorough(count) for count in REPLICAS])
-def test_what_is_simulated_of_shards_is_as_stored(replicas: int) -> None:
-    stored = read_results(RESULTS / "shards.json")["simulated"]["records"]
-    rows = [row for row in stored if row["replicas"] == replicas]
-    assert shards_report.simulated_table(simulated([replicas])) == shards_report.simulated_table(rows)
