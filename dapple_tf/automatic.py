@@ -18,6 +18,7 @@ from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.frontend.initialization import initial_of
+from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.keras_private import inner_optimizer, tensorflow_variable
 from dapple_tf.measuring.device_speeds import measure_speeds
 from dapple_tf.measuring.example_batch import ExampleBatch, with_length
@@ -98,6 +99,7 @@ def plan_model(
     if by_trial:
         examples = with_length(model, **examples)  # which several measurements need, and which it warns of
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
+    check_optimizer(model.optimizer, model.trainable_variables)  # It makes the slots, which count below.
     request = PlanRequest.of(profiled, beside_values(model, cluster), global_batch_size, **options)
     request = _to_run(request, model.optimizer)
     plan = _tried(model, request, **examples) if by_trial else find(request)

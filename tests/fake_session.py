@@ -260,7 +260,8 @@ class _FakeReturning:
         self._workers = workers
 
     def there(self, cluster: dapple.Cluster, tasks: Collection[int]) -> frozenset[str]:
-        return frozenset(filter(self._workers.answers, (cluster.addresses[task] for task in tasks)))
+        located = cluster.located()
+        return frozenset(cluster.addresses[task] for task in tasks if self._workers.answers(located[task]))
 
 
 def _here(graph: GraphDef) -> GraphDef:

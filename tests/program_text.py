@@ -57,7 +57,7 @@ class _Reader:
     def __init__(self) -> None:
         self.builder = Builder(empty_graph())
         self.dtypes: dict[Ref, int] = {}
-        self.shapes: dict[str, tuple[int | None, ...]] = {}
+        self.shapes: dict[str, tuple[Any, ...]] = {}
         self.layers: dict[str, list[int]] = {}
         self.slice = Slice(*map(self.placeholder, Slice._fields, (DOUBLE, INT32, INT32), [()] * 3))
 
@@ -95,9 +95,8 @@ class _Reader:
         return self.constant(text) if text[0] in "[-0123456789" else Ref.parse(text)
 
     def constant(self, text: str) -> Ref:
-        value = ast.literal_eval(text)
         dtype = DOUBLE if "." in text else INT32
-        ref = self.builder.const(value, dtype)
+        ref = self.builder.const(ast.literal_eval(text), dtype)
         self.dtypes[ref] = dtype
         return ref
 
@@ -135,25 +134,16 @@ class _Reader:
                 if call.start <= position < call.stop:
                     node.attr[LAYER_ATTR].s = call.path.encode()
         leaves = [name for name, shape in self.shapes.items() if shape[:1] == (None,)]
-        variables = tuple(
-            Variable(
-                name,
-                self.dtypes[Ref(name)],
-                shape,
-                kind.get(name, VariableKind.PARAMETER),
-                Ref(name),
-                updates.get(name),
-            )  # type: ignore[arg-type]
-            for name, shape in self.shapes.items()
-            if name not in leaves
-        )
+        variables = []
+        for name in (each for each in self.shapes if each not in leaves):
+            role, value = kind.get(name, VariableKind.PARAMETER), Ref(name)
+            variables.append(Variable(name, self.dtypes[value], self.shapes[name], role, value, updates.get(name)))
         examples = tuple((None, *(16 if size is None else size for size in self.shapes[name][1:])) for name in leaves)
         loss = Ref("loss") if any(node.name == "loss" for node in graph.node) else None
         stop = max((call.stop for call in calls), default=0) if end is None else end
         inputs, results = tuple(map(Ref, leaves)), tuple(map(Ref.parse, outputs))
-        return Program(
-            graph, Roles(inputs, tuple(variables), self.slice, (), results, loss, tuple(calls), stop, examples)
-        )
+        roles = Roles(inputs, tuple(variables), self.slice, (), results, loss, tuple(calls), stop, examples)
+        return Program(graph, roles)
 
 
 def _dtype(name: str) -> int:

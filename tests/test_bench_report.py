@@ -11,26 +11,21 @@ from typing import Any
 
 import pytest
 from absl import app
-from selection import thorough
 
 from dapple_tf.tools.evaluation import (
     operator_workers_report,
     scale_report,
-    shards_report,
     slow_links_report,
     torch_report,
     zoo,
 )
 from dapple_tf.tools.evaluation.bench_report import (
-    cells,
     check_output,
-    markdown,
     own_command,
     own_commit,
     read_results,
     write_results,
 )
-from dapple_tf.tools.evaluation.bench_shards import REPLICAS, simulated
 from dapple_tf.tools.evaluation.ooo_measured import measurements, spread
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
@@ -114,21 +109,9 @@ def test_turns_are_taken_in_both_orders() -> None:
     assert list(times) == ["a", "b", "c"] and all(len(seconds) == 3 for seconds in times.values())
 
 
-def test_tables_show_medians_with_quartiles() -> None:
-    table = markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))])
-    assert table == "| way | ratio |\n|---|---|\n| keras | 1.000 (0.900 to 1.100) |"
-
-
-def test_records_are_shown_in_the_formats_of_columns() -> None:
-    rows = [{"model": "mlp", "ms": 1.0, "error": 0.5}, {"model": "gpt", "ms": 20.0, "error": -0.25}]
-    columns = {"model": "{model}", "step ms": "{ms:.1f}", "error": "{error:+.0%}"}
-    assert cells(rows, columns) == [["model", "step ms", "error"], ["mlp", "1.0", "+50%"], ["gpt", "20.0", "-25%"]]
-
-
 DOCUMENTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "operator_workers.md": ("operator_workers.json", operator_workers_report.document),
     "scale.md": ("scale.json", scale_report.report),
-    "shards.md": ("shards.json", shards_report.document),
     "slow_links.md": ("slow_links.json", slow_links_report.document),
     "torch.md": ("speed.json", torch_report.report),
     "zoo.md": ("zoo.json", zoo.document),
@@ -145,10 +128,3 @@ def test_a_document_is_that_of_its_numbers(name: str) -> None:
 def test_two_hosts_says_the_spreads_that_were_measured() -> None:
     text = " ".join((RESULTS / "two_hosts.md").read_text(encoding="utf-8").split())
     assert spread(measurements(RESULTS)["two_hosts"]["records"]) in text
-
-
-@pytest.mark.parametrize("replicas", [count if count == max(REPLICAS) else thorough(count) for count in REPLICAS])
-def test_what_is_simulated_of_shards_is_as_stored(replicas: int) -> None:
-    stored = read_results(RESULTS / "shards.json")["simulated"]["records"]
-    rows = [row for row in stored if row["replicas"] == replicas]
-    assert shards_report.simulated_table(simulated([replicas])) == shards_report.simulated_table(rows)

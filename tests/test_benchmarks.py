@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -169,14 +167,6 @@ def test_wrong_flags_are_told_before_anything_runs(
 # ---- scale
 
 
-def test_plans_of_the_memory_benchmark_have_equal_stages() -> None:
-    assert bench_memory.plan_of("zb_v", 2, 4, 8, 4).devices == ((0,), (1,), (1,), (0,))
-    plan = bench_memory.plan_of("dapple_a + boundary", 4, 8, 8, 4)
-    assert (plan.cuts, plan.recompute, plan.global_batch_size) == (("block_1", "block_3", "block_5"), "boundary", 32)
-    with pytest.raises(dapple.PlanError, match="8 blocks don't make 3 equal stages"):
-        bench_memory.plan_of("gpipe", 3, 4, 8, 4)
-
-
 @pytest.mark.slow
 def test_planning_says_what_it_found() -> None:
     (record,) = bench_planner.records([2], [2], 1, 16)
@@ -208,34 +198,6 @@ def test_a_step_of_many_devices_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert (record["stages"], record["micro_batches"], record["tasks"], record["between_servers"]) == (2, 2, 16, 0)
     assert record["feeds"] == 4 and record["fetches"] == 2
     assert record["transfers"] >= 8 and record["nodes"] > record["tasks"]
-
-
-def test_more_devices_are_extrapolated_by_devices_and_tasks() -> None:
-    rows = []
-    for devices in (4, 8, 16):
-        tasks = 2 * devices * devices
-        values = dict.fromkeys(bench_many_devices._GROWS, 10.0 + 3 * devices + 0.5 * tasks)
-        rows.append({"way": "straight", "devices": devices, "tasks": tasks, **values})
-    guess = bench_many_devices.extrapolated(rows, 1024)
-    assert guess["tasks"] == 2 * 1024 * 1024
-    assert guess["nodes"] == pytest.approx(10 + 3 * 1024 + 1024 * 1024)
-    for row in rows:  # Where more devices need less, nothing is extrapolated below 0.
-        row["client_ms"] = 5.0 - row["devices"] / 16
-    assert bench_many_devices.extrapolated(rows, 1024)["client_ms"] > 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "devices", "layers", "replicas"),
-    [
-        ("straight", 16, 54, (1,) * 16),
-        ("straight", 32, 25, (2,) * 16),
-        ("replicated", 32, 54, (4,) * 8),
-        ("replicated", 16, 4, None),
-        ("data_parallel", 16, 1, (16,)),
-    ],
-)
-def test_replicas_of_even_plans(kind: str, devices: int, layers: int, replicas: tuple[int, ...] | None) -> None:
-    assert rewrite_models.replicas_of(kind, devices, layers) == replicas
 
 
 @pytest.mark.thorough
@@ -272,10 +234,7 @@ def test_an_older_checkout_stands_beside_this_one(tmp_path: pathlib.Path) -> Non
         )
         rounds[name] = [bench_checkouts.seconds_of(case, tmp_path / name) for _ in range(2)]
     record = bench_checkouts.record_of("it", rounds["before"], rounds["now"], "1a2b3c4")
-    row = "| it | 24.00 | 6.00 | 0.250 (0.250 to 0.250) |"
-    assert bench_checkouts.table([record]).splitlines()[2] == row
-    stored = json.loads(json.dumps(record, default=dataclasses.asdict))
-    assert bench_checkouts.table([stored]).splitlines()[2] == row
+    assert bench_checkouts.table([record]).splitlines()[2] == "| it | 24.00 | 6.00 | 0.250 (0.250 to 0.250) |"
     (tmp_path / "now" / "tools" / "evaluation" / "bench_made_up.py").write_text("raise SystemExit(3)")
     with pytest.raises(RuntimeError, match=r"bench_made_up of .*now ended with code 3"):
         bench_checkouts.seconds_of(case, tmp_path / "now")
@@ -392,6 +351,7 @@ def test_ways_that_train_otherwise_are_told() -> None:
         bench_torch.check_alike(losses, case)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_strategys_compiled_step_is_that_of_keras() -> None:
     """XLA doesn't convert the all-reduce of an update under the strategy, so that a step of Keras fails there."""

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import json
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from fake_session import FakeWorkers
 from workers import PATIENCE, children, client, expect, status, wait_until
 
 import dapple_tf as dapple
@@ -33,7 +33,7 @@ from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError
 from dapple_tf.measuring.links import measure_links
-from dapple_tf.network.inquiry import client_name, reachable
+from dapple_tf.network.inquiry import reachable
 from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
@@ -113,7 +113,16 @@ def works(cluster: dapple.Cluster) -> bool:
         return all(np.all(total == count) for total in session.run(made))
 
 
-# ---- all workers there
+# ---- calls, on workers without processes
+
+
+@pytest.fixture
+def workers_and_connection() -> Iterator[tuple[FakeWorkers, Connection]]:
+    with FakeWorkers(2).used() as fakes, held(fakes.cluster) as connection:
+        yield fakes, connection
+
+
+Fakes = tuple[FakeWorkers, Connection]
 
 
 def test_calls_share_a_thread_unless_one_hangs() -> None:
@@ -138,82 +147,125 @@ def test_calls_share_a_thread_unless_one_hangs() -> None:
     assert hung.result not in others
 
 
-def test_a_call_gives_what_the_function_does(cluster: dapple.Cluster) -> None:
-    with held(cluster) as connection:
-        assert connection.call(lambda: 17) == 17
-        with pytest.raises(KeyError, match="nothing"):
-            connection.call(lambda: {}["nothing"])
-        graph, (one, two) = graph_on(cluster, lambda _: tf.random.uniform([]))
-        with open_session(cluster, graph) as session:
-            assert session.run([one, two]) != session.run([one, two])
-        assert connection.lost is None
+def test_a_call_gives_what_the_function_does(workers_and_connection: Fakes) -> None:
+    """An error only after all workers have answered anew: it may be the first sign of a worker's end."""
+    _, connection = workers_and_connection
+    assert connection.call(lambda: 17) == 17
+    with pytest.raises(KeyError, match="nothing"):
+        connection.call(lambda: {}["nothing"])
+    asked = time.monotonic()
+
+    def fail() -> None:
+        nonlocal asked
+        asked = time.monotonic()
+        raise tf.errors.InvalidArgumentError(None, None, "4 values")
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="4 values"):
+        connection.call(fail)
+    assert all(lease.confirmed > asked for lease in connection._leases)
+    assert connection.lost is None
 
 
-def test_an_error_with_all_workers_there_is_told_as_it_is(cluster: dapple.Cluster) -> None:
-    """Only after all of them have answered anew: an error may be the first sign of a worker's end."""
-    graph, (broken, _) = graph_on(cluster, lambda _: tf.reshape(tf.random.uniform([4]), tf.random.shuffle([1, 3])))
-    with held(cluster) as connection, open_session(cluster, graph) as session:
-        before = [lease.confirmed for lease in connection._leases]
-        started = time.monotonic()
-        with pytest.raises(tf.errors.InvalidArgumentError, match="4 values"):
-            session.run(broken)
-        assert time.monotonic() - started < PATIENCE / 2
-        assert all(lease.confirmed > then for lease, then in zip(connection._leases, before, strict=True))
-        assert connection.lost is None
-
-
-def test_threads_may_call_at_once(cluster: dapple.Cluster) -> None:
-    graph, made = graph_on(cluster, lambda _: tf.reduce_sum(tf.ones([10]) * tf.random.uniform([], 1, 1.001)))
-    sums: list[Any] = []
-    with held(cluster), open_session(cluster, graph) as session:
-        threads = [threading.Thread(target=lambda: sums.extend(session.run(made))) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    np.testing.assert_allclose(sums, [10] * 16, rtol=0.01)
-
-
-def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster) -> None:
-    ended: list[float] = []
-    begun, struck = threading.Event(), threading.Event()
-    here = threading.get_ident()
+@pytest.mark.parametrize("strikes", ["as it begins", "later"])
+def test_ctrl_c_waits_for_the_step_under_way(strikes: str, workers_and_connection: Fakes) -> None:
+    """Struck while the thread of the call was being started, Ctrl-C left the step to itself."""
+    _, connection = workers_and_connection
+    here, ended = threading.get_ident(), 0
 
     def step() -> None:
-        begun.set()
-        struck.wait(30)
-        time.sleep(0.2)
-        ended.append(time.monotonic())
-
-    def strike() -> None:
-        begun.wait(30)
-        signal.pthread_kill(here, signal.SIGINT)
-        struck.set()
-
-    with held(cluster) as connection:
-        threading.Thread(target=strike, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            connection.call(step)
-        assert ended
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster) -> None:
-    # Struck while the thread of the call was being started, Ctrl-C left the step to itself.
-    here = threading.get_ident()
-    ended: list[int] = []
-
-    def step() -> None:
+        nonlocal ended
+        time.sleep(0.0 if strikes == "as it begins" else 0.05)
         signal.pthread_kill(here, signal.SIGINT)
         time.sleep(0.02)
-        ended.append(1)
+        ended += 1
 
-    with held(cluster) as connection:
-        for count in range(1, 21):
-            with pytest.raises(KeyboardInterrupt):
-                connection.call(step)
-            assert len(ended) == count
+    for count in range(1, 11):
+        with pytest.raises(KeyboardInterrupt):
+            connection.call(step)
+        assert ended == count
+
+
+def test_a_worker_that_is_lost_while_nothing_runs(workers_and_connection: Fakes) -> None:
+    fakes, connection = workers_and_connection
+    fakes.kill(1, away=0)
+    wait_until(lambda: connection.lost is not None)
+    called: list[int] = []
+    with pytest.raises(WorkerLostError, match=fakes.cluster.addresses[1]):
+        connection.call(lambda: called.append(1))
+    assert not called
+
+
+def test_a_long_run_with_a_link_that_is_broken(workers_and_connection: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow waits for a port whose packets are dropped: nothing ended the step before `step_seconds`."""
+    fakes, connection = workers_and_connection
+    ended = threading.Event()
+    monkeypatch.setattr(connection, "_pause", 0.05)
+    monkeypatch.setattr(fakes, "parted", lambda addresses: [1])
+    with pytest.raises(WorkerLostError, match="port of worker 1 can't be reached") as raised:
+        connection.call(ended.wait)
+    ended.set()
+    assert (raised.value.task, raised.value.address) == (1, fakes.cluster.addresses[1])
+
+
+def test_nothing_is_run_on_workers_that_were_given_back() -> None:
+    """TensorFlow waited for them without end."""
+    with FakeWorkers(2).used() as fakes:
+        with held(fakes.cluster) as connection:
+            pass
+        with pytest.raises(WorkerLostError, match="were given back by this process"):
+            connection.call(lambda: 17)
+
+
+def test_a_worker_that_this_process_has_in_another_cluster() -> None:
+    with FakeWorkers(3).used() as fakes:
+        first, second, third = fakes.cluster.addresses
+        pairs = [dapple.Cluster.of_servers(own, devices_per_server=1) for own in ([first, second], [third, second])]
+        with held(pairs[0]):
+            with pytest.raises(ClusterError, match=f"{second} is in use by this process already, in another cluster"):
+                acquire(pairs[1], QUICK)
+            with held(dapple.Cluster.of_servers([third], devices_per_server=1)):  # None in common.
+                pass
+        with held(pairs[1]):
+            pass
+
+
+def test_the_end_of_a_lost_connection_leaves_the_next_one_alone() -> None:
+    """It was forgotten with the lost one, so that the third took the workers from the second, of the same process."""
+    with FakeWorkers(2).used() as fakes:
+        lost = acquire(fakes.cluster, QUICK)
+        fakes.kill(1, away=0)
+        wait_until(lambda: lost.lost is not None)
+        with held(fakes.cluster) as second:
+            assert second is not lost
+            release(lost)
+            with held(fakes.cluster) as third:
+                assert third is second
+            assert second.call(lambda: 17) == 17
+
+
+def test_no_worker_serves_anew_before_a_former_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the call asked of the new server, at the same port, was never answered: the call stayed in TensorFlow.
+
+    One that never ends is waited for once.
+    """
+    awaited: list[Call] = []
+    ended = threading.Event()
+    monkeypatch.setattr(Call, "wait", lambda call, seconds: awaited.append(call))
+    earlier = set(remote_session._running)
+    with FakeWorkers(2).used() as fakes:
+        call = Call(ended.wait, threading.Condition(), fakes.cluster.addresses[:1])
+        other = Call(ended.wait, threading.Condition(), ["elsewhere:1"])
+        for own in call, other:
+            own.start()
+            assert own.begun.wait(PATIENCE)
+        for _ in range(2):
+            with held(fakes.cluster):
+                assert awaited == [call]
+    ended.set()
+    wait_until(lambda: remote_session._running <= earlier)
+
+
+# ---- all workers there
 
 
 @pytest.mark.slow
@@ -231,20 +283,6 @@ def test_two_sessions_share_a_connection_and_no_variables(cluster: dapple.Cluste
                 other.run(made[0])
     for address in cluster.addresses:
         wait_until(lambda address=address: status(address)["holder"] is None)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_worker_that_this_process_has_in_another_cluster(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
-    first, second, third = workers.addresses[:3]
-    other = dapple.Cluster.of_servers([third, second], devices_per_server=1)
-    with held(cluster):
-        with pytest.raises(ClusterError, match=f"{second} is in use by this process already, in another cluster of 2"):
-            acquire(other, QUICK)
-        assert status(third)["holder"] is None
-    assert works(other)
-    with held(dapple.Cluster.of_servers([first])), held(dapple.Cluster.of_servers([second])):  # None in common.
-        pass
 
 
 @pytest.mark.slow
@@ -280,21 +318,6 @@ def test_a_server_that_starts_on_no_port_is_told(cluster: dapple.Cluster, monkey
 
 
 @pytest.mark.slow
-def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> None:
-    """Ports of servers are those that others get for their connections, too: the worker gets another one."""
-    _, second = cluster.addresses
-    with held(cluster):
-        pass
-    known = dict(connection_module._ports)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        connection_module._ports[second] = port = taken.getsockname()[1]
-        assert works(cluster)
-    assert connection_module._ports[second] not in (port, known[second])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("server", ["the client's", "a worker's", "both workers'"])
 def test_a_free_port_that_somebody_takes_before_the_server_starts(
     server: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
@@ -327,33 +350,7 @@ def test_a_free_port_that_somebody_takes_before_the_server_starts(
         if server == "both workers'":
             ports[:] = [free_ports(1)[0]] * 2
         assert works(cluster)
-    assert not ports
-
-
-IS_REFUSED = """
-import sys
-import dapple_tf as dapple
-from dapple_tf.clusters.shared_connections import connected
-from dapple_tf.network.inquiry import reachable
-
-cluster = dapple.Cluster.of_servers(sys.argv[1:])
-print(cluster.num_devices, reachable(cluster.addresses, 60.0))
-try:
-    with connected(cluster):
-        pass
-except ValueError as error:
-    print(error)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -> None:
-    with held(cluster), client(IS_REFUSED, *cluster.addresses) as process:
-        said, _ = process.communicate(timeout=PATIENCE)
-    assert said.startswith("2 [False, False]\nworker ")
-    assert "in use by another client, whose name is in the worker's log" in said
-    assert client_name() not in said
+    assert not ports and connection_module._ports[second] != port
 
 
 def test_nobody_there(cluster: dapple.Cluster) -> None:
@@ -540,65 +537,6 @@ def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: L
     assert works(cluster)
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_lost_while_nothing_runs(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
-    with held(cluster) as connection:
-        (child,) = children(workers.processes[1].pid)
-        os.kill(child, signal.SIGKILL)
-        wait_until(lambda: connection.lost is not None)
-        called: list[int] = []
-        with pytest.raises(WorkerLostError, match=cluster.addresses[1]):
-            connection.call(lambda: called.append(1))
-        assert not called
-    assert works(cluster)
-
-
-CUT_OFF = [tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.UnavailableError]
-
-
-@pytest.mark.parametrize("links", ["whole", "broken"])
-def test_a_run_that_was_cancelled(links: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packets that are dropped one way end so, unnoticed by pings, and so does a failed operator."""
-
-    def fail(kind: type[tf.errors.OpError]) -> None:
-        raise kind(None, None, "RecvFromRemoteAsync is cancelled.")
-
-    for kind in CUT_OFF:
-        with held(cluster) as connection, monkeypatch.context() as patch:
-            if links == "broken":
-                close_second_port(patch)
-            with pytest.raises(kind if links == "whole" and kind in CUT_OFF[:2] else WorkerLostError) as raised:
-                connection.call(lambda kind=kind: fail(kind))
-            if links == "broken":
-                assert_no_way(raised.value, cluster)
-            assert (connection.lost is None) == (raised.type is kind)
-
-
-def test_a_long_run_with_a_link_that_is_broken(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorFlow waits for a port whose packets are dropped: nothing ended the step before `step_seconds`."""
-    ended = threading.Event()
-    with held(cluster) as connection:
-        monkeypatch.setattr(connection, "_pause", 0.05)
-        close_second_port(monkeypatch)  # which nobody asks for before the first pause
-        with pytest.raises(WorkerLostError) as raised:
-            connection.call(ended.wait)
-        assert_no_way(raised.value, cluster)
-        ended.set()
-
-
-def close_second_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "dapple_tf.clusters.open_ports.unreachable",
-        lambda servers, seconds: {[*servers][1]: f"no answer within {seconds:.3g} s"},
-    )
-
-
-def assert_no_way(error: BaseException, cluster: dapple.Cluster) -> None:
-    assert isinstance(error, WorkerLostError)
-    assert (error.task, error.address) == (1, cluster.addresses[1])
-    assert f"worker 1 ({error.address}) can't be reached from this process: no answer within 1.6 s" in str(error)
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,107 +547,6 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("no_proxy", "example.org")
     with LocalWorkers(2, echo=lambda *_: None) as workers:
         assert works(dapple.Cluster.of_servers(workers.addresses))
-
-
-def test_nothing_is_run_on_workers_that_were_given_back(cluster: dapple.Cluster) -> None:
-    """TensorFlow waited for them without end."""
-    graph, made = graph_on(cluster, lambda _: tf.random.uniform([]))
-    with held(cluster):
-        session = open_session(cluster, graph)
-    with pytest.raises(WorkerLostError, match="were given back by this process"):
-        session.run(made)
-    session.close()
-
-
-@pytest.mark.slow
-def test_a_run_that_takes_too_long(cluster: dapple.Cluster) -> None:
-    """All workers answer, but the run doesn't end: they are given up all the same."""
-    graph, made = graph_on(cluster, endless)
-    with held(cluster, FaultPolicy(notice_seconds=NOTICE, step_seconds=1.0)):
-        session = open_session(cluster, graph)
-        with pytest.raises(
-            WorkerLostError, match=r"a run has not ended within 1 s, though all workers answer"
-        ) as raised:
-            session.run(made)
-        assert raised.value.task is None
-        session.close()
-    assert works(cluster)
-
-
-@pytest.mark.slow
-def test_the_end_of_a_lost_connection_leaves_the_next_one_alone(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
-    """It was forgotten with the lost one, so that the third took the workers from the second, of the same process."""
-    lost = acquire(cluster, QUICK)
-    (child,) = children(workers.processes[1].pid)
-    os.kill(child, signal.SIGKILL)
-    wait_until(lambda: lost.lost is not None)
-    graph, made = graph_on(cluster, lambda _: tf.random.uniform([]))
-    with held(cluster) as second:
-        assert second is not lost
-        with open_session(cluster, graph) as session:
-            release(lost)
-            with held(cluster) as third:
-                assert third is second
-            session.run(made)
-        assert second.lost is None
-
-
-@pytest.mark.slow
-def test_no_worker_serves_anew_before_a_former_call_has_ended(
-    cluster: dapple.Cluster, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the call asked of the new server, at the same port, was never answered: the call stayed in TensorFlow."""
-    ended = threading.Event()
-    awaited: list[bool] = []
-    wait = Call.wait
-
-    def note(call: Call, seconds: float) -> None:
-        awaited.append(call.done)
-        ended.set()
-        wait(call, seconds)
-
-    with held(cluster) as connection:
-        failures: list[BaseException] = []
-        earlier = set(remote_session._running)
-
-        def run() -> None:
-            try:
-                connection.call(ended.wait)
-            except BaseException as failure:
-                failures.append(failure)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        wait_until(lambda: remote_session._running - earlier)
-        (child,) = children(workers.processes[1].pid)
-        os.kill(child, signal.SIGKILL)
-        thread.join(PATIENCE)
-        assert [type(failure) for failure in failures] == [WorkerLostError]
-    monkeypatch.setattr(Call, "wait", note)
-    with held(cluster):
-        assert awaited == [False]
-
-
-@pytest.mark.slow
-def test_a_former_call_that_never_ends_is_waited_for_once(
-    cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = threading.Event()
-    call = Call(ended.wait, threading.Condition(), cluster.addresses[:1])
-    other = Call(ended.wait, threading.Condition(), ["elsewhere:1"])
-    awaited: list[Call] = []
-    earlier = set(remote_session._running)
-    monkeypatch.setattr(Call, "wait", lambda call, seconds: awaited.append(call))
-    for running in call, other:
-        running.start()
-        assert running.begun.wait(PATIENCE)
-    try:
-        for _ in range(2):
-            with held(cluster):
-                assert awaited == [call]
-    finally:
-        ended.set()
-    wait_until(lambda: remote_session._running <= earlier)
 
 
 def test_a_session_is_closed_behind_its_former_calls(monkeypatch: pytest.MonkeyPatch) -> None:

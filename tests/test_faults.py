@@ -81,10 +81,14 @@ class User:
         return self._own.fit(X, Y, BATCH, shuffle=False, verbose=0, validation_data=(X[:8], Y[:8])).history
 
     def _fit_there(self) -> Any:
-        """Two epochs of different orders, which workers read themselves."""
+        """Two epochs of different orders, and other data in validation, which workers read themselves."""
         keras.utils.set_random_seed(3)
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(10, seed=4).batch(BATCH)
-        return self._own.fit(data if self._plain else dapple.on_workers(data), epochs=2, verbose=0).history
+        data, other = (
+            tf.data.Dataset.from_tensor_slices(own).shuffle(10, seed=4).batch(BATCH) for own in ((X, Y), (X[:8], Y[:8]))
+        )
+        if not self._plain:
+            data, other = dapple.on_workers(data), dapple.on_workers(other)
+        return self._own.fit(data, epochs=2, validation_data=other, verbose=0).history
 
     def _evaluate(self) -> Any:
         return self._own.evaluate(X[:8], Y[:8], BATCH, verbose=0)

@@ -109,6 +109,23 @@ def test_a_model_that_takes_strings_is_profiled_with_examples_of_them() -> None:
     assert "first" in [layer.name for layer in profile.layers]
 
 
+def test_generators_that_keras_does_not_know_are_refused() -> None:
+    """Their state was taken for a lookup table."""
+
+    class Noise(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.generator = tf.random.Generator.from_seed(1)
+
+        def call(self, x: Any) -> Any:
+            return x + self.generator.normal(tf.shape(x))
+
+    numbers = keras.Input((3,))
+    x = Noise(name="noise")(layers.Dense(3, name="first")(numbers))
+    pipelined = pipeline(compiled(numbers, x), ["first"], (1, 1), 1, 7)
+    with pytest.raises(dapple.CaptureError, match=r"layer 'noise' draws from a tf.random.Generator, .*SeedGenerator"):
+        pipelined.train_on_batch(NUMBERS, Y)
+
+
 def test_strings_that_depend_on_weights_are_refused() -> None:
     class Shown(layers.Layer):
         def call(self, x: Any) -> Any:

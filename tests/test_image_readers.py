@@ -7,39 +7,22 @@ import itertools
 import pathlib
 import struct
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from reading import assert_equal, assert_resumes, assert_seeded, image_model, taken
+from reading import assert_seeded, image_model, taken, write_images
 
 from dapple_tf.models.readers import records_writer, tfrecords
 from dapple_tf.models.readers.images import listed
-from dapple_tf.models.readers.options import Request
 from dapple_tf.models.readers.pixels import ImageOptions, evaluation_image
 from dapple_tf.models.registry import find_data
-from dapple_tf.models.sources import ModelError
 
-CLASSES = ("ant", "bee", "cat")
 pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Images of ImageNet's layout, of several sizes and formats; red tells the class, green the number."""
-    root = tmp_path_factory.mktemp("images")
-    for part, count in (("train", 7), ("val", 3)):
-        for label, name in enumerate(CLASSES):
-            place = root / part / name
-            place.mkdir(parents=True)
-            for number in range(count):
-                pixels = np.zeros((20 + number, 30 - number, 3), "uint8")
-                pixels[..., 0], pixels[..., 1] = 40 + 60 * label, 10 + 30 * number
-                pixels[:, ::5, 2] = 255
-                encode, suffix = ((tf.io.encode_png, "png"), (tf.io.encode_jpeg, "JPEG"))[number % 2]
-                (place / f"{name}_{number}.{suffix}").write_bytes(encode(pixels).numpy())
-            (place / "notes.txt").write_text("no image")
-    return root
+    return write_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +62,6 @@ def test_batches_are_endless_full_seeded_and_have_every_image_once_a_pass(
     assert all(abs(red - (40 + 60 * label)) < 3 for label, red in reds.items())  # JPEG isn't exact.
 
 
-@pytest.mark.few(1)
-@kinds
-@pytest.mark.parametrize("cache", ["none", pytest.param("file", marks=pytest.mark.slow)])
-def test_a_resumed_run_sees_the_same_crops(kind: str, cache: str, folder: pathlib.Path, records: pathlib.Path) -> None:
-    def make() -> tf.data.Dataset:
-        return find_data(name_of(kind, folder, records, f"?cache={cache}")).batches(MODEL, 4, 0)
-
-    assert_resumes(make, steps=9, done=3)
-
-
 @kinds
 def test_evaluation_is_in_order_of_names_and_whole(kind: str, folder: pathlib.Path, records: pathlib.Path) -> None:
     data = find_data(name_of(kind, folder, records))
@@ -100,32 +73,6 @@ def test_evaluation_is_in_order_of_names_and_whole(kind: str, folder: pathlib.Pa
     paths = listed(folder / "val", "").paths
     expected = [evaluation_image(tf.io.read_file(path), (8, 8, 3), ImageOptions()) for path in paths]
     np.testing.assert_array_equal(np.concatenate([images for images, _ in batches]), expected)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@kinds
-def test_kept_images(kind: str, folder: pathlib.Path, records: pathlib.Path) -> None:
-    """In memory they are as they were; decoded ones in a file are nearly so, and the same again."""
-    name = name_of(kind, folder, records, "?scale=bytes")
-    plain, memory, file, again = (find_data(f"{name}{more}") for more in ("", "&cache=memory", *["&cache=file"] * 2))
-    expected = taken(plain.batches(MODEL, 4, 0), 6)
-    assert_equal(taken(memory.batches(MODEL, 4, 0), 6), expected)
-    kept = taken(file.batches(MODEL, 4, 0), 6)
-    assert_equal(taken(again.batches(MODEL, 4, 0), 6), kept)
-    assert plain.held_out is not None and file.held_out is not None
-    for (_, wanted), (_, labels) in zip(expected, kept, strict=True):
-        np.testing.assert_array_equal(labels, wanted)
-    for (wanted, _), (images, _) in zip(
-        taken(plain.held_out(MODEL, 9), 1), taken(file.held_out(MODEL, 9), 1), strict=True
-    ):
-        np.testing.assert_allclose(images[..., :2], wanted[..., :2], atol=6)  # Blue has lines, which differ.
-
-
-def test_records_and_folders_give_the_same_evaluation(folder: pathlib.Path, records: pathlib.Path) -> None:
-    one, two = (find_data(name_of(kind, folder, records)).held_out for kind in ("images", "tfrecords"))
-    assert one is not None and two is not None
-    assert_equal(taken(one(MODEL, 5), 9), taken(two(MODEL, 5), 9))
 
 
 def test_the_centre_against_a_naive_crop() -> None:
@@ -164,68 +111,6 @@ def test_a_part_is_held_out_when_asked_for(folder: pathlib.Path) -> None:
     assert not any((image == train).all((1, 2, 3)).any() for image in held_out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["images", "tfrecords"])
-def test_the_sample(kind: str) -> None:
-    data = find_data(kind)
-    model = image_model(classes=10)
-    images, labels, weights = data.example(model, 5)
-    assert images.shape == (5, 8, 8, 3) and labels.max() < 10 and weights is None
-    assert data.held_out is not None
-    assert sum(len(labels) for _, labels in taken(data.held_out(model, 30), 9)) == 80
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            "?augmnt=false",
-            r"no option augmnt; did you mean 'augment'\?; images takes augment, scale, cache, held_out",
-        ),
-        ("?augment=maybe", "augment is 'maybe'; use true or false"),
-        ("?scale=big", "scale is 'big'; use one of imagenet, unit, signed, bytes"),
-        ("?held_out=1", "held_out is 1.0; need 0 <= held_out < 1"),
-        ("?held_out=some", "held_out is 'some'; it must be a number"),
-        ("?augment", "'augment' isn't an option; write option=value"),
-        ("?augment=true&augment=false", "option augment is given twice"),
-        (",b", "give one folder, not 2"),
-        (",", "a path is empty"),
-    ],
-)
-def test_wrong_options_are_told(options: str, message: str, folder: pathlib.Path) -> None:
-    with pytest.raises(ModelError, match=message):
-        find_data(f"images:{folder}{options}")
-
-
-def test_wrong_folders_are_told(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ModelError, match=r"^images:/none: there is no folder /none"):
-        find_data("images:/none")
-    with pytest.raises(ModelError, match="has no folders; put the images of each class into a folder"):
-        find_data(f"images:{tmp_path}")
-    (tmp_path / "train" / "ant").mkdir(parents=True)
-    with pytest.raises(ModelError, match="ant has no images"):
-        find_data(f"images:{tmp_path}")
-    (tmp_path / "train" / "ant" / "a.png").write_bytes(b"")
-    (tmp_path / "val" / "cow").mkdir(parents=True)
-    with pytest.raises(ModelError, match="cow is no class: train has no folder cow"):
-        find_data(f"images:{tmp_path}")
-    with pytest.raises(ModelError, match=r"the data have 3 classes, but 'small' tells 2 apart; .* classes=3"):
-        find_data(f"images:{folder}").example(image_model(2), 2)
-    with pytest.raises(ModelError, match="takes images of 4 channels; images from files have 1 or 3"):
-        find_data(f"images:{folder}").example(image_model(channels=4), 2)
-
-
-def test_damaged_images_are_told(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "ant" / "a.jpeg"
-    path.parent.mkdir()
-    path.write_bytes(b"<html>not found</html>")
-    with pytest.raises(ModelError, match=r"can't be read: .*not a JPEG, PNG, GIF or BMP image.*a\.jpeg"):
-        find_data(f"images:{tmp_path}").example(MODEL, 1)
-    path.write_bytes(tf.io.encode_jpeg(np.zeros((30, 30, 3), "uint8")).numpy()[:200])
-    with pytest.raises(ModelError, match=r"can't be read: .*JPEG"):
-        find_data(f"images:{tmp_path}").example(MODEL, 1)
-
-
 def test_records_are_found_where_they_are(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "train-00000-of-00001"
     contents = [b"a" * size for size in (0, 1, 700_000, 3)]
@@ -239,57 +124,6 @@ def test_records_are_found_where_they_are(tmp_path: pathlib.Path) -> None:
     assert list(read.as_numpy_iterator()) == contents
 
 
-def test_wrong_records_are_told(records: pathlib.Path, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    name = f"tfrecords:{tmp_path}"
-    with pytest.raises(
-        ModelError, match=r"no files train-00000-of-00001 and so on; python -m dapple_tf.tools.make_data"
-    ):
-        find_data(name)
-    files = [records / f"train-0000{number}-of-00003" for number in range(3)]
-    good = files[0].read_bytes()
-    target = tmp_path / "train-00000-of-00002"
-    target.write_bytes(good)
-    with pytest.raises(ModelError, match=r"has 1 of 2 files train-...; number 1 is missing"):
-        find_data(name)
-    target = target.rename(tmp_path / "train-00000-of-00001")
-    for damaged in (good[:-3], b"x" + good[1:], good + b"more"):
-        target.write_bytes(damaged)
-        with pytest.raises(ModelError, match=r"isn't an uncompressed TFRecord file, or is damaged or cut off at byte"):
-            find_data(name)
-    damaged = bytearray(good)
-    damaged[500] ^= 1  # Within the data of the first record.
-    target.write_bytes(damaged)
-    with pytest.raises(ModelError, match=r"can't be read: corrupted record at 12|is no tf.train.Example"):
-        find_data(name).example(MODEL, 7)
-    target.write_bytes(good)
-    with pytest.raises(ModelError, match=r"has label 1, but a model of 3 classes takes 5 to 7|has label [123], but"):
-        find_data(f"{name}?first_label=5").example(MODEL, 2)
-    with pytest.raises(ModelError, match=r"has label [23], but a model of 1 classes takes 1|isn't one of 1 classes"):
-        find_data(name).example(image_model(1), 7)
-
-
-def test_records_that_are_no_images_are_told(tmp_path: pathlib.Path) -> None:
-    def write(**features: tf.train.Feature) -> None:
-        with tf.io.TFRecordWriter(str(tmp_path / "train-00000-of-00001")) as writer:
-            given = {name.replace("__", "/"): value for name, value in features.items()}
-            writer.write(tf.train.Example(features=tf.train.Features(feature=given)).SerializeToString())
-
-    def read() -> None:
-        find_data(f"tfrecords:{tmp_path}").example(MODEL, 1)
-
-    label = tf.train.Feature(int64_list=tf.train.Int64List(value=[1]))
-    image = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"<html>"]))
-    write(image__class__label=label)
-    with pytest.raises(ModelError, match=r"the record at byte 0 of .* has no bytes image/encoded"):
-        read()
-    write(image__encoded=image)
-    with pytest.raises(ModelError, match="has no int64 image/class/label"):
-        read()
-    write(image__encoded=image, image__class__label=label)
-    with pytest.raises(ModelError, match=r"not a JPEG, PNG, GIF or BMP image.*train-00000-of-00001.*at byte.*0"):
-        read()
-
-
 @pytest.mark.parametrize("data", [b"", b"123456789", b"\0" * 8])
 def test_checksums_are_tensorflows(data: bytes, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "file"
@@ -298,22 +132,3 @@ def test_checksums_are_tensorflows(data: bytes, tmp_path: pathlib.Path) -> None:
     written = path.read_bytes()
     assert tfrecords.masked_checksum(written[:8]) == struct.unpack("<I", written[8:12])[0]
     assert tfrecords.masked_checksum(data) == struct.unpack("<I", written[-4:])[0]
-
-
-def test_requests() -> None:
-    request = Request.parse("pairs:a/b.en,a/b.de?vocabulary=100&held_out=0.5")
-    assert [str(path) for path in request.paths] == ["a/b.en", "a/b.de"]
-    assert (request.kind, dict(request.given)) == ("pairs", {"vocabulary": "100", "held_out": "0.5"})
-    assert Request.parse("images?augment=false").paths == ()
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_training_on_the_sample() -> None:
-    """Its classes can be told apart."""
-    model = image_model(classes=10, side=12)
-    model.compile(keras.optimizers.Adam(3e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    keras.utils.set_random_seed(0)
-    data = find_data("images?augment=false")
-    history = model.fit(data.batches(model, 32, 0), steps_per_epoch=12, epochs=2, verbose=0)
-    assert history.history["loss"][-1] < history.history["loss"][0]

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 import keras
 import planned_hardware as given
@@ -27,7 +28,6 @@ from dapple_tf.tools.model_flags import (
     ModelFlags,
     PlanFlags,
     ProfileFlags,
-    check_output,
     load_profile,
     parse_cluster,
 )
@@ -36,8 +36,10 @@ from dapple_tf.tools.variants import Hardware, changed
 
 TOOLS = ("profile", "plan", "simulate", "train", "what_if")
 
+Defined = TypeVar("Defined")
 
-def parsed(*arguments: str, define: Callable[[flags.FlagValues], object]) -> object:
+
+def parsed(*arguments: str, define: Callable[[flags.FlagValues], Defined]) -> Defined:
     """What ``define`` defines, with these arguments."""
     values = flags.FlagValues()
     made = define(values)
@@ -71,22 +73,6 @@ def test_documents_name_flags_that_there_are(name: str) -> None:
 def test_groups_of_help_name_flags_that_there_are() -> None:
     known = {flag for name in TOOLS for flag in importlib.import_module(f"dapple_tf.tools.{name}").FLAGS}
     assert set(" ".join(command.GROUPS.values()).split()) <= known
-
-
-@pytest.mark.parametrize("name", TOOLS)
-def test_mistakes_end_with_a_message(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tool = importlib.import_module(f"dapple_tf.tools.{name}")
-    for arguments, message in (
-        (["--no_such_flag=1"], "Unknown command line flag 'no_such_flag'"),
-        (["something"], "unexpected arguments: something; everything is given by flags, see --help"),
-        (["--cluster=nowhere", "--model=gpt:tiny", "--profile=none", "--plan=1:1", "--global_batch_size=4"], "error: "),
-    ):
-        used = [
-            argument for argument in arguments if argument.partition("=")[0][2:] in tool.FLAGS or len(arguments) < 2
-        ]
-        assert command.run(tool.main, tool.FLAGS, used) == 1
-        printed = capsys.readouterr()
-        assert message in printed.err and "Traceback" not in printed.err
 
 
 @pytest.mark.parametrize(
@@ -195,7 +181,6 @@ def test_clusters(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_wrong_clusters_are_told(text: str, message: str) -> None:
     flag = parsed(f"--cluster={text}", define=ClusterFlag)
-    assert isinstance(flag, ClusterFlag)
     with pytest.raises(app.UsageError, match=re.escape(message)):
         flag.cluster()
 
@@ -205,10 +190,8 @@ def test_workers_of_one_machine_are_one_server(monkeypatch: pytest.MonkeyPatch) 
     workers = two_on_each_machine(4)
     monkeypatch.setattr(dapple.Cluster, "of_servers", lambda addresses: workers)
     flag = parsed(*flags, define=ClusterFlag)
-    assert isinstance(flag, ClusterFlag)
     assert [device.server for device in flag.cluster().devices] == [0, 0, 1, 1]
     flag = parsed("--cluster=cpu:2", flags[1], define=ClusterFlag)
-    assert isinstance(flag, ClusterFlag)
     with pytest.raises(
         app.UsageError, match=re.escape("--workers_per_server=2, --cluster=cpu:2: the cluster has no workers")
     ):
@@ -219,7 +202,6 @@ def test_descriptions_where_devices_are_needed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "cluster.json"
     given.cluster().save(path)
     flag = parsed(f"--cluster={path}", define=lambda values: ClusterFlag(values, described=False))
-    assert isinstance(flag, ClusterFlag)
     with pytest.raises(app.UsageError, match="is a description without devices, but this needs real ones"):
         flag.cluster()
 
@@ -229,33 +211,21 @@ def test_descriptions_where_devices_are_needed(tmp_path: pathlib.Path) -> None:
 
 def test_precision_is_the_models_alone(tmp_path: pathlib.Path) -> None:
     flag = parsed("--model=gpt:tiny", "--mixed_precision=bfloat16", define=ModelFlags)
-    assert isinstance(flag, ModelFlags)
     assert flag.build().dtype_policy.name == "mixed_bfloat16"
     assert keras.config.dtype_policy().name == "float32"
     path = tmp_path / "model.keras"
     find_model("vgg:tiny").build().save(path)
     flag = parsed(f"--model={path}", "--mixed_precision=float16", define=ModelFlags)
-    assert isinstance(flag, ModelFlags)
     with pytest.raises(app.UsageError, match=r"--mixed_precision=float16: .* was saved with a type for each layer"):
         flag.build()
 
 
-def test_seeds_make_models_equal() -> None:
-    def weights(seed: int) -> list[float]:
-        flag = parsed("--model=vgg:tiny", f"--seed={seed}", define=ModelFlags)
-        assert isinstance(flag, ModelFlags)
-        return [float(keras.ops.sum(weight)) for weight in flag.build().weights]
-
-    assert weights(1) == weights(1) != weights(2)
-
-
 def test_data_by_flag() -> None:
     flag = parsed("--dataset=generated", define=lambda values: ModelFlags(values, data=True))
-    assert isinstance(flag, ModelFlags) and flag.data().name == "generated"
+    assert flag.data().name == "generated"
     flag = parsed(define=lambda values: ModelFlags(values, data=True))
-    assert isinstance(flag, ModelFlags) and flag.data().name == "source_text"
+    assert flag.data().name == "source_text"
     flag = parsed("--dataset=patern", define=lambda values: ModelFlags(values, data=True))
-    assert isinstance(flag, ModelFlags)
     with pytest.raises(app.UsageError, match=r"--dataset=patern: unknown data 'patern'; did you mean 'patterns"):
         flag.data()
 
@@ -264,9 +234,7 @@ def test_length_of_open_axes() -> None:
     """``dapple.profile(length=...)`` had no counterpart among the tools' flags."""
 
     def flag(*arguments: str) -> ModelFlags:
-        made = parsed("--length=11", *arguments, define=lambda values: ModelFlags(values, data=True))
-        assert isinstance(made, ModelFlags)
-        return made
+        return parsed("--length=11", *arguments, define=lambda values: ModelFlags(values, data=True))
 
     model = keras.Sequential([keras.Input((None, 3)), keras.layers.Conv1D(2, 3, strides=2), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -292,7 +260,6 @@ def test_profiles_of_both_formats(tmp_path: pathlib.Path) -> None:
         load_profile(tmp_path / "b.txt")
     assert load_profile("bert-48").batch_sizes == (2,)
     flag = parsed(f"--profile={tmp_path / 'c'}", define=ProfileFlags)
-    assert isinstance(flag, ProfileFlags)
     with pytest.raises(app.UsageError, match=r"--profile=\S+/c: No such file"):
         flag.profile()
 
@@ -301,9 +268,7 @@ def test_profiles_of_both_formats(tmp_path: pathlib.Path) -> None:
 
 
 def plan_flags(*arguments: str, auto: bool = True, batch: int | None = None) -> PlanFlags:
-    made = parsed(*arguments, define=lambda values: PlanFlags(values, auto=auto, batch=batch))
-    assert isinstance(made, PlanFlags)
-    return made
+    return parsed(*arguments, define=lambda values: PlanFlags(values, auto=auto, batch=batch))
 
 
 def test_plans_of_shapes_and_files(tmp_path: pathlib.Path) -> None:
@@ -386,15 +351,6 @@ def test_a_plan_of_another_model_is_told_before_anything_is_measured(tmp_path: p
     message = r"has a cut after layer 'block_3', but model 'mine' has inner, top: give a plan of this model"
     with pytest.raises(app.UsageError, match=message):
         plan.check_layers(model)
-
-
-def test_outputs_are_checked_early(tmp_path: pathlib.Path) -> None:
-    check_output("--output", None)
-    check_output("--output", str(tmp_path / "new.json"))
-    with pytest.raises(app.UsageError, match=r"--output=\S+ is a folder"):
-        check_output("--output", str(tmp_path))
-    with pytest.raises(app.UsageError, match="there is no such folder"):
-        check_output("--output", str(tmp_path / "none" / "new.json"))
 
 
 # --- shapes ---

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import collections
-import os
 import pathlib
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fake_session import FakeWorkers
 from models_for_tests import classifier, samples, values
-from workers import PATIENCE, children, wait_until
+from workers import PATIENCE, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.execution.worker_data import area_of
@@ -408,30 +407,35 @@ def test_a_resumed_run_reads_the_batches_that_an_undisturbed_one_reads(
         np.testing.assert_array_equal(one, other)
 
 
-# ---- on workers in other processes
+# ---- on workers: in other processes, and without any; after faults see test_faults.py
 
 
 @pytest.fixture
-def cluster(workers: LocalWorkers) -> dapple.Cluster:
+def real(workers: LocalWorkers) -> dapple.Cluster:
     wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
     return dapple.Cluster.of_servers(workers.addresses)
 
 
+@pytest.fixture
+def cluster() -> Iterator[dapple.Cluster]:
+    with FakeWorkers(4).used() as workers:
+        yield workers.cluster
+
+
 def on(cluster: dapple.Cluster, plan: dapple.Plan) -> dapple.Cluster:
     """The workers that a plan needs."""
-    return dapple.Cluster.of_servers(cluster.addresses[: max(map(max, plan.devices)) + 1])
+    return dapple.Cluster.of_servers(cluster.addresses[: max(map(max, plan.devices)) + 1], devices_per_server=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [PARALLEL, PIPELINE, REPLICATED], ids=["parallel", "pipeline", "replicated"])
-def test_workers_train_as_with_fed_data(plan: dapple.Plan, cluster: dapple.Cluster) -> None:
+def test_workers_train_as_with_fed_data(real: dapple.Cluster) -> None:
     """Each of those that read has an iterator of its own, with the same order."""
     both = []
     for on_workers in (False, True):
         keras.utils.set_random_seed(3)
         data = dapple.on_workers(weighted) if on_workers else weighted()
         other = dapple.on_workers(labelled) if on_workers else labelled()
-        both.append(fitted(pipelined(plan, on(cluster, plan)), data, validation_data=other))
+        both.append(fitted(pipelined(REPLICATED, real), data, validation_data=other))
     assert_same(*both)
 
 
@@ -444,12 +448,12 @@ def shuffled_twice() -> tf.data.Dataset:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_a_worker_that_reads_later_than_others_reads_the_same_order(cluster: dapple.Cluster) -> None:
+def test_a_worker_that_reads_later_than_others_reads_the_same_order(real: dapple.Cluster) -> None:
     """Labels aren't read in prediction: the last stage's worker begins to read these data in their second round."""
     both = []
     for on_workers in (False, True):
         keras.utils.set_random_seed(3)
-        own = pipelined(PIPELINE, on(cluster, PIPELINE))
+        own = pipelined(PIPELINE, on(real, PIPELINE))
         other, data = (dapple.on_workers(make) if on_workers else make() for make in (labelled, shuffled_twice))
         own.fit(other, verbose=0)
         outputs = own.predict(data, verbose=0)
@@ -458,58 +462,8 @@ def test_a_worker_that_reads_later_than_others_reads_the_same_order(cluster: dap
     assert_same(both[0][1:], both[1][1:])
 
 
-FAULTS = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)
-
-
-class EndServer(keras.callbacks.Callback):
-    """Kills the process that a worker has for its client, after the step of a number."""
-
-    def __init__(self, workers: LocalWorkers, worker: int, step: int) -> None:
-        super().__init__()
-        self._workers, self._worker, self._left = workers, worker, step
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._left -= 1
-        if self._left == 0:
-            (child,) = children(self._workers.processes[self._worker].pid)
-            os.kill(child, signal.SIGKILL)
-
-
-class EndServerInValidation(EndServer):
-    """The same after the test step of a number."""
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        pass
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "worker", "step"),
-    [(EndServer, 0, 2), (EndServer, 1, 5), (EndServer, 1, 8), (EndServerInValidation, 0, 7)],
-    ids=["first_reads_inputs", "at_the_end_of_an_epoch", "in_the_second_epoch", "in_validation"],
-)
-def test_after_a_fault_the_same_batches_are_read_again(
-    end: type[EndServer], worker: int, step: int, cluster: dapple.Cluster, workers: LocalWorkers
-) -> None:
-    """The iterators are gone with the worker's process, and the seeds of the rounds before with them."""
-    both = []
-    for disturbed in (False, True):
-        keras.utils.set_random_seed(3)
-        own = pipelined(PIPELINE, on(cluster, PIPELINE), faults=FAULTS)
-        data, other = dapple.on_workers(labelled), dapple.on_workers(weighted)
-        callbacks = [end(workers, worker, step)] if disturbed else []
-        both.append(fitted(own, data, epochs=3, callbacks=callbacks, validation_data=other))
-        assert len(own.faults) == disturbed
-    assert_same(*both)
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_files_that_a_worker_lacks_are_named(cluster: dapple.Cluster, tmp_path: pathlib.Path) -> None:
+def test_files_that_a_worker_lacks_are_named(tmp_path: pathlib.Path) -> None:
     """Files are each worker's own."""
     file = tmp_path / "numbers"
 
@@ -517,7 +471,7 @@ def test_files_that_a_worker_lacks_are_named(cluster: dapple.Cluster, tmp_path: 
         numbers = tf.data.TextLineDataset(str(file)).map(tf.strings.to_number)
         return untuned(numbers.map(lambda n: (tf.fill([4], n), tf.cast(n, tf.int32) % 3)).batch(BATCH))
 
-    own = pipelined(PARALLEL, on(cluster, PARALLEL))
+    own = pipelined(PARALLEL)
     with pytest.raises(dapple.DataError, match=r"worker 0 can't read batch 1 of round 1: .*numbers; No such file"):
         own.fit(dapple.on_workers(lines), verbose=0)
     file.write_text("".join(f"{number}\n" for number in range(12)))
@@ -549,7 +503,6 @@ TWICE = dapple.Plan.manual(["first"], [[0, 1], [2, 3]], 1, BATCH)
 IN_MICRO_BATCHES = dapple.Plan.manual([], [[0, 1]], 3, BATCH)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", [PARALLEL, TWICE, IN_MICRO_BATCHES], ids=["parallel", "twice", "micro_batches"])
 def test_parts_of_batches_are_read_by_those_who_train_on_them(plan: dapple.Plan, cluster: dapple.Cluster) -> None:
     both = []
@@ -560,7 +513,6 @@ def test_parts_of_batches_are_read_by_those_who_train_on_them(plan: dapple.Plan,
     assert_same(*both)
 
 
-@pytest.mark.slow
 def test_no_batch_stays_with_a_worker_whose_part_is_longer(cluster: dapple.Cluster) -> None:
     """One stayed in each epoch, of the batch that the other worker didn't have."""
 
@@ -573,8 +525,8 @@ def test_no_batch_stays_with_a_worker_whose_part_is_longer(cluster: dapple.Clust
     session = own._engine.session
     memory = {"dtypes": [tf.float32, tf.int32], "shared_name": area_of(["float32", "int32"])}
     with tf.Graph().as_default() as graph:
-        for task in range(2):
-            with tf.device(f"/job:worker/task:{task}/device:CPU:0"):
+        for task, device in enumerate(cluster.device_names[:2]):
+            with tf.device(device):
                 tf.raw_ops.MapSize(**memory, name=f"size{task}")
     session.add(graph.as_graph_def(), "sizes")
     assert session.run(["sizes/size0:0", "sizes/size1:0"]) == [0, 0]
@@ -588,7 +540,6 @@ def test_one_worker_reads_the_only_part() -> None:
     own.close()
 
 
-@pytest.mark.slow
 def test_stages_that_cut_batches_otherwise_do_not_read_parts(cluster: dapple.Cluster) -> None:
     plan = dapple.Plan.manual(["first"], [[0], [1, 2]], 1, BATCH)
     own = pipelined(plan, on(cluster, plan))

@@ -2,76 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import pathlib
-from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tokenizers
-from reading import assert_resumes, assert_seeded, taken
+from reading import (
+    QUESTION_SPECIAL,
+    QUESTION_TOKENS,
+    QUESTION_WORDS,
+    question_model,
+    question_tokenizer,
+    taken,
+    write_questions,
+)
 
-from dapple_tf.models import bert
 from dapple_tf.models.readers.squad import Question, examples, read_questions
 from dapple_tf.models.registry import find_data
-from dapple_tf.models.sources import ModelError
-
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS = [f"w{number}" for number in range(20)] + ["who", "what"]
-SEQUENCE = 12
-
-
-def question_model(outputs: str, words: int = 27, *, ordered: bool = False) -> keras.Model:
-    """A model of questions that doesn't answer."""
-    names = ("tokens", "segments", "present", *(("permutation",) if ordered else ()))
-    inputs = {name: keras.Input((SEQUENCE,), dtype="int32", name=name) for name in names}
-    hidden = keras.layers.Embedding(words, 4)(inputs["tokens"])
-    if outputs == "spans":
-        logits: Any = keras.layers.Permute((2, 1))(keras.layers.Dense(2)(hidden))
-    elif outputs == "classes":
-        logits = keras.layers.Dense(2)(hidden[:, 0])
-    else:
-        logits = keras.layers.Dense(words if outputs == "tokens" else 3)(hidden)
-    return keras.Model(inputs, logits, name="answers")
-
 
 SPANS = question_model("spans")
 pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 
-def squad(*questions: tuple[str, str, str | None]) -> str:
-    """SQuAD's JSON of questions, texts and answers."""
-    paragraphs = []
-    for question, context, answer in questions:
-        answers = [] if answer is None else [{"text": answer, "answer_start": context.index(answer)}]
-        asked = {"question": question, "id": "0", "answers": answers, "is_impossible": answer is None}
-        paragraphs.append({"context": context, "qas": [asked]})
-    return json.dumps({"version": "v2.0", "data": [{"title": "a", "paragraphs": paragraphs}]})
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    root = tmp_path_factory.mktemp("questions")
-    tokenizer = words()
-    tokenizer.save(str(root / "words.json"))
-    draw = np.random.default_rng(0)
-    made: list[tuple[str, str, str | None]] = []
-    for number in range(30):
-        context = [f"w{word}" for word in draw.permutation(20)[: draw.integers(4, 16)]]
-        start = draw.integers(len(context) - 2)
-        answer = " ".join(context[start : start + draw.integers(1, 3)])
-        made.append((f"who w{number % 20}", " ".join(context), None if number % 3 == 0 else answer))
-    (root / "train.json").write_text(squad(*made))
-    return root
-
-
-def words() -> tokenizers.Tokenizer:
-    numbers = {token: number for number, token in enumerate(SPECIAL + WORDS)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, "[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return tokenizer
+    return write_questions(tmp_path_factory.mktemp("questions"))
 
 
 def test_parts_of_a_long_text() -> None:
@@ -79,7 +34,7 @@ def test_parts_of_a_long_text() -> None:
     context = " ".join(f"w{number}" for number in range(9))
     start = context.index("w6")
     asked = Question("who what w0", context, start, start + len("w6 w7"))
-    parts = list(examples([asked], words(), 9, 2, 1, (2, 3)))
+    parts = list(examples([asked], question_tokenizer(), 9, 2, 1, (2, 3)))
     head = [2, 25, 26, 3]  # The third word of the question is left out.
     assert [example.tokens for example in parts] == [
         [*head, 5, 6, 7, 8, 3],
@@ -94,7 +49,7 @@ def test_parts_of_a_long_text() -> None:
     ("text", "start", "answer"), [("w1 w2 w3", 3, "w2"), ("w1 w2 w3", 0, "w1 w2"), ("w12", 1, "1")]
 )
 def test_answers_within_words_are_the_words(text: str, start: int, answer: str) -> None:
-    (example,) = examples([Question("who", text, start, start + len(answer))], words(), 12, 3, 1, (2, 3))
+    (example,) = examples([Question("who", text, start, start + len(answer))], question_tokenizer(), 12, 3, 1, (2, 3))
     expected = [index for index, word in enumerate(text.split()) if word in answer.split() or answer in word]
     assert (example.start - example.text, example.end - example.text) == (expected[0], expected[-1])
 
@@ -109,15 +64,17 @@ def test_samples_against_the_answers(folder: pathlib.Path) -> None:
     present, segments, tokens, answers = (np.concatenate([batch[i] for batch in batches]) for i in range(4))
     asked = read_questions(folder / "train.json", "")
     expected = {asked.context[asked.start : asked.end] for asked in asked if asked.start >= 0}
-    known = SPECIAL + WORDS
+    known = QUESTION_SPECIAL + QUESTION_WORDS
     got = set()
     for row in range(len(tokens)):
         count = present[row].sum()
-        assert present[row].tolist() == [1] * count + [0] * (SEQUENCE - count)
+        assert present[row].tolist() == [1] * count + [0] * (QUESTION_TOKENS - count)
         line = [known[token] for token in tokens[row]]
-        assert line[0] == "[CLS]" and line[count:] == ["[PAD]"] * (SEQUENCE - count) and line[count - 1] == "[SEP]"
+        assert (
+            line[0] == "[CLS]" and line[count:] == ["[PAD]"] * (QUESTION_TOKENS - count) and line[count - 1] == "[SEP]"
+        )
         text = line.index("[SEP]") + 1
-        assert segments[row].tolist() == [0] * text + [1] * (count - text) + [0] * (SEQUENCE - count)
+        assert segments[row].tolist() == [0] * text + [1] * (count - text) + [0] * (QUESTION_TOKENS - count)
         start, end = answers[row]
         assert (start, end) == (0, 0) or text <= start <= end < count - 1
         got |= {" ".join(line[start : end + 1])} if end else set()
@@ -154,65 +111,3 @@ def test_tokens_are_predicted_in_an_order_where_the_model_takes_one(folder: path
     assert not weights[labels <= 4].any()  # Padding, and what stands between question and text.
     for places in x["permutation"]:
         assert sorted(places[places > 0]) == list(range(1, (places > 0).sum() + 1))
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(("outputs", "ordered"), [("spans", False), ("tokens", False), ("tokens", True)])
-def test_order_is_seeded_and_resumes(outputs: str, ordered: bool, folder: pathlib.Path) -> None:
-    model = question_model(outputs, ordered=ordered)
-    data = find_data(f"squad:{folder}/train.json?tokenizer={folder}/words.json")
-    assert_seeded(functools.partial(data.batches, model, 8), 5)
-    assert_resumes(lambda: data.batches(model, 8, 0), steps=12, done=5)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_bert_on_the_sample() -> None:
-    model = bert.bert_tiny()
-    x, labels, weights = find_data("squad").example(model, 4)
-    assert x["tokens"].shape == labels.shape == weights.shape == (4, 16)
-    assert labels.max() < bert.TINY.vocabulary
-    answers = bert.bert_tiny(head="classes", sequence=64, positions=64, vocabulary=400)
-    _, labels, _ = find_data("squad").example(answers, 64)
-    assert set(labels.tolist()) == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", r"isn't JSON"),
-        ('{"data": 3}', "isn't in SQuAD's format, .*TypeError"),
-        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "isn't in SQuAD's format, .*KeyError 'qas'"),
-        ('{"data": []}', "has 0 questions; need at least 2"),
-        (
-            squad(("who", "w1", "w1"), ("who", "w1", "w1")).replace('"answer_start": 0', '"answer_start": 7'),
-            "7 to 9 of a",
-        ),
-    ],
-)
-def test_wrong_files_are_told(content: str, message: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ModelError, match=message):
-        find_data(f"squad:{tmp_path}/a.json")
-
-
-def test_models_that_do_not_fit_are_told(folder: pathlib.Path) -> None:
-    name = f"squad:{folder}/train.json?tokenizer={folder}/words.json"
-    for given, model, message in (
-        (
-            name,
-            question_model("other"),
-            r"for each sample 'answers' gives \[12, 3\]; questions are for logits",
-        ),
-        (
-            name,
-            question_model("spans", ordered=True),
-            r"gives \[2, 12\]; questions are for .*\[12, 27\] \(tokens\), but .* 'permutation' only the last$",
-        ),
-        (name, question_model("spans", 9), "the data have 27 tokens, but 'answers' knows 9"),
-        (f"{name}&question=8", SPANS, "of 12 tokens a question takes 8 and 3 are special, which leaves 1 of the text"),
-        (name, keras.Sequential([keras.Input((3,)), keras.layers.Embedding(2, 2)]), "tokens and segments and present"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            find_data(given).example(model, 2)

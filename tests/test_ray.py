@@ -18,16 +18,15 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from fake_session import SECONDS, FakeWorkers
 from models_for_tests import classifier, values
 from workers import PATIENCE, client, has_ended, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.clusters.returning import Returning
 from dapple_tf.describe import cluster as cluster_module
-from dapple_tf.execution import growing
 from dapple_tf.network import ray_workers
 from dapple_tf.network.ray_workers import RayWorkers
-from dapple_tf.tools.hosts import LocalWorkers, environment
+from dapple_tf.tools.hosts import environment
 
 CPUS = {"10.0.0.1": {"CPU": 4.0}, "10.0.0.2": {"CPU": 4.0}}
 GPUS = {"10.0.0.1": {"CPU": 8.0, "GPU": 2.0}, "10.0.0.2": {"CPU": 8.0, "GPU": 2.0}, "10.0.0.3": {"CPU": 8.0}}
@@ -459,40 +458,9 @@ class Moved:
         return tuple(self.present.get(address, address) for address in addresses)
 
 
-@pytest.mark.slow
-def test_training_goes_on_with_a_worker_that_ray_has_started_on_another_node(workers: LocalWorkers) -> None:
-    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
-    y = np.random.default_rng(1).integers(0, 3, size=24)
-
-    def build() -> keras.Model:
-        keras.utils.set_random_seed(3)
-        return classifier(optimizer=keras.optimizers.Adam(0.05), metrics=["accuracy"])
-
-    plain = build()
-    moved = Moved()
-    cluster = dataclasses.replace(dapple.Cluster.of_servers(workers.addresses[:2]), ray_workers=moved)
-    plan = dapple.Plan.manual(["first"], [[0], [1]], 2, 6)
-    faults = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)
-    pipelined = dapple.transform(build(), cluster, plan, faults=faults)
-    for step in range(4):
-        if step == 2:
-            workers.kill(1)
-            moved.present[workers.addresses[1]] = workers.addresses[2]
-        part = slice(6 * step, 6 * step + 6)
-        plain.train_on_batch(x[part], y[part])
-        pipelined.train_on_batch(x[part], y[part])
-    assert len(pipelined.faults) == 1 and pipelined.faults[0].without == ()
-    pipelined.close()
-    for ours, theirs in zip(values(pipelined.model), values(plain), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_worker_that_training_went_on_without_is_taken_in_on_the_node_where_ray_has_room(
-    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is asked where it is now; the cluster keeps the address by which Ray's workers are told apart."""
-    monkeypatch.setattr(growing, "Returning", lambda seconds, pause: Returning(seconds, 0.0))
+@pytest.mark.parametrize("waits", [SECONDS, 0.0], ids=["restart", "replan"])
+def test_training_goes_on_with_a_worker_that_ray_has_started_on_another_node(waits: float) -> None:
+    """Its cluster keeps the address by which Ray's workers are told apart, also of one that is taken in later."""
     x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
     y = np.random.default_rng(1).integers(0, 3, size=24)
 
@@ -500,34 +468,27 @@ def test_a_worker_that_training_went_on_without_is_taken_in_on_the_node_where_ra
         keras.utils.set_random_seed(3)
         return classifier(optimizer=keras.optimizers.SGD(0.05))
 
-    plain, moved = build(), Moved()
-    cluster = dataclasses.replace(dapple.Cluster.of_servers(workers.addresses[:2]), ray_workers=moved)
-    faults = dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0)
-    pipelined = dapple.transform(build(), cluster, dapple.Plan.manual([], [[0, 1]], 1, 6), faults=faults)
-
-    def train() -> None:
-        for model in (plain, pipelined):
-            model.train_on_batch(x[:6], y[:6])
-
-    def answered() -> bool:
-        returning = pipelined._runtime._growing._returning
-        return returning is None or not returning._asking or not returning._answers.empty()
-
-    train()
-    workers.kill(1)
-    for _ in range(2):
-        train()
-        wait_until(answered)
-    assert pipelined.faults[0].without == (workers.addresses[1],) and not pipelined.growths
-    moved.present[workers.addresses[1]] = workers.addresses[2]
-    for _ in range(4):
-        train()
-        wait_until(answered)
-    (growth,) = pipelined.growths
-    assert growth.added == (workers.addresses[1],)
-    assert pipelined.cluster.addresses == cluster.addresses
-    assert pipelined.cluster.located() == (workers.addresses[0], workers.addresses[2])
-    pipelined.close()
+    with FakeWorkers(3).used() as workers:
+        first, second, third = workers.cluster.addresses
+        cluster = dapple.Cluster.of_servers([first, second], devices_per_server=1)
+        plain, moved = build(), Moved()
+        faults = dapple.FaultPolicy("replan", notice_seconds=1.0, wait_seconds=waits)
+        plan = dapple.Plan.manual([], [[0, 1]], 1, 6)
+        cluster = dataclasses.replace(cluster, ray_workers=moved)
+        pipelined = dapple.transform(build(), cluster, plan, faults=faults)
+        for step in range(5):
+            if step == 2:
+                workers.kill(1)
+            if step == (2 if waits else 3):
+                moved.present[second] = third
+            for model in (plain, pipelined):
+                model.train_on_batch(x[6 * (step % 4) :][:6], y[6 * (step % 4) :][:6])
+        (record,) = pipelined.faults
+        assert record.without == (() if waits else (second,))
+        assert [growth.added for growth in pipelined.growths] == ([] if waits else [(second,)])
+        assert pipelined.cluster.addresses == (first, second)
+        assert pipelined.cluster.located() == (first, third)
+        pipelined.close()
     for ours, theirs in zip(values(pipelined.model), values(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 

@@ -319,19 +319,3 @@ def test_hostile_names_are_texts(show: Show) -> None:
     assert evil in page.text("#tip") and evil in page.text("#details") and evil in page.text("#summary")
     assert page.run("return document.querySelectorAll('img, b, #details script').length") == 0
     assert page.driver.title != "broken"
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_ten_thousand_tasks(show: Show) -> None:
-    spans = [
-        Span("FB"[number % 2], number / 2, number / 2 + 0.4, device, device, number)
-        for device in range(16)
-        for number in range(625)
-    ]
-    timeline = handmade(*spans, devices={device: f"device {device}" for device in range(16)})
-    page = show(page_of(timeline))
-    assert counts(page) == expected([timeline])
-    page.press("p", "f", "0")
-    page.settle()
-    assert page.run("return document.querySelectorAll('*').length") < 2500  # Tasks aren't elements.

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 
-import keras
 import numpy as np
 import pytest
 import tokenizers
-from reading import assert_equal, assert_resumes, assert_seeded, taken
+from reading import NUMBERS, TOKENS, assert_equal, language_model, taken, write_tokens
 
 from dapple_tf.models.readers import tokens
 from dapple_tf.models.readers.order import evaluation_batches
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
-
-COUNT, SEQUENCE = 103, 5
-NUMBERS = np.arange(COUNT)
-
-
-def language_model(vocabulary: int = 256, sequence: int = SEQUENCE) -> keras.Model:
-    layers = [keras.Input((sequence,), dtype="int32"), keras.layers.Embedding(vocabulary, 2)]
-    return keras.Sequential([*layers, keras.layers.Dense(vocabulary)], name="language")
-
 
 MODEL = language_model()
 pytestmark = pytest.mark.usefixtures("_cache_of_readers")
@@ -31,19 +20,10 @@ pytestmark = pytest.mark.usefixtures("_cache_of_readers")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The numbers from 0 to 102 in every kind of file, and a text."""
-    root = tmp_path_factory.mktemp("tokens")
-    for dtype in ("uint8", "uint16", "int32", "uint32", "int64"):
-        NUMBERS.astype(dtype).tofile(root / f"{dtype}.bin")
-        np.save(root / f"{dtype}.npy", NUMBERS.astype(dtype))
-    (root / "a.txt").write_text("the cat sat on the mat\nthe dog sat on the log\n" * 20 + "ünïcödé\n")
-    (root / "more").mkdir()
-    for name in ("b.txt", "a.txt", "notes.md"):
-        (root / "more" / name).write_text(f"this is {name}, and the cat\n" * 3)
-    return root
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
-def windows(numbers: np.ndarray, sequence: int = SEQUENCE) -> list[tuple[list[int], list[int]]]:
+def windows(numbers: np.ndarray, sequence: int = TOKENS) -> list[tuple[list[int], list[int]]]:
     """x and y of each window, without any of the code above."""
     pairs = []
     for start in range(0, len(numbers) - sequence, sequence):
@@ -71,13 +51,6 @@ def test_windows_against_slices(file: str, folder: pathlib.Path) -> None:
     assert [len(xs) for xs, _ in batches] == [4, 2]
 
 
-@pytest.mark.slow
-def test_order_is_seeded_and_resumes(folder: pathlib.Path) -> None:
-    data = find_data(f"tokens:{folder}/uint16.bin")
-    assert_seeded(functools.partial(data.batches, MODEL, 4), 7)
-    assert_resumes(lambda: data.batches(MODEL, 4, 0), steps=11, done=7)
-
-
 def test_the_last_token_is_used_and_files_to_evaluate_on(folder: pathlib.Path) -> None:
     np.arange(11, dtype="uint16").tofile(folder / "eleven.bin")
     data = find_data(f"tokens:{folder}/uint16.bin?valid={folder}/eleven.bin")
@@ -97,7 +70,7 @@ def test_nothing_is_loaded(tmp_path: pathlib.Path) -> None:
     assert whole.count == 20 * 10**9 + 11
     end = whole.split(11 / whole.count)[1]
     assert end.array().tolist() == list(range(11))
-    last = end.windows(SEQUENCE, 256, "")
+    last = end.windows(TOKENS, 256, "")
     assert rows(taken(evaluation_batches(last, 2), 9)) == windows(np.arange(11))
 
 
@@ -117,7 +90,7 @@ def test_text_is_tokenized(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
     data = find_data(f"text:{folder}/a.txt?vocabulary=280&held_out=0.25")
     assert data.held_out is not None
     out = taken(data.held_out(model, 64), 9)
-    train = rows(taken(data.batches(model, 1, 0), int(data.about.split()[0]) // SEQUENCE - 1))
+    train = rows(taken(data.batches(model, 1, 0), int(data.about.split()[0]) // TOKENS - 1))
     assert max(x.max() for x, _ in out) > 256
     assert_equal(out, taken(find_data(f"text:{folder}/a.txt?vocabulary=280&held_out=0.25").held_out(model, 64), 9))
     assert len(train) < 60  # 47 bytes of two lines are a few tokens.
@@ -127,63 +100,6 @@ def test_text_is_tokenized(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
     (tmp_path / "a.txt").write_text("the cat the cat\nthe dog\n")
     own = find_data(f"text:{tmp_path}/a.txt?tokenizer={tmp_path}/words.json&held_out=0")
     assert rows(taken(own.batches(language_model(4, 6), 1, 0), 1)) == [([0, 1, 0, 1, 0, 2], [1, 0, 1, 0, 2, 3])]
-
-
-@pytest.mark.slow
-def test_text_resumes(folder: pathlib.Path) -> None:
-    model = language_model(280)
-    assert_resumes(lambda: find_data(f"text:{folder}/a.txt?vocabulary=280").batches(model, 4, 0), steps=9, done=4)
-
-
-@pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_the_sample(kind: str) -> None:
-    data = find_data(kind)
-    model = language_model(sequence=32)
-    x, y, weights = data.example(model, 4)
-    assert x.shape == (4, 32) and weights is None
-    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
-    assert data.held_out is not None and len(data.held_out(model, 4)) > 10
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("tokens:{0}/none.bin", r"there is no file .*none\.bin"),
-        ("tokens:{0}", "that is a folder"),
-        ("tokens:{0}/uint8.bin", "has 103 bytes, which isn't a multiple of 2, the bytes of a uint16; give dtype="),
-        ("tokens:{0}/uint8.bin?dtype=float32", "dtype is 'float32'; use one of uint8, uint16"),
-        ("tokens:{0}/table.npy", r"has int64 of shape \(2, 3\); tokens are whole numbers of one axis"),
-        ("tokens:{0}/broken.npy", r"broken\.npy isn't a NumPy array"),
-        ("tokens:{0}/int64.npy,{0}/int64.npy", "give one file, not 2"),
-        ("text:{0}/none.txt", "there is no file or folder"),
-        ("text:{0}/empty", r"there are no files \*\.txt in"),
-        ("text:{0}/latin.txt?vocabulary=300", r"latin\.txt isn't UTF-8 text: .*; leave out the tokenizer"),
-        ("text:{0}/a.txt?vocabulary=100", "a vocabulary of 100 is too small for a tokenizer of kind byte_bpe"),
-    ],
-)
-def test_mistakes_are_told(name: str, message: str, folder: pathlib.Path) -> None:
-    np.save(folder / "table.npy", np.zeros((2, 3), "int64"))
-    (folder / "broken.npy").write_bytes(b"\x93NUMPY")
-    (folder / "empty").mkdir(exist_ok=True)
-    (folder / "latin.txt").write_bytes("über".encode("latin-1"))
-    with pytest.raises(ModelError, match=message):
-        find_data(name.format(folder))
-
-
-def test_models_that_do_not_fit_are_told(folder: pathlib.Path) -> None:
-    name = f"tokens:{folder}/uint16.bin"
-    for given, model, message in (
-        (
-            name,
-            language_model(50),
-            r"token 50 of .* is 50, but 'language' knows 50; build .* check the dtype \(uint16\)",
-        ),
-        (name, language_model(sequence=200), "98 tokens of .* make no window of 200 \\+ 1; use more text"),
-        (name, keras.Sequential([keras.Input((3, 3)), keras.layers.Dense(2)]), "take one tensor of 2 axes"),
-        (f"text:{folder}/a.txt?vocabulary=300", language_model(260), r"the data have 2\d\d tokens, but .* knows 260"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            find_data(given).example(model, 2)
 
 
 def test_tokens_that_were_not_looked_at_are_told(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

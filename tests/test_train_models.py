@@ -1,7 +1,4 @@
-"""Every model of the registry, in its tiny form, through `tools.train`: profiled, planned, trained and saved.
-
-Some of them in a process that is killed, too, from whose checkpoint another one goes on.
-"""
+"""Every model of the registry, in its tiny form, through `tools.train`: profiled, planned, trained and saved."""
 
 from __future__ import annotations
 
@@ -10,12 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
-import signal
-import subprocess
-import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -33,7 +25,6 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models.registry import MODELS, find_model
 from dapple_tf.tools import command, train
-from dapple_tf.tools.hosts import ROOT, environment
 
 MEASURED = ("ffnn:tiny", "vgg:tiny")
 TINY = [name for name in MODELS if name.endswith(":tiny")]
@@ -111,58 +102,3 @@ def test_models_are_planned_trained_and_saved(name: str, folder: pathlib.Path) -
     assert int(saved.optimizer.iterations) == STEPS
     values = [keras.ops.convert_to_numpy(variable.value) for variable in saved.trainable_variables]
     assert all(np.isfinite(value).all() for value in values) and math.isfinite(float(epoch["loss"]))
-
-
-KILLED = """
-    import os, signal, sys, threading
-    import dapple_tf as dapple
-    from dapple_tf.tools import command, train
-
-    class Kill(dapple.PipelineMonitor):
-        def on_train_batch_end(self, batch, logs=None):
-            super().on_train_batch_end(batch, logs)
-            if batch == 2:
-                for thread in threading.enumerate():
-                    if thread.name.startswith("write "):  # the checkpoint
-                        thread.join()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    dapple.PipelineMonitor = Kill
-    command.run(train.main, train.FLAGS, sys.argv[1:])
-"""
-
-
-def in_a_process(*program: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program by itself.
-
-    Bits depend on how many threads the first session of a process has asked for: here that mustn't be another test's.
-    """
-    return subprocess.run(
-        [sys.executable, *program], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(["ffnn:tiny", "resnet:tiny"], 2))
-def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(
-    name: str, folder: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    """Killed after the third of four steps, with a checkpoint of the second: two are trained again or for the first."""
-    plan, checkpoints = trained(folder, name) / "plan.json", tmp_path / "checkpoints"
-    common = [*COMMON, f"--model={name}", f"--plan={plan}", "--nomeasure"]
-    flags = [*common, f"--output_dir={tmp_path / 'run'}", f"--checkpoint_dir={checkpoints}", "--checkpoint_every=2"]
-    killed = in_a_process("-c", textwrap.dedent(KILLED), *flags)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / "run" / "model.keras").exists()
-    newest = dapple.latest_checkpoint(checkpoints)
-    assert newest is not None and os.fspath(newest).endswith("step-2")
-    resumed = in_a_process("-m", "tools.train", *flags, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"Going on from {newest}" in resumed.stdout
-    whole = in_a_process("-m", "tools.train", *common, f"--output_dir={tmp_path / 'whole'}")
-    assert whole.returncode == 0, whole.stderr
-    own, other = (keras.saving.load_model(tmp_path / place / "model.keras") for place in ("run-2", "whole"))
-    assert int(own.optimizer.iterations) == STEPS
-    for one, expected in zip(own.variables, other.variables, strict=True):
-        np.testing.assert_array_equal(one.value, expected.value, err_msg=one.path)

@@ -124,24 +124,6 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_less_is_held_out_than_validation_asks_for(tmp_path: pathlib.Path) -> None:
-    """Keras warned that the input ran out of data, which wasn't the data that were trained on."""
-    text = tmp_path / "book.txt"
-    text.write_text("It was a dark and stormy night. " * 50)
-    flags = ["--model=gpt:tiny", f"--dataset=text:{text}?held_out=0.2", "--plan=1:1", "--cluster=cpu:2", "--nomeasure"]
-    small = ["--global_batch_size=4", "--micro_batches=2", "--steps=1", "--noprofile_step"]
-    assert run(*flags, *small, f"--output_dir={tmp_path / 'run'}") == 0
-    assert "val_loss" in (tmp_path / "run" / "summary.json").read_text()
-
-
-@pytest.mark.parametrize("flag", ["--epochs=2", "--steps=5", "--checkpoint_dir=there", "--validation_steps=2"])
-def test_measuring_steps_is_not_training(own: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(own, "--global_batch_size=8", "--benchmark_steps=5", flag) == 1
-    assert f"{flag.partition('=')[0]}: --benchmark_steps only measures steps" in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_measured_and_planned(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With nothing but a batch size: the model is measured and planned, and the prediction compared."""
     out = tmp_path / "run"
@@ -198,42 +180,6 @@ def test_plans_are_sought_with_what_flags_say(
     assert (call["schedule"], call["micro_batches"], call["recompute"]) == ("zb_h1", 2, "none")
     assert len(call["x"]) == 32
     assert job.plan.global_batch_size == 32 and job.profile == given.profile()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resume"], "--resume goes on from a checkpoint: give --checkpoint_dir"),
-        (["--checkpoint_every=5"], "--checkpoint_every=5 needs --checkpoint_dir"),
-        (["--nomeasure"], "--nomeasure: --plan=auto needs a profile"),
-        (["--by_trial", "--plan=1:1"], "--by_trial is for --plan=auto without --placement=fd_dps"),
-        (["--plan=1:x"], "--plan=1:x: need replicas per stage with colons between them"),
-        (["--plan=1:"], "--plan=1:: need replicas per stage"),
-        (["--model=resnett:tiny"], "PYTHONPATH; did you mean 'resnet:tiny'?"),
-        (["--cluster=cpu:1", "--plan=1:1", "--model=vgg:tiny"], "--plan=1:1: plan puts stage 1 on device 1"),
-        (["--profile=none.json"], "--profile=none.json: No such file"),
-        (
-            ["--dataset=patterns", "--plan=1:1", "--nomeasure", "--model=gpt:tiny"],
-            "'patterns' are for models that take",
-        ),
-        (["--steps=0"], "flag --steps=0"),
-        (["--learning_rate=nan"], "--learning_rate=nan: it must be finite"),
-        ([f"--log_dir={__file__}"], f"--log_dir={__file__} is a file; give a folder"),
-        (["--plan="], "--plan isn't given"),
-        (["--faults=hope"], "flag --faults=hope"),
-        (["--placement=hope"], "flag --placement=hope"),
-        (
-            ["--placement=fd_dps", "--model=vgg:tiny", "--cluster=cpu:1", "--global_batch_size=8", "--micro_batches=9"],
-            "--placement=fd_dps: a global batch of 8 samples can't be cut into 9 micro-batches",
-        ),
-    ],
-)
-def test_mistakes_are_told(
-    arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(f"--output_dir={tmp_path / 'run'}", *arguments) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -322,22 +322,6 @@ def test_bad_requests(
     assert ask(server, "GET", "/")[0] == 200
 
 
-def test_pages_hold_any_name() -> None:
-    """A layer's name is text, whatever it is."""
-    layers = [layer for layer in given.profile().layers]
-    hostile = "</script><script>alert(1)</script>"
-    renamed = dapple.Profile(
-        hostile,
-        "d",
-        (1,),
-        tuple(type(layer)(hostile + layer.name, layer.forward, layer.backward) for layer in layers),
-        given.profile().tensors,
-    )
-    plan = dapple.Plan.straight([hostile + "block_1"], 4, 2)
-    text = what_if.page(Desk(renamed, given.cluster(), plan))
-    assert hostile not in text
-
-
 # --- the program ---
 
 
@@ -376,24 +360,6 @@ def test_the_program_serves(
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     assert run(*files.flags, "--browser") == 0
     assert len(served) == 4 and len(opened) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--plan=auto"], "--plan=auto needs --global_batch_size"),
-        (["--micro_batches=25"], "can't be cut into 25 micro-batches"),
-        (["--cluster=cpu:2"], "plan puts stage 0 on device 2"),
-        (["--micro_batches=5000", "--global_batch_size=50000"], "this page simulates up to 8,192"),
-        (["--port=70000"], "flag --port=70000"),
-        (["--profile=none"], "--profile=none: No such file"),
-    ],
-)
-def test_mistakes_are_told(
-    arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*given.write(tmp_path).flags, *arguments) == 1
-    assert message in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(

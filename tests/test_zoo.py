@@ -23,7 +23,7 @@ from dapple_tf.tools.evaluation.training_comparison import (
     train_on_batch,
 )
 from dapple_tf.tools.evaluation.zoo_libraries import LIBRARIES
-from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, narrowest, normalizes_batches
+from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, narrowest
 
 DRAWS = range(30)
 
@@ -153,23 +153,6 @@ def test_random_draws_excuse_nothing() -> None:
 
 
 # ---- architectures
-
-
-def test_slices_of_models_that_normalise_batches_have_the_same_samples() -> None:
-    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-    assert normalizes_batches(model)
-    architecture = ARCHITECTURES["ViT"]
-    batches = zoo.batches(architecture, _with_batch_norm(architecture), 3)
-    x, _, _ = batches[0]
-    assert len(x) == 2 * 3 * 2
-    slices = [{sample.tobytes() for sample in part} for part in np.split(x, 6)]
-    assert len(slices[0]) == 2 and all(part == slices[0] for part in slices)
-
-
-def _with_batch_norm(architecture: Any) -> keras.Model:
-    images = keras.Input((8, 8, 3), name="images")
-    x = keras.layers.GlobalAveragePooling2D()(keras.layers.BatchNormalization()(images))
-    return keras.Model(images, keras.layers.Dense(3)(x))
 
 
 def test_rounding_is_that_of_the_narrowest_type_inside() -> None:

@@ -21,6 +21,7 @@ from graph_passes.ir.program import Program
 from graph_passes.ir.tensorflow_bridge import Shape, is_stateful, output_dtypes, takes_functions
 
 _HOST_DTYPES = frozenset({types_pb2.DT_STRING, types_pb2.DT_RESOURCE})
+_DRAWS = "RngReadAndSkip"
 _METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
 
@@ -128,7 +129,8 @@ def split_host_part(
         The graph without that part, its new batch inputs, and the part; None if there is none.
 
     Raises:
-        CaptureError: strings or a table meet trained or random values, or a result has no batch axis.
+        CaptureError: strings or a table meet trained or random values, a layer draws from a ``tf.random.Generator``, or
+            a result has no batch axis.
     """
     graph = Graph(graph_def)
     dtypes = {name: output_dtypes(node) for name, node in graph.nodes.items()}
@@ -136,6 +138,11 @@ def split_host_part(
     alone = _of_batch_alone(graph, {ref.node for ref in inputs} | set(tables), dtypes)
     first = {name for name in needed if any(_is_for_host(dtypes, ref) for ref in graph.inputs(name))}
     for name in graph.ordered(first - alone):
+        if graph.nodes[name].op == _DRAWS:
+            raise CaptureError(
+                f"layer {layer_of(graph.position[name])!r} draws from a tf.random.Generator, whose state Keras doesn't "
+                f"know: use keras.random with a keras.random.SeedGenerator"
+            )
         others = [ref.node for ref in graph.inputs(name) if ref.node not in alone]
         raise CaptureError(
             f"layer {layer_of(graph.position[name])!r} ({graph.nodes[name].op}) works on strings or by a table with "
