@@ -480,21 +480,6 @@ def test_what_happens_while_growing(workers: FakeWorkers, happens: str, monkeypa
     pipelined.close()
 
 
-def test_another_model_of_this_process_keeps_its_workers(workers: FakeWorkers) -> None:
-    """Two models share the worker that is left: neither grows before the other has given it back."""
-    pipelined = train(transform(workers, faults=REPLAN), 0)
-    workers.kill(1)
-    train(pipelined, 1)
-    here = transform(workers, ONE)
-    workers.restart(1)
-    train(pipelined, 2, 3)
-    assert not pipelined.growths
-    here.close()
-    train(pipelined, 4)
-    assert pipelined.growths
-    assert_as_plain_keras(pipelined, *range(5))
-
-
 def test_data_in_parts(workers: FakeWorkers) -> None:
     """Which samples a worker reads depends on the plan: workers are taken in at the beginning of a round."""
 
