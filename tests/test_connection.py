@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import math
 import signal
 import socket
 import subprocess
@@ -32,7 +31,6 @@ from dapple_tf.clusters.shared_connections import acquire, connected, open_sessi
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import UnusableWorkersError, WorkerLostError
-from dapple_tf.measuring.links import measure_links
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
@@ -409,19 +407,6 @@ def test_from_a_resolver(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatc
     assert dapple.Cluster.from_resolver(resolver) == cluster
     with pytest.raises(ClusterError, match="TFConfigClusterResolver names no job 'ps', but 'worker', 'chief': is TF_"):
         dapple.Cluster.from_resolver(resolver, job="ps")
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_measured_links(cluster: dapple.Cluster) -> None:
-    measured = measure_links(cluster, repeats=3)
-    for name in ("inter_bandwidth", "inter_latency"):
-        value = getattr(measured, name)
-        assert value is not None and 0 < value < math.inf, name
-    between = measured.reductions.between or measured.reductions.ring
-    assert between is not None and 0 < between.bandwidth < math.inf
-    assert measured.intra_bandwidth is None
-    assert [server.capacity for server in measured.servers] == [1.0, 1.0]
 
 
 # ---- lost workers

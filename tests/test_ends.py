@@ -134,14 +134,13 @@ def test_what_stages_were_predicted_to_need_is_told() -> None:
 
 
 @pytest.mark.parametrize(("out_of_memory", "attempts"), [(True, 1), (False, 5)])
-def test_a_process_without_memory_is_started_again_once(
-    cluster: dapple.Cluster, out_of_memory: bool, attempts: int
-) -> None:
+def test_a_process_without_memory_is_started_again_once(out_of_memory: bool, attempts: int) -> None:
     class Engine:
         """Nothing to close."""
 
         def __init__(self) -> None:
-            self.cluster, self.reopened = cluster, 0
+            self.cluster = dapple.Cluster.of_servers(["a:1", "b:1"], devices_per_server=1)
+            self.reopened = 0
 
         def close(self) -> None:
             pass

@@ -56,26 +56,6 @@ def deployment(count: int, devices: int | None = None) -> Deployment:
     return Deployment(cluster, dapple.Plan.manual([], [range(devices or count)], 1, 12))
 
 
-def test_nobody_is_asked_as_long_as_all_are_there(there: set[str]) -> None:
-    own = Growing(10.0)
-    assert own.growth(deployment(2), Counting(None)) is None
-    assert not own.former
-    assert not pauses
-
-
-def test_a_worker_is_taken_in_as_soon_as_it_is_there(there: set[str]) -> None:
-    own = Growing(10.0)
-    full, left = deployment(3), deployment(2)
-    own.left(full)
-    assert own.growth(left, Counting(None)) is None
-    assert not Counting.asked
-    there.add("10.0.0.3:1")
-    growth = own.growth(left, Counting(None))
-    assert growth is not None
-    assert (growth.deployment, growth.added) == (full, ("10.0.0.3:1",))
-    assert own.growth(full, Counting(None)) is None
-
-
 def test_workers_without_a_gain_are_told_once(there: set[str], caplog: pytest.LogCaptureFixture) -> None:
     own = Growing(10.0)
     own.left(deployment(3, devices=2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -61,28 +60,6 @@ def wait_until_gone(*leaders: int) -> None:
     while any(group(leader) for leader in leaders):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.05)
-
-
-@pytest.mark.thorough
-def test_local_workers_are_killed_stopped_and_started_again() -> None:
-    lines: list[tuple[int, str]] = []
-    with LocalWorkers(2, devices=3, echo=lambda number, line: lines.append((number, line))) as workers:
-        assert status(*workers.addresses) == ["3", "3"]
-        assert {number for number, line in lines if line.startswith("worker on ")} == {0, 1}
-        leaders = [process.pid for process in workers.processes]
-
-        workers.stop(0)
-        assert status(workers.addresses[0]) == ["silent"]
-        workers.cont(0)
-        workers.kill(1)
-        assert status(*workers.addresses) == ["3", "refused"]
-        assert workers.processes[1].returncode == -signal.SIGKILL
-
-        workers.restart(1)
-        assert status(workers.addresses[1]) == ["3"]
-        leaders.append(workers.processes[1].pid)
-        workers.stop(1)  # A stopped one ends, too.
-    wait_until_gone(*leaders)
 
 
 @pytest.mark.thorough
@@ -160,13 +137,6 @@ def test_packets_are_lost_one_way(hosts: Hosts, packets: str, silent: list[bool]
     assert [asked(hosts, 1, of=0) == "silent", asked(hosts, 0, of=1) == "silent"] == silent
     hosts.join(1)
     assert [asked(hosts, 1, of=0), asked(hosts, 0, of=1)] == ["2", "2"]
-
-
-@pytest.mark.thorough
-def test_commands_end_in_time(hosts: Hosts) -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        hosts.run(0, ["sleep", "60"], timeout=0.2)
-    assert hosts.run(0, ["sh", "-c", "exit 3"]).returncode == 3
 
 
 @pytest.mark.thorough

@@ -112,15 +112,6 @@ def test_what_does_not_go_with_a_profile_of_data_on_workers() -> None:
         own.profile_step(dapple.on_workers(lambda: labelled().take(0)))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_equals_fed_data_with_weights_a_seeded_shuffle_and_a_smaller_last_batch(plan: dapple.Plan) -> None:
-    assert_trains_alike(plan, weighted)
-
-
-def test_batches_without_weights() -> None:
-    assert_trains_alike(PIPELINE, labelled)
-
-
 def two_inputs() -> keras.Model:
     left, right = keras.Input((4,), name="left"), keras.Input((4,), name="right")
     x = layers.Dense(4, activation="tanh", name="first")(left)
@@ -134,18 +125,8 @@ def named() -> tf.data.Dataset:
     return dataset({"right": X, "left": X[::-1]}, {"a": Y, "b": X})
 
 
-def test_several_inputs_and_outputs_by_name_are_read_where_their_stages_are() -> None:
-    """A stage in between reads an input of its own."""
-    assert_trains_alike(PIPELINE, named, two_inputs)
-
-
 def in_another_order() -> tf.data.Dataset:
     return dataset(collections.OrderedDict([("right", X), ("left", X[::-1])]), {"a": Y, "b": X})
-
-
-def test_inputs_of_an_ordered_dict_are_not_exchanged() -> None:
-    """Keras keeps the order of an ``OrderedDict``, iterators of datasets sort its names."""
-    assert_trains_alike(PIPELINE, in_another_order, two_inputs)
 
 
 def masked() -> keras.Model:
@@ -161,10 +142,37 @@ def tokens() -> tf.data.Dataset:
     return dataset(*(generator.integers(0, 7, size=(26, 5)).astype("int32") for _ in range(2)))
 
 
-def test_divisors_of_the_whole_batch_are_computed_where_it_is() -> None:
-    """Losses of masked outputs divide by a number that only the whole batch gives."""
-    assert_trains_alike(PARALLEL, tokens, masked)
-    assert_trains_alike(PIPELINE, tokens, masked)
+def shuffled_apart() -> tf.data.Dataset:
+    """Random numbers with seeds of their own, also within functions of datasets: of each file's lines, say."""
+    rows = tf.data.Dataset.range(4).interleave(
+        lambda n: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(5, seed=n).take(6), cycle_length=2
+    )
+    noisy = rows.enumerate().map(lambda n, row: (row[0] + tf.random.stateless_uniform([4], (1, n)), row[1]))
+    return untuned(noisy.cache().batch(BATCH))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    ("plan", "make", "build", "options"),
+    [
+        *(pytest.param(plan, weighted, None, {}, id=f"weights, {name}") for name, plan in PLANS.items()),
+        pytest.param(PIPELINE, labelled, None, {}, id="no weights"),
+        # A stage in between reads an input of its own.
+        pytest.param(PIPELINE, named, two_inputs, {}, id="several inputs and outputs by name"),
+        # Keras keeps the order of an ``OrderedDict``, iterators of datasets sort its names.
+        pytest.param(PIPELINE, in_another_order, two_inputs, {}, id="ordered dict"),
+        # Losses of masked outputs divide by a number that only the whole batch gives.
+        pytest.param(PARALLEL, tokens, masked, {}, id="divisors of replicas"),
+        pytest.param(PIPELINE, tokens, masked, {}, id="divisors of stages"),
+        pytest.param(
+            PIPELINE, lambda: labelled().repeat(), None, {"steps_per_epoch": 3, "epochs": 3}, id="steps per epoch"
+        ),
+        pytest.param(PIPELINE, lambda: labelled().filter(lambda x, y: True), None, {}, id="unknown number of batches"),
+        pytest.param(PARALLEL, shuffled_apart, None, {}, id="seeds of its own"),
+    ],
+)
+def test_equals_fed_data(plan: dapple.Plan, make: Make, build: Any, options: dict[str, Any]) -> None:
+    assert_trains_alike(plan, make, build, **options)
 
 
 def test_validation_evaluation_and_prediction() -> None:
@@ -181,10 +189,6 @@ def test_validation_evaluation_and_prediction() -> None:
         both.append((history, scores, outputs))
     assert both[0][:2] == both[1][:2]
     np.testing.assert_array_equal(both[0][2], both[1][2])
-
-
-def test_epochs_of_a_given_number_of_steps_go_on_where_the_one_before_ended() -> None:
-    assert_trains_alike(PIPELINE, lambda: labelled().repeat(), steps_per_epoch=3, epochs=3)
 
 
 def test_several_calls_of_fit_go_on_with_other_orders() -> None:
@@ -230,11 +234,6 @@ def test_readers_of_files_are_sent(model: str, data: str) -> None:
 # ---- the end of the data, and errors
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_an_unknown_number_of_batches_ends_by_itself() -> None:
-    assert_trains_alike(PIPELINE, lambda: labelled().filter(lambda x, y: True))
-
-
 def test_an_error_in_the_pipeline_names_the_worker_the_batch_and_its_cause() -> None:
     def broken() -> tf.data.Dataset:
         checked = dataset(np.where(np.arange(26) == 15, np.inf, X[:, 0]).astype("float32"), Y, seed=None, size=1)
@@ -277,34 +276,45 @@ def looked_up() -> tf.data.Dataset:
     return labelled().map(lambda x, y: (x, table.lookup(tf.cast(y, tf.int32))))
 
 
-@pytest.mark.parametrize("make", [python_code, from_generator, drawn, looked_up])
-def test_what_cannot_be_sent_is_refused(make: Make) -> None:
-    with pytest.raises(dapple.DataError, match=r"can't be read on workers: .*; or feed the data from here"):
-        dapple.on_workers(make)
+def seedless_inside() -> tf.data.Dataset:
+    rows = tf.data.Dataset.from_tensor_slices(X)
+    return tf.data.Dataset.range(3).interleave(lambda n: rows.shuffle(5)).batch(BATCH)
 
 
-def test_a_shuffle_without_a_seed_is_refused() -> None:
-    """Each worker would draw another order: inputs and labels of different samples would meet."""
+NOT_SENT = r"can't be read on workers: .*; or feed the data from here"
+SEEDLESS = "is shuffled, or draws, without a seed"  # Inputs and labels of different samples would meet.
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "text"),
+    [
+        *((make, {}, NOT_SENT) for make in (python_code, from_generator, drawn, looked_up)),
+        (lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(10).batch(BATCH), {}, SEEDLESS),
+        (
+            lambda: (
+                tf.data.Dataset.range(3)
+                .interleave(lambda n: tf.data.Dataset.from_tensor_slices(X).shuffle(5))
+                .batch(BATCH)
+            ),
+            {},
+            SEEDLESS,
+        ),
+        *(([X], {}, "that returns a tf.data.Dataset, not a list"), (X, {}, "that returns a tf.data.Dataset, not a nd")),
+        (iter([X]), {}, r"takes a function that returns a tf.data.Dataset, not a"),
+        (lambda: [X], {}, r"returned a list; let it return a tf.data.Dataset"),
+        (lambda: tf.data.Dataset.range(3), {}, "are they batched"),
+        (
+            lambda: tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).ragged_batch(2),
+            {},
+            r"RaggedTensorSpec.*can't be cut",
+        ),
+        (labelled(), {"in_parts": True}, "in_parts=True calls a function for each part"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(data: Any, options: dict[str, Any], text: str) -> None:
     tf.random.set_seed(None)
-    with pytest.raises(dapple.DataError, match="is shuffled, or draws, without a seed"):
-        dapple.on_workers(tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(10).batch(BATCH))
-    nested = tf.data.Dataset.range(3).interleave(lambda n: tf.data.Dataset.from_tensor_slices(X).shuffle(5))
-    with pytest.raises(dapple.DataError, match="is shuffled, or draws, without a seed"):
-        dapple.on_workers(nested.batch(BATCH))
-
-
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_random_numbers_with_seeds_of_their_own_are_sent() -> None:
-    """Also within functions of datasets: each file's lines are shuffled, say."""
-
-    def made() -> tf.data.Dataset:
-        rows = tf.data.Dataset.range(4).interleave(
-            lambda n: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(5, seed=n).take(6), cycle_length=2
-        )
-        noisy = rows.enumerate().map(lambda n, row: (row[0] + tf.random.stateless_uniform([4], (1, n)), row[1]))
-        return untuned(noisy.cache().batch(BATCH))
-
-    assert_trains_alike(PARALLEL, made)
+    with pytest.raises(dapple.DataError, match=text):
+        dapple.on_workers(data, **options)
 
 
 def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
@@ -312,21 +322,6 @@ def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
     (part,) = dapple.on_workers(mapped).parts(1)
     orders = {node.attr["deterministic"].s for node in part.graph.node if node.op == "ParallelMapDatasetV2"}
     assert orders == {b"true"}
-
-
-@pytest.mark.parametrize("data", [[X], iter([X]), X], ids=["list", "iterator", "array"])
-def test_only_datasets_are_read_on_workers(data: Any) -> None:
-    with pytest.raises(dapple.DataError, match=r"takes a function that returns a tf.data.Dataset, not a"):
-        dapple.on_workers(data)
-    with pytest.raises(dapple.DataError, match=r"returned a \w+; let it return a tf.data.Dataset"):
-        dapple.on_workers(lambda: data)
-
-
-def test_elements_that_are_not_batches_of_arrays_are_refused() -> None:
-    with pytest.raises(dapple.DataError, match="are they batched"):
-        dapple.on_workers(tf.data.Dataset.range(3))
-    with pytest.raises(dapple.DataError, match=r"RaggedTensorSpec.*can't be cut"):
-        dapple.on_workers(tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).ragged_batch(2))
 
 
 @pytest.mark.parametrize(
@@ -561,8 +556,3 @@ def test_parts_of_another_size_are_refused() -> None:
     ):
         own.fit(dapple.on_workers(whole, in_parts=True), verbose=0)
     own.close()
-
-
-def test_a_dataset_has_no_parts() -> None:
-    with pytest.raises(dapple.DataError, match="in_parts=True calls a function for each part"):
-        dapple.on_workers(labelled(), in_parts=True)

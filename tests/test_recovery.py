@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -98,6 +99,23 @@ def cancel(workers: FakeWorkers, calls: int) -> None:
 
 
 # ---- errors and records
+
+
+@pytest.mark.parametrize(("number", "runs"), [(0, False), (1, True), (2, True), (3, True)])
+def test_reading_data_that_is_cancelled(workers: FakeWorkers, number: int, runs: bool) -> None:
+    """It ended training, as if the data were wrong, in the thread that reads ahead, too."""
+
+    def data() -> tf.data.Dataset:
+        keras.utils.set_random_seed(3)
+        return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(STEPS * BATCH, seed=4).batch(BATCH)
+
+    pipelined, plain = train(transform(workers), 0), train(build(), 0)
+    workers.begin({number: Fault("cancelled", runs=runs)})
+    pipelined.fit(dapple.on_workers(data()), epochs=2, verbose=0)
+    assert workers.met
+    pipelined.close()
+    plain.fit(data(), epochs=2, verbose=0)
+    assert_close(values(pipelined.model), values(plain), EXACT)
 
 
 def test_a_link_that_breaks_and_is_whole_again(workers: FakeWorkers) -> None:
@@ -234,34 +252,34 @@ def test_a_checkpoint_that_is_damaged_is_not_what_recovery_rests_on(
     assert_as_plain_keras(pipelined, *range(6))
 
 
-@pytest.mark.parametrize("use", ["train", "sync", "evaluate"])
-def test_a_restored_checkpoint_and_what_is_assigned_to_it(workers: FakeWorkers, tmp_path: Path, use: str) -> None:
+@pytest.mark.parametrize(("use", "deferred"), [("train", False), ("evaluate", True), ("train", True)])
+def test_a_restored_checkpoint_and_what_is_assigned_to_it(
+    workers: FakeWorkers, tmp_path: Path, use: str, deferred: bool
+) -> None:
     """A fault before anything was trained since: the checkpoint was read again, over what had been assigned."""
 
     def follow(*, fault: bool) -> list[Any]:
-        pipelined = transform(workers)
-        train(pipelined, 0)
-        path = pipelined.save_checkpoint(tmp_path / str(fault))
-        pipelined.close()
-        results = []
-        for assigns in (False, True):
-            pipelined.restore_checkpoint(path)
-            if assigns:
-                results.append(pipelined.evaluate(X, Y, verbose=0))
-                kernel = pipelined.model.get_layer("second").kernel
-                kernel.assign(kernel * 0.5)
-                pipelined.optimizer.learning_rate = 0.01
-            if fault:
-                workers.kill(0, away=0)
-            if use == "train":
-                train(pipelined, 1, 2)
-            elif use == "evaluate":
-                results.append(pipelined.evaluate(X, Y, verbose=0))
-            pipelined.sync()
-            results += values(pipelined.model)
-            pipelined.close()
+        keras.utils.set_random_seed(3)
+        with dapple.deferred_init() if deferred else contextlib.nullcontext():
+            model = classifier(optimizer="adam", metrics=["accuracy"])
+        pipelined = transform(workers, model=model)
+        path = train(pipelined, 0).save_checkpoint(tmp_path / str(fault))
+        pipelined.close(sync=False)
+        pipelined.restore_checkpoint(path)
+        results = [pipelined.evaluate(X, Y, verbose=0)]
+        kernel = pipelined.model.get_layer("second").kernel
+        kernel.assign(np.full(kernel.shape, 0.25))
+        pipelined.optimizer.learning_rate = 0.01
+        if fault:
+            workers.kill(0, away=0)
+        if use == "train":
+            train(pipelined, 1, 2)
+        else:
+            results.append(pipelined.evaluate(X, Y, verbose=0))
+        pipelined.sync()
         assert bool(pipelined.faults) == fault
-        return results
+        pipelined.close()
+        return results + values(pipelined.model)
 
     assert_close(follow(fault=True), follow(fault=False), 0.0)
 
@@ -460,21 +478,6 @@ def test_what_happens_while_growing(workers: FakeWorkers, happens: str, monkeypa
         train(pipelined, 4)
         assert pipelined.growths and pipelined.plan == TWO
     pipelined.close()
-
-
-def test_another_model_of_this_process_keeps_its_workers(workers: FakeWorkers) -> None:
-    """Two models share the worker that is left: neither grows before the other has given it back."""
-    pipelined = train(transform(workers, faults=REPLAN), 0)
-    workers.kill(1)
-    train(pipelined, 1)
-    here = transform(workers, ONE)
-    workers.restart(1)
-    train(pipelined, 2, 3)
-    assert not pipelined.growths
-    here.close()
-    train(pipelined, 4)
-    assert pipelined.growths
-    assert_as_plain_keras(pipelined, *range(5))
 
 
 def test_data_in_parts(workers: FakeWorkers) -> None:

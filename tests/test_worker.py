@@ -9,8 +9,6 @@ import pathlib
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +41,7 @@ from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.machine_report import MachineReport, report
 from dapple_tf.network.control import Channel, ControlError, split_address
 from dapple_tf.network.versions import own_versions
-from dapple_tf.tools.hosts import LocalWorkers, end, environment, free_ports, launch
+from dapple_tf.tools.hosts import LocalWorkers, end, free_ports
 from dapple_tf.worker import Worker, own_address
 
 Worker_ = tuple[str, int]
@@ -173,25 +171,6 @@ def test_the_address_of_tf_config_is_checked_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     with pytest.raises(app.UsageError, match=r"'8\.8\.8\.8' is public"):
         worker_module.main(["worker"])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_program_ends_with_a_word_about_a_taken_port() -> None:
-    """And as any program does: with code 1, and without a traceback."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        config = {"cluster": {"worker": [address]}, "task": {"type": "worker", "index": 0}}
-        done = launch(
-            [sys.executable, "-m", "dapple_tf.worker"],
-            env={**environment(), "TF_CONFIG": json.dumps(config)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        said, _ = done.communicate(timeout=PATIENCE)
-    assert done.returncode == 1
-    assert f"no worker can listen on {address}: Address already in use" in said
-    assert "Traceback" not in said
 
 
 def test_a_worker_listens_on_its_own_address_only(worker: Worker_) -> None:
@@ -464,14 +443,6 @@ def test_a_worker_s_death_ends_its_clients_servers(workers: LocalWorkers) -> Non
         wait_until(lambda: has_ended(child), 5)
         with pytest.raises(ControlError, match="connection"):
             channel.ask({"ping": 1}, 5)
-
-
-def test_no_zombies(worker: Worker_) -> None:
-    """A client's process stayed as one until the next client came."""
-    address, process = worker
-    with leased(address):
-        (child,) = children(process)
-    wait_until(lambda: not os.path.exists(f"/proc/{child}"), 5)
 
 
 def test_how_a_process_ended_is_told_to_its_client_only(worker: Worker_) -> None:

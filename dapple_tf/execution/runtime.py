@@ -24,7 +24,7 @@ from dapple_tf.describe.cluster import Cluster, ClusterError
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
-from dapple_tf.errors import DappleError, StepError, WorkerLostError, reason
+from dapple_tf.errors import DappleError, DataError, StepError, WorkerLostError, reason
 from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.growing import Growing, GrowthRecord
@@ -33,7 +33,7 @@ from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
 from dapple_tf.execution.residual_hosts import more_page_locked
 from dapple_tf.execution.terminal import batch_done
 from dapple_tf.execution.values import LiveValues
-from dapple_tf.frontend.batch import Batch, BatchSpec
+from dapple_tf.frontend.batch import CANCELLED, Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.on_workers import Address, Read, Shape, read_by
@@ -56,8 +56,6 @@ _SYNC_SHARE = 0.01
 """The largest share of the time that such syncs after steps may take."""
 _FEW_REPLAYED = 10
 """The most steps that are repeated to take in workers, of a model whose values stay on the devices."""
-_CANCELLED = tf.errors.AbortedError, tf.errors.CancelledError
-"""TensorFlow's errors for devices that waited for one that failed or can't be reached."""
 _T = TypeVar("_T")
 
 
@@ -427,13 +425,16 @@ class Runtime:
             except WorkerLostError as error:
                 with untold(self):
                     self._recover(error)
-            except _CANCELLED as error:
+            except (*CANCELLED, DataError) as error:
+                failed = error.__cause__ if isinstance(error, DataError) else error
+                if not isinstance(failed, CANCELLED):
+                    raise
                 with untold(self):
                     patient = self._recovery.policy.action != "raise" and bool(self.cluster.addresses)
                     if self._cancelled or not patient or cause():
                         raise
                     self._cancelled = True
-                    self._recover(WorkerLostError(f"a run was cancelled, though all workers answer: {reason(error)}"))
+                    self._recover(WorkerLostError(f"a run was cancelled, though all workers answer: {reason(failed)}"))
             else:
                 self._recovery.succeeded()
                 self._cancelled = False
@@ -471,7 +472,7 @@ class Runtime:
                 self._replay()
             except WorkerLostError as again:
                 error = again
-            except (ClusterError, *_CANCELLED) as again:  # Other workers went away meanwhile, or connections broke.
+            except (ClusterError, *CANCELLED) as again:  # Other workers went away meanwhile, or connections broke.
                 error = WorkerLostError(reason(again))
             except BaseException:  # a damaged checkpoint, Ctrl-C
                 self._give_up()

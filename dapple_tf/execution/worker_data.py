@@ -295,6 +295,7 @@ class WorkerData:
             self._session.run([reader.begin], {reader.skip: address.number})
             reader.rounds += 1
         except tf.errors.OpError as error:
+            self._readers.pop((address.source, host), None)  # It may have begun a round.
             raise self._explained(error, address, [reader] if reader else []) from error
         reader.next = address.number
         return reader

@@ -21,6 +21,9 @@ from dapple_tf.keras_private import input_structure
 
 Shape = tuple[int | None, ...]
 
+CANCELLED = tf.errors.AbortedError, tf.errors.CancelledError
+"""TensorFlow's errors for devices that waited for one that failed or can't be reached."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -219,7 +222,8 @@ class Batches(Iterator[Batch]):
             DataError: it doesn't fit.
         """
         item = self._arrived() if self._coming else self._read()
-        if isinstance(item, WorkerLostError):  # Only the thread that runs steps goes on after a fault.
+        if isinstance(item, WorkerLostError) or (isinstance(item, DataError) and isinstance(item.__cause__, CANCELLED)):
+            # Only the thread that runs steps goes on after a fault.
             item = self._read()
         if isinstance(item, Exception):
             raise item
