@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # A notebook without ipywidgets gets a bar of text.
@@ -17,7 +17,7 @@ _TICK = 1.0
 
 
 class Progress(tqdm):
-    """Bar on standard error or below a notebook's cell that goes at the end; nothing if nobody watches.
+    """Bar on standard error, in a notebook on standard output, that goes at the end; nothing if nobody watches.
 
         with Progress("measuring", total=3) as bar:   becomes   measuring, second: 2/3 |██████    | 00:01
             bar.step("first")
@@ -49,6 +49,7 @@ class Progress(tqdm):
         super().__init__(
             desc=title,
             total=total,
+            file=_stream(),
             leave=False,
             nrows=20,  # A terminal that doesn't know its size has none.
             miniters=0,
@@ -71,9 +72,9 @@ class Progress(tqdm):
         self.step(text)
 
     def say(self, text: str) -> None:
-        """Writes a line that stays on the terminal."""
+        """Writes a line that stays."""
         if not self.disable:
-            self.write(text, file=sys.stderr)
+            self.write(text, file=self.fp)
 
     def tick(self) -> None:
         """Updates the bar's clock."""
@@ -91,6 +92,7 @@ class Progress(tqdm):
     def close(self) -> None:
         """Removes the bar."""
         self._closed.set()
+        self.total = None  # A notebook keeps a red bar if steps are missing.
         super().close()
 
     def _run(self) -> None:
@@ -99,5 +101,14 @@ class Progress(tqdm):
 
 
 def _is_watched() -> bool:
-    """Whether a person sees standard error at once: on a terminal, or below a notebook's cell."""
-    return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
+    """Whether a person sees the bar at once: on a terminal, or below a notebook's cell."""
+    return sys.stderr.isatty() or _in_notebook(sys.stderr)
+
+
+def _stream() -> TextIO:
+    """Standard error, or a notebook's standard output: a notebook has errors on red."""
+    return sys.stdout if _in_notebook(sys.stdout) else sys.stderr
+
+
+def _in_notebook(stream: TextIO) -> bool:
+    return type(stream).__module__.startswith("ipykernel.")

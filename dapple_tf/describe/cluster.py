@@ -583,6 +583,10 @@ class Cluster(JsonFile):
         what = f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}"
         return "\n".join([what, names, links, *self._speeds()])
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the text at the end of a notebook's cell."""
+        printer.text(str(self))
+
     def _speeds(self) -> list[str]:
         """Returns a line for each kind of devices with its speed; none if all have speed 1 and are of one kind."""
         kinds: dict[tuple[str, float, float], list[int]] = {}

@@ -319,6 +319,10 @@ class Profile(JsonFile):
             )
         return f"{header}\n{table(rows, left=1)}"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the text at the end of a notebook's cell."""
+        printer.text(str(self))
+
 
 def _listed(names: Sequence[str], limit: int = 12) -> str:
     shown = ", ".join(names[:limit])

@@ -44,7 +44,7 @@ def notebook_html(
 
 def _table(table: Table) -> str:
     head, *body = table.rows
-    caption = f"<caption>{html.escape(table.caption)}</caption>" if table.caption else ""
+    caption = f'<caption style="white-space:nowrap">{html.escape(table.caption)}</caption>' if table.caption else ""
     rows = "".join(_row("td", row) for row in body)
     return f"<table>{caption}<thead>{_row('th', head)}</thead><tbody>{rows}</tbody></table>"
 
