@@ -21,7 +21,7 @@ from dapple_tf.frontend.initialization import initial_of
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.keras_private import inner_optimizer, tensorflow_variable
 from dapple_tf.measuring.device_speeds import measure_speeds
-from dapple_tf.measuring.example_batch import ExampleBatch, with_length
+from dapple_tf.measuring.example_batch import EXAMPLES, ExampleBatch, with_length
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.measured_steps import fastest_plan
 from dapple_tf.measuring.profiler import profile
@@ -34,8 +34,6 @@ from dapple_tf.units import gib
 
 logger = logging.getLogger(__name__)
 
-EXAMPLES = ("x", "y", "sample_weight", "length")
-"""The arguments of :func:`dapple_tf.profile` that describe batches."""
 PROFILE_SECONDS = 20.0
 """The default time for a profile in seconds: see `dapple_tf.profile`."""
 _FEW_BYTES = 2**24

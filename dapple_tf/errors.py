@@ -121,14 +121,17 @@ def printable(text: str) -> str:
 
 def reason(error: BaseException) -> str:
     """Returns an error's message in one printable line, without the text that Keras and TensorFlow add around it."""
-    text = re.sub(r"\x1b\[\d*m", "", str(getattr(error, "message", error)))
+    missing = isinstance(error, KeyError) and error.args  # whose str() is the repr of its text
+    text = re.sub(r"\x1b\[\d*m", "", str(error.args[0] if missing else getattr(error, "message", error)))
     text = re.sub(r"\{\{\w+ \S*\}\} ?|\[\[\{\{.*?\}\}\]\]| ?\[Op:\w+\]( name:)?", "", text)
     lines = [line.strip(" '") for line in text.splitlines()]
     if lines and lines[0] == "in user code:":  # AutoGraph's frames follow, then the error
         lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b.*: ", line)] or lines[1:]
     frame = (
-        r"(Unable to automatically build|Exception encountered|Graph execution error|Detected at node|Node:"
-        r"|File \".*\", line \d+, in |\d+ root error|([A-Z_]+: )?From /job:\S+:$|=+$)"
+        r"(Unable to automatically build|Could not automatically infer|Exception encountered|Graph execution error"
+        r"|Detected at node|Node:|File \".*\", line \d+, in |\d+ root error|([A-Z_]+: )?From /job:\S+:$|=+$)"
     )
     said = [line for line in lines if line and not re.match(frame, line)]
-    return printable(re.sub(r"^\(\d+\) ?", "", said[0])) if said else type(error).__name__
+    if not said:
+        return type(error).__name__
+    return ("KeyError: " if missing else "") + printable(re.sub(r"^\(\d+\) ?", "", said[0]))

@@ -89,11 +89,13 @@ class KerasMethods(ModelFront, abc.ABC):
             NonFiniteLossError: the loss isn't finite and the transform was told to stop.
             CheckpointError: the checkpoint to resume from is damaged, or of another model or other data; or another
                 training uses the directory; or, at the end of training, the last checkpoint couldn't be written.
-            TypeError: Keras' method doesn't have an argument.
+            TypeError: Keras' method doesn't have an argument, or ``checkpoint`` isn't a Checkpointing.
             ValueError: ``resume`` without ``checkpoint``.
             DappleError: another thread uses the pipelined model; or ``checkpoint`` for a model whose own ``fit`` calls
                 Keras' method more than once, or never.
         """
+        if not isinstance(checkpoint, Checkpointing | None):
+            raise TypeError(f"checkpoint is {checkpoint!r:.60}; give a dapple_tf.Checkpointing(directory)")
         if resume and checkpoint is None:
             raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
         calls = 0

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from dapple_tf.argument_checks import check_passes, check_profile
-from dapple_tf.automatic import EXAMPLES, beside_values, plan_model
+from dapple_tf.automatic import beside_values, plan_model
 from dapple_tf.clusters.session import configure_gpus
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
@@ -21,7 +21,8 @@ from dapple_tf.execution.builds import PREPARED_STEPS
 from dapple_tf.execution.planned_steps import with_compiler
 from dapple_tf.execution.recovery import wait_for_workers
 from dapple_tf.frontend.capture import build_from, check_model
-from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
+from dapple_tf.measuring.example_batch import EXAMPLES
+from dapple_tf.measuring.operator_profiler import measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.trainer import PipelinedModel
@@ -79,7 +80,8 @@ def transform(
             values twice meanwhile. Raise it for data of more sizes that come again and again.
         planning: the choices of the search, as for :func:`dapple_tf.plan`: all policies and features by default,
             updates during the next step's forward only where the optimizer allows that; ``only`` narrows it. And
-            example data (``x``, ``y``, ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`.
+            example data (``x``, ``y``, ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`; with a plan
+            only ``x`` has a use, for a model that isn't built.
             ``profile_seconds`` is its ``budget``: 20 s by default, in which operators of large models are measured
             instead of layers; more is worth it for runs of hours; None measures layer by layer.
 
@@ -108,16 +110,15 @@ def transform(
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     configure_gpus(cluster)
-    built_here = build_from(model, planning.get("x"))
+    examples = {name: planning.pop(name) for name in EXAMPLES if name in planning}
+    build_from(model, examples.get("x"))
     wait_for_workers(cluster, faults or FaultPolicy())
-    examples: dict[str, Any] = {}
     if not isinstance(by_trial, bool):
         raise TypeError(f"by_trial is {by_trial!r}; give True or False")
     if by_trial and (plan is not None or placement == FD_DPS):
         reason = "got a plan" if plan is not None else f"places all operators by placement={FD_DPS!r}"
         raise TypeError(f"transform() {reason}, so that there are no plans to try; leave by_trial out")
     if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
-        examples = {name: planning.pop(name) for name in EXAMPLE_DATA if name in planning}
         if planning:
             raise TypeError(
                 f"transform() places operators, for which nothing is searched that {', '.join(planning)} would be "
@@ -146,13 +147,12 @@ def transform(
             global_batch_size,
             profiled=profile,
             by_trial=by_trial,
+            **examples,
             **planning,
         )
         plan, profile, cluster = planned.plan, planned.profile, planned.cluster
     else:
         beside_values(model, cluster)
-        if built_here:
-            planning = {name: value for name, value in planning.items() if name not in EXAMPLES}
         if planning:
             raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")
         if global_batch_size not in (None, plan.global_batch_size):

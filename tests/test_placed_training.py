@@ -49,11 +49,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "places operators, for which nothing is searched that schedule would be about; leave them out",
     ),
-    "data to measure what is known": (
-        {"plan": PLACED, "operator_costs": OperatorCosts(), "x": X},
-        TypeError,
-        "operator costs are given, so that x mean nothing; leave them out",
-    ),
     "costs of operators that aren't placed": (
         {"plan": Plan.data_parallel(2, 8), "operator_costs": OperatorCosts()},
         TypeError,

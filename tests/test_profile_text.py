@@ -58,6 +58,8 @@ def sizes(profile: Profile) -> list[tuple[int, tuple[int, ...], float]]:
 
 def test_the_published_profiles_are_all_there() -> None:
     assert list(PUBLISHED) == list(LAYERS)
+    with pytest.raises(FileNotFoundError):
+        load_text("bert-84")
 
 
 @pytest.mark.parametrize("name", LAYERS)

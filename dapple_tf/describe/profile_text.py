@@ -64,6 +64,7 @@ def load_text(
         OSError: the file can't be read.
     """
     path = PUBLISHED.get(os.fspath(path), Path(path))
+    text = read_text(path, ProfileError, encoding="utf-8-sig", most_bytes=_MOST_BYTES)
     if batch_size is None:
         named = re.search(r"pbs-(\d{1,6})", path.stem, re.ASCII)
         if named is None:
@@ -72,7 +73,6 @@ def load_text(
                 f"--profile_batch_size, or batch_size"
             )
         batch_size = int(named[1])
-    text = read_text(path, ProfileError, encoding="utf-8-sig", most_bytes=_MOST_BYTES)
     return parse_text(
         text, batch_size=batch_size, model=path.stem if model is None else model, device=device, source=os.fspath(path)
     )

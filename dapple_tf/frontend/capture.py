@@ -105,14 +105,14 @@ def _is_built(model: keras.Model) -> bool:
     return (model.built or own_losses(model)) and bool(getattr(model, "inputs", None) or model.variables)
 
 
-def build_from(model: keras.Model, x: Any) -> bool:
-    """Makes the variables of a model that isn't built, from example inputs; returns whether it did.
+def build_from(model: keras.Model, x: Any) -> None:
+    """Makes the variables of a model that isn't built, from example inputs.
 
     Raises:
         CaptureError: the model can't be called on such inputs.
     """
     if x is None or not isinstance(model, keras.Model) or own_losses(model) or _is_built(model):
-        return False
+        return
     tensors = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), spec_of(model, x).x)
     try:
         with tf.device("CPU:0"), warnings.catch_warnings():
@@ -120,7 +120,6 @@ def build_from(model: keras.Model, x: Any) -> bool:
             model(tensors)
     except _REFUSED as error:
         raise CaptureError(f"model {model.name!r} can't be built from x: {reason(error)}") from error
-    return True
 
 
 def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:

@@ -22,6 +22,9 @@ from dapple_tf.keras_private import compiled_loss
 from dapple_tf.measuring.open_lengths import chosen_length
 
 logger = logging.getLogger(__name__)
+
+EXAMPLES = ("x", "y", "sample_weight", "length")
+"""The arguments of :func:`dapple_tf.profile` that describe batches."""
 _WAY_OUT = "give examples to transform(..., x=..., y=...) or profile(..., x=..., y=...)"
 
 

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 _WARM_UP = 2
 """Number of steps that aren't measured: the first ones allocate, and fill caches."""
 _STEPS = 5
-EXAMPLE_DATA = ("x", "y", "sample_weight", "length")
-"""Arguments with example data for measuring."""
 
 
 def measured_operators(
@@ -52,7 +50,7 @@ def measured_operators(
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
         PlanError: the cluster lacks a device of the plan, or the model doesn't fit the devices' memory.
-        TypeError: costs of another type, or examples in addition to costs.
+        TypeError: costs of another type.
     """
     plan.validate_on(cluster)
     if costs is not None and not isinstance(costs, OperatorCosts):
@@ -64,8 +62,6 @@ def measured_operators(
         cluster = measure_links(cluster, capacity=False)
     if costs is None:
         costs = profile_operators(model, cluster, plan, **examples)
-    elif examples:
-        raise TypeError(f"operator costs are given, so that {', '.join(examples)} mean nothing; leave them out")
     return costs, cluster
 
 
