@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,16 +17,6 @@ def sampled(cases: Iterable[Any], step: int) -> list[Any]:
         step: how many cases stand for one that `make test` runs.
     """
     return [case if number % step == 0 else thorough(case) for number, case in enumerate(cases)]
-
-
-def one_of_each(cases: Iterable[Any], key: Callable[[Any], Hashable]) -> list[Any]:
-    """Parameters of a test: the first case of each ``key`` as it is, the others ``thorough``."""
-    met: set[Hashable] = set()
-    parameters = []
-    for case in cases:
-        parameters.append(thorough(case) if key(case) in met else case)
-        met.add(key(case))
-    return parameters
 
 
 def thorough(case: Any) -> Any:

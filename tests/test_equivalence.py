@@ -1,158 +1,202 @@
-"""Pipelined training gives what plain Keras gives on one device: loss, every gradient, every variable after two or
-three steps.
+"""One example of each option: pipelined training gives what plain Keras gives, in loss, gradients and variables.
 
-The sweep takes every list of replicas three times, with all that varies going round: each pair of values meets, of
-models, numbers of stages, micro-batches, schedules and recomputation, and of replicas and each but the model.
+All options together, on smaller models: test_random_plans.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import functools
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
-from equivalence import assert_equal_training, device_lists, use_float64
+from equivalence import (
+    TOLERANCE,
+    assert_equal_training,
+    assert_same_variables,
+    largest_difference,
+    pair,
+    use_float64,
+    variables_of,
+)
 from references import SAMPLES, reference
-from selection import one_of_each, sampled, thorough
+from test_policy import RUN_AHEAD
 from zoo import ZOO
 
 import dapple_tf as dapple
+from dapple_tf.tools.evaluation.random_plans import local_servers
 
-TURNS = {
-    (1,): ("tied", "transformer", "branches"),
-    (3,): ("lstm", "cnn", "multi_output"),
-    (1, 1): ("transformer", "branches", "tied"),
-    (3, 1): ("branches", "multi_output", "cnn"),
-    (2, 3): ("cnn", "lstm", "multi_output"),
-    (1, 1, 1): ("tied", "cnn", "lstm"),
-    (1, 2, 3): ("transformer", "branches", "multi_output"),
-    (1, 1, 1, 1): ("multi_output", "cnn", "lstm"),
-    (2, 1, 3, 1): ("branches", "tied", "transformer"),
+Devices = list[list[int]]
+CHUNKS = [[0, 1]] * 4
+PERIODIC = [[0, 1], [2, 3], [0, 1], [2, 3]]
+VEE = [[0], [1], [1], [0]]
+
+EXAMPLES: dict[str, tuple[str, Devices, int, dict[str, Any]]] = {
+    "data parallelism": ("multi_output", [[0, 1, 2]], 1, {}),
+    "stages": ("multi_output", [[0], [1], [2]], 4, {"schedule": "dapple_b"}),
+    "stages with unlike replicas": ("cnn", [[0, 1, 2], [3]], 7, {"schedule": "gpipe"}),
+    "unlike slices of replicas": ("lstm", [[0, 1], [2]], 2, {"shares": [[2, 1], [1]]}),
+    "recomputation": ("cnn", [[0], [1]], 4, {"recompute": ["boundary", "min_cut"]}),
+    "residuals on hosts": ("cnn", [[0], [1]], 4, {"recompute": "offload"}),
+    "split backwards": ("tied", [[0, 1], [2], [3]], 4, {"schedule": "zb_h1"}),
+    "several stages on a device": ("tied", PERIODIC, 4, {"schedule": "interleaved"}),
+    "stages there and back": ("branches", VEE, 4, {"schedule": "zb_v"}),
+    "weight gradients after other stages'": ("tied", CHUNKS, 4, {"reverse_first_k": 3}),
+    "weight gradients elsewhere": ("branches", [[0, 1], [2]], 4, {"weight_devices": [[3, 4], [5]]}),
+    "updates in the next step": ("multi_output", CHUNKS, 2, {"carried_updates": 2, "reduction_order": "first_layers"}),
+    "last backwards in pieces": ("branches", [[0, 1]], 2, {"backward_cuts": ["stem"], "bucket_bytes": 100}),
+    "a schedule of one's own": ("branches", [[0, 1], [2]], 4, {"schedule": RUN_AHEAD}),
+    "all-reduce by server": ("branches", [[0, 1, 2, 3]], 2, {"all_reduce": "hierarchical"}),
+    "skip tensors by way of stages": ("branches", [[0], [1, 2], [3]], 4, {"relays": [1]}),
+    "slots in shards": ("tied", [[0, 1], [2]], 2, {"optimizer_shards": True}),
+    "XLA": ("cnn", [[0], [1]], 2, {"jit_compile": True}),
 }
-"""Lists of replicas, and the models that take them in turn; those that take long come least often."""
-REPLICAS = tuple(TURNS)
-MICRO_BATCHES = (1, 4, 7)
-SCHEDULES = ("gpipe", "dapple_a", "dapple_b")
-RECOMPUTE = ("none", "boundary", "min_cut")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    model: str
-    replicas: tuple[int, ...]
-    micro_batches: int
-    schedule: str
-    recompute: str | tuple[str, ...]
-
-    def __str__(self) -> str:
-        replicas = ":".join(map(str, self.replicas))
-        return f"{self.model}-{replicas}-M{self.micro_batches}-{self.schedule}-{self.recompute}"
-
-
-def sweep() -> list[Case]:
-    """All pairs in as few cases as there can be: 9 lists of replicas, each with all three values of an option."""
-    cases = []
-    for turn, (index, (replicas, models)) in itertools.product(range(3), enumerate(TURNS.items())):
-        options = MICRO_BATCHES[turn], SCHEDULES[(index + turn) % 3], RECOMPUTE[(index // 3 + turn) % 3]
-        cases.append(Case(models[turn], replicas, *options))
-    return cases
-
-
-def test_the_sweep_meets_every_pair_and_all_options_together() -> None:
-    options = list(itertools.product(MICRO_BATCHES, SCHEDULES, RECOMPUTE))
-    assert {(case.micro_batches, case.schedule, case.recompute) for case in sweep()} == set(options)
-    for values, field in ((MICRO_BATCHES, "micro_batches"), (SCHEDULES, "schedule"), (RECOMPUTE, "recompute")):
-        met = [(case.model, case.replicas, getattr(case, field)) for case in sweep()]
-        assert {(model, value) for model, _, value in met} == set(itertools.product(ZOO, values))
-        assert {(replicas, value) for _, replicas, value in met} == set(itertools.product(REPLICAS, values))
-    stages = {(case.model, len(case.replicas)) for case in sweep()}
-    assert stages == set(itertools.product(ZOO, range(1, 5)))
-
-
-def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = dapple.Plan.manual(
-        ZOO[case.model].cuts_for(len(case.replicas)),
-        device_lists(case.replicas),
-        case.micro_batches,
-        SAMPLES,
-        schedule=case.schedule,
-        recompute=case.recompute,
-    )
-    cluster = dapple.Cluster.local(sum(case.replicas), kind="cpu")
-    # A batch of another size takes as long to prepare again: with one of the schedules there is one.
-    steps = 3 if case.schedule == "dapple_a" else 2
-    assert_equal_training(ZOO[case.model], cluster, plan, reference(case.model), monkeypatch, steps=steps)
-
-
-def in_float64() -> list[Any]:
-    """One case of each model, from the middle of the sweep: of several micro-batches, and with all other options.
-
-    The transformer and the LSTM take as long as all others.
-    """
-    cases = sweep()[13:] + sweep()[:13]
-    slow = ("transformer", "lstm")
-    quick = one_of_each([case for case in cases if case.model not in slow], lambda case: case.model)
-    return [*quick, *(thorough(case) for case in cases if case.model in slow)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", in_float64(), ids=str)
-def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_option_trains_as_plain_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
-    check(case, monkeypatch)
+    model, devices, micro_batches, options = EXAMPLES[name]
+    plan = dapple.Plan.manual(ZOO[model].cuts_for(len(devices)), devices, micro_batches, SAMPLES, **options)
+    cluster = local_servers(2, 2) if plan.all_reduce != "flat" else dapple.Cluster.local(6, kind="cpu")
+    # Updates that are carried over meet a batch of another size.
+    steps = 3 if plan.carried_updates else 2
+    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch, steps=steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["dapple_b", "zb_h1"])
-def test_stages_that_recompute_different_things(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["unlike slices of replicas", "skip tensors by way of stages", "slots in shards"])
+def test_evaluation_and_prediction_are_as_in_plain_keras(name: str) -> None:
     use_float64()
-    check(Case("cnn", (1, 2, 1), 4, schedule, ("boundary", "none", "min_cut")), monkeypatch)
+    model, devices, micro_batches, options = EXAMPLES[name]
+    own, plain = pair(ZOO[model].build)
+    plan = dapple.Plan.manual(ZOO[model].cuts_for(len(devices)), devices, micro_batches, SAMPLES, **options)
+    pipelined = dapple.transform(own, dapple.Cluster.local(6, kind="cpu"), plan)
+    x, y, weights = ZOO[model].batch(np.random.default_rng(0), 11)
+    losses, outputs = [], []
+    for trained in (pipelined, plain):
+        trained.train_on_batch(x, y, sample_weight=weights)
+        losses.append(trained.evaluate(x, y, sample_weight=weights, batch_size=8, verbose=0))
+        outputs.append(trained.predict(x, batch_size=8, verbose=0))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5), "Keras' metrics are float32 whatever the model is"
+    assert largest_difference(*outputs) <= TOLERANCE["float64"]
 
 
-@pytest.mark.slow
+# ---- updates that are carried over
+
+
+def test_an_optimizer_that_must_know_all_gradients_carries_nothing_over() -> None:
+    plan = dapple.Plan.manual(ZOO["cnn"].cuts_for(4), CHUNKS, 1, 13, reverse_first_k=3, carried_updates=2)
+    with pytest.raises(dapple.DappleError, match="carried_updates is 2, but the optimizer needs all gradients"):
+        dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
+
+
+def test_what_is_carried_over_is_made_up_for_before_anyone_looks() -> None:
+    """The learning rate changes, a batch is evaluated, values are read: each time all updates have been made."""
+    use_float64()
+    own, plain = pair(ZOO["multi_output"].build)
+    cuts = ZOO["multi_output"].cuts_for(4)
+    plan = dapple.Plan.manual(cuts, CHUNKS, 3, 13, "dapple_a", reverse_first_k=3, carried_updates=2)
+    pipelined = dapple.transform(own, dapple.Cluster.local(2, kind="cpu"), plan)
+    rng = np.random.default_rng(0)
+    for number, size in enumerate((13, 13, 13, 5, 13)):
+        x, y, weights = ZOO["multi_output"].batch(rng, size)
+        for model in (pipelined, plain):
+            model.train_on_batch(x, y, sample_weight=weights)
+        if number == 1:
+            losses = [model.test_on_batch(x, y, return_dict=True)["loss"] for model in (pipelined, plain)]
+            np.testing.assert_allclose(*losses, rtol=2e-6)
+        if number == 2:
+            for model in (own, plain):
+                model.optimizer.learning_rate = 0.1
+        if number == 3:
+            pipelined.sync()
+            assert_same_variables(own, plain, 1e-10)
+    pipelined.sync()
+    assert_same_variables(own, plain, 1e-10)
+
+
+@pytest.mark.parametrize("devices", [[[0]], [[0, 1]]], ids=str)
+def test_a_carried_update_of_an_infinite_gradient_is_skipped(devices: Devices) -> None:
+    """The next step was scaled by the value from before the carried update, and unscaled by the one after it."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = ZOO["branches"].build()
+        adam = keras.optimizers.Adam(1e-2, epsilon=1e-3)
+        model.compile(keras.optimizers.LossScaleOptimizer(adam, initial_scale=8.0, dynamic_growth_steps=2), "mse")
+        return model
+
+    own, plain = pair(build)
+    plan = dapple.Plan.manual((), devices, 2, 13, carried_updates=1)
+    pipelined = dapple.transform(own, dapple.Cluster.local(2, kind="cpu"), plan)
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        x, y, _ = ZOO["branches"].batch(rng, 13)
+        if number == 3:
+            y[0] = np.inf
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(own, plain, 1e-10)
+
+
+# ---- BatchNormalization and dropout depend on how a batch is sliced (docs/equivalence.md)
+
+
+def sensitive() -> keras.Model:
+    """What slices matter to, a layer used twice in a stage, and weights tied over the first and the last stage."""
+    layers = keras.layers
+    tied = layers.Dense(6, activation="tanh", name="tied")
+    twice = layers.Dense(6, activation="tanh", name="twice")
+    x = features = keras.Input((6,))
+    x = layers.Dropout(0.3, seed=1, name="drop_0")(tied(x))
+    x = layers.BatchNormalization(name="norm_0")(x)
+    x = layers.Dropout(0.3, seed=2, name="drop_1")(twice(twice(x)))
+    x = layers.Dense(6, activation="tanh", name="dense")(layers.BatchNormalization(name="norm_1")(x))
+    x = layers.Dropout(0.3, seed=3, name="drop_2")(tied(x))
+    model = keras.Model(features, layers.Dense(2, name="outputs")(x))
+    model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse")
+    return model
+
+
+def trained(plan: dapple.Plan | None) -> tuple[list[float], list[keras.Variable]]:
+    """Losses of three steps, and the variables after them; None is plain Keras."""
+    keras.utils.set_random_seed(3)
+    model = sensitive()
+    model.run_eagerly = plan is None
+    trainer = model if plan is None else dapple.transform(model, dapple.Cluster.local(4, kind="cpu"), plan)
+    rng = np.random.default_rng(0)
+    losses = []
+    for size in (13, 6, 13):
+        x, y = rng.normal(size=(size, 6)), rng.normal(size=(size, 2))
+        losses.append(trainer.train_on_batch(x, y, return_dict=True)["loss"])
+    if isinstance(trainer, dapple.PipelinedModel):
+        trainer.close()
+    return losses, variables_of(model)
+
+
+@functools.cache
+def unsplit(micro_batches: int) -> tuple[list[float], list[keras.Variable]]:
+    """The reference of every policy: plain Keras for one slice, a single stage for several."""
+    return trained(None if micro_batches == 1 else dapple.Plan.manual([], [[0]], micro_batches, 13))
+
+
 @pytest.mark.parametrize(
-    ("model", "jit_compile"),
+    ("devices", "micro_batches", "options"),
     [
-        *(thorough((name, False)) for name in ("multi_output", "transformer", "lstm")),
-        *sampled(((name, True) for name in ("tied", "cnn", "branches")), 3),
+        ([[0], [1], [2], [3]], 4, {"schedule": "fast_forward_b"}),
+        (VEE, 4, {"schedule": "zb_v", "recompute": "boundary"}),
+        ([[0]] * 4, 1, {"reverse_first_k": 3, "carried_updates": 2}),
+        ([[0], [1], [0], [1]], 1, {"schedule": "modulo"}),
     ],
+    ids=str,
 )
-def test_every_structure_trains_as_plain_keras_where_a_step_is_one_function(
-    model: str, jit_compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policies_agree_where_slices_matter(devices: Devices, micro_batches: int, options: dict[str, Any]) -> None:
     use_float64()
-    plan = dapple.Plan.data_parallel(1, SAMPLES, 1, jit_compile=jit_compile)
-    assert_equal_training(ZOO[model], dapple.Cluster.local(1, kind="cpu"), plan, reference(model), monkeypatch)
-
-
-def in_pieces() -> list[Any]:
-    """Cases whose last backwards are cut: (model, replicas, micro-batches, schedule)."""
-    cases = [
-        ("branches", (2, 2), 4, "dapple_a"),
-        ("tied", (3,), 1, "dapple_a"),
-        *(("cnn", (1, 2), 7, "zb_h1"), ("lstm", (3, 1), 4, "gpipe")),
-        *(("multi_output", (2, 3), 1, "zb_h2"), ("transformer", (2, 1), 4, "dapple_b")),
-    ]
-    return [*cases[:3], *map(thorough, cases[3:])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "replicas", "micro_batches", "schedule"), in_pieces())
-def test_backwards_in_pieces_train_as_plain_keras(
-    model: str, replicas: tuple[int, ...], micro_batches: int, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_float64()
-    cuts = ZOO[model].cuts_for(len(replicas))
-    pieces = [cut for cut in ZOO[model].cuts_for(4) if cut not in cuts]
-    plan = dapple.Plan.manual(
-        cuts, device_lists(replicas), micro_batches, SAMPLES, schedule, backward_cuts=pieces, bucket_bytes=100
-    )
-    cluster = dapple.Cluster.local(sum(replicas), kind="cpu")
-    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch, steps=2)
-
-
-# The example trains a transformer in float32, and verifies it: test_train_gpt.py.
-@pytest.mark.parametrize("model", sampled((name for name in ZOO if name != "transformer"), 5))
-def test_every_structure_trains_as_plain_keras_in_float32(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(Case(model, (3, 1), 4, "dapple_a", "none"), monkeypatch)
+    expected, variables = unsplit(micro_batches)
+    plan = dapple.Plan.manual(["norm_0", "drop_1", "dense"], devices, micro_batches, 13, **options)
+    losses, own = trained(plan)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    for variable, other in zip(own, variables, strict=True):
+        assert largest_difference(variable.value, other.value) <= 1e-10, variable.path

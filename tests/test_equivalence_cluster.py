@@ -1,10 +1,10 @@
 """Training on workers gives what plain Keras gives: on four of one device each, and on two hosts of two devices.
 
 The hosts are network namespaces; the client runs in a third one, or within the first host, as a process that goes
-through all cases and says how each has ended. What rounds differently wherever it runs (mixed precision) is held to the
-bits of the same plan on this process's own devices, too.
+through all cases and says how each has ended. Plans are those of test_random_plans.py. What rounds differently wherever
+it runs (mixed precision) is held to the bits of the same plan on this process's own devices.
 
-    python tests/test_equivalence_cluster.py 10.77.0.1:2222 10.77.0.2:2222 - cnn-02_13-M3-dapple_a
+    python tests/test_equivalence_cluster.py 10.77.0.1:2222 10.77.0.2:2222 - 854
 """
 
 from __future__ import annotations
@@ -24,102 +24,31 @@ import pytest
 from conftest import require_namespaces
 from equivalence import TOLERANCE, assert_equal_training, use_float64
 from references import SAMPLES, reference
-from selection import sampled
+from test_random_plans import chosen, trained_orders
 from zoo import ZOO
 
 import dapple_tf as dapple
 from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch
 
-Devices = Sequence[Sequence[int]]
-
 CASE_SECONDS = 60.0
 """What a case may take on a busy machine."""
+CASES = {drawn.seed: drawn for drawn in chosen() if drawn.cluster.num_devices <= 4 and not drawn.plan.compiled}
+"""Plans for four devices, by their seeds: with and without relays, shards, and other options."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    model: str
-    devices: Devices
-    micro_batches: int = 3
-    schedule: str = "dapple_a"
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lists = "_".join("".join(map(str, devices)) for devices in self.devices)
-        parts = [self.model, lists, f"M{self.micro_batches}", self.schedule]
-        return "-".join([*parts, *(f"{key}={value}" for key, value in self.options.items())])
-
-    @property
-    def plan(self) -> dapple.Plan:
-        cuts = ZOO[self.model].cuts_for(len(self.devices))
-        return dapple.Plan.manual(
-            cuts, self.devices, self.micro_batches, SAMPLES, schedule=self.schedule, **self.options
-        )
-
-
-STRAIGHT: Devices = [[0], [1], [2], [3]]
-EVERYWHERE: Devices = [[0, 1, 2, 3]]
-CARRIED = {"reverse_first_k": 3, "carried_updates": 2}
-
-CASES = [
-    Case("cnn", [[0, 1, 2], [3]], options={"recompute": "min_cut"}),
-    Case("tied", [[0, 1], [2, 3]], 4, "dapple_b", {"recompute": "boundary"}),
-    Case("multi_output", [[0], [1, 2, 3]], schedule="gpipe"),
-    Case("branches", EVERYWHERE),
-    Case("multi_output", EVERYWHERE * 4, 2, options={"reverse_first_k": 3}),
-    Case("tied", STRAIGHT, 4, "zb_h1"),
-    Case("branches", [[0, 1], [2], [3]], schedule="fast_forward", options={"recompute": "boundary"}),
-    Case("branches", [[0, 1], [2, 3], [0, 1], [2, 3]], schedule="modulo"),
-    Case("multi_output", [[0, 1], [0, 1], [2, 3], [2, 3]], 2, options=CARRIED),
-    Case("cnn", [[0, 1], [2, 3]], options={"jit_compile": True}),
-    Case("cnn", EVERYWHERE, 1),
-    Case("transformer", [[0, 1], [2, 3]], 4, "zb_h1"),
-    Case("lstm", [[0, 1], [2, 3]], 2, "dapple_b"),
-    Case("branches", [[0], [1], [1], [0]], 4, "zb_v"),
-    Case("tied", [[0, 1], [2, 3], [0, 1], [2, 3]], schedule="interleaved", options={"recompute": "min_cut"}),
-    Case("branches", EVERYWHERE * 4, 1, options=CARRIED),
-    Case("cnn", [[0, 1, 2], [3]], options={"optimizer_shards": True}),
-    Case("tied", [[0, 1], [2, 3]], 4, options={"optimizer_shards": True}),
-    Case("multi_output", EVERYWHERE, 2, options={"optimizer_shards": True, "carried_updates": 1}),
-    Case("branches", [[0, 1], [2]], options={"weight_devices": [[1, 2], [3]]}),
-    Case("tied", STRAIGHT, 4, "zb_h2", {"jit_compile": True}),
-    Case("multi_output", [[0, 1], [2, 3]], schedule="fast_forward_b", options={"wait_free": False}),
-    Case("transformer", [[0, 1, 2], [3]], schedule="fast_forward", options={"jit_compile": True}),
-    Case("branches", STRAIGHT, 4, "zb_h1", {"relays": (1, 2)}),
-    Case("branches", [[0], [1, 2], [3]], 4, options={"relays": (1,)}),
-    Case("transformer", [[0, 1], [2, 3]], 6, "gpipe", {"recompute": "offload"}),
-]
-# Two hosts: devices 0 and 1 are on the first, 2 and 3 on the second. The client is on a third one, or on the first.
-ACROSS = [
-    Case("cnn", [[0, 2], [1, 3]]),
-    Case("branches", [[0], [1, 2, 3]], schedule="gpipe"),
-    Case("tied", [[1, 2], [0, 3]], 4, "dapple_b"),
-    Case("tied", STRAIGHT, 4, "zb_h1", {"recompute": "boundary"}),
-    Case("branches", EVERYWHERE, options={"jit_compile": True}),
-    Case("multi_output", [[0, 2], [0, 2], [1, 3], [1, 3]], 2, "fast_forward", {"reverse_first_k": 3}),
-]
-ACROSS_FROM_HOST = [
-    Case("transformer", [[0, 1], [2, 3]], 4, "dapple_b"),
-    Case("lstm", [[0, 3], [1, 2]], 2, "gpipe"),
-    Case("branches", [[0, 2], [1, 3], [0, 2], [1, 3]], schedule="modulo"),
-    Case("multi_output", [[0, 2]] * 4, 2, options=CARRIED),
-    Case("cnn", [[0, 1, 2], [3]], options={"recompute": "min_cut"}),
-]
-
-
-def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(seed: int, cluster: dapple.Cluster) -> None:
     use_float64()
-    assert_equal_training(ZOO[case.model], cluster, case.plan, reference(case.model), monkeypatch, steps=2)
+    links = {"intra_bandwidth": 1e10, "inter_bandwidth": 1e10, "intra_latency": 1e-6, "inter_latency": 1e-6}
+    trained_orders(CASES[seed], dataclasses.replace(cluster, **links))
 
 
 # ---- four workers
 
 
-@pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
-def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(case, dapple.Cluster.of_servers(workers.addresses), monkeypatch)
+@pytest.mark.parametrize("seed", [*CASES][::4])
+def test_four_workers_train_as_plain_keras(seed: int, workers: LocalWorkers) -> None:
+    check(seed, dapple.Cluster.of_servers(workers.addresses))
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
@@ -134,30 +63,18 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("case", "policy"),
-    sampled(
-        [
-            (Case("tied", [[0, 1], [2], [3]], schedule="zb_h1"), "mixed_float16"),
-            (Case("cnn", [[0, 1], [2, 3]]), "mixed_bfloat16"),
-            (Case("tied", EVERYWHERE), "mixed_bfloat16"),
-            (Case("lstm", [[0, 1], [2, 3]]), "mixed_float16"),
-            (Case("cnn", [[0, 1], [2, 3]], options={"jit_compile": True}), "mixed_bfloat16"),
-        ],
-        5,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("policy", "jit_compile"), [("mixed_float16", False), ("mixed_bfloat16", True)])
 def test_mixed_precision_gives_the_bits_of_local_devices(
-    case: Case, policy: str, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+    policy: str, jit_compile: bool, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keras.config.set_dtype_policy(policy)
-    plain = reference(case.model)
-    tolerance = TOLERANCE[policy.removeprefix("mixed_")]
-    if case.plan.jit_compile:
-        tolerance *= 2  # XLA rounds at other places: plain Keras differs from itself by 5e-2 with and without it.
+    # XLA rounds at other places: plain Keras differs from itself by 5e-2 with and without it.
+    tolerance = TOLERANCE[policy.removeprefix("mixed_")] * (2 if jit_compile else 1)
+    cuts = ZOO["cnn"].cuts_for(2)
+    plan = dapple.Plan.manual(cuts, [[0, 1], [2, 3]], 3, SAMPLES, jit_compile=jit_compile)
+    plain = reference("cnn")
     local, remote = (
-        assert_equal_training(ZOO[case.model], cluster, case.plan, plain, monkeypatch, steps=2, tolerance=tolerance)
+        assert_equal_training(ZOO["cnn"], cluster, plan, plain, monkeypatch, steps=2, tolerance=tolerance)
         for cluster in (dapple.Cluster.local(4, kind="cpu"), dapple.Cluster.of_servers(workers.addresses))
     )
     assert_same_bits(remote, local)
@@ -180,12 +97,12 @@ class HostsAndClient(Hosts):
         self._switch.call("ip", "link", "set", "client", "master", "bridge")
         self.client.call("ip", "addr", "add", "10.77.0.200/24", "dev", "eth0")
 
-    def outcomes(self, place: Namespace, cases: Sequence[Case]) -> dict[str, str]:
+    def outcomes(self, place: Namespace, seeds: Sequence[int]) -> dict[str, str]:
         """How cases have ended for a client in a namespace: empty where all is well, or the error."""
-        command = [*place.prefix, sys.executable, __file__, *self.addresses, "-", *map(str, cases)]
+        command = [*place.prefix, sys.executable, __file__, *self.addresses, "-", *map(str, seeds)]
         with launch(command, stdout=subprocess.PIPE) as process:
             try:
-                output, _ = process.communicate(timeout=60 + CASE_SECONDS * len(cases))
+                output, _ = process.communicate(timeout=60 + CASE_SECONDS * len(seeds))
             except subprocess.TimeoutExpired:
                 end(process)
                 output, _ = process.communicate()
@@ -194,45 +111,39 @@ class HostsAndClient(Hosts):
         return dict(json.loads(line) for line in output.splitlines() if line.startswith("["))
 
 
+ACROSS = [*CASES][1::4]
+FROM_HOST = ACROSS[::2]
+"""Those that the first host trains, and not a third one."""
+
+
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    """How the cases that are to be tested have ended: `ACROSS` for a third host, the others for the first one."""
+def outcomes() -> dict[str, str]:
+    """How the cases have ended."""
     require_namespaces()
-    wanted = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.path == request.path and "outcomes" in item.fixturenames
-    ]
-    by_case: dict[str, str] = {}
     with HostsAndClient() as hosts:
-        for place, cases in ((hosts.client, ACROSS), (hosts.namespaces[0], ACROSS_FROM_HOST)):
-            if chosen := [case for case in cases if case in wanted]:
-                by_case |= hosts.outcomes(place, chosen)
-    return by_case
+        others = [seed for seed in ACROSS if seed not in FROM_HOST]
+        return hosts.outcomes(hosts.client, others) | hosts.outcomes(hosts.namespaces[0], FROM_HOST)
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*sampled(ACROSS, 3), *sampled(ACROSS_FROM_HOST, 3)], ids=str)
-def test_two_hosts_train_as_plain_keras(case: Case, outcomes: dict[str, str]) -> None:
-    assert outcomes.get(str(case), "the client ended before it came to this case") == ""
+@pytest.mark.parametrize("seed", ACROSS)
+def test_two_hosts_train_as_plain_keras(seed: int, outcomes: dict[str, str]) -> None:
+    assert outcomes.get(str(seed), "the client ended before it came to this case") == ""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Within a host: trains by each of the named cases, and says how that has ended."""
+    """Within a host: trains by each of the plans with these seeds, and says how that has ended."""
     split = arguments.index("-")
-    addresses, wanted = arguments[:split], arguments[split + 1 :]
-    cluster = dapple.Cluster.of_servers(addresses)
+    cluster = dapple.Cluster.of_servers(arguments[:split])
     assert cluster.num_devices == 4 and cluster.num_servers == 2
-    cases = {str(case): case for case in (*ACROSS, *ACROSS_FROM_HOST)}
-    for name in wanted:
+    for seed in arguments[split + 1 :]:
         outcome = ""
         try:
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                check(cases[name], cluster, monkeypatch)
+            check(int(seed), cluster)
         except Exception:
             outcome = traceback.format_exc()
-        sys.stdout.write(json.dumps([name, outcome]) + "\n")
+        sys.stdout.write(json.dumps([seed, outcome]) + "\n")
         sys.stdout.flush()
 
 

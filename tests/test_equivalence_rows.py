@@ -143,24 +143,6 @@ def test_rows_that_slices_have_in_common_are_added_up(name: str, optimizer: str)
     assert_same_variables_after(3, pipelined, plain, *batch())
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "zb_h1"},
-        {"recompute": "min_cut", "schedule": "modulo", "reverse_first_k": 1},
-        {"jit_compile": True},
-    ],
-    ids=str,
-)
-def test_under_other_schedules_and_compiled(options: dict[str, Any]) -> None:
-    use_float64()
-    model, plain = pair(lambda: model_of(LAYERS["constants before"], OPTIMIZERS["adam"]))
-    pipelined = pipeline(model, ("b",), (1, 1), 2, 7, **options)
-    assert_same_variables_after(3, pipelined, plain, *batch())
-
-
 def two_stages() -> keras.Model:
     """A table looked up by int32 ids of the batch in one stage, and by int64 constants in another."""
     tokens = keras.Input((LENGTH,), dtype="int32")

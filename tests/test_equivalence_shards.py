@@ -19,7 +19,7 @@ from equivalence import (
     use_float64,
 )
 from shard_checks import TABLE, check_deferred_models, constrained, table
-from zoo import ZOO, Specimen
+from zoo import Specimen
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError
@@ -50,23 +50,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     ),
 }
 
-CASES: dict[str, tuple[Specimen, list[int], int, dict[str, Any]]] = {
-    "data parallel": (ZOO["multi_output"], [3], 2, {}),
-    "one micro-batch": (ZOO["cnn"], [2], 1, {}),
-    "tied weights of two stages": (ZOO["tied"], [1, 3], 2, {}),
-    "tiny buckets": (ZOO["cnn"], [4], 2, {"bucket_bytes": 64}),
-    "carried": (ZOO["multi_output"], [2, 2], 2, {"carried_updates": 2}),
-    "in pieces": (ZOO["multi_output"], [2], 2, {"backward_cuts": ["from_a"]}),
-    "split backwards": (ZOO["multi_output"], [2, 1], 3, {"schedule": "zb_h1"}),
-    "xla": (ZOO["multi_output"], [2], 1, {"jit_compile": True}),
-    "rows": (TABLE, [3], 2, {}),
-    "rows and xla": (TABLE, [2], 1, {"jit_compile": True}),
-    "rows with a constraint": (Specimen(constrained, ("embedding", "hidden", "logits"), TABLE.batch), [2], 1, {}),
-    "state of the forward": (ZOO["lstm"], [2], 2, {}),
-    "all norms": (ZOO["transformer"], [2, 2], 2, {}),
-}
-KEPT = ("tied weights of two stages", "carried", "rows")
-
 
 def _train(specimen: Specimen, replicas: list[int], micro_batches: int, **options: Any) -> dapple.PipelinedModel:
     use_float64()
@@ -76,29 +59,6 @@ def _train(specimen: Specimen, replicas: list[int], micro_batches: int, **option
     rng = np.random.default_rng(0)
     assert_same_training(pipelined, plain, [specimen.batch(rng, size) for size in (24, 11, 24)])
     return pipelined
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
-)
-def test_training_is_the_same(name: str) -> None:
-    specimen, replicas, micro_batches, options = CASES[name]
-    _train(specimen, replicas, micro_batches, **options)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "loss scale" else pytest.param(name, marks=pytest.mark.thorough) for name in OPTIMIZERS],
-)
-def test_any_optimizer_that_updates_each_element_by_itself(name: str) -> None:
-    """Rows of an embedding's gradient included, which Keras adds up only after it has squared them."""
-
-    def build() -> keras.Model:
-        model = table()
-        model.compile(OPTIMIZERS[name](), "mse")
-        return model
-
-    _train(Specimen(build, TABLE.cuts, TABLE.batch), [2], 2)
 
 
 def held_bytes(pipelined: dapple.PipelinedModel) -> list[tuple[int, int]]:
@@ -127,6 +87,10 @@ def test_each_replica_holds_its_part_of_the_slots_and_all_parameters() -> None:
     for slots, whole in held_bytes(pipelined):
         assert whole == parameters
         assert slots == pytest.approx(2 * parameters / 3, rel=0.05)
+
+
+def test_rows_with_a_constraint() -> None:
+    _train(Specimen(constrained, TABLE.cuts, TABLE.batch), [2], 1)
 
 
 @pytest.mark.slow
@@ -305,6 +269,24 @@ def test_accumulators_of_many_elements_are_reset() -> None:
     pipelined = pipeline(model, (), [2], 1, 12, optimizer_shards=True)
     x, y, _ = TABLE.batch(np.random.default_rng(0), 12)
     assert_same_variables_after(3, pipelined, plain, x * 4, y)
+
+
+def test_branches_of_shards_are_not_those_of_a_whole_group_alike() -> None:
+    """Both groups of a device had one function for a branch, with zeros of a shard's shape: the step was cancelled."""
+    use_float64()
+
+    def build() -> keras.Model:
+        features = keras.Input((4,))
+        tied = keras.layers.Dense(4, name="tied")
+        x = keras.layers.Dense(4, name="alike")(tied(features))
+        model = keras.Model(features, keras.layers.Dense(2)(tied(x)))
+        model.compile(OPTIMIZERS["accumulates"](), "mse")
+        return model
+
+    model, plain = pair(build)
+    pipelined = pipeline(model, ("alike",), [1, 1], 1, 8, optimizer_shards=True)
+    rng = np.random.default_rng(0)
+    assert_same_variables_after(3, pipelined, plain, rng.normal(size=(8, 4)), rng.normal(size=(8, 2)))
 
 
 def test_devices_without_rows_of_an_infinite_gradient_skip_the_step_too() -> None:

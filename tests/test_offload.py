@@ -369,19 +369,8 @@ def test_residuals_wait_on_an_idle_cpu_or_on_the_first_one() -> None:
     [
         ("transformer", [[0, 1], [2]], 6, "gpipe", {}),
         ("branches", [[0], [1], [1], [0]], 6, "zb_v", {}),
-        pytest.param("tied", [[0], [1], [2], [3]], 6, "zb_h1", {}, marks=pytest.mark.thorough),
-        pytest.param(
-            "multi_output", [[0, 1], [2]], 6, "gpipe", {"backward_cuts": ["from_a"]}, marks=pytest.mark.thorough
-        ),
-        pytest.param("cnn", [[0], [1]], 6, "gpipe", {"jit_compile": True}, marks=pytest.mark.thorough),
-        pytest.param("lstm", [[0, 1], [2]], 6, "dapple_b", {"carried_updates": 1}, marks=pytest.mark.thorough),
-        pytest.param(
-            "transformer", [[0, 1], [2, 3]] * 2, 4, "interleaved",
-            {"recompute": ["offload", "boundary", "offload", "min_cut"]}, marks=pytest.mark.thorough,
-        ),
-        pytest.param("cnn", [[0, 1], [2]], 6, "dapple_b", {"optimizer_shards": True}, marks=pytest.mark.thorough),
     ],
-)  # fmt: skip
+)
 def test_training_is_the_same(
     model: str,
     devices: list[list[int]],

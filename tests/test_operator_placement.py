@@ -11,17 +11,13 @@ import keras
 import numpy as np
 import pytest
 from branching_models import BRANCHING, batch
-from equivalence import TOLERANCE, assert_equal_training, largest_difference, use_float64, variables_of
-from references import SAMPLES, reference
+from equivalence import TOLERANCE, largest_difference, use_float64, variables_of
 from selection import sampled
-from zoo import ZOO
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan
-from dapple_tf.operators import step_placer
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.rooflines import Roofline
-from dapple_tf.tools.evaluation.random_placements import random_placement
 
 SLOW_CORES = OperatorCosts({"CPU": Roofline(flops=1e8, bandwidth=1e9, launch=1e-6)})
 """Devices on which splitting even small operators pays."""
@@ -30,33 +26,6 @@ SLOW_CORES = OperatorCosts({"CPU": Roofline(flops=1e8, bandwidth=1e9, launch=1e-
 def cluster_of(devices: int) -> dapple.Cluster:
     """Local devices whose links needn't be measured."""
     return dataclasses.replace(dapple.Cluster.local(devices, kind="cpu"), intra_bandwidth=1e10, intra_latency=1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "seed"), sampled([("cnn", 0), ("transformer", 1), ("lstm", 2), ("tied", 3)], 4))
-def test_any_placement_and_any_splits_train_as_keras(model: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_float64()
-    monkeypatch.setattr(step_placer, "fd_dps", random_placement(seed))
-    plan = Plan.by_operators(4, SAMPLES)
-    plain = reference(model)
-    costs = OperatorCosts()
-    assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, steps=2, operator_costs=costs)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "seed", "schedule"), [("branches", 4, "dapple_a"), ("multi_output", 5, "zb_h1")])
-def test_any_placement_inside_of_stages_trains_as_keras(
-    model: str, seed: int, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_float64()
-    monkeypatch.setattr(step_placer, "fd_dps", random_placement(seed))
-    cuts = ZOO[model].cuts_for(2)
-    plan = Plan.manual(cuts, [[0, 2], [1, 3]], 3, SAMPLES, schedule).with_placed_operators()
-    plain = reference(model)
-    costs = OperatorCosts()
-    assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, steps=2, operator_costs=costs)
 
 
 # ---- FD-DPS itself

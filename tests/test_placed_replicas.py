@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from equivalence import (
     TOLERANCE,
-    assert_equal_training,
     assert_same_training,
     assert_same_variables,
     largest_difference,
@@ -20,8 +18,6 @@ from equivalence import (
     use_float64,
 )
 from placements import placed_in_halves
-from references import SAMPLES, reference
-from zoo import ZOO
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan
@@ -97,52 +93,6 @@ def test_variables_and_all_reduces_are_in_like_places_of_the_replicas(
     whole.sync()
     assert_same_variables(other, plain, TOLERANCE["float64"])
     whole.close()
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "seed", "devices", "replicas", "micro_batches", "schedule", "options"),
-    [
-        ("branches", 4, [[0, 1, 2, 3], [4, 5]], [2, 1], 3, "dapple_a", {}),
-        ("cnn", 0, [[0, 1, 2, 3]], [2], 1, "dapple_a", {}),
-        ("tied", 2, [[0, 1], [2, 3, 4, 5]], [2, 2], 2, "zb_h1", {}),
-        ("lstm", 1, [[0, 1], [2, 3, 4, 5]], [1, 2], 2, "gpipe", {}),
-        ("tied", 2, [[0, 1, 2, 3]], [2], 1, "dapple_a", {"carried_updates": 1}),
-        ("branches", 0, [[0, 1], [2, 3]], [1, 1], 3, "dapple_a", {"carried_updates": 2}),
-        ("branches", 3, [[0, 1, 2, 3], [4, 5]], [2, 2], 3, "dapple_b", {"shares": [[1, 2], [1, 1]]}),
-        (
-            "multi_output",
-            2,
-            [[0, 1, 2, 3], [4, 5]],
-            [2, 1],
-            2,
-            "dapple_b",
-            {"carried_updates": 2, "reduction_order": "first_layers"},
-        ),
-        ("cnn", 0, [[0, 1], [2, 3]], [1, 2], 2, "dapple_a", {"jit_compile": True}),
-        ("transformer", 2, [[0], [1, 2, 3, 4]], [1, 2], 1, "dapple_a", {"jit_compile": True}),
-    ],
-)
-def test_any_placement_in_replicas_trains_as_keras(
-    model: str,
-    seed: int,
-    devices: list[list[int]],
-    replicas: list[int],
-    micro_batches: int,
-    schedule: str,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_float64()
-    place = placed_in_halves if options.get("jit_compile") else random_placement(seed)
-    monkeypatch.setattr(step_placer, "fd_dps", place)
-    cuts = ZOO[model].cuts_for(len(devices))
-    placed = Plan.manual(cuts, devices, micro_batches, SAMPLES, schedule).with_placed_operators(replicas)
-    plan = dataclasses.replace(placed, **options)
-    assert_equal_training(
-        ZOO[model], cluster_of(6), plan, reference(model), monkeypatch, operator_costs=OperatorCosts()
-    )
 
 
 @pytest.mark.slow

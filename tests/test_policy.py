@@ -158,6 +158,13 @@ def test_an_own_policy_is_checked_simulated_and_drawn() -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
+def test_an_own_policy_is_emulated() -> None:
+    plan, profile, cluster = pipeline(2, 3, RUN_AHEAD, [1], 0.0)
+    step = dapple.emulate(plan, profile, cluster, steps=1)
+    assert step.order.orders == plan.order_tasks().orders
+    assert str(step.order).splitlines()[0] == "0: 0F0 0F1 0F2 0B0 0B1 0B2"
+
+
 def test_a_built_in_policy_is_its_name() -> None:
     assert plan_of(policy_of("zb_h1")).schedule == "zb_h1"
     assert plan_of(policy_of("zb_h1")) == plan_of("zb_h1")

@@ -1,40 +1,273 @@
-"""Random plans that mix all levels train as plain Keras does: some of those of `zoo --plans`."""
+"""Plans that mix all options train as plain Keras does: each value of an option, and each pair that plans allow.
+
+Plans are drawn at random and chosen greedily until every pair of values that occurs among many draws occurs in one that
+is trained: three steps in float64, the second with a smaller batch that leaves some slices empty.
+"""
 
 from __future__ import annotations
 
-import collections
+import dataclasses
+import functools
+import heapq
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
 
+import keras
+import numpy as np
 import pytest
 from equivalence import use_float64
+from keras import layers, ops
+from test_plan_record import profile_of, through_the_chain
 
+import dapple_tf as dapple
+from dapple_tf import trainer
+from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.operators import step_placer
 from dapple_tf.schedules.policies import BUILT_IN
-from dapple_tf.tools.evaluation.random_plans import FEATURES, OPTIMIZERS, compare_plan, draw_plan
+from dapple_tf.tools.evaluation.random_blocks import LookUp
+from dapple_tf.tools.evaluation.random_placements import random_placement
+from dapple_tf.tools.evaluation.random_plans import (
+    FEATURES,
+    LEVELS,
+    OPTIMIZERS,
+    TOLERANCE,
+    Again,
+    Drawn,
+    MixedPlan,
+    allowed_optimizers,
+    allowed_plan,
+    compare_plan,
+    draw_plan,
+)
+from dapple_tf.tools.evaluation.training_comparison import Batch, largest_difference, train_on_batch
+from graph_passes.ir.tasks import Schedule
 
-PLANS = range(10)
+POOL = 2000
+"""Number of plans among which all pairs occur that plans allow."""
+CUTS = "abcde"
+"""Layers of each model after which it may be cut."""
+SIZES = (16, 5, 16)
+"""Samples of the batches of three steps."""
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", PLANS)
-def test_random_mixed_plans_train_as_plain_keras(seed: int) -> None:
+# ---- models: weights in two stages, skip connections, rows of embeddings, unlike losses and inputs
+
+
+def words() -> keras.Model:
+    """Sequences and a user; one table is read in the first and in a later layer, another for places."""
+    tokens, user = keras.Input((4,), dtype="int32"), keras.Input((1,))
+    embedding = layers.Embedding(125, 3, name="embedding")
+    places = LookUp(62, 3, lambda table, x: x + table(ops.arange(ops.shape(x)[1]) * 7), name="places")
+    x = layers.Flatten(name="a")(places(embedding(tokens)))
+    x = layers.Concatenate(name="b")([x, layers.Flatten()(layers.Embedding(67, 2, name="users")(user))])
+    x = layers.Dense(4, activation="tanh", name="c")(x)
+    x = Again(embedding, name="d")(x, tokens[:, ::2])
+    x = layers.Dense(4, activation="gelu", name="e")(x)
+    return keras.Model([tokens, user], layers.Dense(3, name="logits")(x))
+
+
+def image() -> keras.Model:
+    """Two inputs by name, convolutions, and two outputs with losses of their own."""
+    pixels, vector = keras.Input((4, 4, 2), name="pixels"), keras.Input((3,), name="vector")
+    x = layers.Conv2D(3, 2, activation="tanh", name="a")(pixels)
+    x = layers.Add(name="b")([x, layers.Conv2D(3, 1, name="beside")(x)])
+    x = layers.Flatten()(layers.AveragePooling2D(2, 1)(x))
+    x = layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.01), name="c")(x)
+    x = layers.LayerNormalization(name="d")(layers.Concatenate()([x, vector]))
+    x = layers.Dense(4, activation="gelu", name="e")(x)
+    outputs = {"classes": layers.Dense(3, name="classes")(x), "numbers": layers.Dense(2, name="numbers")(x)}
+    return keras.Model({"pixels": pixels, "vector": vector}, outputs)
+
+
+def skips() -> keras.Model:
+    """Layers that are read much later, one of them used in three stages."""
+    features = keras.Input((4,))
+    tied = layers.Dense(4, activation="tanh", name="tied")
+    x = early = layers.Activation("linear", name="a")(tied(features))
+    x = layers.Dense(4, activation="tanh", name="b")(x)
+    x = layers.Add(name="c")([tied(x), early])
+    x = layers.Dense(4, activation="tanh", name="d")(x)
+    x = layers.Add(name="e")([x, early])
+    return keras.Model(features, layers.Dense(2, name="outputs")(tied(x)))
+
+
+def _words(rng: np.random.Generator, samples: int) -> Batch:
+    """Some words count from the end; a few samples have most rows in common."""
+    users = rng.integers(0, 9, (samples, 1)).astype("float64")
+    return [rng.integers(-20, 20, (samples, 4)).astype("int32"), users], rng.integers(0, 3, samples), None
+
+
+def _image(rng: np.random.Generator, samples: int) -> Batch:
+    x = {"pixels": rng.normal(size=(samples, 4, 4, 2)), "vector": rng.normal(size=(samples, 3))}
+    y = {"classes": rng.integers(0, 3, samples), "numbers": rng.normal(size=(samples, 2))}
+    return x, y, dict(zip(y, rng.uniform(0.5, 2.0, (2, samples)), strict=True))
+
+
+def _skips(rng: np.random.Generator, samples: int) -> Batch:
+    return rng.normal(size=(samples, 4)), rng.normal(size=(samples, 2)), rng.uniform(0.5, 2.0, samples)
+
+
+def _classes() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+MODELS = {
+    "words": Drawn("words", words, tuple(CUTS), _words, _classes),
+    "image": Drawn("image", image, tuple(CUTS), _image, lambda: {"classes": _classes(), "numbers": "huber"}),
+    "skips": Drawn("skips", skips, tuple(CUTS), _skips, lambda: "mse"),
+}
+
+
+# ---- plans
+
+
+def draw(seed: int) -> MixedPlan:
+    """Draws a model, an optimizer, and a plan for batches of the same size, which all such models share."""
+    rng = np.random.default_rng([43, seed])
+    while True:
+        plan, servers = allowed_plan(rng, CUTS, LEVELS[seed % len(LEVELS)])
+        try:
+            plan = dataclasses.replace(plan, global_batch_size=SIZES[0])
+            break
+        except dapple.PlanError:
+            continue
+    model = "words" if plan.row_shards else str(rng.choice([*MODELS]))
+    optimizer = str(rng.choice(allowed_optimizers(plan)))
+    return MixedPlan(seed, MODELS[model], optimizer, plan, servers, SIZES)
+
+
+def values_of(drawn: MixedPlan) -> set[tuple[str, str]]:
+    """Options with the values that a plan has of them."""
+    plan = drawn.plan
+    kinds = {name for name, has in FEATURES.items() if has(plan)}
+    modes = {plan.recompute} if isinstance(plan.recompute, str) else set(plan.recompute)
+    even = plan.global_batch_size % (plan.micro_batches * max(plan.replicas)) == 0
+    return {
+        *(("feature", kind) for kind in kinds),
+        *(("recompute", mode) for mode in modes),
+        ("policy", str(plan.schedule)),
+        ("optimizer", drawn.optimizer),
+        ("model", drawn.model.about),
+        ("stages", str(min(3, plan.num_stages))),
+        ("slices", "even" if even else "uneven"),
+    }
+
+
+ALONE = {"policy", "optimizer", "placed operators"}
+"""Options of which each value meets all others but those: they know nothing of each other."""
+COMPILED = ("feature", "jit_compile")
+"""It meets all other features, and takes five times as long."""
+
+
+def pairs_of(drawn: MixedPlan) -> set[Any]:
+    """These values and their pairs."""
+    values = sorted(values_of(drawn))
+    apart = [value for value in values if ALONE & {*value}]
+    others = {pair for pair in itertools.combinations(values, 2) if COMPILED not in pair or pair[0][0] == pair[1][0]}
+    return {*values, *others} - {*itertools.combinations(apart, 2)}
+
+
+def chosen() -> list[MixedPlan]:
+    """Plans that have all pairs which occur in the pool: greedily the one with most new pairs, ordered by model."""
+    pool = [draw(seed) for seed in range(POOL)]
+    pairs = [pairs_of(drawn) for drawn in pool]
+    missing = set().union(*pairs)
+
+    def gain(number: int) -> float:
+        return len(pairs[number] & missing) / (5 if pool[number].plan.compiled else 1)
+
+    queue = [(-gain(number), number) for number in range(POOL)]
+    heapq.heapify(queue)
+    plans = []
+    while missing:
+        _, number = heapq.heappop(queue)
+        new = gain(number)
+        if queue and new < -queue[0][0]:
+            heapq.heappush(queue, (-new, number))
+            continue
+        missing -= pairs[number]
+        plans.append(pool[number])
+    return sorted(plans, key=lambda drawn: (drawn.model.about, drawn.optimizer))
+
+
+DRAWN = [pytest.param(drawn, id=str(drawn.seed)) for drawn in chosen()]
+
+
+# ---- training
+
+
+@functools.cache
+def plain(model: str, optimizer: str) -> tuple[keras.Model, list[np.ndarray], list[Mapping[str, Any]]]:
+    """The model after training by plain Keras, its variables before, and the logs of all steps."""
+    drawn = MixedPlan(0, MODELS[model], optimizer, dapple.Plan.data_parallel(1, SIZES[0]), (1,), SIZES)
+    trained = drawn.build()
+    before = [variable.numpy() for variable in trained.variables]
+    trained.run_eagerly = True  # A few steps take less time than a trace.
+    return trained, before, [train_on_batch(trained, batch) for batch in batches(drawn.model)]
+
+
+def batches(model: Drawn) -> list[Batch]:
+    rng = np.random.default_rng(43)
+    return [model.batch(rng, samples) for samples in SIZES]
+
+
+def trained_orders(drawn: MixedPlan, cluster: dapple.Cluster) -> list[Schedule]:
+    """Trains by a plan on a cluster, compares with plain Keras, and returns the orders in which steps ran tasks."""
+    about = f"seed {drawn.seed}: {drawn}"
+    own = dataclasses.replace(drawn, seed=0).build()
+    costs = dapple.OperatorCosts() if drawn.plan.operator_devices else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_placer, "fd_dps", random_placement(drawn.seed, share=0.2))
+        patch.setattr(trainer, "examine", lambda *_: None)  # It captures the model once more.
+        pipelined = dapple.transform(own, cluster, drawn.plan, operator_costs=costs)
+        logs = [train_on_batch(pipelined, batch) for batch in batches(drawn.model)]
+    pipelined.sync()
+    builds = pipelined._engine.builder.builds.values()
+    orders = [step.schedule for built in builds for _, step in built.steps.values()]
+    pipelined.close(sync=False)
+    expected, before, expected_logs = plain(drawn.model.about, drawn.optimizer)
+    difference, where = largest_difference(own, expected, before, "float64")
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.2g}: {about}"
+    for log, other in zip(logs, expected_logs, strict=True):
+        assert log == pytest.approx(other, rel=2e-5), f"Keras' metrics are float32 whatever the model is: {about}"
+    return orders
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_every_pair_of_options_trains_as_plain_keras(drawn: MixedPlan) -> None:
     use_float64()
-    about, comparison = compare_plan(seed)
-    assert comparison.verdict == "equal", f"{about}: {comparison}"
+    orders = trained_orders(drawn, drawn.cluster)
+    profile = profile_of([*CUTS, "last"], random.Random(drawn.seed))
+    assert through_the_chain(drawn.plan, profile, drawn.cluster).costs.schedule in orders, str(drawn)
 
 
-def test_plans_mix_everything() -> None:
-    """Each feature often, and each with most others, but for those that plans refuse together."""
-    drawn = [draw_plan(seed) for seed in range(100)]
-    used = [{name for name, has in FEATURES.items() if has(each.plan)} for each in drawn]
-    counts = collections.Counter(name for own in used for name in own)
-    rare = {name for name in FEATURES if counts[name] < 10}
-    assert rare <= {"weight_devices"} and counts["weight_devices"] > 2
-    for name in FEATURES:
-        together = set().union(*(own for own in used if name in own))
-        assert len(together) >= len(FEATURES) / 2, name
-    assert {str(each.plan.schedule) for each in drawn} == {policy.name for policy in BUILT_IN}
-    assert len({each.optimizer for each in drawn}) >= len(OPTIMIZERS) - 1, "some are refused by most plans"
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_every_plan_is_emulated_in_the_simulated_order(drawn: MixedPlan) -> None:
+    """Without what can't be emulated."""
+    plan = drawn.plan
+    modes = itertools.repeat(plan.recompute, plan.num_stages) if isinstance(plan.recompute, str) else plan.recompute
+    less = {"carried_updates": 0, "row_shards": False, "operator_devices": None}
+    less["recompute"] = tuple("none" if mode == "offload" else mode for mode in modes)
+    plan = dataclasses.replace(plan, **less)
+    profile = profile_of([*CUTS, "last"], random.Random(drawn.seed))
+    simulated = through_the_chain(plan, profile, drawn.cluster)
+    emulated = dapple.emulate(plan, profile, drawn.cluster, steps=1, scale=1e-2 / simulated.latency)
+    assert emulated.order.orders == simulated.costs.schedule.orders
 
 
-def test_a_seed_gives_the_same_plan_again() -> None:
+def test_each_value_of_an_option_is_drawn() -> None:
+    drawn = set().union(*map(values_of, chosen()))
+    assert {value for name, value in drawn if name == "feature"} == {*FEATURES}
+    assert {value for name, value in drawn if name == "policy"} == {policy.name for policy in BUILT_IN}
+    assert {value for name, value in drawn if name == "optimizer"} == {*OPTIMIZERS}
+    assert {value for name, value in drawn if name == "recompute"} == {*RECOMPUTE_MODES}
+
+
+def test_a_seed_gives_the_same_plan_again_and_trains() -> None:
+    """As `zoo --plans` draws them, of larger models."""
     assert str(draw_plan(5)) == str(draw_plan(5))
+    use_float64()
+    about, comparison = compare_plan(5)
+    assert comparison.verdict == "equal", f"{about}: {comparison}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from equivalence import assert_same_training, device_lists, pair, use_float64
+from equivalence import use_float64
 from program_text import read_program
 from programs import (
     BACKWARD,
@@ -29,7 +29,6 @@ from programs import (
     staged,
     step_of,
 )
-from selection import thorough
 from skip_models import skip_batch, skips
 
 import dapple_tf as dapple
@@ -192,55 +191,13 @@ def test_a_relay_stands_on_its_own_device() -> None:
 
 # ---- training
 
-BLOCKS = ("block_0", "block_1", "block_3")
-CASES: list[Any] = [
-    # From replicas to others, and twice over the same devices, split and whole; the rest differ in numbers of them.
-    ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "zb_h1", {"recompute": "boundary"}),
-    ("two on a device", BLOCKS, [[0], [1], [0], [1]], "interleaved", {}),
-    *(
-        thorough(case)
-        for case in [
-            ("straight", BLOCKS, [[0], [1], [2], [3]], "dapple_a", {}),
-            ("2:2", BLOCKS, [[0, 1], [2, 3], [0, 1], [2, 3]], "interleaved", {"recompute": "min_cut"}),
-            ("two on a device", BLOCKS, [[0], [1], [0], [1]], "modulo", {}),
-            ("straight", BLOCKS, [[0], [1], [2], [3]], "zb_h1", {"relays": [2]}),
-            ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "dapple_a", {"jit_compile": True}),
-            ("2:2:2", BLOCKS[:2], device_lists((2, 2, 2)), "zb_h1", {"recompute": "min_cut"}),
-            ("2:1:3", BLOCKS[:2], device_lists((2, 1, 3)), "dapple_b", {"backward_cuts": ["block_2"]}),
-            ("1:2:1", BLOCKS[:2], [[0], [1, 2], [3]], "modulo", {}),
-            ("chunks", BLOCKS, [[0], [1, 2], [1, 2], [3]], "dapple_a", {}),
-            ("there and back", BLOCKS, [[0], [1], [1], [0]], "zb_v", {}),
-        ]
-    ),
-]
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "cuts", "devices", "schedule", "options"), CASES)
-def test_a_skip_to_every_layer_trains_as_plain_keras(
-    name: str, cuts: Sequence[str], devices: Sequence[Sequence[int]], schedule: str, options: Mapping[str, Any]
-) -> None:
-    use_float64()
-    rng = np.random.default_rng(0)
-    batches = [(*skip_batch(rng, size), None) for size in (12, 7)]
-    own, plain = pair(skips)
-    plan = dapple.Plan.manual(cuts, devices, 3, 12, schedule, **{"relays": range(len(devices)), **options})
-    cluster = dapple.Cluster.local(1 + max(itertools.chain(*devices)), kind="cpu")
-    pipelined = dapple.transform(own, cluster, plan)
-    assert_same_training(pipelined, plain, batches, tolerance=1e-12)
-    x, y, _ = batches[1]
-    np.testing.assert_allclose(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-12)
-    np.testing.assert_allclose(pipelined.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-6)
-
-
 # ---- what is shown
 
 
 def test_transfers_and_drawings_show_the_stage_that_sends() -> None:
     use_float64()
     keras.utils.set_random_seed(3)
-    plan = dapple.Plan.manual(BLOCKS, [[0], [1], [2], [3]], 2, 4, relays=[1, 2])
+    plan = dapple.Plan.manual(("block_0", "block_1", "block_3"), [[0], [1], [2], [3]], 2, 4, relays=[1, 2])
     pipelined = dapple.transform(skips(), dapple.Cluster.local(4, kind="cpu"), plan)
     x, y = skip_batch(np.random.default_rng(0), 4)
     spans = [span for span in pipelined.profile_step(x, y).step.timeline.spans if span.kind == "send"]

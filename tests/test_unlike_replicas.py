@@ -22,7 +22,6 @@ from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
 
-LENGTH = 3
 EXACT = 1e-12
 
 
@@ -36,47 +35,10 @@ def dense() -> keras.Model:
     return model
 
 
-def masked() -> keras.Model:
-    """Keras divides its loss by the valid entries of the whole batch."""
-    tokens = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(7, 4, mask_zero=True, name="first")(tokens)
-    x = layers.SimpleRNN(5, return_sequences=True, name="second")(x)
-    model = keras.Model(tokens, layers.Dense(3, name="last")(x))
-    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def batch(kind: str, samples: int, seed: int) -> tuple[Any, Any, Any]:
+def batch(samples: int, seed: int) -> tuple[Any, Any, Any]:
     draw = np.random.default_rng(seed)
     weights = draw.uniform(0.5, 2, samples)
-    if kind == "masked":
-        x = draw.integers(0, 4, (samples, LENGTH)).astype("int32")
-        return x, draw.integers(0, 3, (samples, LENGTH)), None
     return draw.normal(size=(samples, 4)), draw.integers(0, 3, samples), weights
-
-
-MODELS = {"dense": dense, "masked": masked}
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("kind", "cuts", "replicas", "micro_batches", "options"),
-    [
-        ("dense", ["first"], (2, 3), 2, {"shares": [[3, 2], [1, 2, 2]]}),
-        thorough(("dense", [], (3,), 1, {"shares": [[1, 4, 2]]})),
-        ("dense", ["first", "second"], (2, 1, 2), 3, {"shares": [[2, 1], [1], [1, 2]], "schedule": "zb_h1"}),
-        ("masked", ["first"], (2, 2), 2, {"shares": [[2, 3], [3, 2]], "recompute": "boundary"}),
-    ],
-)
-def test_unequal_shares_train_as_plain_keras(
-    kind: str, cuts: list[str], replicas: tuple[int, ...], micro_batches: int, options: dict[str, Any]
-) -> None:
-    use_float64()
-    model, plain = pair(MODELS[kind])
-    pipelined = pipeline(model, cuts, replicas, micro_batches, 15, **options)
-    # A last batch of two samples leaves replicas without any.
-    batches = [batch(kind, samples, seed) for seed, samples in enumerate((15, 15, 2))]
-    assert_same_training(pipelined, plain, batches, tolerance=EXACT)
 
 
 def test_slices_are_as_large_as_their_shares_say() -> None:
@@ -93,7 +55,7 @@ def test_evaluation_and_prediction_are_those_of_plain_keras(samples: int) -> Non
     use_float64()
     model, plain = pair(dense)
     pipelined = pipeline(model, ["first"], (2, 2), 2, 10, shares=[[3, 2], [1, 4]])
-    x, y, weights = batch("dense", samples, 5)
+    x, y, weights = batch(samples, 5)
     np.testing.assert_allclose(pipelined.predict_on_batch(x), plain.predict_on_batch(x), rtol=EXACT)
     own = pipelined.test_on_batch(x, y, sample_weight=weights, return_dict=True)
     other = plain.test_on_batch(x, y, sample_weight=weights, return_dict=True)
@@ -156,7 +118,7 @@ def test_the_planner_cuts_slices_by_speed_and_the_step_is_that_of_plain_keras() 
     assert pipelined.plan.shares == ((2, 1, 1),)
     assert pipelined.prediction is not None
     assert pipelined.prediction.predicted == dapple.simulate(pipelined.plan, profile, cluster).latency
-    assert_same_training(pipelined, plain, [batch("dense", 16, 0), batch("dense", 5, 1)], tolerance=EXACT)
+    assert_same_training(pipelined, plain, [batch(16, 0), batch(5, 1)], tolerance=EXACT)
 
 
 def swapped(x: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from graph_passes.analysis.gradient_flow import BRANCHES, PASS_ON
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, copied, function_names, make_node
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, copied, function_names, make_node, rename_functions
 from graph_passes.ir.group_update import Captured, shard_storage
 from graph_passes.ir.program import Variable, VariableKind, storage_shape
 from graph_passes.ir.resource_use import READS
@@ -100,6 +100,7 @@ def sharded_update(
         ref: _in_shards(variable, count, stored) if variable.name in elements or variable.name in by_row else variable
         for ref, variable in update.variables.items()
     }
+    rename_functions(graph, f"_of_{count}_shards")  # A group alike may have the whole ones.
     return dataclasses.replace(update, graph=graph, variables=in_shards, row_shapes={})
 
 

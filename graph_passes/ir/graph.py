@@ -109,6 +109,26 @@ def function_names(node: NodeDef) -> list[str]:
     return [called.name for attr in attrs for called in (attr.func, *attr.list.func) if called.name]
 
 
+def rename_functions(graph: GraphDef, suffix: str) -> None:
+    """Renames all functions of a graph's library, and what refers to them, in place."""
+    names = {function.signature.name for function in graph.library.function}
+
+    def renamed(name: str) -> str:
+        return name + suffix if name in names else name
+
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        for node in nodes:
+            node.op = renamed(node.op)
+            for attr in node.attr.values():
+                for called in (*([attr.func] if attr.HasField("func") else []), *attr.list.func):
+                    called.name = renamed(called.name)
+    for function in graph.library.function:
+        function.signature.name = renamed(function.signature.name)
+    for gradient in graph.library.gradient:
+        gradient.function_name = renamed(gradient.function_name)
+        gradient.gradient_func = renamed(gradient.gradient_func)
+
+
 def control_inputs(node: NodeDef) -> list[str]:
     """Returns the names of the nodes that a node waits for without reading them."""
     return [text[1:] for text in node.input if text.startswith("^")]

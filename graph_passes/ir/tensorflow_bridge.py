@@ -22,6 +22,7 @@ from graph_passes.ir.graph import (
     GraphDef,
     NodeDef,
     Ref,
+    rename_functions,
 )
 from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 from graph_passes.ir.twin import Twin
@@ -225,7 +226,10 @@ def gradients_of_twin(
 ) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
     """Adds gradients to a graph with nodes n0, n1, ...: stages of equal layers differ in names only, and share it."""
     graph = GraphDef.FromString(serialized)
-    _rename_functions(graph, f"_differentiated{next(_differentiations)}")
+    # TensorFlow changes the functions of a loop that it differentiates, under names derived from theirs that stay in
+    # use in the whole process as long as anything refers to them. Differentiating the same loop again, in a stage that
+    # is cut elsewhere, would give these names to other functions, which is an error.
+    rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="")
 
@@ -308,31 +312,6 @@ def _without_stopped(graph: tf.Graph) -> dict[str, str]:
 
 
 _differentiations = itertools.count()
-
-
-def _rename_functions(graph: GraphDef, suffix: str) -> None:
-    """Renames the functions of a graph.
-
-    TensorFlow changes the functions of a loop that it differentiates, under names derived from theirs that stay in use
-    in the whole process as long as anything refers to them. Differentiating the same loop again, in a stage that is cut
-    elsewhere, would give these names to other functions, which is an error.
-    """
-    names = {function.signature.name for function in graph.library.function}
-
-    def renamed(name: str) -> str:
-        return name + suffix if name in names else name
-
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        for node in nodes:
-            node.op = renamed(node.op)
-            for attr in node.attr.values():
-                for called in (*([attr.func] if attr.HasField("func") else []), *attr.list.func):
-                    called.name = renamed(called.name)
-    for function in graph.library.function:
-        function.signature.name = renamed(function.signature.name)
-    for gradient in graph.library.gradient:
-        gradient.function_name = renamed(gradient.function_name)
-        gradient.gradient_func = renamed(gradient.gradient_func)
 
 
 def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:

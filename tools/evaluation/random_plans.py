@@ -95,16 +95,19 @@ class MixedPlan:
 
     @property
     def cluster(self) -> dapple.Cluster:
-        """The local devices, as if they were on these servers, with links that needn't be measured."""
-        local = dapple.Cluster.local(sum(self.servers), kind="cpu")
-        numbers = [server for server, count in enumerate(self.servers) for _ in range(count)]
-        devices = tuple(
-            dataclasses.replace(device, server=server) for device, server in zip(local.devices, numbers, strict=True)
-        )
-        return dataclasses.replace(
-            local, devices=devices,
-            intra_bandwidth=1e10, inter_bandwidth=1e10, intra_latency=1e-6, inter_latency=1e-6,
-        )  # fmt: skip
+        """Local devices, as if they were on these servers."""
+        return local_servers(*self.servers)
+
+
+def local_servers(*servers: int) -> dapple.Cluster:
+    """Returns local devices as if they were on servers of these numbers, with links that needn't be measured."""
+    local = dapple.Cluster.local(sum(servers), kind="cpu")
+    numbers = [server for server, count in enumerate(servers) for _ in range(count)]
+    devices = tuple(
+        dataclasses.replace(device, server=server) for device, server in zip(local.devices, numbers, strict=True)
+    )
+    links = {"intra_bandwidth": 1e10, "inter_bandwidth": 1e10, "intra_latency": 1e-6, "inter_latency": 1e-6}
+    return dataclasses.replace(local, devices=devices, **links)
 
 
 def fields_text(plan: dapple.Plan) -> str:
@@ -138,9 +141,7 @@ def draw_plan(seed: int) -> MixedPlan:
     level = _one_of(rng, LEVELS)
     model = _one_of(rng, _MODELS[:2] if level == "rows" else _MODELS)(rng)
     plan, servers = allowed_plan(rng, model.cuts, level)
-    refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
-    refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
-    optimizer = _one_of(rng, [name for name in OPTIMIZERS if name not in refused])
+    optimizer = _one_of(rng, allowed_optimizers(plan))
     batch = plan.global_batch_size
     sizes = (batch, int(rng.integers(1, batch)), batch)
     return MixedPlan(seed, model, optimizer, plan, servers, sizes)
@@ -160,6 +161,13 @@ def allowed_plan(rng: np.random.Generator, cuts: Sequence[str], level: str) -> t
         except dapple.PlanError:
             continue
     raise AssertionError(f"none of {_TRIES} plans is allowed")
+
+
+def allowed_optimizers(plan: dapple.Plan) -> list[str]:
+    """Returns the names of the optimizers that a plan allows."""
+    refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
+    refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
+    return [name for name in OPTIMIZERS if name not in refused]
 
 
 FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
@@ -433,6 +441,10 @@ OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
         keras.optimizers.Adam(1e-2, epsilon=1e-3), initial_scale=8.0
     ),
     "lamb": lambda: keras.optimizers.Lamb(1e-2, epsilon=1e-3),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.1, epsilon=1e-3),
+    "adamax": lambda: keras.optimizers.Adamax(1e-2, epsilon=1e-3),
+    "ftrl": lambda: keras.optimizers.Ftrl(1e-2),
+    "lion": lambda: keras.optimizers.Lion(1e-2),
 }
 _COUPLED = ("adam, clipped one by one", "lamb")
 """Optimizers that update an element by others of its array, which no shard has all of."""
