@@ -106,8 +106,10 @@ def local_servers(*servers: int) -> dapple.Cluster:
     devices = tuple(
         dataclasses.replace(device, server=server) for device, server in zip(local.devices, numbers, strict=True)
     )
-    links = {"intra_bandwidth": 1e10, "inter_bandwidth": 1e10, "intra_latency": 1e-6, "inter_latency": 1e-6}
-    return dataclasses.replace(local, devices=devices, **links)
+    known = dataclasses.replace(
+        local, intra_bandwidth=1e10, intra_latency=1e-6, inter_bandwidth=1e10, inter_latency=1e-6
+    )
+    return dataclasses.replace(known, devices=devices)
 
 
 def fields_text(plan: dapple.Plan) -> str:
