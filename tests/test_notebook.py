@@ -59,7 +59,7 @@ def test_without_matplotlib_the_timeline_is_text(monkeypatch: pytest.MonkeyPatch
     text = notebook_html("a step", [Table("numbers", [("x", "y"), ("1", "2")])], [planned(PLAN)], ["a remark"])
     assert "svg" not in tags(text) and "pre" in tags(text)
     assert '<pre style="font-family:monospace;' in text
-    assert ">numbers</caption>" in text and "<td>2</td>" in text and "<p>a remark</p>" in text
+    assert "<caption>numbers</caption>" in text and "<td>2</td>" in text and "<p>a remark</p>" in text
 
 
 @pytest.mark.parametrize("value", [profile_of(*[(1.0, 2.0)] * 3), dapple.Cluster.from_json(SERVER)])

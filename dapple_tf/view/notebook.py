@@ -13,6 +13,9 @@ from dapple_tf.view.timeline import Timeline
 _LANES = "font-family:monospace;line-height:1.2;white-space:pre"
 """Style of timelines as text: nbconvert's page sets a proportional font, in which lanes don't line up."""
 
+_TABLES = "<style>.dapple_tf :is(caption, td, th) {white-space: nowrap !important}</style>"
+"""Style of tables: JupyterLab breaks cells into lines rather than scroll."""
+
 
 class Table(NamedTuple):
     """A table to show.
@@ -39,12 +42,12 @@ def notebook_html(
     """
     parts = [f"<p>{html.escape(summary)}</p>", *map(_table, tables)]
     parts += [f"<p>{html.escape(remark)}</p>" for remark in remarks]
-    return f'<div class="dapple_tf">{"".join(parts)}{_picture(timelines) if timelines else ""}</div>'
+    return f'<div class="dapple_tf">{_TABLES}{"".join(parts)}{_picture(timelines) if timelines else ""}</div>'
 
 
 def _table(table: Table) -> str:
     head, *body = table.rows
-    caption = f'<caption style="white-space:nowrap">{html.escape(table.caption)}</caption>' if table.caption else ""
+    caption = f"<caption>{html.escape(table.caption)}</caption>" if table.caption else ""
     rows = "".join(_row("td", row) for row in body)
     return f"<table>{caption}<thead>{_row('th', head)}</thead><tbody>{rows}</tbody></table>"
 
