@@ -36,17 +36,17 @@ _BATCH = flags.DEFINE_integer("batch", 1024, "Samples of a step.", 4)
 _CHUNK = 1 << 20
 
 
-def _send(port: int, mib: int) -> None:
+def _send(address: tuple[str, int], mib: int) -> None:
     chunk = bytes(_CHUNK)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+    with socket.create_connection(address) as connection:
         for _ in range(mib):
             connection.sendall(chunk)
         connection.recv(1)
 
 
-def throughput(listener: socket.socket, port: int, mib: int) -> float:
-    """Returns MiB/s from another process that connects to ``port``, whose connection arrives at ``listener``."""
-    sender = multiprocessing.get_context("spawn").Process(target=_send, args=(port, mib))
+def throughput(listener: socket.socket, address: tuple[str, int], mib: int) -> float:
+    """Returns MiB/s from another process that connects to ``address``, whose connection arrives at ``listener``."""
+    sender = multiprocessing.get_context("spawn").Process(target=_send, args=(address, mib))
     sender.start()
     connection, _ = listener.accept()
     buffer = bytearray(_CHUNK)
@@ -62,8 +62,8 @@ def throughput(listener: socket.socket, port: int, mib: int) -> float:
 
 
 @contextlib.contextmanager
-def tunnelled(folder: pathlib.Path) -> Iterator[tuple[socket.socket, int]]:
-    """A listener, and the port at the other end of tunnels to it."""
+def tunnelled(folder: pathlib.Path) -> Iterator[tuple[socket.socket, tuple[str, int]]]:
+    """A listener, and the address at the other end of tunnels to it."""
     keys = Keys(folder)
     ports = free_ports(2)
     cluster = {"client": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
@@ -74,7 +74,7 @@ def tunnelled(folder: pathlib.Path) -> Iterator[tuple[socket.socket, int]]:
         worker = Tunnels(keys, ["127.0.0.1"], ports[1], cluster, prints, ("worker", 0))
         stack.callback(worker.close)
         listener = stack.enter_context(socket.create_server((LOOPBACK, worker.server_port)))
-        yield listener, split_address(client.cluster["worker"][0])[1]
+        yield listener, split_address(client.cluster["worker"][0])
 
 
 def step_seconds(addresses: list[str], tls: str | None) -> list[float]:
@@ -123,10 +123,10 @@ def main(argv: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(new_keys(stack.enter_context(tempfile.TemporaryDirectory()), ["127.0.0.1"]))
         bare, secured = [], []
-        with tunnelled(folder) as (end, port), socket.create_server(("127.0.0.1", 0)) as listener:
+        with tunnelled(folder) as (end, address), socket.create_server(("127.0.0.1", 0)) as listener:
             for _ in range(_REPEATS.value):
-                bare.append(throughput(listener, listener.getsockname()[1], _MIB.value))
-                secured.append(throughput(end, port, _MIB.value))
+                bare.append(throughput(listener, listener.getsockname(), _MIB.value))
+                secured.append(throughput(end, address, _MIB.value))
         report("link", "MiB/s", bare, secured)
 
         def quiet(*_: object) -> None:
