@@ -345,7 +345,7 @@ def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
     pipelined = pair[0]
     with pytest.raises(ValueError, match="give checkpoint=Checkpointing"):
         pipelined.fit(X, Y, resume=True)
-    with pytest.raises(TypeError, match=r"checkpoint is 'runs'; give a dapple_tf\.Checkpointing"):
+    with pytest.raises(TypeError, match="checkpoint is 'runs'"):
         pipelined.fit(X, Y, checkpoint="runs")
     for options, message in (({"every_steps": 0}, "every_steps is 0"), ({"keep": 0}, "keep is 0")):
         with pytest.raises(ValueError, match=message):

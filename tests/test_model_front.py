@@ -102,6 +102,12 @@ def test_wrong_names_and_profiles() -> None:
     other = dapple.Profile("other", "cpu", (4,), (LayerProfile("block_7", Cost(), Cost()),), ())
     with pytest.raises(dapple.ProfileError, match="'other' has a layer 'block_7', model 'classifier' hasn't"):
         dapple.transform(classifier(), cluster, plan(), profile=other)
+    for function in (dapple.simulate, dapple.emulate, dapple.reduced_early):
+        with pytest.raises(TypeError, match="plan is Profile"):
+            function(other, plan(), cluster)
+    for measure in (dapple.measure_links, dapple.measure_speeds):
+        with pytest.raises(TypeError, match="cluster is Plan"):
+            measure(plan())
 
 
 class Own(keras.Model):

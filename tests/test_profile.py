@@ -165,6 +165,7 @@ def test_scaling_changes_times_and_nothing_else() -> None:
 
 def test_equal_profiles_have_equal_hashes() -> None:
     assert hash(Profile.from_json(PROFILE.to_json())) == hash(PROFILE)
+    assert Profile.from_json(changed("groups", value={"sizes": [2]})) == PROFILE  # An earlier version wrote these.
 
 
 def test_a_profile_prints_a_table() -> None:

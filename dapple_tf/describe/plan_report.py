@@ -81,7 +81,7 @@ class PlanReport:
     def __str__(self) -> str:
         def factor(other: float) -> str:
             if 0 < other < self.latency:  # The planner prefers simpler plans to hardly faster ones.
-                return f"as fast within {math.ceil(100 * (self.latency / other - 1))}%"
+                return f"{math.ceil(1000 * (self.latency / other - 1)) / 10:g}% faster"
             return f"{other / self.latency:.3g}x the time" if self.latency else "the same"
 
         parallel = f"impossible: {self.data_parallel_note}"

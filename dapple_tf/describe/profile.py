@@ -289,6 +289,7 @@ class Profile(JsonFile):
         decoder = Decoder(ProfileError, lists=frozenset({Cost}))
         decoder.check_format(data, _FORMAT, source)
         del data["format"]
+        data.pop("groups", None)  # costs on groups of devices, which earlier versions searched
         try:
             profile: Profile = decoder.read(cls, data)
             return profile

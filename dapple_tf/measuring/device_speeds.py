@@ -84,6 +84,7 @@ def measure_speeds(
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``. Or a device hasn't the memory.
         CaptureError: the model can't be captured.
     """
+    Cluster.check("cluster", cluster)
     if not cluster.real:
         raise ClusterError(
             "this cluster is a description without real devices: give its devices their speeds, or measure real ones"

@@ -131,6 +131,7 @@ def emulate(
         raise ValueError(f"{steps} steps were asked for; ask for at least 1")
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be above 0 and finite, or None to choose one")
+    Plan.check("plan", plan)
     if plan.carried_updates:
         raise EmulationError(
             f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "

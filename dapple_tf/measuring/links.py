@@ -143,6 +143,7 @@ def measure_between_servers(
 
 
 def _check(cluster: Cluster, small: int, large: int, repeats: int) -> None:
+    Cluster.check("cluster", cluster)
     if not cluster.real:
         raise ClusterError(
             "this cluster is a description without real devices: give it its links, or measure real ones"

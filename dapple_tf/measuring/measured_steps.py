@@ -149,6 +149,8 @@ def tune_reverse_first_k(
 
     Source: Out-Of-Order BackProp (EuroSys'22), section 5.1.
     """
+    Cluster.check("cluster", cluster)
+    Plan.check("plan", plan)
     example = ExampleBatch.of(model, x, y, sample_weight)
     layers = plan.num_stages
     if any(device.memory_bytes is not None for device in cluster.devices):

@@ -50,14 +50,8 @@ def measured_operators(
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
         PlanError: the cluster lacks a device of the plan, or the model doesn't fit the devices' memory.
-        TypeError: costs of another type.
     """
     plan.validate_on(cluster)
-    if costs is not None and not isinstance(costs, OperatorCosts):
-        raise TypeError(
-            f"operator_costs is a {type(costs).__name__}; give an OperatorCosts (OperatorCosts.load() reads "
-            f"one), or leave it out to measure them"
-        )
     if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
         cluster = measure_links(cluster, capacity=False)
     if costs is None:
@@ -98,6 +92,8 @@ def profile_operators(
         CaptureError: the model isn't built or compiled, or can't be captured.
         PlanError: the plan doesn't place operators or doesn't fit the cluster, or the model not the devices' memory.
     """
+    Cluster.check("cluster", cluster)
+    Plan.check("plan", plan)
     if not cluster.real:
         raise ProfileError("this cluster is a description without real devices: it can be planned for, not measured")
     if plan.operator_devices is None:

@@ -95,6 +95,7 @@ def profile(
     """
     sizes = _sizes(batch_size)
     cluster = cluster or Cluster.local(1)
+    Cluster.check("cluster", cluster)
     if not cluster.real:
         raise ProfileError("this cluster is a description without real devices: it can be planned for, not measured")
     if not 0 <= device < cluster.num_devices:

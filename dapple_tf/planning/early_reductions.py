@@ -41,6 +41,7 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     Raises:
         PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
     """
+    Plan.check("plan", plan)
     bare = dataclasses.replace(plan, backward_cuts=(), report=None)
     if not plan.wait_free or plan.operator_devices is not None:
         return bare

@@ -59,7 +59,6 @@ def report(
         derived: the plan's derivation, if plans other than DAPPLE's were searched.
     """
     costs, plan = best.costs, best.costs.plan
-    used = {*itertools.chain(*plan.working_devices, *(plan.weight_devices or ()))}
     total = sum(best.busy.values()) or 1.0
     busy = [0.0] * plan.num_stages
     for span in best.spans:
@@ -102,7 +101,7 @@ def report(
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
         restraints=restraints(plan),
-        idle_devices=request.cluster.num_devices - len(used),
+        idle_devices=request.cluster.num_devices - len(_used(plan)),
         out_of_order="" if derived is None else out_of_order_plans.name(plan),
         dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
         dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),
@@ -111,7 +110,13 @@ def report(
 
 def _excess(other: Plan, plan: Plan) -> str:
     """Returns what a plan needs more of than the chosen one, which is simpler."""
-    return "with more stages" if other.num_stages > plan.num_stages else "on more devices"
+    if other.num_stages > plan.num_stages:
+        return "with more stages"
+    return "on more devices" if len(_used(other)) > len(_used(plan)) else ""
+
+
+def _used(plan: Plan) -> set[int]:
+    return {*itertools.chain(*plan.working_devices, *(plan.weight_devices or ()))}
 
 
 def _nearest_to_limit(step: Simulation, devices: Sequence[int]) -> tuple[float, int | None]:
