@@ -106,7 +106,8 @@ def local_servers(*servers: int) -> dapple.Cluster:
     devices = tuple(
         dataclasses.replace(device, server=server) for device, server in zip(local.devices, numbers, strict=True)
     )
-    links = {"intra_bandwidth": 1e10, "inter_bandwidth": 1e10, "intra_latency": 1e-6, "inter_latency": 1e-6}
+    links: dict[str, Any] = {"intra_bandwidth": 1e10, "inter_bandwidth": 1e10}
+    links |= {"intra_latency": 1e-6, "inter_latency": 1e-6}
     return dataclasses.replace(local, devices=devices, **links)
 
 
