@@ -44,7 +44,7 @@ from dapple_tf.tools.evaluation.random_plans import (
 from dapple_tf.tools.evaluation.training_comparison import Batch, largest_difference, train_on_batch
 from graph_passes.ir.tasks import Schedule
 
-POOL = 2000
+POOL = 4000
 """Number of plans among which all pairs occur that plans allow."""
 CUTS = "abcde"
 """Layers of each model after which it may be cut."""
@@ -155,10 +155,10 @@ def values_of(drawn: MixedPlan) -> set[tuple[str, str]]:
     }
 
 
-ALONE = {"policy", "optimizer", "placed operators"}
+ALONE = {"policy", "optimizer", "placed operators", "replicas of placed operators"}
 """Options of which each value meets all others but those: they know nothing of each other."""
 COMPILED = ("feature", "jit_compile")
-"""It meets all other features, and takes five times as long."""
+"""It meets all other features, and each stage takes much longer."""
 
 
 def pairs_of(drawn: MixedPlan) -> set[Any]:
@@ -176,7 +176,8 @@ def chosen() -> list[MixedPlan]:
     missing = set().union(*pairs)
 
     def gain(number: int) -> float:
-        return len(pairs[number] & missing) / (5 if pool[number].plan.compiled else 1)
+        plan = pool[number].plan
+        return len(pairs[number] & missing) / (4 * plan.num_stages if plan.compiled else 1)
 
     queue = [(-gain(number), number) for number in range(POOL)]
     heapq.heapify(queue)
