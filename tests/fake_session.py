@@ -107,6 +107,7 @@ class FakeWorkers:
             patch.setattr(SessionGraph, "add", lambda own, graph, name: add(own, _here(graph), name))
             patch.setattr(connection, "_PAUSE", 0.02)
             patch.setattr(remote_session, "_FORMER_CALLS_SECONDS", 1.0)
+            patch.setattr(remote_session, "_CLOSE_SECONDS", 5.0)  # Iterators may hold up the end of a local session.
             patch.setattr(recovery, "_PAUSE_SECONDS", 0.0)
             patch.setattr(recovery, "reachable", lambda addresses, *_: [*map(self.answers, addresses)])
             patch.setattr(recovery, "inventory", lambda addresses, *_: [*map(self.meet, addresses)])

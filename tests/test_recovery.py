@@ -252,9 +252,11 @@ def test_a_checkpoint_that_is_damaged_is_not_what_recovery_rests_on(
     assert_as_plain_keras(pipelined, *range(6))
 
 
-@pytest.mark.parametrize(("use", "deferred"), [("train", False), ("evaluate", True), ("train", True)])
+@pytest.mark.parametrize(
+    ("use", "deferred", "closes"), [("train", False, True), ("evaluate", True, True), ("train", True, False)]
+)
 def test_a_restored_checkpoint_and_what_is_assigned_to_it(
-    workers: FakeWorkers, tmp_path: Path, use: str, deferred: bool
+    workers: FakeWorkers, tmp_path: Path, use: str, deferred: bool, closes: bool
 ) -> None:
     """A fault before anything was trained since: the checkpoint was read again, over what had been assigned."""
 
@@ -264,7 +266,9 @@ def test_a_restored_checkpoint_and_what_is_assigned_to_it(
             model = classifier(optimizer="adam", metrics=["accuracy"])
         pipelined = transform(workers, model=model)
         path = train(pipelined, 0).save_checkpoint(tmp_path / str(fault))
-        pipelined.close(sync=False)
+        train(pipelined, 1)
+        if closes:
+            pipelined.close(sync=False)
         pipelined.restore_checkpoint(path)
         results = [pipelined.evaluate(X, Y, verbose=0)]
         kernel = pipelined.model.get_layer("second").kernel
