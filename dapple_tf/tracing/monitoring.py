@@ -23,7 +23,7 @@ _WARM_UP = 2
 _RECENT = 51
 """Number of steps over which medians are taken."""
 _CHECKED_AT = 10
-"""Number of the step that is compared with its prediction if no monitor is attached."""
+"""Number of the step that warms up the tracer if no monitor is attached; the next is compared with its prediction."""
 
 
 class TraceBudget:
