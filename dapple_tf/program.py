@@ -47,7 +47,7 @@ def _optional(flag: flags.Flag[Any]) -> bool:
 
 
 def _described(flag: flags.Flag[Any]) -> str:
-    """A flag's lines: its name, what it means, and the default if there is one."""
+    """A flag's lines: name, meaning and default."""
     name = f"[no]{flag.name}" if flag.boolean else flag.name
     text = f"--{name}: {flag.help}"
     if flag.default is not None and flag.default is not False:

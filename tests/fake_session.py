@@ -55,7 +55,7 @@ class Fault:
 
 
 class FakeWorkers:
-    """Some workers of one device each, and what is to happen to calls, by their numbers.
+    """Workers of one device each, and the faults of calls, by the calls' numbers.
 
     Attributes:
         cluster: the workers.

@@ -86,12 +86,12 @@ class Installed:
 
 
 def outer() -> dict[str, str]:
-    """The environment's variables, without those that let Python find a checkout."""
+    """The environment's variables but those by which Python finds a checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def required(name: str, known: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    """A distribution and all that it requires, without extras."""
+    """A distribution and its requirements, without extras."""
     if name.lower() in known:
         return
     known.add(name.lower())

@@ -36,7 +36,7 @@ from graph_passes.ir.tensorflow_bridge import make_constant
 _ROOTED = frozenset({keras.optimizers.Adadelta, keras.optimizers.Adagrad, keras.optimizers.RMSprop})
 """Optimizers that divide a gradient by roots of means, or sums, of squares."""
 _LEAST_EPSILON = 1e-7
-"""The least that is added to such a mean: above zero in half precision, too."""
+"""The least epsilon under such a root for it to stay above zero, in half precision, too."""
 
 
 def capture_updates(

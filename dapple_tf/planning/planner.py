@@ -74,7 +74,7 @@ _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
 _RIVAL = 2.0
-"""Simple plans that are expected to take this many times as long as the best one aren't tried."""
+"""The most times the best plan's step that a simple plan may be expected to take and still be tried."""
 
 
 @names_checked()
