@@ -59,7 +59,7 @@ class ProfiledModel:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the profile is of a GPU."""
+        """Whether the measured device is a GPU."""
         return self.cluster.all_gpus([self.device])
 
     @functools.cached_property

@@ -74,7 +74,7 @@ _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
 _RIVAL = 2.0
-"""The most times the best plan's step that a simple plan may be expected to take and still be tried."""
+"""Simple plans are tried if their expected step is at most this many times the best plan's."""
 
 
 @names_checked()
