@@ -68,7 +68,7 @@ def plan_model(
     """Profiles a compiled model on a real cluster and plans it.
 
     Some things that plans differ by aren't known before they run, such as what sending costs the processors that
-    compute; with ``by_trial`` the best plan of each kind trains some steps.
+    compute; with ``by_trial`` the best plan, data parallelism and one device train some steps.
 
     Args:
         model: a built and compiled Keras model.

@@ -113,7 +113,7 @@ class HostsAndClient(Hosts):
 
 ACROSS = [*CASES][1::4]
 FROM_HOST = ACROSS[::2]
-"""Those that the first host trains, and not a third one."""
+"""Cases trained from the first host, in place of a third one."""
 
 
 @pytest.fixture(scope="module")

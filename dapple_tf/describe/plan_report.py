@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dapple_tf.data_files import TEXTS, Decoder, Scalar
-from dapple_tf.units import ms_text
+from dapple_tf.units import counted, ms_text
 
 LARGEST = 2**63
 """Bound of the numbers in a plan, which are all smaller."""
@@ -92,7 +92,7 @@ class PlanReport:
             runner_up = f"{self.runner_up_text}: {ms_text(self.runner_up)} ms, {factor(self.runner_up)}"
             runner_up += f", {self.runner_up_note}" if self.runner_up_note else ""
         memory = "" if self.one_device is not None else " with enough memory"
-        idle = f"; {self.idle_devices} device{'s' * (self.idle_devices > 1)} idle" if self.idle_devices else ""
+        idle = f"; {counted(self.idle_devices, 'device')} idle" if self.idle_devices else ""
         return (
             f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}{idle}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
