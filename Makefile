@@ -80,7 +80,6 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; rewrites do
 	$(BIN)/python -m tools.evaluation.bench_planner --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_many_devices --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_recompute --json=docs/results/scale.json
-	$(BIN)/python -m tools.evaluation.bench_recompute --models=gpt --jit_compile=false --schedule=gpipe --micro_batches=8 --ways=none,boundary,offload --json=docs/results/scale.json
 	$(BIN)/python -m tools.evaluation.bench_first_step --json=docs/results/scale.json
 
 zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/zoo.md

@@ -38,7 +38,6 @@ EXAMPLES: dict[str, tuple[str, Devices, int, dict[str, Any]]] = {
     "stages with unlike replicas": ("cnn", [[0, 1, 2], [3]], 7, {"schedule": "gpipe"}),
     "unlike slices of replicas": ("lstm", [[0, 1], [2]], 2, {"shares": [[2, 1], [1]]}),
     "recomputation": ("cnn", [[0], [1]], 4, {"recompute": ["boundary", "min_cut"]}),
-    "residuals on hosts": ("cnn", [[0], [1]], 4, {"recompute": "offload"}),
     "split backwards": ("tied", [[0, 1], [2], [3]], 4, {"schedule": "zb_h1"}),
     "several stages on a device": ("tied", PERIODIC, 4, {"schedule": "interleaved"}),
     "stages there and back": ("branches", VEE, 4, {"schedule": "zb_v"}),

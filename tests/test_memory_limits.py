@@ -16,7 +16,6 @@ from graph_passes.ir.program import Layout
 def test_the_runtime_counts_each_devices_own_slices() -> None:
     """12 samples of 10 bytes: 9 on a device of 200 bytes, 3 on one of 100."""
     sizes = {"residual_bytes": 10, "fixed_residual_bytes": 0, "delayed_bytes": 0, "fixed_delayed_bytes": 0}
-    sizes |= {"offloaded_bytes": 0, "offloaded_late_bytes": 0}
     program: Any = SimpleNamespace(stages=[SimpleNamespace(index=0, **sizes)])
     devices = [dapple.Device(f"/device:CPU:{index}", 0, memory) for index, memory in enumerate((200, 100))]
     cluster = dapple.Cluster(tuple(devices), real=False)
@@ -30,7 +29,6 @@ def test_the_runtime_counts_each_devices_own_slices() -> None:
 def test_the_runtime_counts_slices_of_any_of_a_devices_stages(policy: str, held: int) -> None:
     """Five slices fit beside the variables, each of at most 200 bytes: two micro-batches of both stages."""
     sizes = {"fixed_residual_bytes": 0, "delayed_bytes": 50, "fixed_delayed_bytes": 0}
-    sizes |= {"offloaded_bytes": 0, "offloaded_late_bytes": 0}
     program: Any = SimpleNamespace(
         stages=[SimpleNamespace(index=stage, residual_bytes=size, **sizes) for stage, size in enumerate([200, 150] * 2)]
     )

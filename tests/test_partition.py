@@ -291,7 +291,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     before = copied(built)
     with pytest.raises(PassError) as caught:
         Partition("everything").run(built)
-    assert str(caught.value) == "recompute='everything' is unknown; use one of none, boundary, min_cut, offload"
+    assert str(caught.value) == "recompute='everything' is unknown; use one of none, boundary, min_cut"
     assert built == before
 
 

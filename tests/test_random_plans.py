@@ -248,9 +248,7 @@ def test_every_pair_of_options_trains_as_plain_keras(drawn: MixedPlan) -> None:
 def test_every_plan_is_emulated_in_the_simulated_order(drawn: MixedPlan) -> None:
     """Without what can't be emulated."""
     plan = drawn.plan
-    modes = itertools.repeat(plan.recompute, plan.num_stages) if isinstance(plan.recompute, str) else plan.recompute
     less = {"carried_updates": 0, "row_shards": False, "operator_devices": None}
-    less["recompute"] = tuple("none" if mode == "offload" else mode for mode in modes)
     plan = dataclasses.replace(plan, **less)
     profile = profile_of([*CUTS, "last"], random.Random(drawn.seed))
     simulated = through_the_chain(plan, profile, drawn.cluster)

@@ -125,7 +125,7 @@ def test_questions_parse_back() -> None:
         ({"global_batch_size": 1.5}, "global_batch_size is 1.5"),
         ({"schedule": "best"}, "schedule is 'best'; use one of gpipe"),
         ({"schedule": ["gpipe"]}, "schedule is ['gpipe']; use one of"),
-        ({"recompute": None}, "recompute is None; use one of none, boundary, min_cut, offload"),
+        ({"recompute": None}, "recompute is None; use one of none, boundary, min_cut"),
         ({"speed": 0}, "speed is 0.0; it must be above 0"),
         ({"intra_latency": -1}, "intra_latency is -1; it must be a number from 0 on"),
         ({"intra_bandwidth": "not a number"}, "intra_bandwidth is 'not a number'"),

@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 from dapple_tf.data_files import JsonFile, clip
 from dapple_tf.describe.cluster_description import parse, to_text
 from dapple_tf.describe.devices import (
-    HOST,
-    HOST_LINK,
     LINKS,
     REDUCTION,
     Device,
@@ -60,8 +58,6 @@ class Cluster(JsonFile):
         reductions: all-reduces as they were measured, which count before links and the two values above.
         tls: directory with this machine's certificate, if the workers are reached by TLS (`network.keys`).
         sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
-        host_bandwidth: bytes/s between a device and its server's memory, in each direction; None for those of PCIe.
-        host_latency: seconds until the first byte arrives there.
         ray_workers: the workers that `from_ray` has started, which end when no cluster refers to them; None for others.
 
     Raises:
@@ -84,8 +80,6 @@ class Cluster(JsonFile):
     sub_streams: int = 0
     reductions: ReductionLinks = field(default_factory=ReductionLinks)
     tls: str | None = None
-    host_bandwidth: float | None = None
-    host_latency: float | None = None
     ray_workers: RayWorkers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +107,7 @@ class Cluster(JsonFile):
                 )
             if not (math.isfinite(device.speed) and device.speed > 0):
                 raise ClusterError(f"device {index} has speed {device.speed}; it must be above 0 and finite")
-        for name in (*LINKS, *REDUCTION, *HOST):
+        for name in (*LINKS, *REDUCTION):
             check_link(name, getattr(self, name))
         for name, link in self.reductions.links.items():
             check_link(f"bandwidth of reductions' {name}", link.bandwidth)
@@ -123,7 +117,7 @@ class Cluster(JsonFile):
                 f"the description has {counted(len(self.servers), 'server')}, but the devices are in {self.num_servers}"
             )
         for number, own in enumerate(self.servers):
-            for name in (*LINKS, *HOST):
+            for name in LINKS:
                 check_link(f"{name} of server {number}", getattr(own, name))
             if own.capacity is not None and not (math.isfinite(own.capacity) and own.capacity > 0):
                 raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
@@ -417,8 +411,8 @@ class Cluster(JsonFile):
              "intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
 
         ``memory_bytes`` and ``speed`` are those of each device of the server: one number, or a list with one per
-        device. These and the links may be left out, and ``host_bandwidth`` and ``host_latency`` added. A server may
-        have its own links and ``capacity``, see :class:`Server`. ``source`` is the text's name in errors.
+        device. These and the links may be left out. A server may have its own links and ``capacity``, see
+        :class:`Server`. ``source`` is the text's name in errors.
 
         Raises:
             ClusterError: the text isn't JSON, or has an unknown, missing or wrong key.
@@ -488,15 +482,6 @@ class Cluster(JsonFile):
             return self.server_links[a][0]
         one, other = self.server_links[a][1], self.server_links[b][1]
         return Link(min(one.bandwidth, other.bandwidth), max(one.latency, other.latency))
-
-    def host_link(self, device: int) -> Link:
-        """Returns the link between a device and its server's memory: its server's, the cluster's, or `HOST_LINK`."""
-        described = (*((self.servers[self.devices[device].server],) if self.servers else ()), self)
-        numbers = []
-        for name, usual in zip(HOST, HOST_LINK, strict=True):
-            own = (value for one in described if (value := getattr(one, name)) is not None)
-            numbers.append(next(own, usual))
-        return Link(*numbers)
 
     @functools.cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -577,8 +562,6 @@ class Cluster(JsonFile):
             f"  inside a server: {link_text(self.intra_bandwidth, self.intra_latency)}\n"
             f"  between servers: {link_text(self.inter_bandwidth, self.inter_latency)}"
         )
-        if self.host_bandwidth is not None or self.host_latency is not None:
-            links += f"\n  to the host: {link_text(self.host_bandwidth, self.host_latency)}"
         names = f"  {self.devices[0].name}" + (f" to {self.devices[-1].name}" if self.num_devices > 1 else "")
         what = f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}"
         return "\n".join([what, names, links, *self._speeds()])

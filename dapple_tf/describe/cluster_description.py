@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.data_files import Decoder, parse_object, short
-from dapple_tf.describe.devices import HOST, LINKS, REDUCTION, REDUCTION_LINKS, Device, Link, ReductionLinks, Server
+from dapple_tf.describe.devices import LINKS, REDUCTION, REDUCTION_LINKS, Device, Link, ReductionLinks, Server
 from dapple_tf.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
         ClusterError: not JSON, or an unknown, missing or wrong key.
     """
     data = parse_object(text, source, ClusterError)
-    _DECODER.check_keys(data, ("format", "servers"), (*LINKS, *REDUCTION, *HOST, "reductions"), source)
+    _DECODER.check_keys(data, ("format", "servers"), (*LINKS, *REDUCTION, "reductions"), source)
     _DECODER.check_format(data, FORMAT, source)
     entries = data["servers"]
     if not isinstance(entries, list) or not entries:
@@ -44,7 +44,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
         for index, (memory, speed) in enumerate(zip(memories, speeds, strict=True)):
             name = f"/job:worker/replica:0/task:{number}/device:GPU:{index}"
             devices.append(Device(name, number, memory, speed))
-    numbers = _numbers(data, [*LINKS, *REDUCTION, *HOST], source)
+    numbers = _numbers(data, [*LINKS, *REDUCTION], source)
     servers = tuple(own) if any(server != Server() for server in own) else ()
     measured = _reductions(data.get("reductions", {}), f"{source}: reductions")
     return {"devices": tuple(devices), "servers": servers, "reductions": measured, **numbers}
@@ -63,7 +63,7 @@ def to_text(cluster: Cluster) -> str:
         if cluster.servers:
             entry |= {key: value for key, value in asdict(cluster.servers[number]).items() if value is not None}
         lines.append("    " + json.dumps(entry))
-    described = [*LINKS, *(name for name in (*REDUCTION, *HOST) if getattr(cluster, name) is not None)]
+    described = [*LINKS, *(name for name in REDUCTION if getattr(cluster, name) is not None)]
     links = [f"  {json.dumps(name)}: {json.dumps(getattr(cluster, name))}" for name in described]
     if cluster.reductions != ReductionLinks():
         measured = {name: link._asdict() for name, link in cluster.reductions.links.items()}

@@ -11,7 +11,6 @@ from dapple_tf.errors import ClusterError
 
 LINKS = ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
 REDUCTION = ("reduce_bandwidth", "reduce_latency")
-HOST = ("host_bandwidth", "host_latency")
 REDUCTION_LINKS = ("ring", "inside", "between", "exchange")
 """The links of `ReductionLinks`."""
 
@@ -59,8 +58,6 @@ class Server:
         inter_latency: the same, to and from other servers.
         capacity: compute of the server when all of its devices are busy, in devices; None is the number of devices.
             Logical CPU devices share their cores: four of them on two cores have a capacity of two.
-        host_bandwidth: bytes/s between each of its devices and its memory, in each direction.
-        host_latency: seconds until the first byte arrives there.
     """
 
     intra_bandwidth: float | None = None
@@ -68,8 +65,6 @@ class Server:
     intra_latency: float | None = None
     inter_latency: float | None = None
     capacity: float | None = None
-    host_bandwidth: float | None = None
-    host_latency: float | None = None
 
 
 class Link(NamedTuple):
@@ -81,10 +76,6 @@ class Link(NamedTuple):
     def seconds(self, size: float) -> float:
         """Returns the seconds for sending ``size`` bytes."""
         return self.latency + size / self.bandwidth
-
-
-HOST_LINK = Link(12e9, 1e-5)
-"""The link between a device and its host where none is described: PCIe 3.0 with 16 lanes."""
 
 
 @dataclass(frozen=True)

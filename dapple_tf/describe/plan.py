@@ -19,7 +19,6 @@ from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_text import header, remarks, rows
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
-    OFFLOAD,
     RECOMPUTE_MODES,
     PlanError,
     PlanValueError,
@@ -94,9 +93,7 @@ class Plan(JsonFile):
         schedule: the name of a built-in policy (`schedules.POLICIES`), your own policy (`schedules.policy.Policy`) or
             its ``module:name`` if that module is imported, or the path of a CSV file with a schedule
             (`schedules.schedule_csv`).
-        recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each. With ``offload``
-            what a stage would keep for them is copied to its host's memory after the forward, and back before it is
-            read.
+        recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each.
         jit_compile: whether stages are compiled with XLA; those that place their operators on several devices aren't.
             None compiles what ``keras.Model.compile`` does by default: on GPUs
             all models whose layers XLA can compile, but for placed operators.
@@ -335,6 +332,11 @@ class Plan(JsonFile):
                 f"{source}: parameter_shards is true, and no plan has parameters in shards any more; leave it out: "
                 f"optimizer_shards is as fast, and pipelines hold fewer layers with parameters in shards"
             )
+        if (mode := data.get("recompute")) == "offload" or (isinstance(mode, list) and "offload" in mode):
+            raise PlanError(
+                f"{source}: recompute has 'offload', and residuals no longer wait in the host's memory; use "
+                f"'boundary', which keeps less, or 'min_cut'"
+            )
         required = [entry.name for entry in fields(cls) if entry.default is MISSING]
         optional = [entry.name for entry in fields(cls) if entry.default is not MISSING]
         decoder.check_keys(data, ["format", *required], optional, source)
@@ -429,11 +431,6 @@ class Plan(JsonFile):
     def recompute_of(self, stage: int) -> str:
         """Returns what a stage's backward recomputes, one of `RECOMPUTE_MODES`."""
         return self.recompute if isinstance(self.recompute, str) else self.recompute[stage]
-
-    @property
-    def offloading_stages(self) -> frozenset[int]:
-        """The stages whose residuals wait in the host's memory."""
-        return frozenset(stage for stage in range(self.num_stages) if self.recompute_of(stage) == OFFLOAD)
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:

@@ -119,11 +119,6 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
             "jit_compile=True compiles stages of one device, but every stage places its operators on several; leave "
             "jit_compile out"
         )
-    if plan.offloading_stages:
-        raise PlanError(
-            f"stage {min(plan.offloading_stages)} has recompute='offload', but its operators are placed one by one, so "
-            f"that no task's residuals could be copied; set recompute='none', or leave operator_devices out"
-        )
 
 
 def _check_weight_devices(plan: Plan, weight_devices: Sequence[Sequence[int]]) -> None:
@@ -134,12 +129,6 @@ def _check_weight_devices(plan: Plan, weight_devices: Sequence[Sequence[int]]) -
         )
     for stage, devices in enumerate(weight_devices):
         _check_devices(f"weight_devices of stage {stage}", devices)
-        if stage in plan.offloading_stages and tuple(devices) != plan.devices[stage]:
-            raise PlanError(
-                f"stage {stage} has recompute='offload' and weight_devices {list(devices)}, other than its own "
-                f"{list(plan.devices[stage])}: what its backwards read goes to the host and back to one device; choose "
-                f"another mode for it, or compute its weight gradients on its own devices"
-            )
 
 
 def check_batches(plan: Plan) -> None:

@@ -14,11 +14,8 @@ from dapple_tf.describe.plan_report import LARGEST
 
 ALL_REDUCE = ("flat", "hierarchical")
 """All-reduces over several servers: one ring through all devices, or inside each server first."""
-OFFLOAD = "offload"
-"""The mode of stages whose residuals wait in the host's memory."""
-RECOMPUTE_MODES = ("none", "boundary", "min_cut", OFFLOAD)
-"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest. With
-``offload`` nothing, too, and what they read waits in the host's memory meanwhile."""
+RECOMPUTE_MODES = ("none", "boundary", "min_cut")
+"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest."""
 REDUCTION_ORDERS = ("completion", "first_layers")
 """Orders of the all-reduces of carried updates: that of their gradients, or that of the layers."""
 

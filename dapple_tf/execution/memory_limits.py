@@ -51,9 +51,8 @@ def residuals_held(
         stages = [index for index, (own, owning) in pairs if device in (*own, *owning)]
         fixed = stored_bytes(cluster.device_names[device])
         sizes = [_slice_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages]
-        passing = max(_passing_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages)
-        residual = max(1, sum(sizes)) + len(stages) * passing
-        count = slices_fitting(limit - fixed, max(1, sum(sizes)), passing, len(stages), most)
+        residual = max(1, sum(sizes))
+        count = slices_fitting(limit - fixed, residual, most)
         if count < 1:
             shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
             raise DappleError(
@@ -62,7 +61,7 @@ def residuals_held(
                 f"micro-batches or recompute='boundary'"
             )
         if plan.policy.shares_room:
-            count = max(len(stages), slices_fitting(limit - fixed, max(1, *sizes), passing, 1, most))
+            count = max(len(stages), slices_fitting(limit - fixed, max(1, *sizes), most))
         for stage in stages:
             held[stage] = min(held[stage], count)
     return tuple(held)
@@ -80,11 +79,6 @@ def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
 
 def _slice_bytes(stage: Stage, samples: int) -> int:
     """Returns the bytes that a stage's device keeps of a slice until its last backward task."""
-    early = (stage.residual_bytes - stage.offloaded_bytes) * samples + stage.fixed_residual_bytes
-    late = (stage.delayed_bytes - stage.offloaded_late_bytes) * samples + stage.fixed_delayed_bytes
+    early = stage.residual_bytes * samples + stage.fixed_residual_bytes
+    late = stage.delayed_bytes * samples + stage.fixed_delayed_bytes
     return max(early, late)
-
-
-def _passing_bytes(stage: Stage, samples: int) -> int:
-    """Returns the bytes that it has besides of a slice that isn't in the host's memory."""
-    return stage.offloaded_bytes * samples

@@ -30,7 +30,6 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.growing import Growing, GrowthRecord
 from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
-from dapple_tf.execution.residual_hosts import more_page_locked
 from dapple_tf.execution.terminal import batch_done
 from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import CANCELLED, Batch, BatchSpec
@@ -380,7 +379,6 @@ class Runtime:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.kept}" if lost else ""
             text = cause() or reason(error)
-            text += more_page_locked(self.engine.plan, str(error))
             told = [note for note in self.engine.builder.notes.latest or () if note.kind is NoteKind.PAIRS]
             text += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
             raise StepError(f"a {mode.value} step failed: {text}{kept}") from error

@@ -18,7 +18,6 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.execution.builds import Build, StepKind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
-from dapple_tf.execution.residual_hosts import note_on_hosts
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
@@ -94,8 +93,6 @@ class StepBuilder:
         if plan.operator_devices is not None:
             self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), self.passes.pipeline)
         self.notes = NoteLog(model.name)
-        if note := note_on_hosts(plan, cluster):
-            logger.info("%s", note)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
         self._storage_devices: StorageDevices = {}
         self._trained_devices = False

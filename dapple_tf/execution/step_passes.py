@@ -18,7 +18,6 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.memory_limits import limited_devices, residuals_held
-from dapple_tf.execution.residual_hosts import residual_hosts
 from dapple_tf.execution.worker_data import area_of, hosts_of
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.variables import VariableTable
@@ -37,7 +36,6 @@ from graph_passes.passes.cut_backward import CutBackward
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
-from graph_passes.passes.offload import Offload
 from graph_passes.passes.partition import Partition
 from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
@@ -397,13 +395,6 @@ class StepAsked(NamedTuple):
         """Returns the pass for hierarchical all-reduces."""
         return self.passes.reduce_by_server() if self._updates else None
 
-    def offload(self) -> Offload | None:
-        """Returns the pass that lets residuals wait in the host's memory."""
-        plan, cluster = self.passes.plan, self.passes.cluster
-        if not plan.offloading_stages or self.built.mode is not Mode.TRAIN:
-            return None
-        return Offload(residual_hosts(plan, cluster))
-
     def place_data(self) -> PlaceData | None:
         """Returns the pass that has workers take batches that they have read."""
         if not self.kind.on_workers:
@@ -452,7 +443,6 @@ PASSES: tuple[Slot, ...] = (
     Slot(OrderTasks, step=StepAsked.order),
     Slot(Update, step=StepAsked.update),
     Slot(ReduceByServer, step=StepAsked.reduce_by_server),
-    Slot(Offload, step=StepAsked.offload),
     Slot(PlaceData, step=StepAsked.place_data),
     Slot(Join, step=StepAsked.join, ends=True),
     Slot(Flatten),

@@ -123,8 +123,8 @@ def emulate(
             delays add up along the step, and only a large ``scale`` makes them small.
 
     Raises:
-        EmulationError: too many devices, carried updates, parameters or rows in shards, or residuals that are
-            offloaded; or the executor ran a task out of order, or before its inputs.
+        EmulationError: too many devices, carried updates or rows in shards; or the executor ran a task out of order, or
+            before its inputs.
         PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
     """
     if steps < 1:
@@ -141,11 +141,6 @@ def emulate(
         raise EmulationError(
             "the plan keeps rows of embeddings in shards, whose lookups before forwards can't be emulated; simulate "
             "it, or emulate it with row_shards=False"
-        )
-    if plan.offloading_stages:
-        raise EmulationError(
-            f"stage {min(plan.offloading_stages)} offloads its residuals, whose way to the host can't be emulated; "
-            f"simulate it, or emulate it with recompute='none'"
         )
     devices = {device for group in (*plan.devices, *(plan.weight_devices or ())) for device in group}
     if len(devices) > MAX_DEVICES:

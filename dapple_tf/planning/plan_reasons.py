@@ -21,7 +21,7 @@ from dapple_tf.planning.stage_cuts import by_memory
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation
 from dapple_tf.units import counted, gib
-from dapple_tf.view.timeline import ALL_REDUCE, FETCH, OFFLOAD, SEND
+from dapple_tf.view.timeline import ALL_REDUCE, SEND
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def report(
     total = sum(best.busy.values()) or 1.0
     busy = [0.0] * plan.num_stages
     for span in best.spans:
-        if span.device is not None and span.kind not in (SEND, OFFLOAD, FETCH):
+        if span.device is not None and span.kind != SEND:
             busy[span.stage] += span.end - span.start
     stages = []
     for stage, devices in enumerate(plan.devices):
@@ -277,7 +277,6 @@ def _limit(simulation: Simulation) -> str:
     """Returns the parts of the step's time, longest first."""
     parts: dict[str, float] = {}
     names = {SEND: "transfers", ALL_REDUCE: "all-reduce", "apply": "the optimizer"}
-    names |= dict.fromkeys((OFFLOAD, FETCH), "copies to the host and back")
     for span in simulation.critical_path:
         name = names.get(span.kind, f"computation of stage {span.stage}")
         parts[name] = parts.get(name, 0.0) + span.end - span.start

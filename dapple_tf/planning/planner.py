@@ -108,8 +108,7 @@ def plan(
             tries all, those for several stages on a device, too, and cuts replicated stages into chunks
             (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed. DAPPLE's own are
             ``["gpipe", "dapple_a", "dapple_b"]``.
-        recompute: a mode, or several; None recomputes only where memory requires it, and lets nothing wait on the host:
-            for that, name ``offload`` among others, such as ``["none", "offload", "boundary"]``.
+        recompute: a mode, or several; None recomputes only where memory requires it.
         all_reduce: ``flat`` or ``hierarchical``, or several; each stage takes the fastest of them. None tries both.
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.plan_values import OFFLOAD
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_time
-from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_cost import stage_cost
-from graph_passes.ir.tasks import Phase, Task
 
-_BY_BYTES = ("none", "min_cut", OFFLOAD, "boundary")
-"""Modes, the one that keeps most first; backwards take longer in the same order, but for what is offloaded."""
+_BY_BYTES = ("none", "min_cut", "boundary")
+"""Modes, the one that keeps most first; backwards take longer in the same order."""
 _EVENED = 3
 """Number of times that stages are made equal for what they recompute: with other layers they may keep more or less."""
 
@@ -47,47 +44,21 @@ def modes_by_memory(plan: Plan, request: PlanRequest) -> str | tuple[str, ...]:
     """Returns for each stage the mode that keeps most among those that don't limit its micro-batches in flight.
 
     Stages from the last to the first have ever more micro-batches in flight, so that the last ones may keep what the
-    first ones have to compute again. A stage that no mode suffices for has the one that keeps least. Where stages may
-    offload, one does if its link to the host takes less of its time than computing again what else has to be.
+    first ones have to compute again. A stage that no mode suffices for has the one that keeps least.
 
     Args:
         plan: a plan; its own modes don't matter.
         request: the profile, the cluster and the modes that there are.
     """
     allowed = [mode for mode in _BY_BYTES if mode in request.modes]
-    if plan.weight_devices is not None and OFFLOAD in allowed:  # which don't go together
-        allowed.remove(OFFLOAD)
     wanted = plan.warm_up_counts()
     modes = [allowed[-1]] * plan.num_stages
-    costs: dict[str, CostModel] = {}
-    for mode in reversed(allowed):
-        if mode != allowed[-1] or OFFLOAD in allowed:
-            costs[mode] = request.costs(dataclasses.replace(plan, recompute=mode, backward_cuts=()))
-    for stage in range(plan.num_stages):
-        for mode in reversed(_by_time(stage, costs, plan) if OFFLOAD in allowed else allowed[:-1]):
-            holds = costs[mode].holds
-            if holds is None:
-                return allowed[0]
-            if holds[stage] >= wanted[stage]:
-                modes[stage] = mode
+    for mode in reversed(allowed[:-1]):
+        holds = request.costs(dataclasses.replace(plan, recompute=mode, backward_cuts=())).holds
+        if holds is None:
+            return allowed[0]
+        modes = [mode if count >= most else own for own, count, most in zip(modes, holds, wanted, strict=True)]
     return modes[0] if len(set(modes)) == 1 else tuple(modes)
-
-
-def _by_time(stage: int, costs: Mapping[str, CostModel], plan: Plan) -> list[str]:
-    """Returns the modes for a stage, the one that adds least to its time first.
-
-    Its two ways to the host and back are hidden by one task each, a forward and a backward.
-    """
-
-    def added(mode: str) -> tuple[float, int]:
-        own = costs[mode]
-        forward, backward = (own.seconds(Task(stage, phase, 0)) for phase in (Phase.FORWARD, Phase.BACKWARD))
-        link = own.cluster.host_link(plan.devices[stage][0])
-        way = link.seconds(sum(own.offloaded_bytes(stage, own.samples(stage))))
-        beyond = max(0.0, way - forward) + max(0.0, way - backward) if mode == OFFLOAD else 0.0
-        return forward + backward + beyond, _BY_BYTES.index(mode)
-
-    return sorted(costs, key=added)
 
 
 def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:

@@ -428,17 +428,6 @@ class CostModel:
         """Returns the bytes that a slice keeps from F to B, or to Bx."""
         return self.stages[stage].residual_bytes.at(samples)
 
-    def offloaded_bytes(self, stage: int, samples: int) -> tuple[float, float]:
-        """Returns the bytes of a slice that may wait in the host's memory: those that only Bx reads, and the others.
-
-        Where a backward is one task, or has nothing to do for Bx or for Bw, the second are all.
-        """
-        cost = self.stages[stage]
-        whole, late = cost.offloaded_bytes.at(samples), cost.offloaded_late_bytes.at(samples)
-        if not self.delays(stage) or not all(self.computes(stage, p) for p in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)):
-            return 0.0, whole
-        return whole - late, late
-
     def delayed_bytes(self, stage: int, samples: int) -> float:
         """Returns the bytes that a slice keeps from Bx to Bw: 0 if Bw has nothing to do, all if Bx has nothing."""
         if not self.computes(stage, Phase.WEIGHT_GRAD):
@@ -542,7 +531,7 @@ class CostModel:
             short = self.shortest(stage, 1)
             if count < 1 and short is not None:
                 worst, limit = short
-                need, own = worst.peak(1), worst.each + worst.passing + worst.working
+                need, own = worst.peak(1), worst.each + worst.working
                 fix = "use more stages"
                 fixed = worst.stored
                 if fixed < limit:

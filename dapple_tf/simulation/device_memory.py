@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dapple_tf.simulation.legs import handed_on
-from graph_passes.ir.offloading import MOST_SLICES
 from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ class DeviceNeed(NamedTuple):
         alone: for reductions at the end of the step.
         beside: for a reduction while tasks run.
         samples: of its largest slice.
-        passing: kept by a micro-batch of the largest stage while it isn't in the host's memory, where stages offload.
     """
 
     stored: float
@@ -37,12 +35,10 @@ class DeviceNeed(NamedTuple):
     alone: float
     beside: float
     samples: int
-    passing: float = 0.0
 
     def peak(self, in_flight: int) -> float:
         """Returns the peak bytes with ``in_flight`` micro-batches in flight."""
-        passing = min(in_flight * self.stages, MOST_SLICES) * self.passing
-        running = in_flight * self.each + passing + self.working + self.beside
+        running = in_flight * self.each + self.working + self.beside
         return self.stored + max(running, self.alone)
 
     def fitting(self, limit: int, most: int, *, shared: bool = False) -> int:
@@ -55,26 +51,13 @@ class DeviceNeed(NamedTuple):
         if room < self.each or limit < self.peak(1):
             return 0
         if shared:
-            return max(self.stages, slices_fitting(room, self.largest, self.passing, 1, most * self.stages))
-        return min(most, slices_fitting(room, self.each, self.passing, self.stages, most))
+            return max(self.stages, slices_fitting(room, self.largest, most * self.stages))
+        return min(most, slices_fitting(room, self.each, most))
 
 
-def slices_fitting(room: float, each: float, passing: float, slices: int, most: int) -> int:
-    """Returns how many micro-batches fit.
-
-    Args:
-        room: bytes for them.
-        each: kept by each.
-        passing: kept by each of its slices besides, but by `MOST_SLICES` of all of them at the most.
-        slices: number of slices of each.
-        most: the most that there are.
-    """
-    few = [count for count in range(1, MOST_SLICES) if count * slices < MOST_SLICES]
-    fitting = max((count for count in few if count * (each + slices * passing) <= room), default=0)
-    left = room - MOST_SLICES * passing
-    if left >= 0:
-        fitting = max(fitting, int(left // each) if each else most)
-    return fitting
+def slices_fitting(room: float, each: float, most: int) -> int:
+    """Returns how many slices of ``each`` bytes fit in ``room`` bytes; ``most`` if they keep nothing."""
+    return max(0, int(room // each)) if each else most
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
@@ -144,15 +127,11 @@ def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
 
 
 def _need(costs: CostModel, work: _Work) -> DeviceNeed:
-    kept, passing = [], 0.0
+    kept = []
     runs, owned, sizes = work.runs, work.owned, dict(work.samples)
     for stage, samples in sizes.items():
         residual = costs.residual_bytes(stage, samples) if stage in runs else 0.0
         delayed = costs.delayed_bytes(stage, samples) if stage in owned and costs.delays(stage) else 0.0
-        if stage in costs.plan.offloading_stages:
-            early, late = costs.offloaded_bytes(stage, samples)
-            residual, delayed = residual - early - late, delayed - late if delayed else 0.0
-            passing = max(passing, early + late)
         kept.append(max(residual, delayed))
     each = sum(kept)
     stages = {*runs, *owned}
@@ -170,7 +149,7 @@ def _need(costs: CostModel, work: _Work) -> DeviceNeed:
     beside += max(applying, default=0) if len(stages) > 1 else 0
     stored = _stored(costs, owned, accumulated=True)
     largest, samples = max(kept, default=0.0), max(sizes.values())
-    return DeviceNeed(stored, each, largest, len(stages), working, alone, beside, samples, passing)
+    return DeviceNeed(stored, each, largest, len(stages), working, alone, beside, samples)
 
 
 def _working(costs: CostModel, stage: int, samples: int) -> float:

@@ -38,8 +38,7 @@ def copied(step: SimulatedStep) -> SimulatedStep:
     names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes")
     for name in (*names, "waiting", "arrived", "complete"):
         setattr(other, name, copy.copy(getattr(step, name)))
-    other.relays, other.offloads = step.relays.copied(), step.offloads.copied()
-    other.lookups = step.lookups.copied()
+    other.relays, other.lookups = step.relays.copied(), step.lookups.copied()
     other.updates = {device: deque(waiting) for device, waiting in step.updates.items()}
     other.cores = step.cores.copied()
     number = next(step.sequence)

@@ -15,13 +15,12 @@ from dapple_tf.simulation.legs import Leg
 from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.shared_cores import Running, SharedCores
 from dapple_tf.simulation.simulated_lookups import Lookups
-from dapple_tf.simulation.simulated_offloads import Offloads
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
 from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError, device_orders
 from dapple_tf.simulation.task_messages import Message, TaskMessages
-from dapple_tf.view.timeline import FETCH, OFFLOAD, SEND, Span
+from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 _END = operator.attrgetter("end")
@@ -97,9 +96,6 @@ class SimulatedStep:
             for number in forwards:
                 self.waiting[number] += 1
                 self.lookups.unready[number] += len(self.members[stage]) if next_forward or stage in carried else 0
-        self.offloads = Offloads(costs, schedule, self.numbers, self.next)
-        for number in self.offloads.waits:
-            self.waiting[number] += 1
         self.limit = limit * (1 + ROUNDING) - self.once
         self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
         # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
@@ -174,8 +170,6 @@ class SimulatedStep:
         for number, unready in self.lookups.unready.items():
             if not unready:
                 self.look_up(number, None)
-        for way in self.offloads.early:
-            self.fetch(way, None)
         for device in self.orders:
             self.start(device)
         return self.go_on()
@@ -190,8 +184,7 @@ class SimulatedStep:
         if stuck:
             raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
         end = max(map(_END, self.spans), default=0.0)
-        spans, stays = tuple(self.spans), tuple(self.offloads.stays(self.spans))
-        return Simulation(end + self.costs.profile.step_seconds, spans, self.costs, stays=stays)
+        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
 
     # ---- the state as data
 
@@ -262,11 +255,6 @@ class SimulatedStep:
         self.send(device, number, index)
         for forward in self.lookups.after.get(number, ()) if self.lookups.after else ():
             self.lookable(forward, index)
-        if self.offloads.absences:
-            for way in self.offloads.leaving.get(number, ()):
-                self.offload(way, index)
-            for way in self.offloads.returning.get(number, ()):
-                self.fetchable(way, index)
         for stage in self.ends.get(number, ()):
             if stage in self.carried:
                 continue
@@ -550,45 +538,3 @@ class SimulatedStep:
         if busy:
             self.port_free[port], self.port_last[port] = start + busy, span
         self.at(start + busy + latency, self.arrive, (number, span))
-
-    # ---- residuals in the host's memory
-
-    def offload(self, way: int, index: int) -> None:
-        """Sends residuals to the host once the device's link there is free."""
-        span = self.host_transfer(OFFLOAD, way, index)
-        self.offloads.spans[way] = (span, self.offloads.spans[way][1])
-        self.at(self.spans[span].end, self.offloaded, (way, span))
-
-    def offloaded(self, way: int, index: int) -> None:
-        """Ends the way of residuals to the host."""
-        awaited = self.offloads.awaited[way]
-        if awaited is not None:
-            self.arrive(awaited, index)
-        for other in self.offloads.allowing[way]:
-            self.fetchable(other, index)
-
-    def fetchable(self, way: int, index: int | None) -> None:
-        """Notes that something is over for which the way back waits."""
-        self.offloads.unready[way] -= 1
-        if not self.offloads.unready[way]:
-            self.fetch(way, index)
-
-    def fetch(self, way: int, index: int | None) -> None:
-        """Brings residuals back from the host once the device's link is free."""
-        span = self.host_transfer(FETCH, way, index)
-        self.offloads.spans[way] = (self.offloads.spans[way][0], span)
-        self.at(self.spans[span].end, self.arrive, (self.offloads.readers[way], span))
-
-    def host_transfer(self, kind: str, way: int, index: int | None) -> int:
-        """Takes a device's link to the host, in one direction; returns the position of the span."""
-        own = self.offloads.absences[way]
-        port = self.port(kind, own.device)
-        link = self.costs.cluster.host_link(own.device)
-        start, cause = self.reserve((port,), self.now, index)
-        busy = own.bytes / link.bandwidth
-        task = own.forward
-        about = (own.device, task.stage, task.micro_batch, task.replica, None, own.bytes, cause)
-        span = self.add(Span(kind, start, start + busy + link.latency, *about))
-        if busy:
-            self.port_free[port], self.port_last[port] = start + busy, span
-        return span

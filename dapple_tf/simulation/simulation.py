@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_offloads import Stay
 from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.text_table import table
@@ -34,13 +33,11 @@ class Simulation:
         latency: seconds of the step.
         spans: everything that took time, in the order of its creation.
         costs: the costs it was computed from.
-        stays: when residuals were in the host's memory.
     """
 
     latency: float
     spans: tuple[Span, ...] = field(repr=False)
     costs: CostModel = field(repr=False)
-    stays: tuple[Stay, ...] = field(default=(), repr=False, kw_only=True)
 
     @property
     def throughput(self) -> float:
@@ -122,14 +119,9 @@ class Simulation:
 
         F adds a slice's residuals, which B frees at its end. If B is split, Bx leaves the inputs of Bw on the device of
         Bw. A running backward also needs its temporaries, a reduction its buffers. If the profile has buffers, each
-        lives as long as in a real step (`step_memory.py`). What is in the host's memory meanwhile isn't on its device.
+        lives as long as in a real step (`step_memory.py`).
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
-        for stay in self.stays:
-            for start, end in _until(stay.start, stay.end, self.latency):
-                # Without buffers, what a next step's forwards keep stays beyond the end.
-                back = stay.bytes if end < self.latency or self.costs.profile.has_buffers else 0.0
-                changes[stay.device].add(start, end, -stay.bytes, 0.0, back)
         if self.costs.profile.has_buffers:
             for life in StepMemory(self).lives():
                 changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
@@ -186,16 +178,6 @@ class Simulation:
     def peak_bytes(self) -> Mapping[int, float]:
         """Device -> the most memory that it uses."""
         return {device: max(level for _, level in curve) for device, curve in self.memory.items()}
-
-    @functools.cached_property
-    def host_bytes(self) -> Mapping[int, float]:
-        """Server -> the most bytes of residuals that wait in its memory; empty if no stage offloads."""
-        changes: dict[int, _Changes] = {}
-        for stay in self.stays:
-            own = changes.setdefault(self.costs.cluster.devices[stay.device].server, _Changes(0.0))
-            for start, end in _until(*stay.held, self.latency):
-                own.add(start, end, 0.0, stay.bytes, 0.0)
-        return {server: max(level for _, level in own.curve()) for server, own in sorted(changes.items())}
 
     @property
     def fits(self) -> bool:
@@ -254,16 +236,7 @@ class Simulation:
         if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: after the last span
             shares["what a step takes once"] = once
         parts = ", ".join(f"{kind} {ms_text(seconds)} ms" for kind, seconds in shares.items())
-        waiting = "".join(
-            f"\nresiduals in the memory of server {server}'s host: at most {gib(most)}"
-            for server, most in self.host_bytes.items()
-        )
-        return f"critical path: {parts}{waiting}"
-
-
-def _until(start: float, end: float, latency: float) -> list[tuple[float, float]]:
-    """Returns the time between two events of a step; a second one before the first is that of an earlier step."""
-    return [(start, end)] if start <= end else [(0.0, end), (start, latency)]
+        return f"critical path: {parts}"
 
 
 class _Changes:

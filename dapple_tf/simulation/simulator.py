@@ -45,10 +45,6 @@ def simulate(
     reduces and updates nothing. With ``plan.carried_updates`` a step first reduces and updates what the previous step
     has left, and the forwards of these stages wait for it.
 
-    Residuals of stages whose mode is ``offload`` take their device's link to the host, in each direction one after the
-    other, as spans of kind ``offload`` and ``fetch``; the second task after a forward waits until they have left, and
-    the task that reads them until they are back (`graph_passes.ir.offloading`).
-
     On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
 
     Args:

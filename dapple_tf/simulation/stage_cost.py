@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
-from dapple_tf.describe.plan_values import OFFLOAD
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.stage_buffers import StageBuffers, stage_buffers
 
@@ -33,9 +32,6 @@ class StageCost:
         state_bytes: other variables.
         apply_seconds: the optimizer's update.
         buffers: its tasks' memory, buffer by buffer; None if the profile has none.
-        offloaded_bytes: the part of `residual_bytes` that may wait in the host's memory, with `Plan.recompute`'s
-            ``offload``.
-        offloaded_late_bytes: the part of that which Bw reads.
     """
 
     layers: tuple[int, int]
@@ -51,8 +47,6 @@ class StageCost:
     state_bytes: int
     apply_seconds: float
     buffers: StageBuffers | None = None
-    offloaded_bytes: Cost = ZERO
-    offloaded_late_bytes: Cost = ZERO
 
     @property
     def stored_bytes(self) -> int:
@@ -99,11 +93,6 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
             [x.residual_bytes if x.min_cut_residual_bytes is None else x.min_cut_residual_bytes for x in layers]
         )
     buffers = stage_buffers(profile, start, stop, recompute)
-    offloaded = late = 0.0  # Only what grows with the slice is sent.
-    if recompute == OFFLOAD:
-        inside = (kept, delayed) if buffers is None else (buffers.residual, buffers.delayed)
-        offloaded = inside[0].per_sample
-        late = min(offloaded, inside[1].per_sample)
     shared = [group for group in profile.shared if any(start <= layer < stop for layer in group.layers)]
     temporary = [x.temporary_bytes for x in layers]
     return StageCost(
@@ -120,8 +109,6 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
         state_bytes=sum(x.state_bytes for x in layers),
         apply_seconds=sum(x.apply_seconds for x in layers),
         buffers=buffers,
-        offloaded_bytes=Cost(0.0, offloaded),
-        offloaded_late_bytes=Cost(0.0, late),
     )
 
 

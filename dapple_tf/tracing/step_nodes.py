@@ -28,7 +28,6 @@ HOST = NodeKind.SLICES.traced
 """Work of the host: cuts the batch, and computes what slices need of the whole."""
 RELAY = NodeKind.RELAY.traced
 """What a stage hands on to others."""
-OFFLOAD, FETCH = NodeKind.OFFLOAD.traced, NodeKind.FETCH.traced
 """Residuals on their way to the host and back."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
@@ -104,8 +103,7 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
         if REDUCTION_ATTR in node.attr:
             reduction = int(node.attr[REDUCTION_ATTR].i)
         after = tuple(control_inputs(node))
-        handing_on = purpose in (NodeKind.RELAY, NodeKind.OFFLOAD, NodeKind.FETCH)
-        relays = int(node.attr[MICRO_BATCH_ATTR].i) if handing_on else None
+        relays = int(node.attr[MICRO_BATCH_ATTR].i) if purpose is NodeKind.RELAY else None
         nodes[node.name] = StepNode(
             kind, node.device, stage, replica, task, inputs, after, reduction, meeting, operator, relays
         )

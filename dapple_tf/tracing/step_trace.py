@@ -25,10 +25,8 @@ from dapple_tf.tracing.step_nodes import (
     ACCUMULATE,
     ALL_REDUCE,
     APPLY,
-    FETCH,
     HOST,
     METRICS,
-    OFFLOAD,
     PACK,
     RELAY,
     TASKS,
@@ -324,7 +322,7 @@ class _Reading:
         spans = sorted(self._spans(labels), key=lambda span: (span.start, span.end))
         ends = [self._time(run.end) for run in self.runs.values()]
         latency = max([0.0, *ends, *(span.end for span in spans)])
-        work = [span for span in spans if span.kind not in ("send", OFFLOAD, FETCH)]
+        work = [span for span in spans if span.kind != "send"]
         working = (min((span.start for span in work), default=0.0), max((span.end for span in work), default=0.0))
         waits = self._waits()
         parts = {}
@@ -352,8 +350,7 @@ class _Reading:
         reductions: dict[int, dict[int, list[str]]] = {}
         for name in self.runs:
             node = self.nodes[name]
-            # What is on its way to the host is shown where it comes from.
-            device = self._index(node.inputs[0].node if node.kind == OFFLOAD else name)
+            device = self._index(name)
             if device not in known or not node.kind:
                 continue
             if node.operator:
@@ -366,9 +363,6 @@ class _Reading:
             elif node.kind == ALL_REDUCE:
                 assert node.reduction is not None and device is not None
                 reductions.setdefault(node.reduction, {}).setdefault(device, []).append(name)
-            elif node.kind in (OFFLOAD, FETCH):
-                size = sum(self.runs[name].outputs.values())
-                yield Span(node.kind, start, end, device, node.stage or 0, node.relays, node.replica, bytes=size)
             elif node.kind in (ACCUMULATE, PACK, APPLY):
                 kind = ACCUMULATE if node.kind == PACK else node.kind
                 micro_batch = None if node.task is None else node.task.micro_batch
@@ -427,7 +421,7 @@ class _Reading:
         together: dict[tuple[tuple[str, ...], int, int], tuple[float, float, float]] = {}
         for name, run in self.runs.items():
             target = self._index(name)
-            if target not in known or self.nodes[name].kind in (OFFLOAD, FETCH):
+            if target not in known:
                 continue
             for ref in self.nodes[name].inputs:
                 source = self._index(ref.node)
@@ -463,7 +457,7 @@ class _Reading:
         """Returns device -> intervals in which it waits for a tensor on its way, until the reader is ready."""
         waits: dict[int, list[Interval]] = {}
         for name, run in self.runs.items():
-            if self.nodes[name].kind not in ("", HOST, ALL_REDUCE, RELAY, OFFLOAD, FETCH):
+            if self.nodes[name].kind not in ("", HOST, ALL_REDUCE, RELAY):
                 device = self._index(name)
                 if device is not None and (made := self._came(name, run.device)) > -math.inf:
                     wait = self._time(min(made, run.ready)), self._time(run.ready)
@@ -481,7 +475,7 @@ class _Reading:
                 seen.add(before)
                 if run.device != device:
                     latest = max(latest, run.end)
-                elif self.nodes[before].kind in ("", RELAY, FETCH):
+                elif self.nodes[before].kind in ("", RELAY):
                     stack.append(before)
         return latest
 

@@ -14,8 +14,6 @@ COLOURS = {
     "all_reduce": "#8e63b5",
     "apply": "#b5523b",
     "send": "#c9a227",
-    "offload": "#a8697f",
-    "fetch": "#d59aab",
     "read": "#cdd9e5",
     "metrics": "#9fc3e8",
     "other": "#e3e5e8",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, longest_paths
 from dapple_tf.view.timeline import TASKS
 
-SHOWN = (*TASKS, "split", "concat", "relay", "fetch", "accumulate", "all_reduce", "apply")
+SHOWN = (*TASKS, "split", "concat", "relay", "accumulate", "all_reduce", "apply")
 """Kinds of nodes in a figure; it leaves out reading variables, metrics and the host's part unless asked for."""
 
 _STEP = 54.0

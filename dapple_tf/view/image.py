@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import memory_text, on_one_axis, short_label, shown_unit, step_text, ticks
-from dapple_tf.view.timeline import ALL_REDUCE, FETCH, OFFLOAD, SEND, TASKS, Lane, MemoryCurve, Span, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, MemoryCurve, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ _PALEST = 0.5
 _INK, _FAINT, _GRID, _IDLE = "#1f2328", "#6b737c", "#d7dbe0", "#eef0f2"
 _MEMORY_FILL, _MEMORY_LINE, _OVER = "#b9c4d3", "#5d6f88", "#d1453b"
 
-_NAMES = {SEND: "transfer", ALL_REDUCE: "all-reduce", OFFLOAD: "to the host", FETCH: "from the host"}
+_NAMES = {SEND: "transfer", ALL_REDUCE: "all-reduce"}
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: str | os.PathLike[str], *, title: str | None = None) -> None:

@@ -38,7 +38,7 @@ class _Anchor(NamedTuple):
     layers: tuple[str, ...]
 
 
-_ON_HOST = frozenset({NodeKind.BATCH, NodeKind.SLICES, NodeKind.NORMALIZERS, NodeKind.OFFLOAD, NodeKind.TRAIN})
+_ON_HOST = frozenset({NodeKind.BATCH, NodeKind.SLICES, NodeKind.NORMALIZERS, NodeKind.TRAIN})
 _OF_LAYERS = frozenset({"accumulate", "all_reduce", "apply", "read"})
 _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "read": "read"}
 _ENDS = {NodeKind.REDUCE_SCATTER: "ReduceScatter", NodeKind.ALL_GATHER: "AllGather", NodeKind.LOOKUP: "Lookup"}

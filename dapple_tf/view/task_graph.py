@@ -29,8 +29,8 @@ class TaskNode(NamedTuple):
     Attributes:
         name: name of the node in the step's graph.
         label: short text: ``1F0``, ``AllReduce 0``, ``concat``.
-        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``metrics``, ``read``, ``split``, ``concat``, ``relay``, ``offload``,
-            ``fetch``, ``accumulate``, ``all_reduce``, ``apply`` or ``other``.
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``metrics``, ``read``, ``split``, ``concat``, ``relay``,
+            ``accumulate``, ``all_reduce``, ``apply`` or ``other``.
         device: index of its device; None for the host.
         stage: its stage; None if it belongs to no stage.
         micro_batch: its micro-batch; None if it comes once in a step.

@@ -15,8 +15,7 @@ TASKS = tuple(phase.value for phase in Phase)
 COMPUTE = (*TASKS, "accumulate", "apply")
 """Kinds of spans in which a device computes."""
 SEND, ALL_REDUCE = "send", "all_reduce"
-OFFLOAD, FETCH = "offload", "fetch"
-LINK_KINDS = frozenset({SEND, ALL_REDUCE, OFFLOAD, FETCH})
+LINK_KINDS = frozenset({SEND, ALL_REDUCE})
 """Kinds of spans in which a link is busy, not a device."""
 
 MEASURED, LAUNCHES = "measured", "launches"
@@ -30,8 +29,7 @@ class Span(NamedTuple):
     """A span of time in a step.
 
     Attributes:
-        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce``, ``apply``, or ``offload`` and ``fetch``: residuals
-            on their way to the host and back.
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
         start: seconds from the start of the step.
         end: seconds from the start of the step.
         device: index of the device; for a ``send``, the sender; None for an all-reduce, which has several, unless
@@ -40,7 +38,7 @@ class Span(NamedTuple):
         micro_batch: its micro-batch; None if it comes once in a step.
         replica: its replica.
         target: receiving device of a ``send``.
-        bytes: bytes of a ``send``, an ``all_reduce``, an ``offload`` or a ``fetch``.
+        bytes: bytes of a ``send`` or an ``all_reduce``.
         cause: position of the span for whose end this one waited last; None for the first.
         reduction: for an ``all_reduce``, its position in `CostModel.reductions`.
         leg: for a ``send`` between stages, its position in `CostModel.legs`.

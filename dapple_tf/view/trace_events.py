@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapple_tf.view.timeline import ALL_REDUCE, FETCH, OFFLOAD, SEND, TASKS, Lane, Span, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Span, Timeline
 
 _UNIT_SECONDS = 1e-3
 """Seconds that one unit stands for in a timeline without times."""
@@ -187,8 +187,6 @@ def _described(span: Span) -> tuple[str, dict[str, Any]]:
     if span.kind == SEND:
         args |= {"to_device": span.target, "bytes": span.bytes}
         return f"to device {span.target}", args
-    if span.kind in (OFFLOAD, FETCH):
-        return "to the host" if span.kind == OFFLOAD else "from the host", {**args, "bytes": span.bytes}
     if span.kind == ALL_REDUCE:
         return f"all-reduce of stage {span.stage}", {"stage": span.stage, "bytes": span.bytes}
     if span.micro_batch is None:

@@ -43,9 +43,6 @@ class NodeKind(enum.Enum):
     SUM = "sum", "", ""
     RELAY = "relay", "relay", "relay"  # a tensor of another stage, or the sum of its gradients, that a stage hands on
     ZEROS = "zeros", "", ""
-    OFFLOAD = "offload", "offload", "offload"  # residuals, copied to the host
-    HOLD = "hold", "", ""  # the same, until it is time to copy them back
-    FETCH = "fetch", "fetch", "fetch"  # the same, copied back
     ACCUMULATE = "accumulate", "accumulate", "accumulate"
     ACCUMULATE_NOTHING = "accumulate_nothing", "accumulate", "accumulate"  # of a replica without samples
     PACK = "pack", "pack", "all_reduce"  # gradients into vectors

@@ -393,9 +393,6 @@ class Stage:
         delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
             boundary outputs that Bw reads.
         fixed_delayed_bytes: bytes that it keeps from Bx to Bw whatever its size.
-        offloaded: the residuals that wait in the host's memory for the tasks that read them (`Offload`).
-        offloaded_bytes: their bytes, per sample.
-        offloaded_late_bytes: the bytes of those that Bw reads, per sample.
     """
 
     index: int
@@ -424,9 +421,6 @@ class Stage:
     fixed_residual_bytes: int = 0
     delayed_bytes: int = 0
     fixed_delayed_bytes: int = 0
-    offloaded: tuple[Value, ...] = ()
-    offloaded_bytes: int = 0
-    offloaded_late_bytes: int = 0
 
     @property
     def own_graph(self) -> GraphDef:

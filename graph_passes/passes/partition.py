@@ -9,15 +9,13 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from tensorflow.core.framework import types_pb2
-
 from graph_passes.analysis.host_integers import with_host_integers
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, Ref, shape_attr
+from graph_passes.ir.graph import Graph, GraphDef, Ref, shape_attr
 from graph_passes.ir.node_kinds import METADATA
-from graph_passes.ir.outline import dtype_of, outline
+from graph_passes.ir.outline import outline
 from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.static_shapes import ShapesOf
@@ -28,7 +26,7 @@ from graph_passes.passes.fold_loops import fold
 
 logger = logging.getLogger(__name__)
 
-POLICIES = ("none", "boundary", "min_cut", "offload")
+POLICIES = ("none", "boundary", "min_cut")
 
 # Computing these again costs about as much as reading their result from memory: elementwise maths and data movement.
 _CHEAP_NAMES = """
@@ -41,7 +39,7 @@ _CHEAP_NAMES = """
     Tanh Tile Transpose Unpack Xdivy Xlogy ZerosLike
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split()) | METADATA
-_OFFLOADED = COUNTABLE_DTYPES | {types_pb2.DT_BOOL, types_pb2.DT_INT64, types_pb2.DT_INT8, types_pb2.DT_UINT8}
+
 """The dtypes of tensors that may be sent to the host. GPUs keep those of 32-bit integers there anyway."""
 _CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 _CUDNN = frozenset({"CudnnRNNV3", "CudnnRNNBackpropV3"})
@@ -68,8 +66,7 @@ class Partition:
         recompute: for all stages, or a list with one for each: ``none`` keeps every residual; ``boundary`` keeps only
             the stage's inputs and computes the rest again (GPipe, section 2.3); ``min_cut`` keeps the smallest set (in
             bytes) from which the rest follows by cheap elementwise work. Results of stateful ops (random draws without
-            a seed) are always kept. ``offload`` keeps every residual, and records which of them `Offload` may send to
-            the host: those that grow with the slice, but for what the stage gives to others.
+            a seed) are always kept.
         jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
             lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
             up over their replicas, or have cuDNN's recurrent layers, aren't compiled either: XLA can't do that.
@@ -124,7 +121,7 @@ class Partition:
         stage = with_lookups(stage, [v for v in program.roles.variables if reasons.get(v.name) == ""])
         shapes_of = ShapesOf(stage.own_graph)
         recompute = self.recompute if isinstance(self.recompute, str) else self.recompute[stage.index]
-        counts = self.training and (self.counted or recompute in ("min_cut", "offload"))
+        counts = self.training and (self.counted or recompute == "min_cut")
         counted = _counted(program, stage, shapes_of) if counts else {}
         shapes: Mapping[Ref, Shape | None] = {}
         before: Mapping[Ref, Ref] = {}
@@ -205,12 +202,6 @@ class Partition:
                         both = {v: ref for v, ref in results.items() if v.kind is not ValueKind.RESIDUAL} | gradients
                         changes["fused"] = _function(f"{name}_fused", graph, stage.arguments, both, jit_compile)
             read = {value for part in parts if part is not None for value in part.inputs}
-            if recompute == "offload":
-                sent = _offloaded(graph, residuals, {*forward.values(), *taps}, read, counted)
-                late = () if parts[1] is None else parts[1].inputs
-                changes["offloaded"] = tuple(sent)
-                changes["offloaded_bytes"], _ = _growth([value.ref for value in sent], counted)
-                changes["offloaded_late_bytes"], _ = _growth([v.ref for v in sent if v in late], counted)
             kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
             if counted:
                 changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
@@ -222,8 +213,6 @@ class Partition:
                 _tell_shapes(function, stage.arguments, shapes)
                 lists = (tuple(_with_old_refs(own, before)) for own in (function.inputs, function.outputs))
                 changes[name] = StageFunction(function.function, *lists)
-        if "offloaded" in changes:
-            changes["offloaded"] = tuple(_with_old_refs(changes["offloaded"], before))
         return dataclasses.replace(whole, **changes)
 
 
@@ -457,33 +446,6 @@ class _Bytes:
         return math.prod(size or 0 for size in self._shapes[ref] or ()) * dtype_size(dtype)
 
 
-def _offloaded(
-    graph: Graph,
-    residuals: Sequence[Ref],
-    given_on: Container[Ref],
-    read: Container[Value],
-    counted: Mapping[int, _Bytes],
-) -> list[Value]:
-    """Returns the residuals that may wait in the host's memory.
-
-    Args:
-        graph: the stage's graph.
-        residuals: the tensors that it keeps.
-        given_on: tensors that others read, too.
-        read: arguments of its backward functions.
-        counted: bytes of each tensor for slices of few and of many samples.
-    """
-    few, many = counted.values()
-    return [
-        value
-        for ref in residuals
-        if ref not in given_on
-        and (value := Value(ref, ValueKind.RESIDUAL)) in read
-        and dtype_of(graph, ref) in _OFFLOADED
-        and not (few.known(ref) and many.known(ref) and few[ref] == many[ref])
-    ]
-
-
 def _counted(program: Program, stage: Stage, shapes_of: ShapesOf) -> dict[int, _Bytes]:
     """Returns bytes of each tensor of a stage for slices of few and of many samples.
 
@@ -513,7 +475,7 @@ def _residuals(
     policy: str, graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Sequence[_Bytes]
 ) -> list[Ref]:
     """Returns the tensors to keep, in the order of the graph."""
-    if policy in ("none", "offload") or not crossing:
+    if policy == "none" or not crossing:
         kept = set(crossing)
     elif policy == "boundary":
         kept = _unrepeatable(graph, crossing, given)

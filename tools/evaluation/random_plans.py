@@ -178,7 +178,6 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
     "replicas of placed operators": lambda plan: bool(plan.spread_stages) and max(plan.replicas) > 1,
     "row_shards": lambda plan: plan.row_shards,
     "optimizer_shards": lambda plan: plan.optimizer_shards,
-    "offload": lambda plan: bool(plan.offloading_stages),
     "unlike recomputation": lambda plan: isinstance(plan.recompute, tuple),
     "unlike replicas": lambda plan: len(set(plan.replicas)) > 1,
     "unlike slices": lambda plan: plan.shares is not None and any(len(set(own)) > 1 for own in plan.shares),
@@ -224,7 +223,7 @@ def _draw_plan(rng: np.random.Generator, places: Sequence[str], level: str) -> t
         if rng.random() < chance:
             options[name] = value()
 
-    modes = ("none", "none", "boundary", "min_cut") + (("offload",) * 3 if level != "placed" else ())
+    modes = ("none", "none", "boundary", "min_cut") + (("none", "boundary", "min_cut") if level != "placed" else ())
     perhaps(0.8, "recompute", lambda: [_one_of(rng, modes) for _ in devices])
     perhaps(0.4, "carried_updates", lambda: int(rng.integers(1, 4)))
     perhaps(0.3, "reduction_order", lambda: "first_layers")
