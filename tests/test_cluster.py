@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +30,15 @@ DESCRIPTION: dict[str, Any] = {
 }
 
 
-def test_local_cpu_devices_have_fully_qualified_names_on_one_server() -> None:
-    cluster = Cluster.local(2, memory_bytes=1000, kind="cpu")
-    assert cluster.device_names == (
-        "/job:localhost/replica:0/task:0/device:CPU:0",
-        "/job:localhost/replica:0/task:0/device:CPU:1",
-    )
-    assert cluster.num_devices == 2
-    assert cluster.real
-    assert {(device.server, device.memory_bytes) for device in cluster.devices} == {(0, 1000)}
-
-
-@pytest.mark.parametrize(("present", "expected"), [(0, "CPU"), (1, "CPU"), (2, "GPU"), (8, "GPU")])
+@pytest.mark.parametrize(("present", "expected"), [(1, "CPU"), (8, "GPU")])
 def test_auto_takes_gpus_only_if_there_are_enough(monkeypatch: pytest.MonkeyPatch, present: int, expected: str) -> None:
     show_gpus(monkeypatch, present)
     names = Cluster.local(2, 2**30).device_names
     assert names == tuple(f"/job:localhost/replica:0/task:0/device:{expected}:{index}" for index in range(2))
-
-
-def test_auto_asks_tensorflow_for_this_machines_gpus() -> None:
-    expected = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
-    assert Cluster.local(1).device_names == (f"/job:localhost/replica:0/task:0/device:{expected}:0",)
-
-
-def test_more_gpus_than_this_machine_has_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_gpus(monkeypatch, 1)
-    assert Cluster.local(1, 2**30, kind="gpu").device_names == ("/job:localhost/replica:0/task:0/device:GPU:0",)
-    with pytest.raises(ClusterError, match="asked for 2 GPUs, but TensorFlow sees 1 here"):
-        Cluster.local(2, kind="gpu")
-
-
-def test_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_gpus(monkeypatch, 8)
-    assert Cluster.local(1, kind="cpu").device_names == ("/job:localhost/replica:0/task:0/device:CPU:0",)
-
-
-@pytest.mark.parametrize("count", [0, -3])
-def test_a_local_cluster_without_devices_is_refused(count: int) -> None:
-    with pytest.raises(ClusterError, match=f"a local cluster of {count} devices was asked for; ask for at least 1"):
-        Cluster.local(count)
-
-
-def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ClusterError, match="unknown kind of device 'tpu'; use one of auto, cpu, gpu"):
-        Cluster.local(1, kind="tpu")
+    assert "CPU" in Cluster.local(1, kind="cpu").device_names[0]
+    if present < 2:
+        with pytest.raises(ClusterError, match=f"asked for 2 GPUs, but TensorFlow sees {present} here"):
+            Cluster.local(2, kind="gpu")
 
 
 def test_a_description_numbers_devices_server_by_server_and_is_not_real(tmp_path: Path) -> None:
@@ -89,125 +55,72 @@ def test_a_description_numbers_devices_server_by_server_and_is_not_real(tmp_path
     assert (cluster.intra_latency, cluster.inter_latency) == (5e-6, 3e-5)
 
 
-def test_memory_and_links_may_be_left_out_of_a_description() -> None:
-    cluster = Cluster.from_json('{"format": "dapple_tf.cluster/1", "servers": [{"devices": 2}]}')
-    assert [device.memory_bytes for device in cluster.devices] == [None, None]
-    assert cluster.inter_bandwidth is None
-
-
 @pytest.mark.parametrize(
     "servers",
     [
-        [{"devices": 8, "memory_bytes": 5}],
         [{"devices": 2, "memory_bytes": [5, None]}, {"devices": 1}],
         [{"devices": 1}],
         [{"devices": 2, "speed": 0.5}, {"devices": 2, "speed": [1.0, 2.0]}],
-        [{"devices": 4, "capacity": 2.0}, {"devices": 1}],
         [{"devices": 1}, {"devices": 1, "intra_bandwidth": 1e9, "inter_bandwidth": 2e9, "inter_latency": 0.0}],
         [{"devices": 1, "intra_latency": 1e-6, "capacity": 0.5, "memory_bytes": 7, "speed": 3.0}],
     ],
 )
-@pytest.mark.parametrize(
-    "reduction", [{}, {"reduce_bandwidth": 1e8}, {"reduce_bandwidth": 1e8, "reduce_latency": 1e-4}]
-)
-def test_a_saved_description_loads_back_equal(tmp_path: Path, servers: list[Any], reduction: dict[str, float]) -> None:
+def test_a_saved_description_loads_back_equal(tmp_path: Path, servers: list[Any]) -> None:
+    reduction = {"reduce_bandwidth": 1e8, "reduce_latency": 1e-4}
     cluster = Cluster.from_json(json.dumps(DESCRIPTION | reduction | {"servers": servers}))
     cluster.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster
 
 
-def test_a_saved_local_cluster_loads_back_as_a_description(tmp_path: Path) -> None:
-    Cluster.local(2, memory_bytes=7, kind="cpu").save(tmp_path / "cluster.json")
-    loaded = Cluster.load(tmp_path / "cluster.json")
-    assert not loaded.real
-    assert [(device.server, device.memory_bytes) for device in loaded.devices] == [(0, 7), (0, 7)]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other/1"}, "'format' is 'other/1'; this version reads 'dapple_tf.cluster/1'"),
-        ({"speed": 1}, "unknown key 'speed'; the keys are format, servers, "),
         ({"servers": []}, "'servers' is []; it must be a list of at least one server"),
-        ({"servers": {"devices": 1}}, "'servers' is {'devices': 1}; it must be a list of at least one server"),
-        ({"servers": [8]}, 'server 0 is 8; it must be an object such as {"devices": 8}'),
-        ({"servers": [{"devices": 1}, {}]}, "server 1: key 'devices' is missing"),
-        (
-            {"servers": [{"devices": 1, "gpus": 1}]},
-            "server 0: unknown key 'gpus'; the keys are devices, memory_bytes, speed",
-        ),
+        ({"servers": [{"devices": 1, "gpus": 1}]}, "server 0: unknown key 'gpus'; the keys are devices, memory_bytes"),
         ({"servers": [{"devices": 0}]}, "server 0: 'devices' is 0; it must be a whole number from 1"),
-        ({"servers": [{"devices": True}]}, "server 0: 'devices' is True; it must be a whole number from 1"),
-        (
-            {"servers": [{"devices": 1, "memory_bytes": "16G"}]},
-            "server 0: 'memory_bytes' has '16G'; it must be a whole number of bytes or null",
-        ),
-        (
-            {"servers": [{"devices": 2, "memory_bytes": [1]}]},
-            "server 0: 'memory_bytes' has 1 entries for 2 devices; give one for each",
-        ),
-        (
-            {"servers": [{"devices": 1, "memory_bytes": 0}]},
-            "device 0 has memory_bytes 0; give at least 1, or None for unknown",
-        ),
-        ({"inter_bandwidth": "25 Gbps"}, "'inter_bandwidth' is '25 Gbps'; it must be a number or null"),
-        (
-            {"inter_bandwidth": 0},
-            "inter_bandwidth is 0 bytes/s; it must be above 0 and finite, or None for unknown",
-        ),
-        ({"intra_bandwidth": float("nan")}, "intra_bandwidth is nan bytes/s; it must be above 0 and finite"),
-        (
-            {"servers": [{"devices": 2, "speed": [1.0]}]},
-            "server 0: 'speed' has 1 entries for 2 devices; give one for each",
-        ),
-        ({"servers": [{"devices": 1, "speed": "fast"}]}, "server 0: 'speed' has 'fast'; it must be a number"),
-        ({"servers": [{"devices": 1, "speed": None}]}, "server 0: 'speed' has None; it must be a number"),
-        ({"servers": [{"devices": 1, "speed": True}]}, "server 0: 'speed' has True; it must be a number"),
-        (
-            {"servers": [{"devices": 2, "speed": [1, 0]}]},
-            "device 1 has speed 0; it must be above 0 and finite",
-        ),
-        (
-            {"servers": [{"devices": 1, "speed": float("inf")}]},
-            "device 0 has speed inf; it must be above 0 and finite",
-        ),
-        ({"servers": [{"devices": 1, "capacity": "2"}]}, "server 0: 'capacity' is '2'; it must be a number or null"),
+        ({"servers": [{"devices": 2, "speed": [1]}]}, "server 0: 'speed' has 1 entries for 2 devices; give one for"),
+        ({"servers": [{"devices": 1, "memory_bytes": 0}]}, "device 0 has memory_bytes 0; give at least 1, or None"),
+        ({"servers": [{"devices": 2, "speed": [1, 0]}]}, "device 1 has speed 0; it must be above 0 and finite"),
         ({"servers": [{"devices": 1, "capacity": 0}]}, "capacity of server 0 is 0; it must be above 0 and finite"),
-        (
-            {"servers": [{"devices": 1, "inter_latency": -1}]},
-            "inter_latency of server 0 is -1 s; it must be at least 0 and finite, or None for unknown",
-        ),
-        (
-            {"servers": [{"devices": 1, "inter_bandwidth": [1e9]}]},
-            "server 0: 'inter_bandwidth' is [1000000000.0]; it must be a number or null",
-        ),
-        ({"reduce_bandwidth": "1G"}, "'reduce_bandwidth' is '1G'; it must be a number or null"),
-        ({"reduce_bandwidth": 0}, "reduce_bandwidth is 0 bytes/s; it must be above 0 and finite, or None for unknown"),
+        ({"servers": [{"devices": 1, "inter_latency": -1}]}, "inter_latency of server 0 is -1 s; it must be at least"),
+        ({"inter_bandwidth": 0}, "inter_bandwidth is 0 bytes/s; it must be above 0 and finite, or None for unknown"),
         ({"reduce_latency": -1}, "reduce_latency is -1 s; it must be at least 0 and finite, or None for unknown"),
-        ({"intra_latency": -1e-6}, "intra_latency is -1e-06 s; it must be at least 0 and finite, or None for unknown"),
     ],
 )
-def test_a_wrong_description_is_refused_with_its_file_and_key(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(DESCRIPTION | change))
+def test_a_wrong_description_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        Cluster.load(path)
-    assert str(caught.value).startswith(f"{path}: {message}")
+        Cluster.from_json(json.dumps(DESCRIPTION | change), source="mine")
+    assert str(caught.value).startswith(f"mine: {message}")
 
 
-@pytest.mark.parametrize("key", ["format", "servers"])
-def test_a_description_without_a_required_key_is_refused(key: str) -> None:
-    text = json.dumps({name: value for name, value in DESCRIPTION.items() if name != key})
-    with pytest.raises(ClusterError, match=f"mine: key '{key}' is missing"):
-        Cluster.from_json(text, source="mine")
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "mine isn't JSON: "), ("[]", "mine has a JSON list where")])
-def test_a_text_that_is_no_json_object_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ClusterError, match=message):
-        Cluster.from_json(text, source="mine")
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: Cluster.local(-3), "a local cluster of -3 devices was asked for; ask for at least 1"),
+        (lambda: Cluster.local(1, kind="tpu"), "unknown kind of device 'tpu'; use one of auto, cpu, gpu"),
+        (lambda: Cluster.from_json("{}", source="mine"), "mine: key 'format' is missing"),
+        (
+            lambda: Cluster((Device("a", 0), Device("b", 1)), servers=(Server(),)),
+            "the description has 1 server, but the devices are in 2",
+        ),
+        (
+            lambda: two_on_each_machine(4).with_workers_per_server(3),
+            "4 workers can't be divided into servers of 3; give a divisor of 4",
+        ),
+        (
+            lambda: Cluster.local(2, kind="cpu").with_workers_per_server(3),
+            "no workers to put together on servers of 3",
+        ),
+        (
+            lambda: two_on_each_machine(4).with_workers_per_server(2).with_workers_per_server(2),
+            "put workers together before links are measured",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(call: Callable[[], Cluster], text: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        call()
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -226,30 +139,6 @@ def test_inconsistent_devices_are_refused(devices: list[Device], message: str) -
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("bandwidth", [0, -1])
-def test_a_servers_own_bandwidth_is_above_0(bandwidth: float) -> None:
-    servers = [{"devices": 1}, {"devices": 1, "intra_bandwidth": bandwidth}]
-    with pytest.raises(ClusterError, match=f"intra_bandwidth of server 1 is {bandwidth} bytes/s; it must be above 0"):
-        Cluster.from_json(json.dumps(DESCRIPTION | {"servers": servers}))
-
-
-def test_as_many_servers_are_described_as_there_are() -> None:
-    with pytest.raises(ClusterError, match="the description has 1 server, but the devices are in 2"):
-        Cluster((Device("a", 0), Device("b", 1)), servers=(Server(),))
-
-
-def test_servers_without_anything_of_their_own_are_left_out() -> None:
-    assert Cluster.from_json(json.dumps(DESCRIPTION)).servers == ()
-    servers = [{"devices": 1, "capacity": None}, {"devices": 1, "inter_latency": None}]
-    assert Cluster.from_json(json.dumps(DESCRIPTION | {"servers": servers})).servers == ()
-
-
-def test_a_description_may_give_each_device_its_speed() -> None:
-    servers = [{"devices": 2, "speed": [1, 0.5]}, {"devices": 2, "speed": 2}, {"devices": 1}]
-    cluster = Cluster.from_json(json.dumps(DESCRIPTION | {"servers": servers}))
-    assert [device.speed for device in cluster.devices] == [1, 0.5, 2, 2, 1.0]
-
-
 def test_a_link_is_the_servers_or_the_slower_network_card() -> None:
     servers = [
         {"devices": 2},
@@ -262,16 +151,6 @@ def test_a_link_is_the_servers_or_the_slower_network_card() -> None:
     assert cluster.link(0, 2) == cluster.link(3, 1) == Link(1e9, 3e-5)
     assert cluster.link(0, 4) == Link(3.125e9, 4e-5)
     assert cluster.link(4, 3) == Link(1e9, 4e-5)
-
-
-def test_an_unknown_link_is_free() -> None:
-    cluster = Cluster((Device("a", 0), Device("b", 0), Device("c", 1)), inter_latency=1e-3)
-    assert cluster.link(0, 1).seconds(10**9) == 0
-    assert cluster.link(0, 2).seconds(10**9) == 1e-3
-
-
-def test_sending_takes_latency_and_bytes_over_bandwidth() -> None:
-    assert Link(bandwidth=1e9, latency=1e-3).seconds(5e8) == pytest.approx(0.501)
 
 
 def test_several_workers_are_one_server() -> None:
@@ -287,11 +166,6 @@ def test_several_workers_are_one_server() -> None:
     assert [device.server for device in left.devices] == [0, 1, 1] and len(left.addresses) == 3
     assert [left.worker_of(device) for device in range(3)] == [0, 1, 2]
     assert without_servers(own, [0, 1]).num_servers == 1
-
-
-def test_one_worker_on_each_server_is_how_it_was() -> None:
-    measured = dataclasses.replace(two_on_each_machine(4), inter_bandwidth=1e6)
-    assert measured.with_workers_per_server(1) == measured, "what was measured of links had been forgotten"
 
 
 def test_workers_of_one_server_dont_share_memory() -> None:
@@ -314,23 +188,6 @@ def test_a_description_of_several_workers_has_their_servers(tmp_path: Path) -> N
     assert described.devices_of_worker(1) == described.devices_of(1) == (4, 5, 6, 7), "it knows of no workers"
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_workers_that_cant_be_divided_into_servers_are_refused(count: int) -> None:
-    with pytest.raises(ClusterError, match=f"4 workers can't be divided into servers of {count}; give a divisor of 4"):
-        two_on_each_machine(4).with_workers_per_server(count)
-    with pytest.raises(ClusterError, match=f"no workers to put together on servers of {count}"):
-        Cluster.local(2, kind="cpu").with_workers_per_server(count)
-    with pytest.raises(ClusterError, match="put workers together before links are measured"):
-        two_on_each_machine(4).with_workers_per_server(2).with_workers_per_server(2)
-
-
-def test_capacity_is_the_servers_own_or_one_for_each_device() -> None:
-    servers = [{"devices": 4, "capacity": 2}, {"devices": 3}]
-    described = Cluster.from_json(json.dumps(DESCRIPTION | {"servers": servers}))
-    assert (described.capacity(0), described.capacity(1)) == (2, 3)
-    assert Cluster.from_json(json.dumps(DESCRIPTION)).capacity(0) == 2
-
-
 def test_a_cluster_prints_a_summary() -> None:
     assert str(Cluster.from_json(json.dumps(DESCRIPTION))) == (
         "Cluster (description): 2 servers of 2+1 devices, 16 to 32 GiB each\n"
@@ -344,11 +201,6 @@ def test_a_cluster_prints_a_summary() -> None:
         "  inside a server: bandwidth unknown, latency unknown\n"
         "  between servers: bandwidth unknown, latency unknown"
     )
-
-
-def test_a_summary_says_for_how_many_devices_memory_is_known() -> None:
-    cluster = Cluster((Device("a", 0, 2**30), Device("b", 0)))
-    assert "1 server of 2 devices, 1 GiB each (known for 1 of 2)" in str(cluster)
 
 
 # ---- GPUs of this machine
@@ -425,8 +277,3 @@ def test_a_client_leaves_gpus_to_workers(
     if not made:
         with pytest.raises(ClusterError, match="sees 0 here"):
             Cluster.local(1, kind="gpu")
-
-
-def test_parts_of_a_card_are_lent_by_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_gpus(monkeypatch, 1, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-    assert [gpu["card"] for gpu in machine_report.own_gpus(b"")] == [""]

@@ -6,11 +6,9 @@ import dataclasses
 import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater, ProfileError
@@ -72,12 +70,8 @@ def test_a_cost_grows_with_samples() -> None:
     ("value", "message"),
     [
         (-1, "part is -1; it must be finite and at least 0"),
-        (math.inf, "part is inf; it must be finite"),
         (math.nan, "part is nan; it must be finite"),
-        (10**400, "it must be finite and at least 0"),
-        (True, "part is True; it must be a number"),
         ("1", "part is '1'; it must be a number"),
-        (None, "part is None; it must be a number"),
     ],
 )
 def test_a_cost_out_of_range_is_refused(part: str, value: Any, message: str) -> None:
@@ -98,19 +92,13 @@ def test_a_cost_out_of_range_is_refused(part: str, value: Any, message: str) -> 
         ({"batch_sizes": (4, 0)}, "batch_sizes is [4, 0]; give at least one whole number of samples of at least 1"),
         ({"layers": (FULL, bare("b"), bare("b"))}, "layers 1 and 2 are both named 'b'"),
         ({"tensors": (Tensor(0, (), Cost()),)}, "a tensor goes from layer 0 to layers []; these must be later layers"),
-        ({"tensors": (Tensor(1, (1,), Cost()),)}, "a tensor goes from layer 1 to layers [1]; these must be later"),
-        ({"tensors": (Tensor(1, (0,), Cost()),)}, "a tensor goes from layer 1 to layers [0]; these must be later"),
         ({"tensors": (Tensor(0, (2, 1), Cost()),)}, "a tensor goes from layer 0 to layers [2, 1]; these must be"),
-        ({"tensors": (Tensor(0, (1, 1), Cost()),)}, "a tensor goes from layer 0 to layers [1, 1]; these must be"),
         (
             {"tensors": (Tensor(0, (3,), Cost()),)},
             "a tensor goes from layer 0 to layers [3]; these must be later layers of the 3",
         ),
-        ({"tensors": (Tensor(-1, (2,), Cost()),)}, "a tensor goes from layer -1 to layers [2]; these must be later"),
         ({"shared": (SharedParameters((1,), 4),)}, "shared parameters are used by layers [1]; give at least two"),
-        ({"shared": (SharedParameters((1, 0), 4),)}, "shared parameters are used by layers [1, 0]; give at least two"),
         ({"shared": (SharedParameters((1, 3), 4),)}, "shared parameters are used by layers [1, 3], but there are 3"),
-        ({"shared": (SharedParameters((-1, 1), 4),)}, "shared parameters are used by layers [-1, 1], but there are 3"),
     ],
 )
 def test_a_profile_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -122,7 +110,6 @@ def test_a_profile_that_contradicts_itself_is_refused(fields: dict[str, Any], me
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        ((NeededLater(1, 0.5),), "a part of layer 1, 'b', is needed later by layer 1; this must be 2 to 3, the number"),
         ((NeededLater(4, 0.5),), "a part of layer 1, 'b', is needed later by layer 4; this must be 2 to 3, the number"),
         ((NeededLater(2, 0.7), NeededLater(3, 0.6)), "the shares of layer 'b' that are needed later add up to 1.3"),
     ],
@@ -140,11 +127,6 @@ def test_what_a_stage_computes_again_ends_where_it_ends() -> None:
     assert PROFILE.recomputed(0, 2) == FULL.recomputation * 0.5 + Cost(0.0, 1.0)
     assert PROFILE.recomputed(0, 3) == FULL.recomputation * 0.5 + Cost(0.0, 2.0)
     assert PROFILE.recomputed(1, 3) == Cost(0.0, 2.0)
-
-
-def test_totals_count_shared_parameters_once() -> None:
-    assert PROFILE.parameter_bytes == 4096 + 400
-    assert PROFILE.total("forward").at(2) == pytest.approx(1e-5 + 2 * (2e-6 + 1 + 1))
 
 
 def test_small_slices_take_as_long_as_the_one_size_that_was_measured() -> None:
@@ -195,7 +177,7 @@ def test_what_crosses_cuts_of_a_small_graph() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_what_crosses_is_what_is_made_before_and_read_after(seed: int) -> None:
     generator = random.Random(seed)
     count = generator.randint(1, 30)
@@ -217,12 +199,6 @@ def test_what_crosses_is_what_is_made_before_and_read_after(seed: int) -> None:
     assert profile.crossing[-1] == (Cost(), Cost())
 
 
-def test_cuts_give_each_layer_a_stage() -> None:
-    profile = chain(4)
-    assert profile.stage_of_layers([]) == (0, 0, 0, 0)
-    assert profile.stage_of_layers(["layer0", "layer2"]) == (0, 1, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
@@ -230,9 +206,7 @@ def test_cuts_give_each_layer_a_stage() -> None:
             ["layer9"],
             "the plan cuts after 'layer9', which isn't a layer of the profile of 'm'; its layers are layer0, layer1, ",
         ),
-        (["layer2", "layer1"], "cuts leave stage 1 without a layer; give cuts in the order of layers, none after"),
         (["layer1", "layer1"], "cuts leave stage 1 without a layer; give cuts in the order of layers, none after"),
-        (["layer1", "layer3"], "cuts leave stage 2 without a layer; give cuts in the order of layers, none after"),
     ],
 )
 def test_wrong_cuts_are_refused(cuts: list[str], message: str) -> None:
@@ -241,17 +215,7 @@ def test_wrong_cuts_are_refused(cuts: list[str], message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_of_many_layers_an_error_lists_some() -> None:
-    with pytest.raises(ProfileError, match=r"layer11, \.\.\. \(30 in all\); layers without computation"):
-        chain(30).stage_of_layers(["other"])
-
-
 # ---- JSON
-
-
-def test_a_saved_profile_loads_back_equal(tmp_path: Path) -> None:
-    PROFILE.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == PROFILE
 
 
 def test_json_has_a_line_for_each_layer_and_no_defaults() -> None:
@@ -305,13 +269,6 @@ def profiles(draw: st.DrawFn) -> Profile:
     )
 
 
-@pytest.mark.slow
-@settings(max_examples=75, deadline=None, derandomize=True)
-@given(profiles())
-def test_any_profile_comes_back_from_its_json(profile: Profile) -> None:
-    assert Profile.from_json(profile.to_json()) == profile
-
-
 def changed(*path: str | int, value: Any = None, remove: bool = False) -> str:
     """PROFILE's JSON text with one value replaced or removed."""
     data = json.loads(PROFILE.to_json())
@@ -332,76 +289,24 @@ NUMBER_ERROR = "it must be a finite number of at least 0"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", " isn't JSON: "),
-        ("[" * 100_000, " isn't JSON: "),
-        ('{"step_seconds": ' + "9" * 5000 + "}", " isn't JSON: Exceeds the limit"),
-        ("[1]", " has a JSON list where an object {...} is expected"),
-        ("null", " has a JSON NoneType where an object {...} is expected"),
         (changed("format", value="other"), ": 'format' is 'other'; this version reads 'dapple_tf.profile/1'"),
-        (changed("format", remove=True), ": 'format' is None; this version reads 'dapple_tf.profile/1'"),
-        (changed("format", value=["dapple_tf.profile/1"]), ": 'format' is ['dapple_tf.profile/1']; this version"),
         (changed("extra", value=1), ": unknown key 'extra'; the keys are model, device, batch_sizes, layers, "),
         (changed("model", remove=True), ": key 'model' is missing"),
-        (changed("layers", remove=True), ": key 'layers' is missing"),
-        (changed("model", value=3), ": model is 3; it must be a text"),
-        (changed("device", value=None), ": device is None; it must be a text"),
-        (changed("key", value=["a"]), ": key is ['a']; it must be a text"),
-        (changed("batch_sizes", value=8), ": batch_sizes is 8; it must be a list"),
         (changed("batch_sizes", 1, value=True), f": batch_sizes[1] is True; {WHOLE_ERROR}"),
-        (changed("batch_sizes", 1, value=8.0), f": batch_sizes[1] is 8.0; {WHOLE_ERROR}"),
-        (changed("batch_sizes", 1, value=[8]), f": batch_sizes[1] is [8]; {WHOLE_ERROR}"),
-        (changed("batch_sizes", 1, value=2**63), f": batch_sizes[1] is {2**63}; {WHOLE_ERROR}"),
-        (
-            changed("batch_sizes", 1, value=0),
-            ": batch_sizes is [2, 0]; give at least one whole number",
-        ),
         (changed("step_seconds", value=math.nan), f": step_seconds is nan; {NUMBER_ERROR}"),
-        (changed("step_seconds", value=math.inf), f": step_seconds is inf; {NUMBER_ERROR}"),
-        (changed("step_seconds", value=-1), f": step_seconds is -1; {NUMBER_ERROR}"),
-        (changed("task_seconds", value=False), f": task_seconds is False; {NUMBER_ERROR}"),
-        (changed("task_seconds", value="1"), f": task_seconds is '1'; {NUMBER_ERROR}"),
-        (changed("layers", value={}), ": layers is {}; it must be a list"),
-        (changed("layers", value=[]), ": the profile of 'model' has no layers"),
-        (changed("layers", value=[1, 2]), ": layers[0] is 1; it must be an object {...}"),
-        (changed("layers", 1, value=[]), ": layers[1] is []; it must be an object {...}"),
-        (changed("layers", 1, "name", remove=True), ": layers[1]: key 'name' is missing"),
-        (changed("layers", 1, "name", value=1), ": layers[1].name is 1; it must be a text"),
-        (changed("layers", 1, "name", value="c"), ": layers 1 and 2 are both named 'c'"),
         (changed("layers", 1, "flops", value=1), ": layers[1]: unknown key 'flops'; the keys are name, forward, "),
         (changed("layers", 1, "forward", value=3), ": layers[1].forward is 3; it must be [fixed, per_sample]"),
-        (changed("layers", 1, "forward", value=None), ": layers[1].forward is None; it must be [fixed, per_sample]"),
-        (changed("layers", 1, "forward", value=[1]), ": layers[1].forward is [1]; it must be [fixed, per_sample]"),
-        (changed("layers", 1, "forward", value=[1, [2]]), f": layers[1].forward[1] is [2]; {NUMBER_ERROR}"),
-        (changed("layers", 1, "forward", value=[1, -2]), f": layers[1].forward[1] is -2; {NUMBER_ERROR}"),
-        (changed("layers", 1, "forward", value=[math.inf, 1]), f": layers[1].forward[0] is inf; {NUMBER_ERROR}"),
-        (
-            changed("layers", 1, "forward", 0, value=10**400),
-            ": layers[1].forward[0] is 100000000000000000...000000000",
-        ),
-        (changed("layers", 0, "backward_weight", value=1), ": layers[0].backward_weight is 1; it must be [fixed, "),
-        (changed("layers", 0, "parameter_bytes", value=1.5), f": layers[0].parameter_bytes is 1.5; {WHOLE_ERROR}"),
-        (changed("layers", 0, "parameter_bytes", value=-1), f": layers[0].parameter_bytes is -1; {WHOLE_ERROR}"),
-        (changed("layers", 0, "spread", value=None), f": layers[0].spread is None; {NUMBER_ERROR}"),
-        (changed("tensors", value=None), ": tensors is None; it must be a list"),
-        (changed("tensors", 0, "bytes", remove=True), ": tensors[0]: key 'bytes' is missing"),
-        (changed("tensors", 0, "consumers", value=1), ": tensors[0].consumers is 1; it must be a list"),
-        (changed("tensors", 0, "consumers", value=[[1]]), f": tensors[0].consumers[0] is [1]; {WHOLE_ERROR}"),
         (changed("tensors", 0, "consumers", value=[0]), ": a tensor goes from layer 0 to layers [0]; these must be"),
         (changed("tensors", 0, "kept", value=[3]), ": a tensor of layer 0 is kept by layer 3, but there are 3"),
         (
             changed("tensors", 0, "delayed", value=[0, 7]),
             ": a tensor of layer 0 is delayed by layer 7, but there are 3",
         ),
-        (changed("tensors", 0, "producer", value="a"), f": tensors[0].producer is 'a'; {WHOLE_ERROR}"),
         (
             changed("tensors", 0, "differentiable", value=1),
             ": tensors[0].differentiable is 1; it must be true or false",
         ),
-        (changed("shared", 0, "layers", value={"a": 1}), ": shared[0].layers is {'a': 1}; it must be a list"),
-        (changed("shared", 0, "layers", value=[True, 2]), f": shared[0].layers[0] is True; {WHOLE_ERROR}"),
-        (changed("shared", 0, "layers", value=[{"name": "b"}]), ": shared[0].layers[0] is {'name': 'b'}; it must be"),
         (changed("shared", 0, "layers", value=[1]), ": shared parameters are used by layers [1]; give at least two"),
-        (changed("shared", 0, "slot_bytes", value=None), f": shared[0].slot_bytes is None; {WHOLE_ERROR}"),
     ],
 )
 def test_a_wrong_text_is_refused_with_its_place(text: str, message: str) -> None:

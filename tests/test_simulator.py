@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -19,11 +20,9 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.planner import plan as find_plan
-from dapple_tf.schedules.schedules import POLICIES, in_flight, make_schedule
+from dapple_tf.schedules.schedules import POLICIES, make_schedule
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulator import Simulation, last_gradients, run, simulate
-from dapple_tf.view.timeline import Span
-from graph_passes.ir.batching import split_evenly
+from dapple_tf.simulation.simulator import Simulation, simulate
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 NAMES = [f"layer{index}" for index in range(32)]
@@ -82,11 +81,9 @@ def test_forwards_wait_for_lookups_which_go_one_task_ahead() -> None:
 
 # --- pipelines with a closed form ---
 
-SHAPES = [(1, 1), (1, 5), (2, 1), (2, 3), (3, 2), (4, 8), (8, 16), (16, 32)]
-
 
 @pytest.mark.parametrize("schedule", WHOLE)
-@pytest.mark.parametrize(("stages", "micro_batches"), SHAPES)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (3, 2), (4, 8)])
 def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: int, schedule: str) -> None:
     step = simulate(straight(stages, micro_batches, schedule), profile([(1.0, 2.0)] * stages), cluster(stages))
     rounds = micro_batches + stages - 1
@@ -95,21 +92,11 @@ def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: i
     assert step.throughput == pytest.approx(micro_batches / (rounds * 3.0))
 
 
-@pytest.mark.parametrize("schedule", WHOLE)
-def test_replicas_change_nothing_when_links_are_free_and_slices_take_the_same_time(schedule: str) -> None:
-    step = simulate(replicated([3, 2, 5], 4, 5, schedule), profile([(1.0, 2.0)] * 3), cluster(10))
-    assert step.latency == pytest.approx((4 + 3 - 1) * 3.0)
-
-
-@pytest.mark.parametrize("transfer", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])
-def test_gpipe_hides_all_transfers_but_those_of_the_first_and_the_last_micro_batch(
-    stages: int, micro_batches: int, transfer: float
-) -> None:
-    links = {"inter_bandwidth": 8.0, "inter_latency": 0.125}
-    model = profile([(1.0, 2.0)] * stages, 8.0 * transfer)
-    step = simulate(straight(stages, micro_batches, "gpipe"), model, cluster(*[1] * stages, **links))
-    assert step.latency == pytest.approx((micro_batches + stages - 1) * 3 + 2 * (stages - 1) * (transfer + 0.125))
+@pytest.mark.parametrize("transfer", [0.25, 1.0])
+def test_gpipe_hides_all_transfers_but_those_of_the_first_and_the_last_micro_batch(transfer: float) -> None:
+    where = cluster(1, 1, 1, 1, inter_bandwidth=8.0, inter_latency=0.125)
+    step = simulate(straight(4, 8, "gpipe"), profile([(1.0, 2.0)] * 4, 8.0 * transfer), where)
+    assert step.latency == pytest.approx((8 + 4 - 1) * 3 + 2 * (4 - 1) * (transfer + 0.125))
 
 
 def test_a_slow_link_is_the_bottleneck_of_gpipe() -> None:
@@ -145,19 +132,6 @@ def test_two_transfers_over_one_network_card_take_twice_as_long() -> None:
 def test_a_network_card_sends_and_receives_at_the_same_time() -> None:
     step = simulate(straight(2, 2, "gpipe"), profile([(1.0, 1.0)] * 2, 4.0), cluster(1, 1, inter_bandwidth=2.0))
     assert sends(step) == [(0, 1, 1, 3), (0, 1, 3, 5), (1, 0, 7, 9), (1, 0, 9, 11)]
-    step = simulate(straight(2, 2, warm_up=(2, 1)), profile([(2.0, 1.0)] * 2, 4.0), cluster(1, 1, inter_bandwidth=1.0))
-    assert sends(step) == [(0, 1, 2, 6), (0, 1, 6, 10), (1, 0, 9, 13), (1, 0, 13, 17)]
-
-
-def test_devices_of_a_server_send_side_by_side() -> None:
-    step = simulate(replicated([2, 2], 1, 2), profile([(1.0, 2.0)] * 2, 6.0), cluster(4, intra_bandwidth=3.0))
-    assert sends(step)[:2] == [(0, 2, 1.0, 3.0), (1, 3, 1.0, 3.0)]
-
-
-def test_one_device_sends_its_pieces_one_after_another() -> None:
-    step = simulate(replicated([1, 2], 1, 2), profile([(1.0, 2.0)] * 2, 6.0), cluster(3, intra_bandwidth=3.0))
-    assert sends(step)[:2] == [(0, 1, 1.0, 3.0), (0, 2, 3.0, 5.0)]
-    assert sends(step)[2:] == [(1, 0, 6.0, 8.0), (2, 0, 8.0, 10.0)]
 
 
 def test_latency_delays_a_message_but_not_the_next_one() -> None:
@@ -170,26 +144,6 @@ def test_between_servers_the_slower_card_decides() -> None:
     servers = (Server(inter_bandwidth=8.0, inter_latency=0.25), Server(inter_bandwidth=2.0))
     step = simulate(straight(2, 1), profile([(1.0, 2.0)] * 2, 4.0), cluster(1, 1, servers=servers))
     assert sends(step) == [(0, 1, 1.0, 3.25), (1, 0, 6.25, 8.5)]
-
-
-def test_a_free_link_takes_no_time() -> None:
-    assert sends(simulate(straight(2, 1), profile([(1.0, 2.0)] * 2), cluster(1, 1))) == [(0, 1, 1, 1), (1, 0, 4, 4)]
-
-
-@pytest.mark.parametrize(("senders", "receivers", "samples"), [(3, 2, 6), (11, 5, 55), (15, 1, 15)])
-def test_uneven_replicas_wait_for_all_their_pieces(senders: int, receivers: int, samples: int) -> None:
-    layers = tuple(LayerProfile(NAMES[i], Cost(0.0, 1.0), Cost(0.0, 2.0)) for i in range(2))
-    model = Profile("model", "none", (1, 2), layers, (Tensor(0, (1,), Cost(0.0, 1.0)),))
-    plan = replicated([senders, receivers], 1, samples)
-    step = simulate(plan, model, cluster(senders + receivers, intra_bandwidth=1000.0))
-    before, after = (split_evenly(samples, count)[0] for count in (senders, receivers))
-    assert times(step, "F", stage=1)[0][0] > before
-    for span in step.spans:
-        if span.kind == "F" and span.stage == 1:
-            arrived = [other.end for other in step.spans if other.kind == "send" and other.target == span.device]
-            assert span.start == max(arrived)
-    # F and B of the largest slices, and messages that wait for each other for up to as long as all of them take.
-    assert 3 * (before + after) < step.latency < 3 * (before + after) + 2 * samples / 1000
 
 
 def test_slices_of_unequal_size_take_unequal_time() -> None:
@@ -210,18 +164,6 @@ def test_a_skip_connection_holds_up_the_stage_that_reads_it() -> None:
     assert times(step, "B") == [(14, 16), (17, 19), (28, 30)]
 
 
-def test_a_tensor_without_bytes_still_orders_the_stages() -> None:
-    step = simulate(straight(2, 3), profile([(1.0, 2.0)] * 2, [Tensor(0, (1,), ZERO)]), cluster(2))
-    assert step.latency == (3 + 1) * 3
-
-
-def test_nothing_comes_back_for_what_has_no_gradient() -> None:
-    tensors = [Tensor(0, (1,), Cost(1.0), differentiable=False)]
-    step = simulate(straight(2, 1), profile([(1.0, 2.0)] * 2, tensors), cluster(2))
-    assert times(step, "B", stage=0) == [(1, 3)]
-    assert len(sends(step)) == 1
-
-
 # --- the end of the step ---
 
 
@@ -234,13 +176,6 @@ def test_all_reduce_starts_when_the_last_replica_is_done_and_the_update_follows(
     assert step.latency == 11.5
 
 
-def test_a_stage_of_one_device_updates_at_once() -> None:
-    step = simulate(straight(2, 2), profile([(1.0, 2.0)] * 2, parameter_bytes=9, apply_seconds=0.5), cluster(2))
-    assert times(step, "all_reduce") == []
-    assert times(step, "apply", stage=1) == [(7.0, 7.5)]
-    assert times(step, "apply", stage=0) == [(9.0, 9.5)]
-
-
 def test_tied_weights_are_reduced_once_both_stages_are_done() -> None:
     model = profile([(1.0, 2.0)] * 3, shared=[SharedParameters((0, 2), 30)], apply_seconds=1.0)
     step = simulate(straight(3, 2), model, cluster(1, 1, 1, inter_bandwidth=10.0))
@@ -249,11 +184,6 @@ def test_tied_weights_are_reduced_once_both_stages_are_done() -> None:
     assert times(step, "all_reduce") == [(end_of_first, end_of_first + 3.0)]
     assert times(step, "apply", stage=2) == times(step, "apply", stage=0) == [(end_of_first + 3, end_of_first + 4)]
     assert times(step, "apply", stage=1)[0][0] == times(step, "B", stage=1)[-1][1]
-
-
-def test_what_a_step_takes_beyond_its_tasks_is_added() -> None:
-    model = Profile("model", "none", (1, 2), (LayerProfile("a", Cost(1.0), Cost(2.0)),), (), step_seconds=0.25)
-    assert simulate(Plan.data_parallel(1, 1), model, cluster(1)).latency == 3.25
 
 
 def cut_everywhere(plan: Plan, model: Profile) -> Plan:
@@ -277,25 +207,10 @@ def test_pieces_are_reduced_while_b_goes_on() -> None:
     assert together.latency == 13.5
 
 
-def test_a_piece_waits_for_the_one_before() -> None:
-    plan = Plan.data_parallel(2, 2, backward_cuts=NAMES[:1])
-    model = profile([(1.0, 1.0), (1.0, 1.0)], parameter_bytes=8)
-    step = simulate(plan, model, cluster(2, intra_bandwidth=4.0))
-    assert times(step, "all_reduce") == [(3.0, 5.0), (5.0, 7.0)]
-
-
 def test_where_cores_are_shared_pieces_end_later_but_in_time_for_their_reductions() -> None:
     together = two_pieces(cut=True, servers=(Server(capacity=1.0),))
     assert times(together, "B")[-1] == (pytest.approx(16.0), pytest.approx(24.0))
     assert times(together, "all_reduce") == [(pytest.approx(20.0), pytest.approx(21.0)), (24.0, 25.0)]
-
-
-def test_each_piece_takes_the_fixed_time_of_a_task() -> None:
-    model = profile([(1.0, 1.0), (1.0, 1.0)], parameter_bytes=8).scaled(1.0, task_seconds=0.5)
-    step = simulate(Plan.data_parallel(2, 2, backward_cuts=NAMES[:1]), model, cluster(2, intra_bandwidth=8.0))
-    # 0.5 + 2 for F, 0.5 + 1 until the first piece ends, 0.5 + 1 for the second.
-    assert times(step, "B") == [(2.5, 5.5)] * 2
-    assert times(step, "all_reduce") == [(4.0, 5.0), (5.5, 6.5)]
 
 
 def test_other_groups_wait_for_pieces_that_are_complete_before() -> None:
@@ -306,28 +221,12 @@ def test_other_groups_wait_for_pieces_that_are_complete_before() -> None:
     assert reduced == [(0, 8), (1, 8), (0, 8)]  # layer 1's, the weights that stages 0 and 1 share, layer 0's
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_pieces_are_never_slower_when_messages_have_no_latency(seed: int) -> None:
-    draw = random.Random(seed)
-    layers = [
-        LayerProfile(NAMES[i], Cost(draw.random()), Cost(draw.random()), parameter_bytes=draw.randrange(1, 100))
-        for i in range(draw.randrange(1, 6))
-    ]
-    model = Profile("model", "none", (1, 2), tuple(layers), ())
-    plan = Plan.data_parallel(draw.randrange(2, 5), 16, 2)
-    servers = draw.choice([(8,), (1, 1, 6), (2, 6)])
-    links = {"intra_bandwidth": draw.uniform(20, 500), "inter_bandwidth": draw.uniform(20, 500)}
-    plans = (plan, cut_everywhere(plan, model))
-    apart, together = (simulate(each, model, cluster(*servers, **links)) for each in plans)
-    assert together.latency <= apart.latency * (1 + 1e-9)
-
-
 # --- devices ---
 
 
 def test_a_device_of_twice_the_speed_takes_half_the_time() -> None:
     step = simulate(straight(2, 1), profile([(1.0, 2.0)] * 2), cluster(2, speeds=[1.0, 2.0]))
-    assert [str(span) for span in step.timeline[1]] == ["1F0 1.000000..1.500000", "1B0 1.500000..2.500000"]
+    assert timeline(step, 1) == "1F@1-1.5 1B@1.5-2.5"
     assert step.latency == 4.5
 
 
@@ -335,7 +234,7 @@ def shared(capacity: float, devices: int = 2) -> Cluster:
     return cluster(devices, servers=(Server(capacity=capacity),))
 
 
-@pytest.mark.parametrize(("capacity", "factor"), [(1.0, 2.0), (1.5, 4 / 3), (2.0, 1.0), (0.5, 4.0)])
+@pytest.mark.parametrize(("capacity", "factor"), [(1.0, 2.0), (1.5, 4 / 3)])
 def test_two_devices_that_share_cores_slow_each_other_down(capacity: float, factor: float) -> None:
     step = simulate(Plan.data_parallel(2, 2), profile([(1.0, 2.0)], apply_seconds=1.0), shared(capacity))
     assert times(step, "F") == [(0, pytest.approx(factor))] * 2
@@ -352,16 +251,6 @@ def test_a_task_is_slowed_down_only_while_the_other_runs() -> None:
     assert times(step, "F") == [(0, 2), (0, 3)]
 
 
-def test_a_pipeline_on_one_core_takes_as_long_as_all_its_work() -> None:
-    step = simulate(straight(4, 8), profile([(1.0, 2.0)] * 4), shared(1.0, 4))
-    assert step.latency == pytest.approx(4 * 8 * 3)
-
-
-def test_a_single_busy_device_has_the_core_to_itself() -> None:
-    plan = straight(2, 3, warm_up=(1, 1))
-    assert simulate(plan, profile([(1.0, 2.0)] * 2), shared(1.0)).latency == pytest.approx(3 * 6)
-
-
 # --- schedules of one's own ---
 
 
@@ -376,7 +265,6 @@ def test_forwards_alone_reduce_and_update_nothing() -> None:
 
 def test_gradients_are_reduced_after_the_backward_that_comes_last() -> None:
     backwards = Schedule.parse("0: 0F0 0F1 0B1 0B0\n1: 0F0.r1 0F1.r1 0B1.r1 0B0.r1")
-    assert {str(task) for task in last_gradients(backwards).values()} == {"0B0", "0B0.r1"}
     model = profile([(1.0, 2.0)], parameter_bytes=4)
     step = simulate(Plan.data_parallel(2, 4, 2), model, cluster(2, intra_bandwidth=4.0), schedule=backwards)
     assert times(step, "all_reduce") == [(6, 7)]
@@ -390,43 +278,11 @@ def test_weight_gradients_fill_the_wait_for_input_gradients() -> None:
         cluster(2),
         schedule=split,
     )
-    assert [str(span) for span in step.timeline[1]] == [
-        "1F0 1.000000..2.000000",
-        "1Bx0 2.000000..3.000000",
-        "1F1 3.000000..4.000000",
-        "1Bx1 4.000000..5.000000",
-        "1Bw0 5.000000..6.000000",
-        "1Bw1 6.000000..7.000000",
-        "1apply 7.000000..7.500000",
-    ]
+    assert timeline(step, 1) == "1F@1-2 1Bx@2-3 1F@3-4 1Bx@4-5 1Bw@5-6 1Bw@6-7 1apply@7-7.5"
     # The first stage has no input gradients: Bx takes no time and waits for nothing, Bw is the whole backward and
     # starts with the first gradient that comes, as in a real step, where such a Bx is a NoOp.
-    assert [str(span) for span in step.timeline[0]] == [
-        "0F0 0.000000..1.000000",
-        "0F1 1.000000..2.000000",
-        "0Bx0 2.000000..2.000000",
-        "0Bx1 2.000000..2.000000",
-        "0Bw0 3.000000..5.000000",
-        "0Bw1 5.000000..7.000000",
-        "0apply 7.000000..7.500000",
-    ]
+    assert timeline(step, 0) == "0F@0-1 0F@1-2 0Bx@2-2 0Bx@2-2 0Bw@3-5 0Bw@5-7 0apply@7-7.5"
     assert step.latency == 7.5
-
-
-def test_gradients_go_to_the_device_of_the_weight_gradients_where_there_are_no_others() -> None:
-    step = simulate(
-        dataclasses.replace(straight(2, 1), weight_devices=((1,), (0,))),
-        profile([(1.0, 2.0)] * 2, 8.0, parameter_bytes=4, residual_bytes=Cost(16.0)),
-        cluster(2, intra_bandwidth=8.0),
-        schedule=Schedule.parse("0: 0F0 0Bx0 1Bw0\n1: 1F0 1Bx0 0Bw0"),
-    )
-    sends = [
-        (span.stage, span.device, span.target, span.bytes, span.start) for span in step.spans if span.kind == "send"
-    ]
-    # The residuals of the first stage, and its gradient, which needn't leave its maker's device.
-    assert (0, 0, 1, 16.0, 2.0) in sends
-    assert all(target == 1 for stage, _, target, *_ in sends if stage == 0)
-    assert [str(span) for span in step.timeline[1] if span.kind == "Bw"] == ["0Bw0 4.000000..6.000000"]
 
 
 def test_a_schedule_that_deadlocks_is_refused() -> None:
@@ -524,9 +380,6 @@ def test_updates_run_while_a_device_waits_and_let_tasks_go_first() -> None:
     text = "0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0"
     step = simulate(plan, model, cluster(2), schedule=Schedule.parse(text))
     assert timeline(step, 0) == "0F@0-1 2F@2-3 2B@3-4 2apply@4-7 0B@8-9 0apply@9-12"
-    model = profile([(1.0, 1.0), (1.0, 0.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
-    step = simulate(plan, model, cluster(2), schedule=Schedule.parse(text))
-    assert timeline(step, 0) == "0F@0-1 2F@2-3 2B@3-4 0B@4-5 2apply@5-8 0apply@8-11"
 
 
 def test_the_next_steps_forwards_wait_for_their_stages_updates() -> None:
@@ -629,22 +482,7 @@ def test_memory_bounds_how_many_micro_batches_are_in_flight() -> None:
     assert bound.latency > free.latency == (8 + 3) * 3
 
 
-def test_a_plan_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"stage 0 needs 285 bytes on each device .* 5 bytes more than its smallest"):
-        simulate(straight(2, 2), profile([(1.0, 2.0)] * 2, **HEAVY), cluster(2, memory=280))
-
-
 # --- what it tells ---
-
-
-def test_critical_path_of_a_pipeline() -> None:
-    model = profile([(1.0, 2.0)] * 2, 4.0, parameter_bytes=8, apply_seconds=0.5)
-    step = simulate(replicated([2, 1], 2, 2), model, cluster(2, 1, intra_bandwidth=8.0, inter_bandwidth=8.0))
-    path = step.critical_path
-    assert [span.kind for span in path[-3:]] == ["B", "all_reduce", "apply"]
-    assert path[0].start == 0
-    assert all(after.start == before.end for before, after in itertools.pairwise(path))
-    assert sum(span.end - span.start for span in path) == pytest.approx(step.latency)
 
 
 def test_text() -> None:
@@ -664,11 +502,6 @@ def test_text() -> None:
     assert str(step).endswith("apply 0.5 ms, what a step takes once 100 ms")
     in_pieces = str(two_pieces(cut=True)).splitlines()[-1]
     assert in_pieces == "critical path: F 4000 ms, B 8000 ms, all_reduce 1000 ms, apply 500 ms"
-
-
-def test_the_text_of_a_span() -> None:
-    assert str(Span("B", 1.0, 2.5, 4, 1, 3, 2)) == "1B3.r2 1.000000..2.500000"
-    assert str(Span("send", 0.0, 0.5, 1, 0, 2, target=3)) == "0send2 1->3 0.000000..0.500000"
 
 
 # --- any plan ---
@@ -745,170 +578,6 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
     return plan, model, where
 
 
-def transfer_seconds(costs: CostModel, sender: Task, receiver: Task, size: float) -> float:
-    source, target = (costs.schedule.device_of(task) for task in (sender, receiver))
-    return 0.0 if source == target else costs.cluster.link(source, target).seconds(size)
-
-
-KINDS = ("F", "B", "Bx", "Bw")
-CASES = range(60)
-
-
-def run_case(seed: int) -> Simulation:
-    return simulate(*random_case(seed))
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_a_step_takes_as_long_as_its_busiest_device_and_no_longer_than_everything_in_turn(seed: int) -> None:
-    step = run_case(seed)
-    extra = step.costs.profile.step_seconds
-    undisturbed = {
-        device: sum(step.costs.seconds(task) for task in tasks) for device, tasks in step.costs.schedule.orders.items()
-    }
-    assert step.latency >= max(step.busy.values()) + extra - 1e-9
-    assert all(step.busy[device] >= seconds - 1e-9 for device, seconds in undisturbed.items())
-    assert step.latency <= sum(span.end - span.start for span in step.spans) + extra + 1e-9
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_every_task_runs_once_in_order_after_its_inputs(seed: int) -> None:
-    step = run_case(seed)
-    costs = step.costs
-    ends = {
-        Task(span.stage, Phase(span.kind), span.micro_batch, span.replica): (span.start, span.end)
-        for span in step.spans
-        if span.kind in KINDS and span.micro_batch is not None
-    }
-    assert sum(span.kind in KINDS for span in step.spans) == len(ends)
-    split = costs.schedule.split
-    for device, tasks in costs.schedule.orders.items():
-        assert [str(span).split()[0] for span in step.timeline[device] if span.kind != "apply"] == [*map(str, tasks)]
-        for first, second in itertools.pairwise(step.timeline[device]):
-            assert second.start >= first.end - 1e-9
-    for producer, consumer in costs.routes:
-        for micro_batch, backward in itertools.product(range(costs.plan.micro_batches), (False, True)):
-            for message in costs.messages(producer, consumer, micro_batch, backward=backward):
-                ends_of = (consumer, producer) if backward else (producer, consumer)
-                sends_in = takes = Phase.FORWARD
-                if backward:
-                    sends_in = Phase.INPUT_GRAD if consumer in split else Phase.BACKWARD
-                    takes = costs.gradient_phase(producer, producer in split)
-                sender = Task(ends_of[0], sends_in, micro_batch, message.sender)
-                receiver = Task(ends_of[1], takes, micro_batch, message.receiver)
-                came = ends[sender][1] + transfer_seconds(costs, sender, receiver, message.bytes)
-                assert ends[receiver][0] >= came - 1e-9
-    for task in costs.schedule.tasks:
-        if task.phase is Phase.WEIGHT_GRAD:
-            before = Task(task.stage, Phase.INPUT_GRAD, task.micro_batch, task.replica)
-            samples = costs.slices(task.stage, task.micro_batch)[task.replica].size
-            size = costs.delayed_bytes(task.stage, samples)
-            assert ends[task][0] >= ends[before][1] + transfer_seconds(costs, before, task, size) - 1e-9
-    for task, other in costs.schedule.after.items():
-        assert ends[task][0] >= ends[other][1]
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_ports_carry_one_message_at_a_time(seed: int) -> None:
-    step = run_case(seed)
-    where = step.costs.cluster
-    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for span in step.spans:
-        if span.kind == "send" and span.device is not None and span.target is not None:
-            link = where.link(span.device, span.target)
-            a, b = (where.devices[device].server for device in (span.device, span.target))
-            ports = (("out", span.device), ("in", span.target)) if a == b else (("card out", a), ("card in", b))
-            if span.bytes / link.bandwidth:
-                for port in ports:
-                    taken.setdefault(port, []).append((span.start, span.end - link.latency))
-    for spans in taken.values():
-        for first, second in itertools.pairwise(sorted(spans)):
-            assert second[0] >= first[1] - 1e-9
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_each_span_of_the_critical_path_starts_when_its_cause_is_over(seed: int) -> None:
-    plan, model, where = random_case(seed)
-    instant = Cluster(where.devices, where.intra_bandwidth, where.inter_bandwidth, real=False, servers=where.servers)
-    step = simulate(plan, model, instant)
-    path = step.critical_path
-    assert path[0].start == 0
-    assert path[-1].end == pytest.approx(step.latency - model.step_seconds)
-    for before, after in itertools.pairwise(path):
-        early = after.kind == "all_reduce" and after.start < before.end  # of a piece of the task before
-        assert early or after.start == pytest.approx(before.end)
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_memory_starts_and_ends_with_what_is_stored_and_peaks_where_the_cost_model_says(seed: int) -> None:
-    plan, model, where = random_case(seed)
-    step = simulate(plan, model, where)
-    costs = step.costs
-    for device, stored in costs.stored_bytes.items():
-        assert step.memory[device][0] == (0.0, stored)
-        assert step.memory[device][-1][1] == pytest.approx(stored)
-        assert min(level for _, level in step.memory[device]) >= stored - 1e-6
-        reducing = sum(one.bytes for one in costs.reductions if device in one.devices)
-        if plan.weight_devices is None:
-            peak = peak_of(costs, device)
-            assert stored + peak - 1e-6 <= step.peak_bytes[device] <= stored + peak + reducing + 1e-6
-    for stage, devices in enumerate(plan.devices):
-        shares = any(set(devices) & set(other) for other in (*plan.devices[:stage], *plan.devices[stage + 1 :]))
-        if not shares and plan.weight_devices is None:
-            most = costs.needed_bytes(stage, in_flight(costs.schedule)[stage])
-            assert all(step.peak_bytes[device] <= most + 1e-6 for device in devices)
-
-
-def peak_of(costs: CostModel, device: int) -> float:
-    """What a device's tasks need beyond what is stored, from their order alone."""
-    level = peak = 0.0
-    split = costs.schedule.split
-    for task in costs.schedule.orders[device]:
-        samples = costs.slices(task.stage, task.micro_batch)[task.replica].size
-        kept = costs.residual_bytes(task.stage, samples)
-        delayed = costs.delayed_bytes(task.stage, samples) if task.stage in split else 0.0
-        if task.phase is Phase.FORWARD:
-            level += kept
-        peak = max(peak, level)
-        if task.phase is not Phase.FORWARD:
-            peak = max(peak, level + costs.working_bytes(task.stage, samples, task.phase))
-            level -= {Phase.BACKWARD: kept, Phase.INPUT_GRAD: kept - delayed, Phase.WEIGHT_GRAD: delayed}[task.phase]
-        peak = max(peak, level)
-    return peak
-
-
-@pytest.mark.parametrize("seed", CASES)
-@pytest.mark.parametrize("factor", [2**-13, 4.0, 2**13])
-def test_a_slower_world_is_slower_by_as_much(seed: int, factor: float) -> None:
-    """Powers of two: what is ready at the same time stays so to the last bit."""
-    plan, model, where = random_case(seed)
-    slower = model.scaled(factor, step_seconds=model.step_seconds * factor, task_seconds=model.task_seconds * factor)
-    links = {
-        name: None if (value := getattr(where, name)) is None else value / factor if "band" in name else value * factor
-        for name in ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
-    }
-    elsewhere = Cluster(where.devices, **links, real=False, servers=where.servers)
-    before, after = run_case(seed), simulate(plan, slower, elsewhere)
-    assert after.latency == pytest.approx(before.latency * factor)
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_the_same_plan_takes_the_same_time_again(seed: int) -> None:
-    assert run_case(seed).spans == run_case(seed).spans
-
-
-def test_sixteen_devices_and_64_micro_batches() -> None:
-    links = {"inter_bandwidth": 1e3, "inter_latency": 1e-3}
-    plan = replicated([2] * 8, 64, 4)
-    step = simulate(plan, profile([(1.0, 2.0)] * 8, 10.0, parameter_bytes=10), cluster(*[2] * 8, **links))
-    assert len(step.spans) == 16 * 64 * 2 + 7 * 64 * 2 * 2 + 8
-    assert step.latency > (64 + 7) * 3
-
-
-def test_costs_can_be_made_before() -> None:
-    costs = CostModel(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2))
-    assert run(costs).latency == simulate(costs.plan, costs.profile, costs.cluster).latency == 9
-
-
 def test_a_task_of_no_time_needs_its_memory_all_the_same() -> None:
     """What rose and fell at one time cancelled out, so that a free layer seemed to need nothing."""
     layers = (
@@ -953,12 +622,6 @@ def test_what_is_carried_over_is_reduced_during_the_forward_of_its_own_stage() -
     assert carried.latency == 10.0
 
 
-def test_what_is_carried_over_is_reduced_once() -> None:
-    for count in range(4):
-        step = carrying(carried_updates=count)
-        assert sorted(span.stage for span in step.spans if span.kind == "all_reduce") == [0, 1, 2]
-
-
 def test_stages_that_share_parameters_carry_nothing_over_in_a_simulation() -> None:
     """Its own update was awaited together with the shared one, which comes at the end of the step: a deadlock."""
     one = Cost(0, 1.0)
@@ -984,3 +647,99 @@ def test_a_profile_is_not_its_files_name() -> None:
             call()
     with pytest.raises(TypeError, match="plan is Profile; give a"):
         simulate(profile([(1, 1)]), plan, devices)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_step_obeys_its_dependencies_ports_and_memory(seed: int) -> None:
+    step = simulate(*random_case(seed))
+    costs, schedule = step.costs, step.costs.schedule
+    spans = {
+        Task(span.stage, Phase(span.kind), span.micro_batch, span.replica): span
+        for span in step.spans
+        if span.kind in ("F", "B", "Bx", "Bw") and span.micro_batch is not None
+    }
+    assert spans.keys() == {*schedule.tasks}
+    for device, tasks in schedule.orders.items():
+        assert [str(span).split()[0] for span in step.timeline[device] if span.kind != "apply"] == [*map(str, tasks)]
+        assert all(b.start >= a.end - 1e-9 for a, b in itertools.pairwise(step.timeline[device]))
+        assert sum(map(costs.seconds, tasks)) - 1e-9 <= step.busy[device] <= step.latency + 1e-9
+
+    def reaches(sender: Task, receiver: Task, size: float) -> None:
+        ends = schedule.device_of(sender), schedule.device_of(receiver)
+        seconds = 0.0 if ends[0] == ends[1] else costs.cluster.link(*ends).seconds(size)
+        assert spans[receiver].start >= spans[sender].end + seconds - 1e-9
+
+    for (producer, consumer), micro_batch in itertools.product(costs.routes, range(costs.plan.micro_batches)):
+        for one in costs.messages(producer, consumer, micro_batch):
+            sender = Task(producer, Phase.FORWARD, micro_batch, one.sender)
+            reaches(sender, Task(consumer, Phase.FORWARD, micro_batch, one.receiver), one.bytes)
+        for one in costs.messages(producer, consumer, micro_batch, backward=True):
+            sends_in = Phase.INPUT_GRAD if consumer in schedule.split else Phase.BACKWARD
+            takes = costs.gradient_phase(producer, producer in schedule.split)
+            sender = Task(consumer, sends_in, micro_batch, one.sender)
+            reaches(sender, Task(producer, takes, micro_batch, one.receiver), one.bytes)
+    for task in schedule.tasks:
+        if task.phase is Phase.WEIGHT_GRAD:
+            samples = costs.slices(task.stage, task.micro_batch)[task.replica].size
+            reaches(dataclasses.replace(task, phase=Phase.INPUT_GRAD), task, costs.delayed_bytes(task.stage, samples))
+    for task, other in schedule.after.items():
+        assert spans[task].start >= spans[other].end
+
+    for port in ports(step).values():
+        assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(sorted(port)))
+    for device, stored in costs.stored_bytes.items():
+        assert step.memory[device][0] == (0.0, stored)
+        assert step.memory[device][-1][1] == pytest.approx(stored)
+        reducing = sum(one.bytes for one in costs.reductions if device in one.devices)
+        if costs.plan.weight_devices is None:
+            assert -1e-6 <= step.peak_bytes[device] - stored - peak_of(costs, device) <= reducing + 1e-6
+
+
+def ports(step: Simulation) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """When each device, and between servers each network card, sends and receives."""
+    where, taken = step.costs.cluster, collections.defaultdict(list)
+    for span in step.spans:
+        if span.kind == "send" and span.device is not None and span.target is not None:
+            link = where.link(span.device, span.target)
+            a, b = (where.devices[device].server for device in (span.device, span.target))
+            if span.bytes / link.bandwidth:
+                for port in (
+                    (("out", span.device), ("in", span.target)) if a == b else (("card out", a), ("card in", b))
+                ):
+                    taken[port].append((span.start, span.end - link.latency))
+    return taken
+
+
+def peak_of(costs: CostModel, device: int) -> float:
+    """Bytes that a device's tasks need beyond what is stored, from their order alone."""
+    level = peak = 0.0
+    split = costs.schedule.split
+    for task in costs.schedule.orders[device]:
+        samples = costs.slices(task.stage, task.micro_batch)[task.replica].size
+        kept = costs.residual_bytes(task.stage, samples)
+        delayed = costs.delayed_bytes(task.stage, samples) if task.stage in split else 0.0
+        if task.phase is Phase.FORWARD:
+            level += kept
+        peak = max(peak, level)
+        if task.phase is not Phase.FORWARD:
+            peak = max(peak, level + costs.working_bytes(task.stage, samples, task.phase))
+            level -= {Phase.BACKWARD: kept, Phase.INPUT_GRAD: kept - delayed, Phase.WEIGHT_GRAD: delayed}[task.phase]
+        peak = max(peak, level)
+    return peak
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slower_world_is_slower_by_as_much_and_its_critical_path_has_no_gaps(seed: int) -> None:
+    """The factor is a power of two: what is ready at the same time stays so to the last bit."""
+    factor = 2.0**13
+    plan, model, where = random_case(seed)
+    slower = model.scaled(factor, step_seconds=model.step_seconds * factor, task_seconds=model.task_seconds * factor)
+    bandwidths = [value and value / factor for value in (where.intra_bandwidth, where.inter_bandwidth)]
+    instant = Cluster(where.devices, *bandwidths, real=False, servers=where.servers)
+    step = simulate(plan, slower, instant)
+    before = simulate(plan, model, dataclasses.replace(where, intra_latency=None, inter_latency=None))
+    assert step.latency == pytest.approx(before.latency * factor)
+    assert step.critical_path[0].start == 0
+    for span, after in itertools.pairwise(step.critical_path):
+        early = after.kind == "all_reduce" and after.start < span.end  # of a piece of the task before
+        assert early or after.start == pytest.approx(span.end)

