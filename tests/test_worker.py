@@ -316,7 +316,7 @@ def send(connection: socket.socket, data: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def answers(said: bytes) -> list[dict[str, Any]]:
+def answers(said: bytes, keys: Any = None) -> list[dict[str, Any]]:
     """What a worker's process for a client answers to all that it sends."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
@@ -327,7 +327,7 @@ def answers(said: bytes) -> list[dict[str, Any]]:
         with contextlib.closing(hello.channel), contextlib.suppress(ControlError):
             while not hello.advance():
                 pass
-            attend(hello.channel, hello.message, Machine("127.0.0.1", 1))
+            attend(hello.channel, hello.message, Machine("127.0.0.1", 1, keys=keys))
         sender.join()
         with ours.makefile() as lines, contextlib.suppress(ConnectionResetError):
             return [json.loads(line) for line in lines]
@@ -368,11 +368,17 @@ GOOD: dict[str, Any] = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": 0, "lead
         ({"cluster": {"worker": ["a:1", "a:1"]}}, "job 'worker': servers 0 and 1 both have the address 'a:1'"),
         ({"cluster": {"worker": ["a:1"], "Other Job": ["b:1"]}}, "job 'Other Job' has the tasks ['b:1']"),
         ({"cluster": {"worker": ["a:1"], "client": []}}, "job 'client': addresses is []; give a list"),
+        ({"fingerprints": None}, "'fingerprints' is None; it must be of type list"),
+        ({"fingerprints": [1]}, "'fingerprints' is [1]; it must have a text for each of the workers"),
+        ({"fingerprints": ["x"], "cluster": {"worker": ["a:1"], "ps": ["b:1"]}}, "the cluster has the jobs"),
+        ({"fingerprints": ["x"], "cluster": {"worker": ["a:1"], "client": ["b:1", "b:2"]}}, "the cluster has the jobs"),
     ],
 )
 def test_orders_that_are_refused(change: dict[str, Any], error: str) -> None:
     messages = (wish("c"), {**GOOD, **change})
-    assert answers(b"".join(json.dumps(said).encode() + b"\n" for said in messages))[-1]["error"].startswith(error)
+    keys = object() if "fingerprints" in change else None  # with TLS
+    said = b"".join(json.dumps(said).encode() + b"\n" for said in messages)
+    assert answers(said, keys)[-1]["error"].startswith(error)
 
 
 def hostile(draw: random.Random) -> bytes:
