@@ -9,12 +9,11 @@ import pathlib
 import random
 import signal
 import socket
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import tensorflow as tf
 from absl import app, flags
 from absl.testing import flagsaver
 from workers import (
@@ -31,17 +30,14 @@ from workers import (
     wish,
 )
 
-import dapple_tf as dapple
 from dapple_tf import worker as worker_module
-from dapple_tf.clusters.serving import Lease, Machine
-from dapple_tf.clusters.session import session_config
-from dapple_tf.clusters.shared_connections import connected, open_session
+from dapple_tf.clusters.serving import Lease, Machine, attend
 from dapple_tf.describe.cluster import ClusterError
 from dapple_tf.describe.hardware import cpu_kind
 from dapple_tf.describe.machine_report import MachineReport, report
-from dapple_tf.network.control import Channel, ControlError, split_address
+from dapple_tf.network.control import Channel, ControlError, Hello, split_address
 from dapple_tf.network.versions import own_versions
-from dapple_tf.tools.hosts import LocalWorkers, end, free_ports
+from dapple_tf.tools.hosts import LocalWorkers, free_ports
 from dapple_tf.worker import Worker, own_address
 
 Worker_ = tuple[str, int]
@@ -63,50 +59,43 @@ def talking(address: str) -> Iterator[Channel]:
 
 
 @contextlib.contextmanager
-def leased(address: str, client: str = "somebody", silence: float = 3600.0) -> Iterator[Channel]:
-    """A lease whose server runs."""
+def leased(
+    address: str, client: str = "somebody", silence: float = 3600.0, others: Sequence[str] = ()
+) -> Iterator[tuple[Channel, int]]:
+    """A lease whose server runs, and the server's port."""
     with talking(address) as channel:
         answer = channel.ask(wish(client), PATIENCE)
         assert set(answer) == {"devices", "port", "versions"}, answer
-        order = {"cluster": {"worker": [f"127.0.0.1:{answer['port']}"]}, "task": 0, "leader": 0, "silence": silence}
+        servers = [f"127.0.0.1:{answer['port']}", *others]
+        order = {"cluster": {"worker": servers}, "task": 0, "leader": 0, "silence": silence}
         assert set(channel.ask(order, PATIENCE)) == {"serving"}
-        yield channel
+        yield channel, answer["port"]
 
 
 # ---- starting
 
 
+TASK = {"type": "worker", "index": 1}
+
+
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "error"),
     [
-        ({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}, "b:2"),
         ({"cluster": {"worker": ["a:1"]}}, r"TF_CONFIG lacks or garbles 'task'; it looks like"),
-        ({"cluster": {}, "task": {"type": "worker", "index": 1}}, "TF_CONFIG lacks or garbles 'worker'"),
-        ({"cluster": 1, "task": {"type": "worker", "index": 1}}, "TF_CONFIG lacks or garbles"),
-        ([], "TF_CONFIG lacks or garbles"),
+        ({"cluster": 1, "task": TASK}, "TF_CONFIG lacks or garbles"),
         ({"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}, "this task's type is 'ps'; only tasks"),
-        (
-            {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}},
-            r"task index is 1, but .* \['a:1'\]",
-        ),
-        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}, "task index is -1, but"),
-        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "0"}}, "task index is '0', but"),
-        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": True}}, "task index is True, but"),
-        ({"cluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}, "the cluster's workers are {"),
-        ("{", "TF_CONFIG isn't JSON: Expecting property name"),
+        ({"cluster": {"worker": ["a:1"]}, "task": TASK}, r"task index is 1, but .* \['a:1'\]"),
+        ({"cluster": {"worker": ["a:1"]}, "task": TASK | {"index": -1}}, "task index is -1, but"),
+        ({"cluster": {"worker": ["a:1", "b:1"]}, "task": TASK | {"index": True}}, "task index is True, but"),
+        ({"cluster": {"worker": {"0": "a:1"}}, "task": TASK | {"index": 0}}, "the cluster's workers are {"),
         ("[" * 100_000, "TF_CONFIG isn't JSON: maximum recursion depth"),
         ("1" * 10_000, "TF_CONFIG isn't JSON: Exceeds the limit"),
-        (None, "the worker's address is missing: give --address=host:port, or set TF_CONFIG"),
     ],
 )
-def test_own_address(config: Any, expected: str) -> None:
-    text = config if isinstance(config, str | None) else json.dumps(config)
-    environment = {} if text is None else {"TF_CONFIG": text}
-    if expected == "b:2":
-        assert own_address(environment) == expected
-        return
-    with pytest.raises(ClusterError, match=expected):
-        own_address(environment)
+def test_the_worker_s_address_in_tf_config(config: Any, error: str) -> None:
+    assert own_address({"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": TASK})}) == "b:2"
+    with pytest.raises(ClusterError, match=error):
+        own_address({"TF_CONFIG": config if isinstance(config, str) else json.dumps(config)})
 
 
 @pytest.fixture
@@ -124,72 +113,36 @@ def _flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("arguments", "message"),
     [
         (["stray"], r"unexpected arguments \['stray'\]"),
-        ([], "the worker's address is missing"),
-        (["--address=a"], "address 0 is 'a'; write it as 'host:port'"),
+        ([], r"'8\.8\.8\.8' is public"),  # by TF_CONFIG
         (["--address=127.0.0.1:0"], "address 0 is '127.0.0.1:0'; write it as"),
-        (["--address=8.8.8.8:2222"], "'8.8.8.8' is public: the whole Internet may reach it"),
-        (["--address=[2001:4860:4860::8888]:2222"], "is public"),
+        (["--address=[2001:4860:4860::8888]:2222"], "is public: the whole Internet may reach it"),
         (["--address=0.0.0.0:2222"], "'0.0.0.0' means all interfaces of this machine"),
         (["--address=no-such-host.invalid:2222"], "the host 'no-such-host.invalid' isn't known"),
-        (["--address=192.0.2.77:2222"], "no worker can listen on 192.0.2.77:2222: Cannot assign"),
         (["--address=8.8.8.8:2222", "--allow_public"], "no worker can listen on 8.8.8.8:2222: Cannot assign"),
         (["--address=127.0.0.1:2222", "--gpus=0,1", "--devices=2"], "--gpus and --devices=2 .* exclude each other"),
         (["--address=127.0.0.1:2222", "--server_port=2222"], "--server_port=2222 is the port of --address, too"),
+        (["--server_port=70000"], r"flag --server_port=70000: .*\[0, 65535\]"),
+        (["--devices=-1"], r"flag --devices=-1: .*\[0, 1000\]"),
+        (["--memory_bytes=0"], "flag --memory_bytes=0: .*positive integer"),
     ],
 )
 @pytest.mark.usefixtures("_flags")
 def test_mistakes_of_the_command_line(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    rest = flags.FLAGS(["worker", *arguments])
-    with pytest.raises(app.UsageError, match=message):
-        worker_module.main(rest)
+    """Workers started with -1 devices, and failed at their first client."""
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "8.8.8.8:1"]}, "task": TASK}))
+    with pytest.raises((app.UsageError, flags.IllegalFlagValueError), match=message):
+        worker_module.main(flags.FLAGS(["worker", *arguments]))
 
 
-@pytest.mark.parametrize(
-    ("flag", "allowed"),
-    [
-        ("--server_port=70000", "[0, 65535]"),
-        ("--server_port=-1", "[0, 65535]"),
-        ("--devices=-1", "[0, 1000]"),
-        ("--devices=1001", "[0, 1000]"),
-        ("--memory_bytes=-5", "positive integer"),
-        ("--memory_bytes=0", "positive integer"),
-    ],
-)
-@pytest.mark.usefixtures("_flags")
-def test_numbers_out_of_range(flag: str, allowed: str) -> None:
-    """Workers started with them, and failed at their first client, or lent -5 bytes."""
-    with pytest.raises(flags.IllegalFlagValueError) as raised:
-        flags.FLAGS(["worker", flag])
-    name, _, value = flag.partition("=")
-    assert str(raised.value).startswith(f"flag {name}={value}: ") and allowed in str(raised.value)
-
-
-@pytest.mark.usefixtures("_flags")
-def test_the_address_of_tf_config_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"cluster": {"worker": ["8.8.8.8:1"]}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    with pytest.raises(app.UsageError, match=r"'8\.8\.8\.8' is public"):
-        worker_module.main(["worker"])
-
-
-def test_a_worker_listens_on_its_own_address_only(worker: Worker_) -> None:
+def test_a_worker_and_its_server_are_reached_at_the_worker_s_own_address_only(worker: Worker_) -> None:
     host, port = split_address(worker[0])
-    assert host == "127.0.0.1"
     with pytest.raises(ControlError, match="can't be reached"):
         Channel.connect(f"127.0.0.2:{port}", 5)
-    with leased(worker[0]) as channel:
+    with leased(worker[0]) as (channel, server_port):
         assert channel.socket.getpeername() == (host, port)
-
-
-def test_the_server_of_a_client_is_reached_at_the_worker_s_address_only(worker: Worker_) -> None:
-    with talking(worker[0]) as channel:
-        port = channel.ask(wish("somebody"), PATIENCE)["port"]
-        order = {"cluster": {"worker": [f"127.0.0.1:{port}"]}, "task": 0, "leader": 0, "silence": 60.0}
-        channel.ask(order, PATIENCE)
-        socket.create_connection(("127.0.0.1", port), 5).close()
+        socket.create_connection((host, server_port), 5).close()
         with pytest.raises(OSError, match="timed out"):
-            socket.create_connection(("127.0.0.2", port), 0.3)
+            socket.create_connection(("127.0.0.2", server_port), 0.3)
 
 
 def test_a_listener_that_all_may_reach() -> None:
@@ -213,9 +166,6 @@ def test_status(worker: Worker_) -> None:
     (device,) = answer.pop("devices")
     assert answer == {"holder": None, "versions": own_versions()}
     assert device["kind"] == "CPU" and 2**28 < device["memory_bytes"] < 2**50
-    with leased(worker[0], "somebody"):
-        assert status(worker[0], secret=secret_of("somebody"))["holder"] == "somebody"
-    wait_until(lambda: status(worker[0])["holder"] is None)
 
 
 def test_inventory() -> None:
@@ -224,19 +174,11 @@ def test_inventory() -> None:
     assert three == [{"kind": "CPU", "memory_bytes": memory, "hardware": cpu_kind(3)}] * 3
     whole = Machine("h", 1).inventory()[0]["memory_bytes"]
     assert [device["memory_bytes"] for device in Machine("h", 4).inventory()] == [whole // 4] * 4
-
-
-def test_inventory_of_gpus() -> None:
     gpus = tuple({"memory_bytes": size, "hardware": "NVIDIA H200"} for size in (5, 6))
     told = MachineReport({}, gpus)
     assert Machine("h", report=told).inventory() == [{"kind": "GPU", **gpu} for gpu in gpus]
     assert [device["memory_bytes"] for device in Machine("h", memory_bytes=7, report=told).inventory()] == [7, 7]
     assert [device["kind"] for device in Machine("h", 1, report=told).inventory()] == ["CPU"]
-
-
-def test_a_machine_s_report() -> None:
-    """The process that imports TensorFlow for it has ended."""
-    assert report() == (own_versions(), ())
 
 
 def test_a_report_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -272,69 +214,33 @@ def test_a_worker_that_waits_has_no_tensorflow(worker: Worker_) -> None:
     assert "libtensorflow_cc" in served and "_pywrap_tensorflow" not in served and "numpy" not in served
 
 
-def test_configurations() -> None:
-    config = session_config(dapple.Cluster.of_servers(["a:1", "b:1"], devices_per_server=1))
-    assert config.experimental.collective_group_leader == "/job:worker/replica:0/task:0"
-    assert config.isolate_session_state
-    assert not config.device_count
-
-
 # ---- leases
 
 
-@pytest.mark.slow
-def test_a_second_client_is_told_that_the_worker_is_in_use(worker: Worker_) -> None:
-    """It got the worker, too: starting the server closed a copy of the lease's file, which gave up the lock."""
-    with leased(worker[0], "host-a process 17"):
-        with talking(worker[0]) as other:
-            answer = other.ask(wish("host-b process 18"), PATIENCE)
-        assert answer["error"].startswith("in use by another client, ")
-        assert status(worker[0], secret=secret_of("host-a process 17"))["holder"] == "host-a process 17"
-    with leased(worker[0], "host-b process 18"):
-        assert status(worker[0], secret=secret_of("host-b process 18"))["holder"] == "host-b process 18"
+def test_a_lease_is_its_clients_alone(worker: Worker_) -> None:
+    """Its holder's name isn't told, and is no key: who knew it killed the client's server and got the worker.
 
-
-@pytest.mark.slow
-def test_nobody_gets_a_lease_by_its_holder_s_name(worker: Worker_) -> None:
-    """Anybody was told the name, and who asked for a lease under it killed the client's server and got the worker."""
+    The client itself takes it over from its connection that hangs.
+    """
     address, process = worker
-    with leased(address, "host-a process 17") as channel:
+    own, other = "host-a process 17", "host-b process 18"
+    with leased(address, own) as (channel, _):
         (child,) = children(process)
-        for secret in ("", secret_of("host-b process 18"), "\u00e9" * 64):
-            assert status(address, secret=secret)["holder"] == "another client"
-        assert status(address)["holder"] == "another client"
-        with talking(address) as other:
-            answer = other.ask(wish("host-a process 17") | {"secret": "x" * 64}, PATIENCE)
-        assert answer["error"].startswith("in use by another client, ") and "host-a" not in answer["error"]
+        for refused in (wish(other), wish(own) | {"secret": "x" * 64}):
+            with talking(address) as stranger:
+                answer = stranger.ask(refused, PATIENCE)
+            assert answer["error"].startswith("in use by another client, ") and "host-a" not in answer["error"]
+        for secret in ("", secret_of(other), "\u00e9" * 64):
+            assert status(address, secret=secret)["holder"] == status(address)["holder"] == "another client"
+        assert status(address, secret=secret_of(own))["holder"] == own
         assert channel.ask({"ping": 1}, PATIENCE) == {"pong": 1}
         wait_until(lambda: children(process) == [child])
-
-
-def test_the_same_client_takes_over_from_a_connection_that_hangs(worker: Worker_) -> None:
-    address, process = worker
-    with leased(address, "somebody"):
-        (hung,) = children(process)
-        os.kill(hung, signal.SIGSTOP)
-        started = time.monotonic()
-        with leased(address, "somebody"):
-            assert time.monotonic() - started < 30
-            wait_until(lambda: hung not in children(process))
-            assert status(address, secret=secret_of("somebody"))["holder"] == "somebody"
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_client_that_comes_back_gets_its_own_and_leaves_others_alone(worker: Worker_) -> None:
-    """The lease's file told of the client before for a moment, whose process was killed to take over: another's."""
-    address, process = worker
-    with leased(address, "first"):
-        pass
-    with leased(address, "second") as second:
-        with talking(address) as other:
-            answer = other.ask(wish("first"), PATIENCE)
-        assert answer["error"].startswith("in use by another client")
-        assert second.ask({"ping": 1}, PATIENCE) == {"pong": 1}
-        wait_until(lambda: len(children(process)) == 1)
+        os.kill(child, signal.SIGSTOP)
+        with leased(address, own):
+            wait_until(lambda: child not in children(process))
+            assert status(address, secret=secret_of(own))["holder"] == own
+    with leased(address, other):
+        assert status(address, secret=secret_of(other))["holder"] == other
 
 
 def test_the_kernel_knows_who_has_a_lease() -> None:
@@ -364,91 +270,31 @@ def test_the_kernel_knows_who_has_a_lease() -> None:
         os.close(descriptor)
 
 
-@pytest.mark.slow
 def test_a_client_that_says_nothing_for_long_has_gone(worker: Worker_) -> None:
     """It may be on a machine that was switched off: then no packet tells of its end."""
     address, process = worker
-    with leased(address, "somebody", silence=1.0) as channel:
+    with leased(address, silence=1.0) as (channel, _):
         assert channel.ask({"ping": "any"}, PATIENCE) == {"pong": "any"}
-        started = time.monotonic()
         wait_until(lambda: not children(process))
-        assert time.monotonic() - started > 0.5
         with pytest.raises(ControlError, match="connection"):
             channel.ask({"ping": 2}, 5)
     assert status(address)["holder"] is None
-
-
-IN_MID_STEP = """
-import sys
-import tensorflow as tf
-import dapple_tf as dapple
-from dapple_tf.clusters.shared_connections import connected, open_session
-
-cluster = dapple.Cluster.of_servers(sys.argv[1:])
-with tf.Graph().as_default() as graph:
-    with tf.device(cluster.device_names[0]):
-        variable = tf.compat.v1.get_variable("v", initializer=17.0, use_resource=True)
-        matrix = tf.random.uniform([300, 300])
-        endless = tf.while_loop(
-            lambda i, x: i < 10**9, lambda i, x: (i + 1, tf.tanh(x @ x)), [0, matrix], parallel_iterations=1
-        )[0]
-    with connected(cluster), open_session(cluster, graph) as session:
-        session.run(variable.initializer)
-        print("running", flush=True)
-        session.run(endless)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_client_that_dies_in_mid_step_leaves_a_clean_worker(worker: Worker_) -> None:
-    """Within two seconds: its endless step has ended, and its variable is forgotten."""
-    address, process = worker
-    with client(IN_MID_STEP, address) as running:
-        expect(running, "running")
-        wait_until(lambda: len(children(process)) == 1)
-        running.kill()
-        wait_until(lambda: not children(process))
-    cluster = dapple.Cluster.of_servers([address])
-    with tf.Graph().as_default() as graph:
-        with tf.device(cluster.device_names[0]):
-            variable = tf.compat.v1.get_variable("v", initializer=1.0, use_resource=True)
-            there = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
-        started = time.monotonic()
-        with connected(cluster):
-            assert time.monotonic() - started < 30
-            with open_session(cluster, graph) as session:
-                assert not session.run(there)
 
 
 def test_a_worker_knocks_at_the_other_servers(worker: Worker_) -> None:
     """Its TensorFlow server would wait for one that can't be reached."""
     address, process = worker
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
-    with talking(address) as channel:
-        port = channel.ask(wish("somebody"), PATIENCE)["port"]
-        servers = [f"127.0.0.1:{port}", nobody]
-        channel.ask({"cluster": {"worker": servers}, "task": 0, "leader": 0, "silence": 60.0}, PATIENCE)
+    with leased(address, others=[nobody]) as (channel, _):
         assert channel.ask({"knock": 5.0}, PATIENCE) == {"unreachable": {nobody: "Connection refused"}}
         channel.send({"knock": float("nan")}, PATIENCE)  # No client of ours.
         wait_until(lambda: not children(process))
 
 
-@pytest.mark.slow
-def test_a_worker_s_death_ends_its_clients_servers(workers: LocalWorkers) -> None:
-    address, process = workers.addresses[3], workers.processes[3].pid
-    with leased(address) as channel:
-        (child,) = children(process)
-        os.kill(process, signal.SIGKILL)
-        wait_until(lambda: has_ended(child), 5)
-        with pytest.raises(ControlError, match="connection"):
-            channel.ask({"ping": 1}, 5)
-
-
 def test_how_a_process_ended_is_told_to_its_client_only(worker: Worker_) -> None:
     """Whoever counted through process numbers was told, too."""
     address, process = worker
-    with leased(address, "somebody"):
+    with leased(address):
         (child,) = children(process)
         os.kill(child, signal.SIGSEGV)
         wait_until(lambda: not os.path.exists(f"/proc/{child}"), 5)
@@ -464,28 +310,45 @@ def test_how_a_process_ended_is_told_to_its_client_only(worker: Worker_) -> None
 # ---- clients that aren't any
 
 
+def send(connection: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+
+
+def answers(said: bytes, keys: Any = None) -> list[dict[str, Any]]:
+    """What a worker's process for a client answers to all that it sends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        hello = Hello(listener.accept()[0])
+    with ours:
+        sender = threading.Thread(target=send, args=(ours, said))
+        sender.start()
+        with contextlib.closing(hello.channel), contextlib.suppress(ControlError):
+            while not hello.advance():
+                pass
+            attend(hello.channel, hello.message, Machine("127.0.0.1", 1, keys=keys))
+        sender.join()
+        with ours.makefile() as lines, contextlib.suppress(ConnectionResetError):
+            return [json.loads(line) for line in lines]
+    return []
+
+
 @pytest.mark.parametrize(
     ("hello", "error"),
     [
         ({}, "speaks None and the worker 'dapple_tf.worker/2'; use the same version of dapple_tf on both"),
-        ({"protocol": "dapple_tf.worker/0", "ask": "status"}, "speaks 'dapple_tf.worker/0' and the worker"),
-        (question("dance"), "asks for 'dance', which no worker knows"),
         (question([1]), r"asks for [1], which no worker knows"),
         (question("lease"), "'client' is None; it must be of type str"),
-        (question("lease", client=1, port=0), "'client' is 1; it must be of type str"),
         (question("lease", client="c"), "'secret' is None; it must be of type str"),
         (wish("c") | {"secret": "x" * 31}, "'secret' has 31 characters; it must have at least 32"),
-        (wish("c") | {"port": None}, "'port' is None; it must be of type int"),
         (wish("c") | {"port": True}, "'port' is True; it must be of type int"),
         (wish(""), "'client' must have 1 to 1000 characters"),
         (wish("x" * 1001), "'client' must have 1 to 1000 characters"),
     ],
 )
-def test_questions_that_are_refused(worker: Worker_, hello: dict[str, Any], error: str) -> None:
-    with talking(worker[0]) as channel:
-        answer = channel.ask(hello, PATIENCE)
-    assert answer["error"].startswith(error)
-    assert status(worker[0])["holder"] is None
+def test_questions_that_are_refused(hello: dict[str, Any], error: str) -> None:
+    assert answers(json.dumps(hello).encode() + b"\n")[-1]["error"].startswith(error)
 
 
 GOOD: dict[str, Any] = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": 0, "leader": 0, "silence": 60.0}
@@ -495,44 +358,33 @@ GOOD: dict[str, Any] = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": 0, "lead
     ("change", "error"),
     [
         ({"cluster": None}, "'cluster' is None; it must be of type dict"),
-        ({"cluster": {}}, "task 0 and leader 0 aren't among the workers None"),
         ({"cluster": {"worker": []}}, "task 0 and leader 0 aren't among the workers []"),
         ({"task": 1}, "task 1 and leader 0 aren't among the workers"),
         ({"leader": -1}, "task 0 and leader -1 aren't among"),
-        ({"task": "0"}, "'task' is '0'; it must be of type int"),
         ({"silence": 60}, "'silence' is 60; it must be of type float"),
         ({"silence": float("nan")}, "'silence' is nan s; it must be from 1 s to a day"),
-        ({"silence": float("inf")}, "'silence' is inf s; it must be from 1 s to a day"),
-        ({"silence": 0.0}, "'silence' is 0.0 s; it must be"),
         ({"cluster": {"worker": ["127.0.0.1:1", 5]}}, "job 'worker' has the tasks ['127.0.0.1:1', 5]; they must be"),
         ({"cluster": {"worker": ["nowhere"]}}, "job 'worker': address 0 is 'nowhere'; write it as 'host:port'"),
         ({"cluster": {"worker": ["a:1", "a:1"]}}, "job 'worker': servers 0 and 1 both have the address 'a:1'"),
         ({"cluster": {"worker": ["a:1"], "Other Job": ["b:1"]}}, "job 'Other Job' has the tasks ['b:1']"),
         ({"cluster": {"worker": ["a:1"], "client": []}}, "job 'client': addresses is []; give a list"),
+        ({"fingerprints": None}, "'fingerprints' is None; it must be of type list"),
+        ({"fingerprints": [1]}, "'fingerprints' is [1]; it must have a text for each of the workers"),
+        ({"fingerprints": ["x"], "cluster": {"worker": ["a:1"], "ps": ["b:1"]}}, "the cluster has the jobs"),
+        ({"fingerprints": ["x"], "cluster": {"worker": ["a:1"], "client": ["b:1", "b:2"]}}, "the cluster has the jobs"),
     ],
 )
-def test_orders_that_are_refused(worker: Worker_, change: dict[str, Any], error: str) -> None:
-    address, process = worker
-    with talking(address) as channel:
-        channel.ask(wish("c"), PATIENCE)
-        answer = channel.ask({**GOOD, **change}, PATIENCE)
-        assert answer["error"].startswith(error), answer
-        wait_until(lambda: not children(process))
-
-
-@pytest.mark.parametrize("port", [-1, 65_536, 10**30])
-def test_ports_that_are_none(worker: Worker_, port: int) -> None:
-    address, process = worker
-    with talking(address) as channel:
-        channel.ask(wish("c", port), PATIENCE)
-        assert "error" in channel.ask(GOOD, PATIENCE)
-        wait_until(lambda: not children(process))
+def test_orders_that_are_refused(change: dict[str, Any], error: str) -> None:
+    messages = (wish("c"), {**GOOD, **change})
+    keys = object() if "fingerprints" in change else None  # with TLS
+    said = b"".join(json.dumps(said).encode() + b"\n" for said in messages)
+    assert answers(said, keys)[-1]["error"].startswith(error)
 
 
 def hostile(draw: random.Random) -> bytes:
     """What some client might send: noise, or a message with something wrong in it."""
     odd = [None, True, -1, 2**70, 1e308, "", "x" * 3000, [], {}, [[]] * 50, {"a": {"b": []}}, "\ud800\n\x00"]
-    hello = wish("fuzz")
+    hello, order = wish("fuzz", draw.choice([0, -1, 10**30])), dict(GOOD)
     kind = draw.randrange(6)
     if kind == 0:
         return draw.randbytes(draw.randrange(1, 200)) + b"\n"
@@ -541,31 +393,38 @@ def hostile(draw: random.Random) -> bytes:
     if kind == 2:
         return b'{"a":' * draw.randrange(1, 5_000) + b"1" + b"}" * draw.randrange(5_000) + b"\n"
     if kind == 3:
-        return json.dumps({**hello, draw.choice(list(hello)): draw.choice(odd)}).encode() + b"\n"
-    if kind == 4:
-        order = {**GOOD, draw.choice(list(GOOD)): draw.choice(odd)}
-        return json.dumps(hello).encode() + b"\n" + json.dumps(order).encode() + b"\n"
-    order = {**GOOD, "cluster": {draw.choice(["worker", "", "\n", "a"]): draw.choice(odd)}}
+        hello[draw.choice(list(hello))] = draw.choice(odd)
+    elif kind == 4:
+        order[draw.choice(list(order))] = draw.choice(odd)
+    else:
+        order["cluster"] = {draw.choice(["worker", "", "\n", "a"]): draw.choice(odd)}
     return json.dumps(hello).encode() + b"\n" + json.dumps(order).encode() + b"\n" + draw.randbytes(20)
+
+
+def test_a_worker_s_process_survives_whatever_is_sent() -> None:
+    """It ends with an answer or none, and no error of Python's."""
+    draw = random.Random(5)
+    said = [answer for _ in range(300) for answer in answers(hostile(draw))]
+    assert sum("error" in answer for answer in said) > 50
+    assert not any("serving" in answer for answer in said)
 
 
 def give(address: str, data: bytes) -> None:
     """Sends something to a worker and waits for the end of the connection."""
-    with socket.create_connection(split_address(address), PATIENCE) as connection, contextlib.suppress(OSError):
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        while connection.recv(65_536):
-            pass
+    with socket.create_connection(split_address(address), PATIENCE) as connection:
+        send(connection, data)
+        with contextlib.suppress(OSError):
+            while connection.recv(65_536):
+                pass
 
 
-@pytest.mark.slow
 def test_nothing_that_is_sent_harms_a_worker(worker: Worker_) -> None:
     address, process = worker
     draw = random.Random(5)
-    for _ in range(20):
+    for _ in range(5):
         give(address, hostile(draw))
     before = resident_bytes(process)
-    for _ in range(130):
+    for _ in range(15):
         give(address, hostile(draw))
     for size in (1 << 20, 1 << 23):
         give(address, b"x" * size)
@@ -575,28 +434,18 @@ def test_nothing_that_is_sent_harms_a_worker(worker: Worker_) -> None:
     assert resident_bytes(process) - before < 4 * 2**20
 
 
-@pytest.mark.slow
-def test_a_hundred_connections_at_once_disturb_no_one(worker: Worker_) -> None:
+def test_a_hundred_silent_connections_disturb_no_one(worker: Worker_) -> None:
     """Who says nothing gets no process: 64 of them kept everybody else out for 10 s, and then again."""
     address, process = worker
-    with leased(address, "somebody") as channel, contextlib.ExitStack() as stack:
+    with leased(address) as (channel, _), contextlib.ExitStack() as stack:
         for _ in range(100):
-            stack.enter_context(socket.create_connection(split_address(address), PATIENCE))
+            stack.enter_context(socket.create_connection(split_address(address), PATIENCE)).sendall(b"{")
         assert channel.ask({"ping": 1}, PATIENCE) == {"pong": 1}
         assert status(address)["holder"] == "another client"
         wait_until(lambda: len(children(process)) == 1)
         stack.close()
         assert status(address)["holder"] == "another client"
         assert channel.ask({"ping": 2}, PATIENCE) == {"pong": 2}
-
-
-def test_a_client_that_is_slow_to_speak_keeps_no_one_waiting(worker: Worker_) -> None:
-    address, _ = worker
-    with socket.create_connection(split_address(address), PATIENCE) as slow:
-        for byte in b'{"protocol"':
-            slow.sendall(bytes([byte]))
-            if byte == ord("o"):
-                assert status(address)["devices"]  # The client of the test before may not be quite gone.
 
 
 def test_a_worker_that_cannot_fork_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,17 +474,22 @@ def test_a_worker_that_cannot_fork_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
         assert first.recv(10) == b""
 
 
-@pytest.mark.slow
+SERVES = """
+import sys
+from absl import app
+from dapple_tf import worker
+
+worker.report = worker.MachineReport  # without TensorFlow
+app.run(worker.main, sys.argv)
+"""
+
+
 def test_sigterm_ends_a_worker_and_its_clients_servers() -> None:
-    script = "import sys; from dapple_tf import worker; from absl import app; app.run(worker.main, sys.argv)"
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{trial.getsockname()[1]}"
-    with client(script, f"--address={address}", "--devices=1") as process:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with client(SERVES, f"--address={address}", "--devices=1") as process:
         expect(process, f"worker on {address} (process {process.pid}), WITHOUT TLS: whoever reaches it can take it")
         with leased(address):
             (child,) = children(process.pid)
             process.terminate()
             assert process.wait(PATIENCE) == 0
             wait_until(lambda: has_ended(child), 5)
-        end(process)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
+from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import PROTOCOL, Channel
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 
@@ -101,6 +106,27 @@ def status(address: str, **fields: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def serving(serve: Callable[[socket.socket], object], host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a listener, which deals with one connection after the other; they stay open until the end."""
+    with socket.create_server((host, 0), backlog=50) as listener, contextlib.ExitStack() as stack:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = stack.enter_context(listener.accept()[0])
+                    with contextlib.suppress(OSError):
+                        serve(connection)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"{host}:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@contextlib.contextmanager
 def client(script: str, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A Python process that runs a script, with these tests and this package in its path; killed in the end."""
     variables = environment()
@@ -120,3 +146,15 @@ def expect(process: subprocess.Popen[str], line: str) -> None:
         if said.rstrip("\n") == line:
             return
     raise AssertionError(f"the client ended without saying {line!r}: {process.stderr.read()}")
+
+
+def new_authority() -> Authority:
+    """An authority of a test's own; the test is skipped where none can be made."""
+    pytest.importorskip("cryptography", reason="needs certificates: cryptography isn't installed (make venv)")
+    return Authority.make(days=2)
+
+
+def new_machine(authority: Authority, directory: pathlib.Path, *names: str, days: int = 1) -> pathlib.Path:
+    """A machine's directory with certificates for TLS."""
+    authority.write_machine(directory, names, days)
+    return directory
