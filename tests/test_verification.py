@@ -21,9 +21,7 @@ from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend import functional
 from dapple_tf.model_copies import copy_of
 from dapple_tf.verification import TOLERANCES, ComparedSteps, Difference, computed_in
-from graph_passes.analysis import sample_interpreter, slice_shapes
-from graph_passes.analysis.slice_shapes import SliceShapes
-from graph_passes.passes import assign_stages
+from graph_passes.analysis import sample_interpreter
 from graph_passes.passes.scale_losses import _Scaling
 
 X, Y, W = samples(7)
@@ -34,8 +32,8 @@ def pipelined() -> dapple.PipelinedModel:
     return transform(classifier(metrics=["accuracy"]))
 
 
-@pytest.mark.slow
 def test_a_right_model_differs_by_rounding(pipelined: dapple.PipelinedModel) -> None:
+    pipelined.train_on_batch(X, Y)  # The devices have newer values.
     for weights in (None, W):
         result = pipelined.verify(X, Y, weights, steps=0)
         assert result.training
@@ -49,18 +47,11 @@ def test_a_right_model_differs_by_rounding(pipelined: dapple.PipelinedModel) -> 
 LAYERS = ("first", "second", "logits")
 
 
-def test_table() -> None:
-    """Layers in the order of their differences, and how the model was called."""
+def test_layers_are_in_the_order_of_their_differences() -> None:
     differences = {"a/kernel": 2e-7, "a/bias": 5e-3, "outer/bb/kernel": 1e-6, "scale": math.inf}
-    result = dapple.Verification(
-        loss=(1.25, 1.0),
-        differences=differences,
-        largest=dict.fromkeys(differences, 1.0),
-        layers={"a/kernel": "a", "a/bias": "a", "outer/bb/kernel": "outer/bb", "scale": "scale"},
-        training=True,
-    )
+    by_name = {"a/kernel": "a", "a/bias": "a", "outer/bb/kernel": "outer/bb", "scale": "scale"}
+    result = dapple.Verification((1.25, 1.0), differences, dict.fromkeys(differences, 1.0), by_name, True)
     assert result.worst == ("scale", math.inf)
-    assert result.by_layer() == {"a": 5e-3, "outer/bb": 1e-6, "scale": math.inf}
     assert str(result) == (
         "loss: pipelined 1.25, plain 1 (training)\n"
         "layer     largest relative difference of a gradient\n"
@@ -68,24 +59,17 @@ def test_table() -> None:
         "a         5.00e-03\n"
         "outer/bb  1.00e-06"
     )
-    inference = dataclasses.replace(
-        result, training=False, reason="layer 'drop' draws other random numbers for each slice"
-    )
-    assert "plain 1 (inference behaviour: layer 'drop' draws other random numbers for each slice)\n" in str(inference)
-    nothing = dapple.Verification((0.0, 0.0), {}, {}, {}, True)
-    assert nothing.worst == ("(no variable)", 0.0)
-    assert str(nothing).count("\n") == 1
+    assert dapple.Verification((0.0, 0.0), {}, {}, {}, True).worst == ("(no variable)", 0.0)
 
 
 @pytest.mark.parametrize(
     ("wrong", "difference"),
     [
-        (lambda gradient: 2 * gradient, 1.0),
         (lambda gradient: gradient + 1e-3 * np.max(np.abs(gradient)), 1e-3),
         (lambda gradient: gradient * np.nan, math.inf),
         (None, 1.0),
     ],
-    ids=["doubled", "a little off", "not a number", "missing"],
+    ids=["a little off", "not a number", "missing"],
 )
 def test_a_wrong_gradient_shows(
     pipelined: dapple.PipelinedModel, monkeypatch: pytest.MonkeyPatch, wrong: Any, difference: float
@@ -116,48 +100,28 @@ def model_of(*own: layers.Layer) -> keras.Model:
     return model
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
     """Verification changes nothing: values, seeds, moving averages, optimizer and metrics; nor what training does."""
     pair = Pair(lambda: model_of(layers.Dropout(0.5, seed=3, name="drop"), layers.BatchNormalization(name="norm")))
     first = pair.pipelined.train_on_batch(X, Y)
-    pair.plain.set_weights(pair.pipelined.sync().get_weights())
-    everything = [*variables(pair.model), *pair.model.metrics_variables]
+    everything = [*variables(pair.pipelined.sync()), *pair.model.metrics_variables]
     before = [variable.numpy() for variable in everything]
-    result = pair.pipelined.verify(X, Y)
+    result = pair.pipelined.verify(X, Y, steps=2)
     assert not result.training
     assert result.reason == "layer 'drop' draws other random numbers for each slice"
     assert max(result.differences.values()) < 1e-5
-    assert result.steps is not None
-    assert result.steps.inference
-    assert any(note.layer == "drop" for note in result.steps.reasons)
-    assert any(note.layer == "norm" for note in result.steps.reasons)
-    trained, exact = (
-        {name: getattr(one, which) for name, one in result.steps.variables.items()} for which in ("trained", "exact")
-    )
-    assert max(trained.values()) > 1e-2
-    assert max(exact.values()) < 1e-9
+    assert result.steps is not None and result.steps.inference
+    assert {note.layer for note in result.steps.reasons} == {"drop", "norm"}
+    assert max(one.trained for one in result.steps.variables.values()) > 1e-2
+    assert max(one.exact or 0.0 for one in result.steps.variables.values()) < 1e-9
     result.assert_equal()
-    assert "known reason, and rounding" in str(result)
-    expected = pair.plain.test_on_batch(X, Y)[0]
-    assert result.loss == (pytest.approx(expected, rel=1e-5), pytest.approx(expected, rel=1e-5))
     for variable, value in zip(everything, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
     pair.reset()
-    pair.pipelined.verify(X, Y, float64=False)
+    pair.pipelined.verify(X, Y, steps=1, float64=False)
     assert pair.pipelined.train_on_batch(X, Y) == first
 
 
-def test_values_that_are_newer_on_the_devices_are_compared(pipelined: dapple.PipelinedModel) -> None:
-    pipelined.train_on_batch(X, Y)
-    old = values(pipelined.model)
-    result = pipelined.verify(X, Y, steps=0)
-    assert result.loss[0] == pytest.approx(result.loss[1], rel=1e-6)
-    np.testing.assert_array_equal(values(pipelined.model)[0], old[0])
-
-
-@pytest.mark.slow
 def test_outputs_losses_and_shared_names() -> None:
     """Several outputs, losses that layers add, a frozen layer, and two variables of one path."""
 
@@ -185,22 +149,8 @@ def test_outputs_losses_and_shared_names() -> None:
 # ---- several steps
 
 
-@pytest.mark.slow
-def test_the_mean_loss_of_a_float64_model_is_not_rounded_to_float32() -> None:
-    use_float64()
-    result = transform(classifier()).verify(X.astype("float64"), Y)
-    assert result.tolerance == 1e-8
-    assert result.steps is not None
-    own, plain = result.steps.logs["loss"]
-    assert own == pytest.approx(plain, rel=1e-12)
-    assert result.equal
-
-
-@pytest.mark.slow
 def test_steps_compare_every_variable_and_slot_and_float64_tells_rounding() -> None:
     pipelined = transform(classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"]))
-    everything = [*variables(pipelined.model), *pipelined.model.metrics_variables]
-    before = [variable.numpy() for variable in everything]
     result = pipelined.verify(X, Y, W)
     steps = result.steps
     assert steps is not None
@@ -211,8 +161,15 @@ def test_steps_compare_every_variable_and_slot_and_float64_tells_rounding() -> N
     assert 1e-9 < max(one.trained for one in steps.variables.values()) < 1e-3
     assert steps.logs.keys() == {"loss", "accuracy"}
     result.assert_equal()
-    for variable, value in zip(everything, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
+
+
+def test_float64_models_are_compared_closely() -> None:
+    """Their mean loss was rounded to float32."""
+    use_float64()
+    result = transform(classifier()).verify(X.astype("float64"), Y, steps=2)
+    assert result.tolerance == 1e-8
+    assert result.steps is not None
+    assert result.steps.logs["loss"][0] == pytest.approx(result.steps.logs["loss"][1], rel=1e-12)
 
 
 class SquaresApart(keras.optimizers.Adam):
@@ -227,12 +184,7 @@ class SquaresApart(keras.optimizers.Adam):
             self.assign_sub(self._velocities[self._get_variable_index(variable)], square / 2)
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("float64", [True, False])
-def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(
-    monkeypatch: pytest.MonkeyPatch, float64: bool
-) -> None:
+def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of embeddings that belong to no sample were squared one by one, and `verify` said 1e-6: of gradients."""
     original = compared_steps.plain_steps
 
@@ -243,11 +195,9 @@ def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(
 
     monkeypatch.setattr(compared_steps, "plain_steps", plain_steps)
     pipelined = transform(classifier(optimizer=SquaresApart(0.01)))
-    result = pipelined.verify(X, Y, float64=float64)
+    result = pipelined.verify(X, Y, steps=2)
     assert result.worst[1] < 1e-5
     assert set(LAYERS) <= set(result.unexplained)
-    assert not result.equal
-    assert "UNEXPLAINED" in str(result)
     with pytest.raises(dapple.VerificationError, match="differs from plain Keras without a known reason: "):
         result.assert_equal()
 
@@ -279,7 +229,7 @@ def test_what_we_break_in_the_users_model_shows(broken: Any, shows: set[str], co
     model.train_on_batch(X, Y)  # Keras builds losses and metrics.
     broken(model)
     pipelined = transform(model)
-    result = pipelined.verify(X, Y, float64=False)
+    result = pipelined.verify(X, Y, steps=1, float64=False)
     assert shows <= set(result.unexplained), str(result)
     assert ("its copy by get_config() has" in str(result)) == configuration
 
@@ -335,25 +285,9 @@ def mean(h: Any, _: Any) -> Any:
     return tf.reduce_mean(h, 1)
 
 
-def views(h: Any, _: Any) -> Any:
-    return tf.concat([tf.reduce_mean(h, 1), tf.reduce_mean(2 * h, 1)], 0)
-
-
-def attention(h: Any, _: Any) -> Any:
-    return tf.matmul(h, h, transpose_b=True)
-
-
 def masked(y: Any, p: Any) -> Any:
     mask = y > 0
     return tf.reduce_mean(tf.abs(y[mask] - p[mask]))
-
-
-MEASURED = SliceShapes.measured
-
-
-def as_in_a_run(shapes: SliceShapes, program: Any, refs: Any) -> SliceShapes:
-    once = MEASURED(shapes, program, refs)
-    return once.with_shapes(({}, {}, {ref: once.found[0][ref] for ref in shapes.vague(refs)}))
 
 
 SILENT: dict[str, tuple[Any, tuple[Any, ...], list[tuple[Any, str, Any]], str]] = {
@@ -362,22 +296,6 @@ SILENT: dict[str, tuple[Any, tuple[Any, ...], list[tuple[Any, str, Any]], str]] 
         (["p"], (1, 1), 1),
         [(functional, "output_structure", lambda model: model._outputs_struct)],
         "loss",
-    ),
-    "rows in another order": (
-        lambda: of_lengths(views, lambda h, _: sum(tf.split(h, 2))),
-        (["f0"], (1, 2), 1),
-        [(assign_stages, "_outer", lambda *_: 1)],
-        "loss",
-    ),
-    "lengths of one run": (
-        lambda: of_lengths(cropped, attention, lambda h, _: tf.reduce_mean(tf.nn.softmax(h), [1, 2])[:, None]),
-        (["f0", "f1"], (1, 1, 1), 1),
-        [
-            (slice_shapes, "_grown", lambda _, *shapes: shapes),
-            (SliceShapes, "measured", as_in_a_run),
-            (assign_stages, "_has_own_lengths", lambda *_: False),
-        ],
-        "p",
     ),
     "a missing note": (
         lambda: of_lengths(cropped, mean),
@@ -407,28 +325,14 @@ def test_what_was_silently_wrong_shows(monkeypatch: pytest.MonkeyPatch, defect: 
     assert shows in result.unexplained, str(result)
 
 
-class Subclassed(keras.Model):
-    """It can't be made again from its configuration."""
-
-    def __init__(self, width: Any) -> None:
-        super().__init__()
-        self.first = layers.Dense(width[0], "tanh", name="first")
-        self.last = layers.Dense(3, name="last")
-
-    def get_config(self) -> Any:
-        raise NotImplementedError("no configuration")
-
-    def call(self, x: Any) -> Any:
-        return self.last(self.first(x))
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_without_float64_another_order_of_samples_tells_how_much_is_rounding() -> None:
-    model = Subclassed([5])
-    model(X)
+    class NoConfig(keras.Sequential):
+        def get_config(self) -> Any:
+            raise NotImplementedError("no configuration")
+
+    model = NoConfig([keras.Input((4,)), layers.Dense(5, "tanh", name="first"), layers.Dense(3)])
     model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    result = transform(model).verify(X, Y)
+    result = transform(model).verify(X, Y, steps=2)
     assert result.steps is not None
     assert result.steps.float64 == "the model can't be made again in float64: no configuration"
     assert "Plain Keras ran on the model itself, which can't be made again: no configuration." in str(result)
@@ -509,11 +413,6 @@ def test_a_reason_explains_what_it_can_reach_and_nothing_else() -> None:
     assert set(result.unexplained) == {"net/a", "net/other", "logs['mae']"}
     everything = dataclasses.replace(state, alone=False)  # The loss is computed from the state.
     assert dataclasses.replace(result, steps=dataclasses.replace(steps, remaining=(everything,))).equal
-
-
-def test_steps_that_cannot_be_counted_are_refused(pipelined: dapple.PipelinedModel) -> None:
-    with pytest.raises(ValueError, match="steps is -1; give 0 or more"):
-        pipelined.verify(X, Y, steps=-1)
 
 
 def test_float32_on_gpus_has_the_tolerance_of_tf32() -> None:
