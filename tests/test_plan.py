@@ -102,7 +102,7 @@ def test_the_whole_text_of_too_many_replicas() -> None:
             {"schedule": "1f1b"},
             f"unknown schedule '1f1b'; use one of {', '.join(POLICIES)}",
         ),
-        ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut, offload"),
+        ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
         ({"recompute": ["none"]}, "recompute has 1 entries for 2 stages; give one for each, or one for all"),
         ({"warm_up": [2]}, "warm_up has 1 entries for 2 stages; give one for each stage"),
         (
