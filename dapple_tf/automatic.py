@@ -108,7 +108,7 @@ def plan_model(
 def beside_values(model: keras.Model, cluster: Cluster) -> Cluster:
     """Returns a cluster with the memory that a model's own values leave on GPUs, beside those that steps use.
 
-    Warns once of GPUs that keep many. Sub-streams' memory is fixed, and stays.
+    Warns once of GPUs that keep many.
     """
     names = {device.name for device in cluster.devices if device.type == "GPU"}
     sizes: collections.Counter[str] = collections.Counter()
@@ -125,7 +125,7 @@ def beside_values(model: keras.Model, cluster: Cluster) -> Cluster:
             )
     devices = tuple(
         device
-        if device.memory_bytes is None or cluster.sub_streams
+        if device.memory_bytes is None
         else dataclasses.replace(device, memory_bytes=max(1, device.memory_bytes - sizes[device.name]))
         for device in cluster.devices
     )
@@ -198,7 +198,7 @@ def measured(
 def _unlike(cluster: Cluster) -> bool:
     """Returns whether a cluster has several classes of devices, of which nobody has told or measured the speeds."""
     told = any(device.speed != 1.0 or device.speed_spread for device in cluster.devices)
-    return len(cluster.device_classes) > 1 and not told and not cluster.sub_streams
+    return len(cluster.device_classes) > 1 and not told
 
 
 def _fits_everywhere(profiled: Profile, cluster: Cluster, samples: int) -> bool:

@@ -10,7 +10,6 @@ import keras
 
 from dapple_tf.argument_checks import check_passes, check_profile
 from dapple_tf.automatic import beside_values, plan_model
-from dapple_tf.clusters.session import configure_gpus
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
@@ -87,7 +86,7 @@ def transform(
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.
-        ClusterError: a worker isn't there, or TensorFlow has made GPUs without the cluster's sub-streams already.
+        ClusterError: a worker isn't there.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
         ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed for measuring;
             give ``x`` and ``y``.
@@ -109,7 +108,6 @@ def transform(
         raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
     if plan is None and global_batch_size is None:
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
-    configure_gpus(cluster)
     examples = {name: planning.pop(name) for name in EXAMPLES if name in planning}
     build_from(model, examples.get("x"))
     wait_for_workers(cluster, faults or FaultPolicy())

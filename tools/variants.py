@@ -26,8 +26,6 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
     dropped: dict[str, Any] = {"report": None}
     if different.keys() & {"schedule", "cuts", "devices", "micro_batches"}:
         dropped["warm_up"] = None
-    if different.keys() & {"schedule", "cuts", "devices"}:
-        dropped |= {"weight_devices": None, "weight_regions": None}
     if different.keys() & {"cuts", "devices"}:
         dropped |= {"task_seconds": None, "reverse_first_k": 0, "carried_updates": 0}
         dropped |= {} if isinstance(plan.all_reduce, str) else {"all_reduce": "flat"}

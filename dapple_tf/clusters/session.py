@@ -11,14 +11,10 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 
 from dapple_tf.clusters.server_definition import threads, worker_name
-from dapple_tf.describe.cluster import Cluster, ClusterError
+from dapple_tf.describe.cluster import Cluster
 from graph_passes.ir.collectives import NCCL, RING
 from graph_passes.ir.tensorflow_bridge import bare_config
 from graph_passes.ir.tensorflow_private import looked_up_run, prepared_run, process_config
-
-_MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
-"""CUDA stream priorities; the lower number is the higher priority. Every GPU with priorities has these two."""
-
 
 _KEYS = 100_000
 """Minimum number of keys of collective operations for a graph: one for each parameter group, each bucket, and each
@@ -44,10 +40,10 @@ def collective_keys(more: int = 0) -> int:
 def collective_hint(cluster: Cluster) -> str:
     """Returns who makes the all-reduces of gradients: NCCL between GPUs, where it can.
 
-    It refuses two members on one GPU, which sub-streams and logical GPUs are. Its sockets would pass by the tunnels of
+    It refuses two members on one GPU, which logical GPUs are. Its sockets would pass by the tunnels of
     TLS.
     """
-    if not cluster.has_gpus or cluster.sub_streams or cluster.tls:
+    if not cluster.has_gpus or cluster.tls:
         return RING
     here = tf.config.list_physical_devices("GPU") if cluster.real and not cluster.addresses else ()
     divided = any(len(tf.config.get_logical_device_configuration(gpu) or ()) > 1 for gpu in here)
@@ -71,7 +67,6 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     config.device_count["CPU"] = max(1, cpus)
     config.inter_op_parallelism_threads, config.intra_op_parallelism_threads = threads(cluster.num_devices, cpus)
     if gpus:
-        configure_gpus(cluster)
         options = config.gpu_options
         options.CopyFrom(process_config().gpu_options)  # One number mustn't mean two GPUs in a process.
         options.allow_growth = True
@@ -125,57 +120,3 @@ class PreparedRun:
         fetched = self._run(*arrays)
         order = self._order
         return tf.nest.map_structure(lambda name: fetched[order[name]] if name in order else None, self._fetches)
-
-
-def configure_gpus(cluster: Cluster) -> None:
-    """Makes the two logical devices of each GPU for this process, before anything else uses TensorFlow's GPUs.
-
-        GPU 0, GPU 1   become   GPU:0 on 0, GPU:1 on 1 (main), GPU:2 on 0, GPU:3 on 1 (sub, at a lower priority)
-
-    Streams and allocators are made once in a process: had Keras used a GPU before, its main stream would have the
-    default priority, no higher than the sub-stream's, and all of its memory. Nothing is done for a cluster without
-    sub-streams on GPUs, or a second time.
-
-    Raises:
-        ClusterError: TensorFlow has made this process's devices already, in another way.
-    """
-    if not cluster.sub_streams or cluster.devices[0].type != "GPU":
-        return
-    gpus = tf.config.list_physical_devices("GPU")[: cluster.sub_streams]
-    if len(gpus) < cluster.sub_streams:
-        raise ClusterError(
-            f"the cluster has sub-streams of {cluster.sub_streams} GPUs, but this machine has {len(gpus)}"
-        )
-    try:
-        tf.config.set_visible_devices(gpus, "GPU")
-        for gpu, configurations in zip(gpus, _logical_gpus(cluster), strict=True):
-            tf.config.set_logical_device_configuration(gpu, configurations)
-    except RuntimeError as error:
-        raise ClusterError(
-            f"TensorFlow has made this process's devices already, without the sub-streams of {cluster.sub_streams} "
-            f"GPUs: call dapple_tf.clusters.session.configure_gpus(cluster) before a model is built ({error})"
-        ) from error
-
-
-def _logical_gpus(cluster: Cluster) -> list[list[tf.config.LogicalDeviceConfiguration]]:
-    """Returns the main and the sub device of each GPU.
-
-    Devices are numbered by their ordinals first, so that the main ones keep their GPUs' numbers: TensorFlow refuses a
-    process in which one number means two GPUs, and Keras may have used them already. Priorities, however, are looked up
-    by that number in the concatenated lists of all GPUs (`GetPriority` in gpu_device.cc), so that the
-    first n priorities are the main devices'.
-    """
-    count = cluster.sub_streams
-    priorities = [_MAIN_PRIORITY] * count + [_SUB_PRIORITY] * count
-    gpus = []
-    for gpu in range(count):
-        sizes = [cluster.devices[device].memory_bytes for device in (gpu, gpu + count)]
-        gpus.append(
-            [
-                tf.config.LogicalDeviceConfiguration(
-                    (size or 0) / 2**20, experimental_priority=priority, experimental_device_ordinal=ordinal
-                )
-                for ordinal, (size, priority) in enumerate(zip(sizes, priorities[2 * gpu :], strict=False))
-            ]
-        )
-    return gpus

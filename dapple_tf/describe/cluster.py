@@ -57,7 +57,6 @@ class Cluster(JsonFile):
             says otherwise; empty for the devices of this process.
         reductions: all-reduces as they were measured, which count before links and the two values above.
         tls: directory with this machine's certificate, if the workers are reached by TLS (`network.keys`).
-        sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
         ray_workers: the workers that `from_ray` has started, which end when no cluster refers to them; None for others.
 
     Raises:
@@ -77,7 +76,6 @@ class Cluster(JsonFile):
     reduce_bandwidth: float | None = None
     reduce_latency: float | None = None
     addresses: tuple[str, ...] = ()
-    sub_streams: int = 0
     reductions: ReductionLinks = field(default_factory=ReductionLinks)
     tls: str | None = None
     ray_workers: RayWorkers | None = field(default=None, repr=False, compare=False)
@@ -121,11 +119,6 @@ class Cluster(JsonFile):
                 check_link(f"{name} of server {number}", getattr(own, name))
             if own.capacity is not None and not (math.isfinite(own.capacity) and own.capacity > 0):
                 raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
-        if self.sub_streams not in (0, self.num_devices / 2):
-            raise ClusterError(
-                f"sub_streams is {self.sub_streams}, but the cluster has {counted(self.num_devices, 'device')}; give "
-                f"0, or half of them"
-            )
 
     @classmethod
     def local(cls, count: int, memory_bytes: int | None = None, *, kind: str = "auto") -> Cluster:
@@ -357,50 +350,6 @@ class Cluster(JsonFile):
         devices = tuple(replace(device, server=device.server // count) for device in self.devices)
         unknown: dict[str, Any] = dict.fromkeys((*LINKS, *REDUCTION))
         return replace(self, devices=devices, reductions=ReductionLinks(), **unknown)
-
-    def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
-        """Returns a cluster with a sub-stream per device: a second logical device of the same hardware.
-
-            Cluster.local(2).with_sub_streams()   devices 0 and 1, their sub-streams 2 and 3
-
-        The devices keep their numbers; device i's sub-stream is device n + i (EuroSys'22, section 4.1). TensorFlow
-        gives each logical device its own streams. On CPUs, sub-streams are further logical CPU devices. On GPUs, a
-        session makes them with the main devices' streams at the higher priority (`session.session_config`); it needs
-        the GPU's memory, of which each logical device has a fixed part. Two streams share the hardware: the server's
-        capacity doesn't change.
-
-        Args:
-            memory_share: the sub-stream's part of a device's memory. It keeps variables, optimizer slots and gradients
-                there, and copies of what Bw reads.
-
-        Raises:
-            ClusterError: there are several or remote servers, or sub-streams already; the share isn't between 0 and 1;
-                or the ``memory_bytes`` of GPUs are unknown.
-        """
-        if self.sub_streams:
-            raise ClusterError("the cluster has sub-streams already; a device has one")
-        if self.num_servers > 1 or self.addresses:
-            where = f"{self.num_servers} servers" if self.num_servers > 1 else f"a worker at {self.addresses[0]}"
-            raise ClusterError(f"sub-streams are for the devices of this machine, but the cluster is of {where}")
-        if not 0 < memory_share < 1:
-            raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
-        mains, subs = [], []
-        for index, device in enumerate(self.devices):
-            size = device.memory_bytes
-            if size is None and self.real and device.type == "GPU":
-                raise ClusterError(
-                    f"device {index} is a GPU of unknown memory, which two streams must share out: give it, "
-                    f"Cluster.local({self.num_devices}, memory_bytes=...)"
-                )
-            if device.number != index:
-                raise ClusterError(f"device {index} is {device.name}; sub-streams are for devices in order, from 0 on")
-            part = None if size is None else max(1, round(size * memory_share))
-            name = device.name.removesuffix(str(index)) + str(index + self.num_devices)
-            mains.append(replace(device, memory_bytes=None if part is None or size is None else max(1, size - part)))
-            subs.append(replace(device, name=name, memory_bytes=part))
-        own = self.servers[0] if self.servers else Server()
-        server = replace(own, capacity=self.capacity(0))
-        return replace(self, devices=(*mains, *subs), servers=(server,), sub_streams=self.num_devices)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:

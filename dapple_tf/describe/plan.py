@@ -68,8 +68,6 @@ class PlanOptions(TypedDict, total=False):
     wait_free: bool
     carried_updates: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
-    weight_devices: tuple[tuple[int, ...], ...] | None
-    weight_regions: tuple[int, ...] | None
     operator_devices: tuple[tuple[tuple[int, ...], ...], ...] | None
     backward_cuts: tuple[str, ...]
     all_reduce: str | tuple[str, ...]
@@ -109,10 +107,6 @@ class Plan(JsonFile):
             Anything that reads or changes variables between steps makes these updates first.
         task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
             tasks; None takes all as equal.
-        weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
-            variables and updates them; None for the stage's own devices.
-        weight_regions: for each stage the stage with whose Bx its Bw may start at the earliest; None for as soon as it
-            is ready. For policies that have regions (`schedules.policy.Policy`).
         operator_devices: for each stage and each of its replicas the group of devices on which the replica's single
             operators are placed by FD-DPS (Mathematics 2022, 10, 4788), the replica's own device first. The groups of
             a stage are equally large: device i of each has the same operators and variables. A list of devices stands
@@ -160,8 +154,6 @@ class Plan(JsonFile):
     wait_free: bool = True
     carried_updates: int = 0
     task_seconds: tuple[tuple[float, float, float], ...] | None = None
-    weight_devices: tuple[tuple[int, ...], ...] | None = None
-    weight_regions: tuple[int, ...] | None = None
     operator_devices: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     backward_cuts: tuple[str, ...] = ()
     all_reduce: str | tuple[str, ...] = "flat"
@@ -332,6 +324,11 @@ class Plan(JsonFile):
                 f"{source}: parameter_shards is true, and no plan has parameters in shards any more; leave it out: "
                 f"optimizer_shards is as fast, and pipelines hold fewer layers with parameters in shards"
             )
+        if data.pop("weight_devices", None) is not None or data.pop("weight_regions", None) is not None:
+            raise PlanError(
+                f"{source}: weight_devices or weight_regions are given, and Bw run on their stage's own devices; leave "
+                f"both out, and use fast_forward or zb_h1, which delay Bw"
+            )
         if (mode := data.get("recompute")) == "offload" or (isinstance(mode, list) and "offload" in mode):
             raise PlanError(
                 f"{source}: recompute has 'offload', and residuals no longer wait in the host's memory; use "
@@ -404,8 +401,6 @@ class Plan(JsonFile):
             warm_up=self.warm_up,
             reverse_first_k=self.reverse_first_k,
             task_seconds=self.task_seconds,
-            weight_devices=self.weight_devices,
-            weight_regions=self.weight_regions,
         )
 
     @property
@@ -503,7 +498,6 @@ class Plan(JsonFile):
             holds=holds,
             active=active,
             forward_only=forward_only,
-            weight_devices=self.weight_devices,
         )
         return made
 
@@ -518,11 +512,6 @@ class Plan(JsonFile):
         for stage, devices in enumerate(self.devices):
             for replica, device in enumerate(devices):
                 works_of.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
-        for stage, devices in enumerate(self.weight_devices or ()):
-            for replica, device in enumerate(devices):
-                if device != self.devices[stage][replica]:
-                    text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
-                    works_of.setdefault(device, []).append(text)
         for stage, groups in enumerate(self.operator_devices or ()):
             for replica, group in enumerate(groups):
                 for device in group[1:]:
@@ -542,8 +531,7 @@ class Plan(JsonFile):
         """
         count = cluster.num_devices
         for stage, devices in enumerate(self.devices):
-            weights = () if self.weight_devices is None else self.weight_devices[stage]
-            for device in (*devices, *weights, *self.working_devices[stage]):
+            for device in self.working_devices[stage]:
                 if device >= count:
                     numbers = "(0)" if count == 1 else f"(0 to {count - 1})"
                     raise PlanError(
@@ -551,7 +539,7 @@ class Plan(JsonFile):
                         f"device{'s' if count > 1 else ''} {numbers}; choose one of these or use a larger cluster"
                     )
             groups = () if self.operator_devices is None else self.operator_devices[stage]
-            for place, like in enumerate([(*devices, *weights), *itertools.islice(zip(*groups, strict=True), 1, None)]):
+            for place, like in enumerate([devices, *itertools.islice(zip(*groups, strict=True), 1, None)]):
                 types = {device: cluster.devices[device].type for device in like}
                 if len(set(types.values())) > 1:
                     where = f"place {place} in the groups of " if place else ""
@@ -591,10 +579,6 @@ class Plan(JsonFile):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:
             object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
-        if self.weight_devices is not None:
-            object.__setattr__(self, "weight_devices", device_lists(self.weight_devices, "weight_devices"))
-        if self.weight_regions is not None:
-            object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
         if self.operator_devices is not None:
             object.__setattr__(self, "operator_devices", device_groups(self.operator_devices))
         if self.shares is not None:

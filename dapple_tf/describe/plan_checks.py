@@ -65,8 +65,6 @@ def check_stages(plan: Plan) -> None:
             raise PlanError(f"relays has stage {relay}; with {of_stages} they are numbered 0 to {stages - 1}")
     if plan.carried_updates < 0:
         raise PlanError(f"carried_updates is {plan.carried_updates}; it must be 0 or more")
-    if plan.weight_devices is not None:
-        _check_weight_devices(plan, plan.weight_devices)
     if plan.operator_devices is not None:
         _check_operator_devices(plan, plan.operator_devices)
 
@@ -104,8 +102,7 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without: dict[str, object] = {"weight_devices": None, "backward_cuts": (), "relays": ()}
-    without |= {"optimizer_shards": False, "row_shards": False}
+    without: dict[str, object] = {"backward_cuts": (), "relays": (), "optimizer_shards": False, "row_shards": False}
     if max(plan.replicas) > 1:
         without |= {"all_reduce": "flat"}
     for name, value in without.items():
@@ -119,16 +116,6 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
             "jit_compile=True compiles stages of one device, but every stage places its operators on several; leave "
             "jit_compile out"
         )
-
-
-def _check_weight_devices(plan: Plan, weight_devices: Sequence[Sequence[int]]) -> None:
-    if list(map(len, weight_devices)) != list(plan.replicas):
-        raise PlanError(
-            f"weight_devices has {list(map(len, weight_devices))} devices for stages of {list(plan.replicas)} "
-            f"replicas; give one for each replica"
-        )
-    for stage, devices in enumerate(weight_devices):
-        _check_devices(f"weight_devices of stage {stage}", devices)
 
 
 def check_batches(plan: Plan) -> None:

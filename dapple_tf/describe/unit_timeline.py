@@ -87,8 +87,6 @@ class _Order:
     def _ready(self, task: Task) -> list[Task] | None:
         """Returns the tasks that a task waits for besides its device; None if one isn't over."""
         before = [other for other in self._inputs(task) if other in self._tasks]
-        if task in self._schedule.after:
-            before.append(self._schedule.after[task])
         return before if all(other in self._spans for other in before) else None
 
     def _inputs(self, task: Task) -> list[Task]:

@@ -15,7 +15,7 @@ def limited_devices(plan: Plan, cluster: Cluster) -> dict[int, int]:
     """Returns device -> bytes of its memory, for those of a plan's devices whose memory limits micro-batches."""
     if plan.operator_devices is not None:
         return {}  # A stage's memory is that of several devices, within which its operators are placed.
-    devices = {device for replicas in (*plan.devices, *(plan.weight_devices or ())) for device in replicas}
+    devices = {device for replicas in plan.devices for device in replicas}
     limits = {device: cluster.devices[device].memory_bytes for device in sorted(devices)}
     return {device: limit for device, limit in limits.items() if limit is not None}
 
@@ -26,8 +26,7 @@ def residuals_held(
     """Returns D of each stage, the number of micro-batches whose residuals its devices hold; None without a limit.
 
     A device that runs several stages holds D micro-batches in each, or in all of them together if the policy limits
-    them together (`Policy.shares_room`); a device that computes weight gradients for another one's stage also holds
-    what Bx passes to it.
+    them together (`Policy.shares_room`).
 
     Args:
         plan: the plan.
@@ -42,13 +41,11 @@ def residuals_held(
     known = limited_devices(plan, cluster)
     if not known:
         return None
-    owner_devices = plan.weight_devices or plan.devices
     count = len(layout.micro_batch_intervals)
     most = count * plan.num_stages if plan.policy.shares_room else count
     held = [most] * plan.num_stages
     for device, limit in known.items():
-        pairs = enumerate(zip(plan.devices, owner_devices, strict=True))
-        stages = [index for index, (own, owning) in pairs if device in (*own, *owning)]
+        stages = [stage for stage, replicas in enumerate(plan.devices) if device in replicas]
         fixed = stored_bytes(cluster.device_names[device])
         sizes = [_slice_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages]
         residual = max(1, sum(sizes))
@@ -71,9 +68,7 @@ def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
     """Returns the samples of a stage's largest slice, if replicas have shares: of those on a device."""
     slices = layout.slices(stage, 0)
     if plan.shares is not None:
-        owners = (plan.weight_devices or plan.devices)[stage]
-        places = zip(plan.devices[stage], owners, slices, strict=True)
-        slices = tuple(interval for own, owning, interval in places if device in (own, owning))
+        slices = tuple(part for own, part in zip(plan.devices[stage], slices, strict=True) if own == device)
     return max(interval.size for interval in slices)
 
 

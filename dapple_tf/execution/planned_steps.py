@@ -69,7 +69,7 @@ def training_source(
     """Returns the parts of training steps, from a program with stage functions whose names begin with ``prefix``."""
     updates, owners = passes.updates(model, table, program), readers_of(program)
     variables, in_shards = optimizer_variables(updates), stored_in_shards(updates)
-    held = holdings(table, owners, variables, passes.owner_devices, in_shards=in_shards)
+    held = holdings(table, owners, variables, passes.devices, in_shards=in_shards)
     built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=passes.carried(updates))
     return StepSource(built, True, None, owners, held)
 

@@ -218,7 +218,7 @@ class StepBuilder:
             self._table,
             self._owners,
             self._optimizer_variables,
-            self.passes.owner_devices,
+            self.passes.devices,
             self._storage_devices,
             self._in_shards,
         )
@@ -230,7 +230,7 @@ class StepBuilder:
         kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
             accumulators = (variable for _, variable, _ in stage.gradients)
-            own = self.passes.owner_devices[stage.index]
+            own = self.passes.devices[stage.index]
             kept += [v for v in accumulators if device in self._storage_devices.get((stage.index, v.storage_name), own)]
         return bytes_of(kept)
 

@@ -67,11 +67,6 @@ class StepPasses:
         """Names of the devices of each stage's replicas."""
         return self._names(self.plan.devices)
 
-    @property
-    def owner_devices(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the devices that keep the variables of each stage's replicas."""
-        return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
-
     @functools.cached_property
     def on_gpus(self) -> frozenset[int]:
         """The stages that run on GPUs alone."""
@@ -86,7 +81,7 @@ class StepPasses:
         """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
         if not (self.plan.optimizer_shards or self.plan.row_shards):
             return 1
-        return len({device for stage in stages for device in self.owner_devices[stage]})
+        return len({device for stage in stages for device in self.devices[stage]})
 
     def updates(self, model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
         """Returns the optimizer's part for each parameter group; see `group_updates`."""
@@ -149,8 +144,7 @@ class StepPasses:
         batch, micro_batches = self.plan.global_batch_size, self.plan.micro_batches
         if samples > batch:
             micro_batches, batch = -(-samples * micro_batches // batch), samples
-        weight_devices = None if self.plan.weight_devices is None else self.owner_devices
-        return Layout(self.devices, samples, batch, micro_batches, weight_devices, self.plan.shares)
+        return Layout(self.devices, samples, batch, micro_batches, self.plan.shares)
 
     def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
         """Returns the parameter groups updated during the next step's forward pass, in the order of their reduction."""
@@ -158,7 +152,7 @@ class StepPasses:
         if not count or not updates:
             return ()
         keys = [update.stages for update in updates]
-        order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
+        order = reduction_order(keys, self.plan.order_tasks(), self.plan.devices)
         carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
         return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
 
@@ -194,7 +188,7 @@ class StepPasses:
             gradients: whether to count what only a step needs, too: dense gradients without accumulators, and whole
                 parameters of which devices keep shards.
         """
-        stages = [stage for stage in program.stages if device in self.owner_devices[stage.index]]
+        stages = [stage for stage in program.stages if device in self.devices[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
         if gradients or self.plan.accumulates():
             kept += [v for stage in stages for _, v, _ in stage.gradients]
@@ -254,7 +248,7 @@ class StepPasses:
         With XLA, only if it compiles all stages, F and B together.
         """
         layout, plan = self.layout(samples), self.plan
-        devices = {*itertools.chain(*layout.devices, *layout.owner_devices)}
+        devices = {*itertools.chain(*layout.devices)}
         if built.mode is not Mode.TRAIN or len(devices) > 1 or plan.accumulates(len(layout.micro_batch_intervals)):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
@@ -294,7 +288,7 @@ class StagesAsked(NamedTuple):
         replicas = [len(devices) for devices in plan.devices]
         counted = bool(limited_devices(plan, passes.cluster))
         options = plan.recompute, plan.compiled, self.training, self.prefix, plan.split_stages
-        keepers = passes.owner_devices if plan.row_shards else None
+        keepers = passes.devices if plan.row_shards else None
         # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
         on_gpus = frozenset() if plan.compiled else passes.on_gpus - plan.flat_stages
         return Partition(

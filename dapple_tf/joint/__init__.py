@@ -1,9 +1,4 @@
 """Multi-region joint scheduling: one device's weight gradients on a second stream (Out-Of-Order BackProp, section 4).
 
-No other package knows this one: it gains nothing where it could be measured (docs/joint.md). Importing it is what makes
-its schedule known, by the name ``dapple_tf.joint:JOINT``.
+Algorithm 1 and its simulation. No step runs so: on processors a second stream only cost time (docs/joint.md).
 """
-
-from dapple_tf.joint.stream_schedule import JOINT
-
-__all__ = ["JOINT"]

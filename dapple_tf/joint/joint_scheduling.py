@@ -8,7 +8,7 @@ In the paper an iteration starts at the backward, so that Bw may also run beside
 here is synchronous: it ends with the update, and only the regions of its own backward can hold Bw.
 
 All functions are pure. Regions are numbered from 0 in the order in which they run, kernels of the sub-stream by their
-stages. `stream_speedups` measures the inputs, `stream_schedule` makes a schedule of the result.
+stages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from dapple_tf.view.timeline import Span, Timeline
 
 Pairs = Callable[[int, int], float]
 """(kernel of the sub-stream, region) -> a number of the two together."""
@@ -105,7 +107,7 @@ def joint_schedule(
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Times of stages' tasks on two streams; see `stream_speedups.measure_speedups`.
+    """Times of stages' tasks on two streams.
 
     Attributes:
         input_grad: seconds of each stage's Bx by itself; 0 where there is nothing to compute.
@@ -256,6 +258,30 @@ def schedule_regions(times: StreamTimes, regions: Regions, prescheduled: int = 0
     )
 
 
+def two_streams(times: StreamTimes, regions: Regions, schedule: Sequence[Sequence[int]]) -> Timeline:
+    """Simulates a backward on two streams: device 0 is the main stream, device 1 the sub-stream.
+
+    The main stream runs without gaps. The sub-stream runs in the schedule's order, no Bw before its region or its Bx.
+
+    Args:
+        times: seconds of tasks.
+        regions: runs of stages.
+        schedule: for each region its Bw.
+    """
+    order = [stage for region in regions for stage in region]
+    ends = dict(zip(order, itertools.accumulate(times.input_grad[stage] for stage in order), strict=True))
+    spans = [Span("Bx", ends[stage] - times.input_grad[stage], ends[stage], 0, stage, 0) for stage in order]
+    now = 0.0
+    for region, kernels in zip(regions, schedule, strict=True):
+        now = max(now, ends[region[0]] - times.input_grad[region[0]])
+        for kernel in kernels:
+            start = max(now, ends[kernel])
+            now = start + times.sub_seconds(kernel, region)
+            spans.append(Span("Bw", start, now, 1, kernel, 0))
+    latency = max((span.end for span in spans), default=0.0)
+    return Timeline("simulated", latency, tuple(spans), {0: "main stream", 1: "sub-stream"})
+
+
 def peak_bytes(
     times: StreamTimes,
     regions: Regions,
@@ -263,33 +289,25 @@ def peak_bytes(
     residual_bytes: Sequence[float],
     delayed_bytes: Sequence[float],
 ) -> float:
-    """Returns the most bytes that one micro-batch keeps during its backward under a schedule of the sub-stream.
+    """Returns the most bytes that one micro-batch keeps during its backward in `two_streams`.
 
-    A stage keeps its residuals until its Bx has run, then the inputs of its Bw until that has run. The main stream is
-    assumed to run without gaps, the sub-stream in the schedule's order, no Bw before its region.
+    A stage keeps its residuals until its Bx has run, then the inputs of its Bw until that has run.
 
     Args:
-        times: what tasks take.
+        times: seconds of tasks.
         regions: runs of stages.
         schedule: for each region its Bw.
         residual_bytes: what each stage keeps from F to Bx.
         delayed_bytes: what each stage keeps from Bx to Bw.
     """
-    order = [stage for region in regions for stage in region]
-    ends = dict(zip(order, itertools.accumulate(times.input_grad[stage] for stage in order), strict=True))
-    starts = {stage: ends[stage] - times.input_grad[stage] for stage in order}
-    finished: dict[int, float] = {}
-    now = 0.0
-    for region, kernels in zip(regions, schedule, strict=True):
-        now = max(now, starts[region[0]])
-        for kernel in kernels:
-            now = max(now, ends[kernel]) + times.sub_seconds(kernel, region)
-            finished[kernel] = now
+    spans = two_streams(times, regions, schedule).spans
+    finished = {span.stage: span.end for span in spans if span.kind == "Bw"}
     peak = 0.0
-    for place, stage in enumerate(order):
-        kept = max(residual_bytes[stage], delayed_bytes[stage])
-        kept += sum(residual_bytes[later] for later in order[place + 1 :])
-        kept += sum(delayed_bytes[k] for k in order[:place] if finished.get(k, 0.0) > starts[stage])
+    order = [span for span in spans if span.kind == "Bx"]
+    for place, own in enumerate(order):
+        kept = max(residual_bytes[own.stage], delayed_bytes[own.stage])
+        kept += sum(residual_bytes[later.stage] for later in order[place + 1 :])
+        kept += sum(delayed_bytes[k.stage] for k in order[:place] if finished.get(k.stage, 0.0) > own.start)
         peak = max(peak, kept)
     return peak
 
@@ -336,15 +354,3 @@ def fit_memory(
         if limit is None or fitted[-1].peak <= limit:
             break
     return fitted[-1]
-
-
-def weight_regions(regions: Regions, schedule: Sequence[Sequence[int]], stages: int) -> tuple[int, ...]:
-    """Returns `Plan.weight_regions` for a schedule: for each stage the stage with whose Bx its Bw may start.
-
-    A stage without a Bw has itself.
-    """
-    earliest = list(range(stages))
-    for region, kernels in zip(regions, schedule, strict=True):
-        for kernel in kernels:
-            earliest[kernel] = min(kernel, region[0])
-    return tuple(earliest)

@@ -204,7 +204,8 @@ class EmulatedStep:
     def _needs(self, task: Task) -> set[Task]:
         """Returns the tasks of this step that it waits for, besides the previous one on its device."""
         needed = {maker for parts in self._sources(task) for part in parts for maker in self._makers(part)}
-        needed |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
+        if (own := self._own(task)) is not None:
+            needed.add(own)
         return needed if task in self.next else needed - self.next
 
     def _add_task(self, task: Task) -> None:
@@ -226,9 +227,7 @@ class EmulatedStep:
                     come = self._arrived(parts, task)
                     tensors.append(come.tensor)
                     after += come.waits
-            before_it = [self.made[other]] if (other := self.schedule.after.get(task)) in self.made else []
-            if task in self.next:
-                before_it += self._update_of(task)
+            before_it = self._update_of(task) if task in self.next else []
             after += [made.wait for made in before_it]
             control = [made.tensor.op for made in before_it]
             server = self.server[device]

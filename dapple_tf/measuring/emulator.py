@@ -142,7 +142,7 @@ def emulate(
             "the plan keeps rows of embeddings in shards, whose lookups before forwards can't be emulated; simulate "
             "it, or emulate it with row_shards=False"
         )
-    devices = {device for group in (*plan.devices, *(plan.weight_devices or ())) for device in group}
+    devices = {device for group in plan.devices for device in group}
     if len(devices) > MAX_DEVICES:
         raise EmulationError(
             f"the plan uses {len(devices)} devices, of which at most {MAX_DEVICES} can be emulated; simulate it "

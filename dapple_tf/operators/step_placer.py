@@ -388,12 +388,12 @@ class _Calls:
 
 def _with_replicas(graph: GraphDef, layout: Layout) -> GraphDef:
     """Returns a step's graph whose nodes tell their replica, as their devices won't once they are placed."""
-    if max(map(len, layout.owner_devices)) == 1:
+    if max(map(len, layout.devices)) == 1:
         return graph
     graph = copied(graph)
     replica_of = {
         (stage, device): replica
-        for stage, devices in enumerate(layout.owner_devices)
+        for stage, devices in enumerate(layout.devices)
         for replica, device in enumerate(devices)
     }
     for node in graph.node:

@@ -63,7 +63,6 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
         cuts=tuple(cuts),
         devices=tuple(plan.devices[stage] for stage in origin),
         warm_up=None if plan.warm_up is None else tuple(plan.warm_up[stage] for stage in origin),
-        weight_devices=None if plan.weight_devices is None else tuple(plan.weight_devices[stage] for stage in origin),
         all_reduce=tuple(plan.all_reduce_of([stage]) for stage in origin),
         recompute=tuple(map(plan.recompute_of, origin)),
         shares=None if plan.shares is None else tuple(plan.shares[stage] for stage in origin),

@@ -26,7 +26,7 @@ _NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "
 
 NOT_BY_OWN_MOVES = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
-    *("weight_devices", "weight_regions", "operator_devices", "shares"),
+    *("operator_devices", "shares"),
 )
 """Fields that follow from the others, or that the planner's own moves leave alone."""
 
@@ -89,8 +89,7 @@ def _by_own_move(plan: Plan, request: PlanRequest, move: Move) -> Iterator[Plan]
 def _fits(plan: Plan, request: PlanRequest) -> bool:
     """Returns whether a plan is one of this model on this cluster: its cuts are in order, and its devices exist."""
     places = [request.profile.index[cut] for cut in plan.cuts]
-    used = (plan.devices, plan.weight_devices or (), plan.working_devices)
-    highest = max(device for groups in used for group in groups for device in group)
+    highest = max(device for group in plan.working_devices for device in group)
     return (
         highest < request.cluster.num_devices
         and places == sorted(places)

@@ -116,7 +116,7 @@ def _excess(other: Plan, plan: Plan) -> str:
 
 
 def _used(plan: Plan) -> set[int]:
-    return {*itertools.chain(*plan.working_devices, *(plan.weight_devices or ()))}
+    return {*itertools.chain(*plan.working_devices)}
 
 
 def _nearest_to_limit(step: Simulation, devices: Sequence[int]) -> tuple[float, int | None]:

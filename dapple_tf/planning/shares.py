@@ -108,10 +108,9 @@ class _Split:
         costs, plan, short = self.costs, self.costs.plan, False
         sizes = [split_by_shares(costs.micro_batches[0].size, split) for split in splits]
         places: dict[int, list[tuple[int, int]]] = {}
-        for stage, (devices, owners) in enumerate(zip(plan.devices, costs.owner_devices, strict=True)):
-            for replica, pair in enumerate(zip(devices, owners, strict=True)):
-                for device in dict.fromkeys(pair):
-                    places.setdefault(device, []).append((stage, replica))
+        for stage, devices in enumerate(plan.devices):
+            for replica, device in enumerate(devices):
+                places.setdefault(device, []).append((stage, replica))
         fitting: dict[tuple[object, ...], int] = {}
         for device, own in places.items():
             limit = costs.cluster.devices[device].memory_bytes
@@ -120,7 +119,7 @@ class _Split:
             slices = {stage: max(sizes[stage][replica] for s, replica in own if s == stage) for stage, _ in own}
             key = (limit, tuple(slices.items()), costs.cluster.devices[device].speed)
             if key not in fitting:
-                fitting[key] = self._fitting(device, slices, limit)
+                fitting[key] = self._fitting(slices, limit)
             if fitting[key] < _STEPS:
                 short = True
                 for stage, replica in own:
@@ -128,13 +127,13 @@ class _Split:
                     self.most[stage][replica] = max(0, size - bool(self.more))
         return short
 
-    def _fitting(self, device: int, slices: dict[int, int], limit: int) -> int:
+    def _fitting(self, slices: dict[int, int], limit: int) -> int:
         """Returns the largest fraction of a device's slices that fits in its memory, in parts of `_STEPS`."""
         in_flight = max(self.in_flight[stage] for stage in slices)
 
         def fits(part: int) -> bool:
             lowered = {stage: max(1, size * part // _STEPS) for stage, size in slices.items()}
-            return device_need(self.costs, device, lowered).peak(in_flight) <= limit
+            return device_need(self.costs, lowered).peak(in_flight) <= limit
 
         if fits(_STEPS):
             return _STEPS

@@ -81,22 +81,13 @@ def best(runs: Sequence[Timeline]) -> Timeline:
 
 
 def merged_devices(request: ScheduleRequest) -> dict[int, int]:
-    """Maps each device to the first with the same jobs and partners, so that one replica stands for all.
-
-    Where replicas can't be paired so, every device is mapped to itself.
-    """
-    jobs_of: dict[int, list[tuple[int, bool]]] = {}
-    for weights, devices in ((False, request.devices), (True, request.weight_devices)):
-        for stage, replicas in enumerate(devices):
-            for device in replicas:
-                jobs_of.setdefault(device, []).append((stage, weights))
-    first: dict[tuple[tuple[int, bool], ...], int] = {}
-    merged = {device: first.setdefault(tuple(jobs), device) for device, jobs in sorted(jobs_of.items())}
-    for main, weight in zip(request.devices, request.weight_devices, strict=True):
-        pairs = {(merged[a], merged[b]) for a, b in zip(main, weight, strict=True)}
-        if len({a for a, _ in pairs}) < len(pairs) or len({b for _, b in pairs}) < len(pairs):
-            return {device: device for device in merged}
-    return merged
+    """Maps each device to the first with the same stages, so that one replica stands for all."""
+    stages_of: dict[int, list[int]] = {}
+    for stage, replicas in enumerate(request.devices):
+        for device in replicas:
+            stages_of.setdefault(device, []).append(stage)
+    first: dict[tuple[int, ...], int] = {}
+    return {device: first.setdefault(tuple(stages), device) for device, stages in sorted(stages_of.items())}
 
 
 class _Run:
@@ -113,12 +104,7 @@ class _Run:
         self.devices = [device for device in sorted(queues) if self.merged.get(device, device) == device]
         self.queues = {device: [list(queue) for queue in queues[device]] for device in self.devices}
         self.heads = {device: [0] * len(self.queues[device]) for device in self.devices}
-        self.partner: dict[tuple[int, int], int] = {}  # (stage, device of Bw) -> device of its F and Bx
-        self.mains: list[set[int]] = []
-        for stage, (main, weight) in enumerate(zip(request.devices, request.weight_devices, strict=True)):
-            pairs = {(self.merged[a], self.merged[b]) for a, b in zip(main, weight, strict=True)}
-            self.mains.append({a for a, _ in pairs})
-            self.partner |= {(stage, b): a for a, b in pairs}
+        self.mains = [{self.merged[device] for device in replicas} for replicas in request.devices]
         self.ended: dict[tuple[Job, int], float] = {}
         self.left: dict[Job, int] = {}  # job -> the devices that haven't run it yet
         self.in_flight: dict[tuple[int, int], int] = {}
@@ -185,7 +171,7 @@ class _Run:
         own: tuple[Job, int] | None = None
         neighbours: tuple[Job, ...] = ()
         if phase is BW:
-            own = Job(stage, BX, micro_batch), self.partner[stage, device]
+            own = Job(stage, BX, micro_batch), device
         elif phase is F:
             neighbours = (Job(stage - 1, F, micro_batch),)
         else:
@@ -237,16 +223,13 @@ class _Run:
         self.ended[job, device] = end
         self.left[job] -= 1
         if job.phase in (B, BW):
-            main = self.partner[job.stage, device]
-            self.in_flight[job.stage, main] -= 1
-            held = self.held[main]
+            self.in_flight[job.stage, device] -= 1
+            held = self.held[device]
             held[job.micro_batch] -= 1
             if not held[job.micro_batch]:
                 del held[job.micro_batch]
-            oldest = self.oldest[main]
-            while oldest not in held and self.ahead[main].get(oldest) == 0:
-                oldest += 1
-            self.oldest[main] = oldest
+            while self.oldest[device] not in held and self.ahead[device].get(self.oldest[device]) == 0:
+                self.oldest[device] += 1
         ended = [(job, device)] if self.left[job] else [(job, device), (job, None)]
         for event in ended:
             for waiting in self.waiting.pop(event, ()):
@@ -284,9 +267,8 @@ def free_queues(request: ScheduleRequest, split: bool = True) -> dict[int, list[
     """Returns each device's queues: one for each phase of each of its stages, in micro-batch order."""
     queues: dict[int, list[list[Job]]] = {}
     for stage in range(request.stages):
-        phases = ((F, request.devices), (BX, request.devices), (BW, request.weight_devices))
-        for phase, devices in phases if split else ((F, request.devices), (B, request.devices)):
+        for phase in (F, BX, BW) if split else (F, B):
             queue = [Job(stage, phase, micro_batch) for micro_batch in range(request.micro_batches)]
-            for device in devices[stage]:
+            for device in request.devices[stage]:
                 queues.setdefault(device, []).append(queue)
     return queues

@@ -4,7 +4,6 @@
 * Modulo allocation (section 5.2.1): layer l on device l mod n, scheduled as a list by the critical path.
 * Reverse first-k (section 5.1, algorithm 2): the Bw of the first k stages last, that of stage 0 first, so that the
   gradients that the next step needs first are reduced while the others are computed.
-* A sub-stream (section 4.1): Bw on devices of their own, in the order in which they become ready.
 """
 
 from __future__ import annotations
@@ -23,118 +22,89 @@ from dapple_tf.schedules.one_forward_one_backward import (
     warm_up,
 )
 from dapple_tf.schedules.policy import Placement, Planning, Policy
-from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleRequest
-from graph_passes.ir.tasks import Phase, Task
+from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
+from graph_passes.ir.tasks import Phase
 
 
-def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> list[int]:
-    """Returns the most micro-batches that each stage has in flight under gpipe, dapple_*, and fast_forward*.
-
-    A stage whose Bw is delayed may have what the fullest stage wants, if K and D allow it; any other stage has its K,
-    and none has less than the forwards that it begins with.
-
-    Args:
-        request: what is asked for.
-        wanted: K of each group.
-        delayed: whether all Bw are delayed, rather than those on other devices only.
+def _warm_up_limits(request: ScheduleRequest, wanted: Wanted) -> list[int]:
+    """Returns K of each stage: the most micro-batches in flight under gpipe and dapple_*.
 
     Raises:
         ScheduleError: as `one_forward_one_backward.warm_up`.
     """
-    fullest = max(wanted(len(request.groups), request.micro_batches))
-    limits = [request.limit(stage, fullest) for stage in range(request.stages)]
-    if not delayed:
-        for group, count in zip(request.groups, warm_up(request, wanted), strict=True):
-            for stage in group:
-                limits[stage] = max(limits[stage], count) if stage in request.offloaded else count
-    return limits
+    return [count for group, count in zip(request.groups, warm_up(request, wanted), strict=True) for _ in group]
 
 
-def fast_forward(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> Orders:
-    """Orders gpipe, dapple_* and fast_forward*: forwards and backwards by K, Bw in the gaps.
-
-    Under fast_forward* every stage is split and its Bw runs when its device would idle, or when no further micro-batch
-    may be in flight. Under the others this holds only for Bw that run on another device than their Bx; stages below
-    ``reverse_first_k`` are split too, with Bw right after Bx.
-
-    Args:
-        request: what is asked for.
-        wanted: K of each group.
-        delayed: as in `in_flight_limits`.
+def by_warm_up(request: ScheduleRequest, wanted: Wanted) -> Orders:
+    """Orders gpipe and dapple_*: forwards and backwards by K; stages below ``reverse_first_k`` have Bw right after Bx.
 
     Raises:
-        ScheduleError: as `in_flight_limits`.
+        ScheduleError: as `one_forward_one_backward.warm_up`.
     """
-    stages = range(request.stages)
-    if delayed:
-        counts = limited(request, wanted(len(request.groups), request.micro_batches))
-        split, delayed_anywhere = set(stages), set(stages)
-    else:
-        counts = warm_up(request, wanted)
-        split = {stage for stage in stages if stage < request.reverse_first_k or stage in request.offloaded}
-        delayed_anywhere = set(request.offloaded)
+    split = range(request.reverse_first_k)
+    return {
+        device: sequence(request.micro_batches, group, count, split)
+        for group, count in zip(request.groups, warm_up(request, wanted), strict=True)
+        for device in request.devices[group[0]]
+    }
+
+
+def _delayed_limits(request: ScheduleRequest, wanted: Wanted) -> list[int]:
+    """Returns the most micro-batches in flight under fast_forward*: what the fullest stage wants, if K and D allow."""
+    fullest = max(wanted(len(request.groups), request.micro_batches))
+    return [request.limit(stage, fullest) for stage in range(request.stages)]
+
+
+def fast_forward(request: ScheduleRequest, wanted: Wanted) -> Orders:
+    """Orders fast_forward*: Bw run when their device would idle, or when no further micro-batch may be in flight."""
+    stages, numbers = range(request.stages), range(request.micro_batches)
     queues: dict[int, list[list[Job]]] = {}
-    for group, count in zip(request.groups, counts, strict=True):
-        for replica, device in enumerate(request.devices[group[0]]):
-            late = {
-                stage
-                for stage in delayed_anywhere.intersection(group)
-                if delayed or request.weight_devices[stage][replica] != device
-            }
-            queues.setdefault(device, []).insert(0, sequence(request.micro_batches, group, count, split, late))
-            for stage in late:
-                bw = [Job(stage, Phase.WEIGHT_GRAD, micro_batch) for micro_batch in range(request.micro_batches)]
-                queues.setdefault(request.weight_devices[stage][replica], []).append(bw)
-    if not delayed_anywhere:
-        return {device: jobs for device, (jobs,) in queues.items()}
-    limits = in_flight_limits(request, wanted, delayed)
+    for group, count in zip(request.groups, limited(request, wanted(len(request.groups), len(numbers))), strict=True):
+        for device in request.devices[group[0]]:
+            queues[device] = [sequence(len(numbers), group, count, stages, stages)]
+            queues[device] += [[Job(stage, Phase.WEIGHT_GRAD, number) for number in numbers] for stage in group]
+    limits = _delayed_limits(request, wanted)
     return list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits).orders
 
 
-def _check(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> None:
+def _check_warm_up(request: ScheduleRequest, wanted: Wanted) -> None:
     request.check_straight()
-    in_flight_limits(request, wanted, delayed)
+    warm_up(request, wanted)
 
 
-def _waits_for_room(request: ScheduleRequest, active: Active | None, wanted: Wanted, delayed: bool) -> dict[Task, Task]:
-    """Returns the forwards that wait until a Bw on another device has made room."""
-    if not request.offloaded:
-        return {}
-    limits = in_flight_limits(request, wanted, delayed)
-    waits = {}
-    for stage in request.offloaded:
-        for replica, device in enumerate(request.devices[stage]):
-            if device != request.weight_devices[stage][replica]:
-                all_numbers = range(request.micro_batches)
-                numbers = [number for number in all_numbers if active is None or active(stage, number, replica)]
-                for number, earlier in zip(numbers[limits[stage] :], numbers, strict=False):
-                    waiting = Task(stage, Phase.FORWARD, number, replica)
-                    waits[waiting] = Task(stage, Phase.WEIGHT_GRAD, earlier, replica)
-    return waits
-
-
-def _by_warm_up(name: str, wanted: Wanted, summary: str, rank: int, *, delayed: bool = False) -> Policy:
+def _by_warm_up(name: str, wanted: Wanted, summary: str, rank: int) -> Policy:
     """Returns a policy of forwards and backwards in turn, behind K forwards."""
     return Policy(
         name,
-        functools.partial(fast_forward, wanted=wanted, delayed=delayed),
+        functools.partial(by_warm_up, wanted=wanted),
         summary,
-        in_flight=functools.partial(in_flight_limits, wanted=wanted, delayed=delayed),
-        check=functools.partial(_check, wanted=wanted, delayed=delayed),
-        waits=functools.partial(_waits_for_room, wanted=wanted, delayed=delayed),
-        splits=delayed,
-        offloads=True,
-        needs_all=wanted is all_micro_batches and not delayed,
-        planning=Planning(rank=rank, by_seconds=delayed, list_runs=int(delayed), formula=not delayed),
+        in_flight=functools.partial(_warm_up_limits, wanted=wanted),
+        check=functools.partial(_check_warm_up, wanted=wanted),
+        splits=False,
+        needs_all=wanted is all_micro_batches,
+        planning=Planning(rank=rank, formula=True),
+    )
+
+
+def _delayed(name: str, wanted: Wanted, summary: str, rank: int) -> Policy:
+    """Returns a policy that delays Bw."""
+    return Policy(
+        name,
+        functools.partial(fast_forward, wanted=wanted),
+        summary,
+        in_flight=functools.partial(_delayed_limits, wanted=wanted),
+        check=ScheduleRequest.check_straight,
+        splits=True,
+        planning=Planning(rank=rank, by_seconds=True, list_runs=1),
     )
 
 
 GPIPE = _by_warm_up("gpipe", all_micro_batches, "all forwards, then all backwards (GPipe)", 10)
 DAPPLE_A = _by_warm_up("dapple_a", p_a, "1F1B: stage i of S begins with S - i forwards (DAPPLE's P_A)", 20)
 DAPPLE_B = _by_warm_up("dapple_b", p_b, "1F1B behind 2 (S - i) - 1 forwards (DAPPLE's P_B)", 30)
-FAST_FORWARD = _by_warm_up("fast_forward", all_micro_batches, "gpipe with Bw in the gaps", 40, delayed=True)
-FAST_FORWARD_A = _by_warm_up("fast_forward_a", p_a, "dapple_a with Bw in the gaps", 60, delayed=True)
-FAST_FORWARD_B = _by_warm_up("fast_forward_b", p_b, "dapple_b with Bw in the gaps", 90, delayed=True)
+FAST_FORWARD = _delayed("fast_forward", all_micro_batches, "gpipe with Bw in the gaps", 40)
+FAST_FORWARD_A = _delayed("fast_forward_a", p_a, "dapple_a with Bw in the gaps", 60)
+FAST_FORWARD_B = _delayed("fast_forward_b", p_b, "dapple_b with Bw in the gaps", 90)
 
 
 def modulo(request: ScheduleRequest) -> Orders:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ __all__ = [
     "ScheduleRequest",
     "Task",
     "any_request",
-    "no_waits",
 ]
 
 Place = TypeVar("Place")
@@ -76,11 +75,6 @@ def any_request(request: ScheduleRequest) -> None:
     """The check of a policy that takes all stages and devices."""
 
 
-def no_waits(request: ScheduleRequest, active: Active | None) -> Mapping[Task, Task]:
-    """Returns the waits of a policy whose tasks wait for their data and their devices only."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Policy:
     """A scheduling policy: the order in which each device runs its forwards and backwards in one step.
@@ -104,12 +98,9 @@ class Policy:
         in_flight: request -> the most micro-batches that each stage has in flight, from F to B or Bw; None derives it
             from the order.
         check: raises ScheduleError for stages, devices or options that the policy can't do, before anything is ordered.
-        waits: (request, active slices) -> what tasks wait for besides their data and their device's order.
         splits: True: each stage's backward is Bx and Bw; False: a whole B, unless an option splits it; None derives
             it from the order.
         reverses: whether it takes ``reverse_first_k``.
-        offloads: whether it takes ``weight_devices``, on which Bw run apart from F and Bx.
-        regions: whether it takes ``weight_regions``.
         needs_all: whether it keeps all micro-batches in flight, however little memory there is.
         shares_room: whether it limits the micro-batches in flight of all stages of a device together. A memory limit D
             then is the number of micro-batches' slices that a device holds, of any of its stages.
@@ -127,11 +118,8 @@ class Policy:
     summary: str = ""
     in_flight: Callable[[ScheduleRequest], Sequence[int]] | None = None
     check: Callable[[ScheduleRequest], None] = any_request
-    waits: Callable[[ScheduleRequest, Active | None], Mapping[Task, Task]] = no_waits
     splits: bool | None = None
     reverses: bool = True
-    offloads: bool = False
-    regions: bool = False
     needs_all: bool = False
     shares_room: bool = False
     planning: Planning = Planning()
@@ -142,7 +130,7 @@ class Policy:
             raise ScheduleError(
                 f"the policy's name is {self.name!r}; give a text without a colon and slashes, such as 'run_ahead'"
             )
-        functions = {"order": self.order, "check": self.check, "waits": self.waits}
+        functions: dict[str, object] = {"order": self.order, "check": self.check}
         functions |= {} if self.in_flight is None else {"in_flight": self.in_flight}
         for what, function in functions.items():
             if not callable(function):

@@ -11,7 +11,6 @@ from dapple_tf.schedules.schedule_request import (
     check_count,
     check_devices,
     check_per_stage,
-    check_weight_devices,
 )
 from dapple_tf.units import counted
 from graph_passes.ir.tasks import Phase, Schedule, Task
@@ -30,52 +29,39 @@ def validate(
     holds: Sequence[int] | None = None,
     active: Active | None = None,
     forward_only: bool = False,
-    weight_devices: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Checks a schedule without running it; it may come from any policy, or from a file.
 
     It checks that each active (stage, micro-batch, replica) has one forward and, unless ``forward_only``, a later
-    backward: either one B or one Bx and one Bw, the same for all micro-batches of a stage, on its device (Bw on its
-    weight device); that no replica has more than its stage's ``holds`` micro-batches in flight, from F to B or Bw; that
-    backwards that make weight gradients run in micro-batch order; and that the step finishes when 0F waits for nothing,
-    iF for the same micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of
-    stage i + 1, iBw for its own Bx, and each task for those that it is ``after``.
+    backward: either one B or one Bx and one Bw, the same for all micro-batches of a stage, on its device; that no
+    replica has more than its stage's ``holds`` micro-batches in flight, from F to B or Bw; that backwards that make
+    weight gradients run in micro-batch order; and that the step finishes when 0F waits for nothing, iF for the same
+    micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of stage i + 1,
+    and iBw for its own Bx.
 
     Raises:
         ScheduleError: naming the task, the device and the fix; for a deadlock, with a device x step grid.
     """
     check_count("micro_batches", micro_batches)
     check_devices(devices)
-    check_weight_devices(devices, weight_devices)
     if holds is not None:
         check_per_stage("holds", holds, len(devices))
-    device_of = _expected_tasks(schedule, devices, weight_devices or devices, micro_batches, active, forward_only)
+    device_of = _expected_tasks(schedule, devices, micro_batches, active, forward_only)
     _check_whole_or_split(schedule)
     _check_tasks(schedule, device_of)
     _check_device_orders(schedule, holds)
-    steps = _check_progress(schedule, device_of)
-    _check_lanes(schedule, device_of, steps, holds)
+    _check_progress(schedule, device_of)
     _check_micro_batch_order(schedule)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Returns the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
 
-    Where Bw runs on another device than F, this is the number that the schedule's waits guarantee for any task times.
-
-    Raises:
-        ScheduleError: the schedule deadlocks.
+    Of a schedule of forwards alone that is 0.
     """
-    device_of = {task: device for device, tasks in schedule.orders.items() for task in tasks}
-    stages = 1 + max((task.stage for task in device_of), default=-1)
-    peaks = [0] * stages
+    peaks = [0] * (1 + max((task.stage for task in schedule.tasks), default=-1))
     for _, task, count in _counts(schedule):
         peaks[task.stage] = max(peaks[task.stage], count)
-    crossing = _crossing(device_of)
-    if crossing:
-        steps = _check_progress(schedule, device_of)
-        for task, count in _crossing_counts(schedule, device_of, steps, crossing):
-            peaks[task.stage] = max(peaks[task.stage], count)
     return tuple(peaks)
 
 
@@ -91,18 +77,17 @@ def lockstep(schedule: Schedule) -> list[dict[int, Task]]:
 def _expected_tasks(
     schedule: Schedule,
     devices: Sequence[Sequence[int]],
-    weight_devices: Sequence[Sequence[int]],
     micro_batches: int,
     active: Active | None,
     forward_only: bool,
 ) -> dict[Task, int]:
     """Maps each task that the step must have to the device that must run it."""
     device_of = {}
-    for stage, lanes in enumerate(zip(devices, weight_devices, strict=True)):
+    for stage, replicas in enumerate(devices):
         phases: tuple[Phase, ...] = (F,) if forward_only else (F, BX, BW) if stage in schedule.split else (F, B)
         for phase in phases:
             for micro_batch in range(micro_batches):
-                for replica, device in enumerate(lanes[phase is BW]):
+                for replica, device in enumerate(replicas):
                     if active is None or active(stage, micro_batch, replica):
                         device_of[Task(stage, phase, micro_batch, replica)] = device
     return device_of
@@ -166,76 +151,17 @@ def _too_many(device: int, task: Task, count: int, holds: Sequence[int]) -> str:
 
 
 def _counts(schedule: Schedule) -> Iterator[tuple[int, Task, int]]:
-    """Yields (device, forward, micro-batches in flight after it) where the flight ends on the same device."""
+    """Yields (device, forward, micro-batches in flight after it)."""
     if not any(task.phase is not F for task in schedule.tasks):
         return
     for device, tasks in schedule.orders.items():
-        here = set(tasks)
         counts: dict[int, int] = {}
         for task in tasks:
             if task.phase in (B, BW):
-                if Task(task.stage, F, task.micro_batch, task.replica) in here:
-                    counts[task.stage] = counts.get(task.stage, 0) - 1
+                counts[task.stage] = counts.get(task.stage, 0) - 1
             elif task.phase is F:
-                end = BW if task.stage in schedule.split else B
-                if Task(task.stage, end, task.micro_batch, task.replica) in here:
-                    counts[task.stage] = counts.get(task.stage, 0) + 1
-                    yield device, task, counts[task.stage]
-
-
-def _crossing(device_of: Mapping[Task, int]) -> set[tuple[int, int]]:
-    """Returns the (stage, replica) whose Bw runs on another device than its F."""
-    return {
-        (task.stage, task.replica)
-        for task, device in device_of.items()
-        if task.phase is BW and device_of.get(Task(task.stage, F, task.micro_batch, task.replica)) != device
-    }
-
-
-def _check_lanes(
-    schedule: Schedule,
-    device_of: Mapping[Task, int],
-    steps: Sequence[Mapping[int, Task]],
-    holds: Sequence[int] | None,
-) -> None:
-    """Checks ``holds`` where a micro-batch's flight begins on one device and ends on another."""
-    if holds is None:
-        return
-    for task, count in _crossing_counts(schedule, device_of, steps, _crossing(device_of)):
-        if count > holds[task.stage]:
-            wanted = f"the end of {task.stage}Bw of an earlier micro-batch"
-            raise ScheduleError(
-                f"{_too_many(device_of[task], task, count, holds)}, or let it wait for {wanted} on its own device "
-                f"(after)"
-            )
-
-
-def _crossing_counts(
-    schedule: Schedule,
-    device_of: Mapping[Task, int],
-    steps: Sequence[Mapping[int, Task]],
-    crossing: set[tuple[int, int]],
-) -> Iterator[tuple[Task, int]]:
-    """Yields (forward, most micro-batches in flight after it): those whose Bw it doesn't wait for."""
-    inputs = _inputs(schedule, device_of)
-    for stage, replica in sorted(crossing):
-        # The Bw of one stage and replica run one after another, so that a task knows of the first n of them.
-        known: dict[Task, int] = {}
-        last: dict[int, int] = {}
-        forwards = weights = 0
-        for step in steps:
-            for device, task in step.items():
-                count = max([last.get(device, 0), *(known[other] for other in inputs(task))])
-                mine = (task.stage, task.replica) == (stage, replica)
-                if mine and task.phase is BW:
-                    weights += 1
-                    count = max(count, weights)
-                known[task] = count
-                if mine and task.phase is F:
-                    forwards += 1
-                    yield task, forwards - count
-            for device, task in step.items():
-                last[device] = known[task]
+                counts[task.stage] = counts.get(task.stage, 0) + 1
+                yield device, task, counts[task.stage]
 
 
 def _check_micro_batch_order(schedule: Schedule) -> None:
@@ -262,12 +188,10 @@ def _inputs(schedule: Schedule, device_of: Mapping[Task, int]) -> Callable[[Task
 
     def inputs(task: Task) -> list[Task]:
         if task.phase is BW:
-            awaited = _own_inputs(task, schedule.split)
-        else:
-            forward = task.phase is F
-            neighbour = task.stage + (-1 if forward else 1)
-            awaited = groups.get((neighbour, forward, task.micro_batch), [])
-        return [*awaited, schedule.after[task]] if task in schedule.after else awaited
+            return _own_inputs(task, schedule.split)
+        forward = task.phase is F
+        neighbour = task.stage + (-1 if forward else 1)
+        return groups.get((neighbour, forward, task.micro_batch), [])
 
     return inputs
 

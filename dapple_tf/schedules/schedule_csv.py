@@ -71,8 +71,8 @@ def to_csv(schedule: Schedule, *, aligned: bool = False) -> str:
         A line for each device; one without tasks has an empty cell.
 
     Raises:
-        ScheduleError: the format can't express it: replicas, waits besides data (`Schedule.after`), a stage on several
-            devices, or devices other than 0, 1, ..., n - 1; or it is to be aligned and deadlocks.
+        ScheduleError: the format can't express it: replicas, or devices other than 0, 1, ..., n - 1; or it is to be
+            aligned and deadlocks.
     """
     _check_expressible(schedule)
     rows: list[list[str]] = [[_text(task) for task in tasks] or [""] for tasks in schedule.orders.values()]
@@ -244,7 +244,6 @@ def _check_expressible(schedule: Schedule) -> None:
         raise ScheduleError(
             f"the schedule is for devices {short(devices)}, but rows are ranks 0 to {len(devices) - 1}; number them so"
         )
-    device_of: dict[int, int] = {}
     for device, tasks in schedule.orders.items():
         for task in tasks:
             if task.replica:
@@ -252,16 +251,6 @@ def _check_expressible(schedule: Schedule) -> None:
                     f"device {device} runs {task}, of another replica than the first; in the CSV form replicas are "
                     f"groups of ranks of their own: write the schedule of one replica of each stage"
                 )
-            if device_of.setdefault(task.stage, device) != device:
-                raise ScheduleError(
-                    f"device {device} runs {task}, but stage {task.stage} is on device {device_of[task.stage]} too; in "
-                    f"the CSV form a stage is on one rank: leave out weight_devices"
-                )
-    if schedule.after:
-        task, other = next(iter(schedule.after.items()))
-        raise ScheduleError(
-            f"{task} waits for {other} besides its data, which the CSV form can't say; leave such waits out"
-        )
 
 
 def _rows(text: str) -> list[list[str]]:

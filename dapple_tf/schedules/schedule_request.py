@@ -32,18 +32,12 @@ class RequestOptions(TypedDict, total=False):
         reverse_first_k: the backwards of the first k stages are split, and their last micro-batch's Bw moved to the
             end of their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
         task_seconds: for each stage the times of F, Bx and Bw, which determine the gaps; all equal by default.
-        weight_devices: for each stage the device that runs each replica's Bw, in the order in which they become ready;
-            the stage's own by default.
-        weight_regions: for policies that have regions, for each stage the stage with whose Bx its Bw may start; as soon
-            as it is ready by default.
     """
 
     holds: Sequence[int] | None
     warm_up: Sequence[int] | None
     reverse_first_k: int
     task_seconds: TaskSeconds | None
-    weight_devices: Sequence[Sequence[int]] | None
-    weight_regions: Sequence[int] | None
 
 
 class Job(NamedTuple):
@@ -69,9 +63,7 @@ class ScheduleRequest:
         holds: D of each stage, the micro-batches whose activations fit; None is no limit.
         warm_up: K of each stage in place of the policy's, at most M; None is the policy's.
         seconds: for each stage the times of F, Bx and Bw.
-        weight_devices: for each stage the device that runs each replica's Bw.
         reverse_first_k: number of stages whose last micro-batch's Bw come last.
-        weight_regions: for each stage the stage with whose Bx its Bw may start; None is its own.
     """
 
     policy: str
@@ -80,9 +72,7 @@ class ScheduleRequest:
     holds: tuple[int, ...] | None
     warm_up: tuple[int, ...] | None
     seconds: tuple[tuple[float, float, float], ...]
-    weight_devices: tuple[tuple[int, ...], ...]
     reverse_first_k: int
-    weight_regions: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -104,24 +94,19 @@ class ScheduleRequest:
         stages = len(devices)
         holds = _per_stage("holds", options.get("holds"), stages)
         warm_up = _per_stage("warm_up", options.get("warm_up"), stages)
-        weight_devices, regions = options.get("weight_devices"), options.get("weight_regions")
-        check_weight_devices(devices, weight_devices)
         first_k = options.get("reverse_first_k", 0)
         if not 0 <= first_k <= stages:
             raise ScheduleError(
                 f"reverse_first_k is {first_k}; with {counted(stages, 'stage')} it must be from 0 to {stages}"
             )
-        main_devices = tuple(map(tuple, devices))
         return cls(
             policy,
-            main_devices,
+            tuple(map(tuple, devices)),
             micro_batches,
             holds,
             None if warm_up is None else tuple(min(count, micro_batches) for count in warm_up),
             _seconds(options.get("task_seconds"), stages),
-            main_devices if weight_devices is None else tuple(map(tuple, weight_devices)),
             first_k,
-            None if regions is None else tuple(regions),
         )
 
     def within(self, holds: Sequence[int] | None, micro_batches: int | None = None) -> ScheduleRequest:
@@ -151,11 +136,6 @@ class ScheduleRequest:
         runs = itertools.groupby(range(self.stages), key=lambda stage: self.devices[stage])
         groups = [list(stages) for _, stages in runs]
         return tuple(range(stages[0], stages[-1] + 1) for stages in groups)
-
-    @functools.cached_property
-    def offloaded(self) -> frozenset[int]:
-        """The stages with a replica whose Bw runs on another device than its F and Bx."""
-        return frozenset(stage for stage in range(self.stages) if self.devices[stage] != self.weight_devices[stage])
 
     def limit(self, stage: int, wanted: int) -> int:
         """Returns ``wanted`` micro-batches in flight, or what K, D and M allow if that is less."""
@@ -221,19 +201,6 @@ def check_devices(devices: Sequence[Sequence[int]]) -> None:
         if not replicas:
             raise ScheduleError(f"stage {stage} has no devices; give it at least one")
         _check_once(f"stage {stage}", replicas)
-
-
-def check_weight_devices(devices: Sequence[Sequence[int]], weight_devices: Sequence[Sequence[int]] | None) -> None:
-    """Checks that there is a weight device for each replica."""
-    if weight_devices is None:
-        return
-    counts, wanted = list(map(len, weight_devices)), list(map(len, devices))
-    if counts != wanted:
-        raise ScheduleError(
-            f"weight_devices has {counts} devices for stages of {wanted} replicas; give one for each replica"
-        )
-    for stage, replicas in enumerate(weight_devices):
-        _check_once(f"weight_devices of stage {stage}", replicas)
 
 
 def _check_once(where: str, devices: Sequence[int]) -> None:

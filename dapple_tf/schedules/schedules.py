@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Unpack, cast
 
 from dapple_tf.data_files import short
@@ -56,20 +55,11 @@ def check(policy: Policy, request: ScheduleRequest) -> None:
     Raises:
         ScheduleError: names what it can't do, and what would do.
     """
-    if request.weight_regions is not None and not policy.regions:
-        raise ScheduleError(f"weight_regions are given for {policy}, which has no regions; leave them out")
     answer = cast(Callable[[ScheduleRequest], object], policy.check)(request)
     if answer is not None:
         raise ScheduleError(
             f"check of policy {policy} returned {short(answer)}; let it raise a ScheduleError that says what can't "
             f"be done, and return nothing"
-        )
-    if request.offloaded and not policy.offloads:
-        stage = min(request.offloaded)
-        raise ScheduleError(
-            f"weight_devices of stage {stage} are {list(request.weight_devices[stage])}, its devices "
-            f"{list(request.devices[stage])}, but {policy} runs Bw on a stage's own devices; leave them out, or use "
-            f"fast_forward, fast_forward_a or fast_forward_b"
         )
     if request.reverse_first_k and not policy.reverses:
         raise ScheduleError(
@@ -184,13 +174,13 @@ def make_schedule(
 def _schedule(policy: Policy, request: ScheduleRequest, active: Active | None) -> Schedule:
     if active is None:
         return _whole_schedule(policy, request)
-    return _expand(policy.name, request, _orders(policy, request), active, policy.waits(request, active))
+    return _expand(policy.name, request, _orders(policy, request), active)
 
 
 @functools.lru_cache(maxsize=8)
 def _whole_schedule(policy: Policy, request: ScheduleRequest) -> Schedule:
     """Returns the schedule with all slices; the planner asks for that of a plan several times in a row."""
-    return _expand(policy.name, request, _orders(policy, request), None, policy.waits(request, None))
+    return _expand(policy.name, request, _orders(policy, request), None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -238,20 +228,18 @@ def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None
             )
     for device, jobs in orders.items():
         for job in jobs:
-            allowed = request.weight_devices if job.phase is Phase.WEIGHT_GRAD else request.devices
             what = f"{policy} has device {device} run {job.stage}{job.phase.value}{job.micro_batch}"
             if not 0 <= job.stage < request.stages:
                 raise ScheduleError(f"{what}, but stages are 0 to {request.stages - 1}")
-            if device not in allowed[job.stage]:
-                field = "weight_devices" if job.phase is Phase.WEIGHT_GRAD else "devices"
+            if device not in request.devices[job.stage]:
                 raise ScheduleError(
-                    f"{what}, but stage {job.stage} is on {list(allowed[job.stage])}; give each stage's devices "
-                    f"(ScheduleRequest.{field}) its jobs"
+                    f"{what}, but stage {job.stage} is on {list(request.devices[job.stage])}; give each stage's "
+                    f"devices (ScheduleRequest.devices) its jobs"
                 )
-    schedule = _expand(policy.name, request, orders, None, policy.waits(request, None))
+    schedule = _expand(policy.name, request, orders, None)
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
     try:
-        validate(schedule, request.devices, request.micro_batches, holds=limits, weight_devices=request.weight_devices)
+        validate(schedule, request.devices, request.micro_batches, holds=limits)
     except ScheduleError as error:
         text = str(error)
         raise ScheduleError(text if repr(policy.name) in text else f"schedule {policy.name!r}: {text}") from error
@@ -280,20 +268,12 @@ def _forwards(request: ScheduleRequest) -> Orders:
     return orders
 
 
-def _expand(
-    name: str,
-    request: ScheduleRequest,
-    orders: Orders,
-    active: Active | None,
-    waits: Mapping[Task, Task] = MappingProxyType({}),
-) -> Schedule:
+def _expand(name: str, request: ScheduleRequest, orders: Orders, active: Active | None) -> Schedule:
     """Turns devices' jobs into tasks of their replicas, without those of empty slices."""
     replicas = [{device: replica for replica, device in enumerate(devices)} for devices in request.devices]
-    weights = [{device: replica for replica, device in enumerate(devices)} for devices in request.weight_devices]
 
     def task(device: int, job: Job) -> Task:
-        numbers = weights if job.phase is Phase.WEIGHT_GRAD else replicas
-        return _task(job.stage, job.phase._value_, job.micro_batch, numbers[job.stage][device])
+        return _task(job.stage, job.phase._value_, job.micro_batch, replicas[job.stage][device])
 
     tasks = {
         device: tuple(
@@ -303,4 +283,4 @@ def _expand(
         )
         for device, jobs in orders.items()
     }
-    return Schedule(name, tasks, waits)
+    return Schedule(name, tasks)

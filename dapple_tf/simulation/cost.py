@@ -70,8 +70,6 @@ class CostModel:
         profile: its layers' costs.
         cluster: the devices and links.
         stages: see :class:`StageCost`.
-        owner_devices: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's
-            stages, unless it has `Plan.weight_devices`.
         devices: all devices that the plan uses, each once.
         legs: how tensors travel from stage to stage.
         routes: (sending stage, receiving stage) -> bytes of a slice forwards, and of its gradient backwards, over all
@@ -95,9 +93,7 @@ class CostModel:
         except ValueError as error:
             raise PlanError(str(error)) from error
         self.plan, self.profile, self.cluster = plan, profile, cluster
-        self.owner_devices = plan.devices if plan.weight_devices is None else plan.weight_devices
-        working = [*plan.devices, *self.owner_devices]
-        self.devices = tuple(dict.fromkeys(device for group in working for device in group))
+        self.devices = tuple(dict.fromkeys(itertools.chain(*plan.devices)))
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self.legs = legs_of(profile, plan, stage_of)
         self.routes = _routes(self.legs)
@@ -162,8 +158,7 @@ class CostModel:
         if key not in self._seconds:
             self._seconds[key] = self._task_seconds(*key)
         if device is None:
-            devices = self.owner_devices if task.phase is Phase.WEIGHT_GRAD else self.plan.devices
-            device = devices[task.stage][task.replica]
+            device = self.plan.devices[task.stage][task.replica]
         return self._seconds[key] / self.cluster.devices[device].speed
 
     def _task_seconds(self, stage: int, phase: Phase, samples: int) -> float:
@@ -199,12 +194,10 @@ class CostModel:
 
     def _unlike_replicas(self, stage: int) -> list[int]:
         """Returns a replica of each kind of a stage: with the same speeds and share."""
-        devices, owners = self.plan.devices[stage], self.owner_devices[stage]
         sizes = self.slices(stage, 0)
-        kinds: dict[tuple[float, float, int], int] = {}
-        for replica, (device, owner) in enumerate(zip(devices, owners, strict=True)):
-            speeds = self.cluster.devices[device].speed, self.cluster.devices[owner].speed
-            kinds.setdefault((*speeds, sizes[replica].size), replica)
+        kinds: dict[tuple[float, int], int] = {}
+        for replica, device in enumerate(self.plan.devices[stage]):
+            kinds.setdefault((self.cluster.devices[device].speed, sizes[replica].size), replica)
         return list(kinds.values())
 
     def messages(self, sender: int, receiver: int, micro_batch: int, *, backward: bool = False) -> tuple[Message, ...]:
@@ -250,13 +243,13 @@ class CostModel:
                 for group in self.profile.shared
                 if {stage_of[layer] for layer in group.layers} == {stage}
             )
-            devices = self.owner_devices[stage]
+            devices = self.plan.devices[stage]
             if len(devices) > 1 and own:
                 reductions.append(Reduction((stage,), devices, own))
         for group in self.profile.shared:
             stages = tuple(sorted({stage_of[layer] for layer in group.layers}))
             if len(stages) > 1:
-                devices = tuple(dict.fromkeys(device for stage in stages for device in self.owner_devices[stage]))
+                devices = tuple(dict.fromkeys(device for stage in stages for device in self.plan.devices[stage]))
                 if len(devices) > 1:
                     reductions.append(Reduction(stages, devices, group.parameter_bytes))
         return tuple(reductions)
@@ -288,7 +281,7 @@ class CostModel:
 
     def table_bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's tables of which each of its devices keeps a shard; 0 without `row_shards`."""
-        if not self.plan.row_shards or len(self.owner_devices[stage]) < 2:
+        if not self.plan.row_shards or len(self.plan.devices[stage]) < 2:
             return 0
         return sum(layer.table_bytes for layer in self.profile.layers[slice(*self.stages[stage].layers)])
 
@@ -315,7 +308,7 @@ class CostModel:
             Seconds during which the replica's link is busy, and more until rows are there; whether some come from
             another server; the device from which the first come; and the bytes that are sent.
         """
-        device, keepers = self.plan.devices[task.stage][task.replica], self.owner_devices[task.stage]
+        device, keepers = self.plan.devices[task.stage][task.replica], self.plan.devices[task.stage]
         rows = self.row_bytes(task.stage, self.slices(task.stage, task.micro_batch)[task.replica].size) / len(keepers)
         others = [keeper for keeper in dict.fromkeys(keepers) if keeper != device]
         servers = {keeper: self.cluster.devices[keeper].server for keeper in (device, *others)}
@@ -396,7 +389,7 @@ class CostModel:
         """
         slowest = self._slowest(stage)
         samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[slowest].size)
-        speed = self.cluster.devices[self.owner_devices[stage][slowest]].speed
+        speed = self.cluster.devices[self.plan.devices[stage][slowest]].speed
         delayed = self.delays(stage) and self.computes(stage, Phase.INPUT_GRAD)
         first, stop = self.stages[stage].layers
         tied = {layer for group in self.profile.shared for layer in group.layers}
@@ -410,13 +403,13 @@ class CostModel:
         """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices."""
         seconds, speed = self.stages[stage].apply_seconds, self.cluster.devices[device].speed
         if self.plan.optimizer_shards:
-            return seconds / len(self.owner_devices[stage]) / speed
+            return seconds / len(self.plan.devices[stage]) / speed
         return seconds * self._updated_share(stage) / speed
 
     def _updated_share(self, stage: int) -> float:
         """Returns the share of a stage's parameters that each device updates if its tables are in shards."""
         tables = self.table_bytes(stage) / max(1, self.stages[stage].parameter_bytes)
-        return 1 - tables * (1 - 1 / len(self.owner_devices[stage]))
+        return 1 - tables * (1 - 1 / len(self.plan.devices[stage]))
 
     # ---- memory
 
@@ -470,8 +463,7 @@ class CostModel:
         plan = self.plan
         if plan.policy.splits is None:
             return stage in plan.split_stages
-        offloaded = self.owner_devices[stage] != plan.devices[stage]
-        return plan.policy.splits or stage < plan.reverse_first_k or offloaded
+        return plan.policy.splits or stage < plan.reverse_first_k
 
     def needed_bytes(self, stage: int, in_flight: int) -> float:
         """Returns the peak bytes of each device of a stage with ``in_flight`` micro-batches (K) in flight.

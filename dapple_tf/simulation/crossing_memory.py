@@ -31,10 +31,7 @@ class SliceTimes(NamedTuple):
 
     Attributes:
         samples: number of its samples.
-        device: where F and Bx run.
-        owner_device: where Bw runs.
-        gradient_device: where the task runs that takes the gradients of what was sent: B or Bx, or Bw if Bx has nothing
-            to do.
+        device: where they run.
         forward: start and end of F.
         backward: start and end of B or Bx; as Bw where Bx has nothing to do.
         weight: start and end of B or Bw.
@@ -42,8 +39,6 @@ class SliceTimes(NamedTuple):
 
     samples: int
     device: int
-    owner_device: int
-    gradient_device: int
     forward: tuple[float, float]
     backward: tuple[float, float]
     weight: tuple[float, float]
@@ -177,7 +172,7 @@ class CrossingTensor:
 
     def _returned(self, own: _Slice) -> list[tuple[_Part, float]]:
         """Returns the gradients that come back to a slice: of which parts, and when."""
-        device = self.times[own].gradient_device
+        device = self.times[own].device
         return [
             (part, self.memory.arrival(part.receiver, device, part.leg, self.ready[part.receiver]))
             for part in self.parts[own]
@@ -199,10 +194,10 @@ class CrossingTensor:
         for part, arrival in returned:
             ready = self.ready[part.receiver]
             maker = self.times[part.receiver].device
-            shared, size = self.memory.shares(times.gradient_device, maker), self.tensor.bytes.at(part.samples)
+            shared, size = self.memory.shares(times.device, maker), self.tensor.bytes.at(part.samples)
             end = joined if several else use
             yield Life(maker, ready, max(end if shared else arrival, ready), size)
             if not shared:
-                yield Life(times.gradient_device, arrival, max(arrival, end), size)
+                yield Life(times.device, arrival, max(arrival, end), size)
         if several:
-            yield Life(times.gradient_device, joined, max(joined, use), self.tensor.bytes.at(times.samples))
+            yield Life(times.device, joined, max(joined, use), self.tensor.bytes.at(times.samples))

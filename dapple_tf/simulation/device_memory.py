@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,94 +61,71 @@ def slices_fitting(room: float, each: float, most: int) -> int:
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
     """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
-    owned = _stages_on(costs.devices, costs.owner_devices)
+    owned = _stages_on(costs.devices, costs.plan.devices)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
     return {device: sizes[owned[device]] for device in costs.devices}
 
 
-class _Work(NamedTuple):
-    """What a device has of a plan: it runs F and Bx of ``runs``, and keeps the variables of ``owned``.
-
-    ``samples`` has the largest slice of each of these stages.
-    """
-
-    runs: tuple[int, ...]
-    owned: tuple[int, ...]
-    samples: tuple[tuple[int, int], ...]
+_Work = tuple[tuple[int, int], ...]
+"""The stages of a device, each with the samples of its largest slice there."""
 
 
 def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None], ...], ...]:
     """Returns for each stage what its devices need, and their memory; devices with the same work need the same."""
-    own_devices = tuple(dict.fromkeys(itertools.chain(*costs.plan.devices, *costs.owner_devices)))
-    runs = _stages_on(own_devices, costs.plan.devices)
-    owned = _stages_on(own_devices, costs.owner_devices)
     samples = [_largest_slices(costs, stage) for stage in range(len(costs.stages))]
-    works = {}
-    for device in own_devices:
-        stages = {*runs[device], *owned[device]}
-        own = tuple((stage, samples[stage][device]) for stage in stages)
-        works[device] = _Work(runs[device], owned[device], own)
-    needs = {work: _need(costs, work) for work in dict.fromkeys(works.values())}
+    works: dict[int, _Work] = {
+        device: tuple((stage, samples[stage][device]) for stage in stages)
+        for device, stages in _stages_on(costs.devices, costs.plan.devices).items()
+    }
+    needs = {work: device_need(costs, dict(work)) for work in dict.fromkeys(works.values())}
     return tuple(
         tuple(
             (needs[work], limit)
             for work, limit in dict.fromkeys(
-                (works[device], costs.cluster.devices[device].memory_bytes) for device in (*devices, *kept)
+                (works[device], costs.cluster.devices[device].memory_bytes) for device in devices
             )
         )
-        for devices, kept in zip(costs.plan.devices, costs.owner_devices, strict=True)
+        for devices in costs.plan.devices
     )
-
-
-def device_need(costs: CostModel, device: int, samples: Mapping[int, int]) -> DeviceNeed:
-    """Returns what a device of a plan needs if its slices have other sizes.
-
-    Args:
-        costs: the plan's costs.
-        device: the device.
-        samples: stage -> samples of its largest slice, for each of the device's stages.
-    """
-    runs = _stages_on((device,), [[d for d in devices if d == device] for devices in costs.plan.devices])
-    owned = _stages_on((device,), [[d for d in devices if d == device] for devices in costs.owner_devices])
-    return _need(costs, _Work(runs[device], owned[device], tuple(samples.items())))
 
 
 def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
     """Maps each device of a stage to the samples of its largest slice; without shares, to those of the stage's."""
     largest: dict[int, int] = {}
     equal = None if costs.plan.shares is not None else costs.samples(stage)
-    places = zip(costs.plan.devices[stage], costs.owner_devices[stage], costs.slices(stage, 0), strict=True)
-    for own, owner, interval in places:
-        for device in (own, owner):
-            largest[device] = max(largest.get(device, 0), interval.size) if equal is None else equal
+    for device, interval in zip(costs.plan.devices[stage], costs.slices(stage, 0), strict=True):
+        largest[device] = max(largest.get(device, 0), interval.size) if equal is None else equal
     return largest
 
 
-def _need(costs: CostModel, work: _Work) -> DeviceNeed:
+def device_need(costs: CostModel, sizes: Mapping[int, int]) -> DeviceNeed:
+    """Returns what a device of a plan needs.
+
+    Args:
+        costs: the plan's costs.
+        sizes: stage -> samples of its largest slice, for each of the device's stages.
+    """
     kept = []
-    runs, owned, sizes = work.runs, work.owned, dict(work.samples)
     for stage, samples in sizes.items():
-        residual = costs.residual_bytes(stage, samples) if stage in runs else 0.0
-        delayed = costs.delayed_bytes(stage, samples) if stage in owned and costs.delays(stage) else 0.0
-        kept.append(max(residual, delayed))
+        delayed = costs.delayed_bytes(stage, samples) if costs.delays(stage) else 0.0
+        kept.append(max(costs.residual_bytes(stage, samples), delayed))
     each = sum(kept)
-    stages = {*runs, *owned}
     working = max(_working(costs, stage, samples) for stage, samples in sizes.items())
-    working += sum(handed_on(costs.legs, stage, sizes[stage]) for stage in runs) if costs.plan.relays else 0.0
-    buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
-    applying = [costs.apply_bytes(stage) for stage in owned if stage in buffers]
+    working += sum(handed_on(costs.legs, stage, sizes[stage]) for stage in sizes) if costs.plan.relays else 0.0
+    buffers = {stage: own for stage in sizes if (own := costs.stages[stage].buffers) is not None}
+    applying = [costs.apply_bytes(stage) for stage in buffers]
     sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())
-    reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
+    reducing = [reduction.bytes for reduction in costs.reductions if not sizes.keys().isdisjoint(reduction.stages)]
     alone = sum(reducing) + (
-        each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in owned) else 0.0
+        each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in sizes) else 0.0
     )
     alone += sum(applying) + sending
-    beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
-    beside += max(applying, default=0) if len(stages) > 1 else 0
-    stored = _stored(costs, owned, accumulated=True)
+    beside = max(reducing, default=0.0) if len(sizes) > 1 else 0.0  # while other stages compute
+    beside += max(applying, default=0) if len(sizes) > 1 else 0
+    stored = _stored(costs, tuple(sizes), accumulated=True)
     largest, samples = max(kept, default=0.0), max(sizes.values())
-    return DeviceNeed(stored, each, largest, len(stages), working, alone, beside, samples)
+    return DeviceNeed(stored, each, largest, len(sizes), working, alone, beside, samples)
 
 
 def _working(costs: CostModel, stage: int, samples: int) -> float:
@@ -183,11 +159,11 @@ def _kept_elsewhere(costs: CostModel, stages: Sequence[int]) -> float:
     total = 0.0
     for stage in stages:
         own = sum(layer.slot_bytes for layer in costs.profile.layers[slice(*costs.stages[stage].layers)])
-        total += own * (1 - 1 / len(costs.owner_devices[stage]))
+        total += own * (1 - 1 / len(costs.plan.devices[stage]))
     for group in costs.profile.shared:
         readers = {stage_of[layer] for layer in group.layers}
         if not readers.isdisjoint(stages):
-            keepers = {device for stage in readers for device in costs.owner_devices[stage]}
+            keepers = {device for stage in readers for device in costs.plan.devices[stage]}
             total += group.slot_bytes * (1 - 1 / len(keepers))
     return total
 
@@ -196,7 +172,7 @@ def _rows_elsewhere(costs: CostModel, stage: int, *, accumulated: bool) -> float
     """Returns the bytes that a device has less of a stage's tables in shards: of rows, slots, and whole gradients."""
     if not costs.table_bytes(stage):
         return 0.0
-    part = 1 - 1 / len(costs.owner_devices[stage])
+    part = 1 - 1 / len(costs.plan.devices[stage])
     layers = costs.profile.layers[slice(*costs.stages[stage].layers)]
     bytes_elsewhere = part * costs.table_bytes(stage)
     if not costs.plan.optimizer_shards:

@@ -113,10 +113,9 @@ class LeastTimes:
     def _seconds(self, stage: int, phase: Phase) -> float:
         """Returns the seconds of a phase of the last micro-batch, on the quickest replica."""
         costs, last = self.costs, len(self.costs.micro_batches) - 1
-        devices = costs.owner_devices if phase is BW else costs.plan.devices
         kinds: dict[tuple[int, float], Task] = {}
         for replica, interval in enumerate(costs.slices(stage, last)):
-            speed = costs.cluster.devices[devices[stage][replica]].speed
+            speed = costs.cluster.devices[costs.plan.devices[stage][replica]].speed
             kinds.setdefault((interval.size, speed), Task(stage, phase, last, replica))
         return min(map(costs.whole_seconds, kinds.values()))
 
@@ -126,8 +125,7 @@ class LeastTimes:
         messages = costs.leg_messages(leg, len(costs.micro_batches) - 1, backward=backward)
         senders, receivers = costs.plan.devices[leg.sender], costs.plan.devices[leg.receiver]
         if backward:
-            elsewhere = costs.gradient_phase(leg.sender, leg.sender in self._split) is BW
-            senders, receivers = receivers, costs.owner_devices[leg.sender] if elsewhere else senders
+            senders, receivers = receivers, senders
         if not messages:
             return None
         return min(self._message(message, senders, receivers) for message in messages)
@@ -145,7 +143,7 @@ class LeastTimes:
         If the stage's first layer has no gradients, the last all-reduce may be over before the backward that is cut.
         """
         costs = self.costs
-        seconds = min(costs.apply_seconds(stage, device) for device in costs.owner_devices[stage])
+        seconds = min(costs.apply_seconds(stage, device) for device in costs.plan.devices[stage])
         if not costs.layer_gradients(stage)[0]:
             return seconds
         own = [costs.reduction_seconds(item, _NOTHING) for item in costs.reductions if item.stages == (stage,)]

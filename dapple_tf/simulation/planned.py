@@ -58,8 +58,7 @@ def planned(
 def _free(plan: Plan, cluster: Cluster | None) -> Cluster:
     """Returns a cluster's devices (for None, those of the plan) with free links and cores for each."""
     if cluster is None:
-        used = [*plan.working_devices, *(plan.weight_devices or ())]
-        count = 1 + max(device for devices in used for device in devices)
+        count = 1 + max(device for devices in plan.working_devices for device in devices)
         return Cluster(tuple(Device(f"device {index}", 0) for index in range(count)), real=False)
     return Cluster(cluster.devices, real=False)
 
@@ -72,7 +71,6 @@ def _check(plan: Plan, schedule: Schedule) -> int:
         plan.devices,
         min(count, plan.micro_batches),
         forward_only=all(task.phase is Phase.FORWARD for task in schedule.tasks),
-        weight_devices=plan.weight_devices,
     )
     return count
 

@@ -37,7 +37,7 @@ def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
     shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
     own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
     groups = sorted(own | shared)
-    order = reduction_order(groups, schedule, costs.owner_devices)
+    order = reduction_order(groups, schedule, costs.plan.devices)
     sharing = {stage for stages in shared for stage in stages}
     last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
     stages = [stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing]
@@ -96,7 +96,7 @@ class Reductions:
         ]
         counts = [len(own) for own in pieces]
         if order is None:
-            sequence = piece_order(groups, schedule, costs.owner_devices, counts)
+            sequence = piece_order(groups, schedule, costs.plan.devices, counts)
         elif sorted(order) != list(range(len(groups))):
             raise ValueError(
                 f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "

@@ -66,9 +66,6 @@ class SimulatedStep:
         self.relays = Relays(costs, schedule.split, self.next)
         self.messages = TaskMessages(costs, self.numbers, self.relays)
         self.split = schedule.split
-        self.followers: dict[int, list[int]] = {}
-        for task, other in schedule.after.items():
-            self.followers.setdefault(self.numbers.of(other), []).append(self.numbers.of(task))
         self.waiting = [0] * self.numbers.count
         for task, count in self._waits():
             self.waiting[self.numbers.of(task)] = count
@@ -109,7 +106,7 @@ class SimulatedStep:
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
         for task in itertools.chain.from_iterable(self.orders.values()):
-            number = int(task in self.schedule.after) + int(task.phase is Phase.WEIGHT_GRAD)
+            number = int(task.phase is Phase.WEIGHT_GRAD)
             backward = task.phase is not Phase.FORWARD
             if backward and task.phase is not costs.gradient_phase(task.stage, task.stage in self.split):
                 yield task, number
@@ -130,9 +127,6 @@ class SimulatedStep:
                 self._await_update(task)
             for message in self.messages.of(task):
                 self._already_came(task.micro_batch, message)
-            for other in self.followers.get(self.numbers.of(task), ()):
-                if other not in self.next_numbers:
-                    self.waiting[other] -= 1
 
     def _already_came(self, micro_batch: int, message: Message) -> None:
         """Notes that an earlier step's message has come, and what relays made of it."""
@@ -318,9 +312,6 @@ class SimulatedStep:
         for leg in self.messages.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
             if self.relays.sums(leg):
                 self.hand_on(leg, task, index, begun)
-        for follower in self.followers.get(number, ()) if self.followers else ():
-            if not begun or follower in self.next_numbers:
-                self.arrive(follower, index)
 
     def landed(self, number: int, leg: Leg, begun: bool, index: int) -> None:
         """Ends the way of a message over a leg to or from a relay."""

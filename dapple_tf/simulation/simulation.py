@@ -165,11 +165,8 @@ class Simulation:
             working = costs.working_bytes(span.stage, samples, phase)
             delayed = costs.delayed_bytes(span.stage, samples) if span.stage in split else 0.0
             freed = -delayed if phase is Phase.WEIGHT_GRAD else -kept
-            owner_device = costs.owner_devices[span.stage][span.replica]
-            if phase is Phase.INPUT_GRAD and owner_device == span.device:
+            if phase is Phase.INPUT_GRAD:
                 freed += delayed
-            elif phase is Phase.INPUT_GRAD:
-                yield owner_device, span.end, span.end, delayed, 0.0, 0.0
             yield span.device, span.start, span.end, 0.0, working, freed
             if phase is not Phase.WEIGHT_GRAD and micro_batch not in begun:
                 yield span.device, 0.0, 0.0, kept, 0.0, 0.0
@@ -270,9 +267,6 @@ def device_rows(costs: CostModel) -> list[tuple[str, tuple[int, ...]]]:
     rows: dict[tuple[int, ...], list[str]] = {}
     for stage, devices in enumerate(costs.plan.devices):
         rows.setdefault(devices, []).append(str(stage))
-    for stage, devices in enumerate(costs.owner_devices):
-        if devices != costs.plan.devices[stage]:
-            rows.setdefault(devices, []).append(f"{stage}Bw")
     return [(shown(stages), devices) for devices, stages in rows.items()]
 
 

@@ -42,7 +42,7 @@ class StepMemory:
                 self.reduced[span.reduction] = max(self.reduced.get(span.reduction, 0.0), span.end)
             elif span.kind == "send":
                 self.sends[span.stage, span.micro_batch, span.replica, span.target, span.leg].append(span)
-            elif span.kind not in LINK_KINDS:  # The others copy residuals.
+            elif span.kind not in LINK_KINDS:
                 self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
         self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
         self.trains = any(kind != Phase.FORWARD.value for kind, *_ in self.spans)
@@ -80,12 +80,9 @@ class StepMemory:
                 weight = backward
         else:
             backward = weight
-        devices = self.plan.devices[stage][replica], self.costs.owner_devices[stage][replica]
-        takes = self.costs.gradient_phase(stage, stage in self.split)
         return SliceTimes(
             samples,
-            *devices,
-            devices[takes is Phase.WEIGHT_GRAD],
+            self.plan.devices[stage][replica],
             forward or (0.0, 0.0),
             backward or (self.end, self.end),
             weight or (self.end, self.end),
@@ -112,17 +109,17 @@ class StepMemory:
         if done.backward != done.weight:
             yield Life(done.device, done.backward[0], last, own.partial.at(samples))
             yield Life(done.device, *done.backward, own.working_input(samples))
-            yield Life(done.owner_device, *done.weight, own.working_weight(samples))
-        elif stage not in self.split or done.device == done.owner_device:
+            yield Life(done.device, *done.weight, own.working_weight(samples))
+        else:
             yield Life(done.device, *done.weight, own.working(samples))
         rows = own.rows.at(samples)
         if rows:
-            yield Life(done.owner_device, last, max(last, self._applied(stage, done.owner_device)), rows)
+            yield Life(done.device, last, max(last, self._applied(stage, done.device)), rows)
         if not self.plan.accumulates():
-            taken, packed = self._taken(stage, done.owner_device)
-            yield Life(done.owner_device, last, max(last, taken), own.gradients)
+            taken, packed = self._taken(stage, done.device)
+            yield Life(done.device, last, max(last, taken), own.gradients)
             if packed:  # into vectors that exist at the same time
-                yield Life(done.owner_device, taken, taken, own.gradients)
+                yield Life(done.device, taken, taken, own.gradients)
 
     # ---- between stages
 
@@ -194,7 +191,7 @@ class StepMemory:
         ready: dict[tuple[int, int], float] = {}  # (stage, device) -> when its gradients are reduced
         for number, reduction in enumerate(self.costs.reductions):
             for device in reduction.devices:
-                stages = [stage for stage in reduction.stages if device in self.costs.owner_devices[stage]]
+                stages = [stage for stage in reduction.stages if device in self.plan.devices[stage]]
                 if reduction.stages in self.carried:
                     yield Life(device, 0.0, self._head(stages, device), reduction.bytes)
                     continue

@@ -117,7 +117,7 @@ def _task_of(node: NodeDef, phase: Phase) -> Task:
 
 
 def _replica(step: Step, stage: int, device: str) -> int:
-    devices = step.layout.owner_devices[stage]
+    devices = step.layout.devices[stage]
     return devices.index(device) if device in devices else 0
 
 

@@ -239,21 +239,18 @@ class _Drawing:
 
 
 def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]:
-    """Returns device -> its work: ``device 3: stages 1.r0, 2.r0``, in the order of stages; ``(Bw)`` if only that.
+    """Returns device -> its work: ``device 3: stages 1.r0, 2.r0``, in the order of stages.
 
     Raises:
         ValueError: a device isn't among the names.
     """
     by_device: dict[int, list[str]] = {}
-    for devices, note in ((layout.devices, ""), (layout.owner_devices, " (Bw)")):
-        for stage, names in enumerate(devices):
-            for replica, name in enumerate(names):
-                if name not in numbers:
-                    raise ValueError(f"stage {stage} is on {name}, which isn't among the {len(numbers)} devices")
-                if note and name == layout.devices[stage][replica]:
-                    continue
-                own = f"{stage}.r{replica}" if len(names) > 1 else f"{stage}"
-                by_device.setdefault(numbers[name], []).append(own + note)
+    for stage, names in enumerate(layout.devices):
+        for replica, name in enumerate(names):
+            if name not in numbers:
+                raise ValueError(f"stage {stage} is on {name}, which isn't among the {len(numbers)} devices")
+            own = f"{stage}.r{replica}" if len(names) > 1 else f"{stage}"
+            by_device.setdefault(numbers[name], []).append(own)
     return {
         device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}"
         for device, works in by_device.items()

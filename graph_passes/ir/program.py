@@ -493,8 +493,6 @@ class Layout:
 
     Attributes:
         devices: names of the devices of each stage's replicas.
-        weight_devices: names of those that compute weight gradients (Bw), keep the variables and update them; None for
-            the same.
         batch: samples in this step's batch.
         global_batch_size: samples in a full batch.
         micro_batches: micro-batches of a full batch.
@@ -505,18 +503,11 @@ class Layout:
     batch: int
     global_batch_size: int
     micro_batches: int
-    weight_devices: tuple[tuple[str, ...], ...] | None = None
     shares: tuple[tuple[int, ...], ...] | None = None
-
-    @property
-    def owner_devices(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the devices that keep each stage's variables, for each replica."""
-        return self.devices if self.weight_devices is None else self.weight_devices
 
     def device_of(self, task: Task) -> str:
         """Returns the name of the device that runs a task."""
-        devices = self.owner_devices if task.phase is Phase.WEIGHT_GRAD else self.devices
-        return devices[task.stage][task.replica]
+        return self.devices[task.stage][task.replica]
 
     @property
     def micro_batch_intervals(self) -> tuple[Interval, ...]:

@@ -14,7 +14,7 @@ import enum
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 
@@ -100,39 +100,23 @@ class Schedule:
     Attributes:
         name: the policy that made it.
         orders: device index -> its tasks in order. A device without tasks has an empty tuple. Read-only.
-        after: task -> another whose end it waits for, besides its place in its device's order and its data: this ties
-            the orders of a main stream and a sub-stream together. Read-only.
-
-    Raises:
-        ValueError: ``after`` has a task that no device runs, or one that waits for itself.
     """
 
     name: str
     orders: Mapping[int, tuple[Task, ...]]
-    after: Mapping[Task, Task] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         orders = {device: tuple(tasks) for device, tasks in sorted(self.orders.items())}
         object.__setattr__(self, "orders", MappingProxyType(orders))
-        object.__setattr__(self, "after", MappingProxyType(dict(sorted(self.after.items()))))
-        for task, other in self.after.items():
-            for end in (task, other):
-                if end not in self._devices:
-                    raise ValueError(f"{task} waits for {other}, but no device runs {end}; leave the wait out")
-            if task == other:
-                raise ValueError(f"{task} waits for itself; leave the wait out")
 
     def __hash__(self) -> int:
-        return hash((self.name, tuple(self.orders.items()), tuple(self.after.items())))
+        return hash((self.name, tuple(self.orders.items())))
 
-    def __reduce__(self) -> tuple[type[Schedule], tuple[str, dict[int, tuple[Task, ...]], dict[Task, Task]]]:
-        return Schedule, (self.name, dict(self.orders), dict(self.after))  # read-only views don't copy or pickle
+    def __reduce__(self) -> tuple[type[Schedule], tuple[str, dict[int, tuple[Task, ...]]]]:
+        return Schedule, (self.name, dict(self.orders))  # a read-only view doesn't copy or pickle
 
     def __str__(self) -> str:
-        return "\n".join(" ".join([f"{device}:", *map(self._text, tasks)]) for device, tasks in self.orders.items())
-
-    def _text(self, task: Task) -> str:
-        return f"{task}>{self.after[task]}" if task in self.after else str(task)
+        return "\n".join(" ".join([f"{device}:", *map(str, tasks)]) for device, tasks in self.orders.items())
 
     @classmethod
     def parse(cls, text: str, name: str = "parsed") -> Schedule:
@@ -142,7 +126,6 @@ class Schedule:
             ValueError: a line isn't ``<device>: <task> <task> ...``, a device has two lines, or as `Schedule`.
         """
         orders: dict[int, tuple[Task, ...]] = {}
-        after: dict[Task, Task] = {}
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip():
                 continue
@@ -153,17 +136,11 @@ class Schedule:
             device = int(head)
             if device in orders:
                 raise ValueError(f"line {number} of the schedule lists device {device} again; give it one line only")
-            tasks = []
             try:
-                for word in rest.split():
-                    first, wait, other = word.partition(">")
-                    tasks.append(Task.parse(first))
-                    if wait:
-                        after[tasks[-1]] = Task.parse(other)
+                orders[device] = tuple(map(Task.parse, rest.split()))
             except ValueError as error:
                 raise ValueError(f"line {number} of the schedule: {error}") from error
-            orders[device] = tuple(tasks)
-        return cls(name, orders, after)
+        return cls(name, orders)
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -156,7 +156,7 @@ def _verify_stage(stage: Stage) -> None:
 def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     step = program.own_step
     layout = step.layout
-    legal = {device for devices in (*layout.devices, *layout.owner_devices) for device in devices}
+    legal = {device for devices in layout.devices for device in devices}
     legal |= step.placed_on | step.hosts
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
     if step.taken is not None:

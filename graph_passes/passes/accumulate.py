@@ -63,7 +63,7 @@ class Accumulate:
                         mode = "next" if index else "first"
                         # Additions run in sequence even where no schedule orders the tasks.
                         after = exits[tasks[index - 1]] if index else ()
-                        device = step.layout.owner_devices[stage.index][replica]
+                        device = step.layout.devices[stage.index][replica]
                         attrs = task_attrs(task, NodeKind.ACCUMULATE)
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
                         for piece, part in _parts(step, task, sources):

@@ -121,7 +121,7 @@ class Application:
         if not present:
             return None
         with self._builder.marked({PHASE_ATTR: NodeKind.TOTALS.text}):
-            return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.owner_devices[0][0])
+            return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.devices[0][0])
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
         """Returns reduced gradients, each from the first device that has it; computed only when fetched."""
@@ -271,7 +271,7 @@ class Application:
                 value = reduced[variable.name]
             else:
                 assert variable.update is not None
-                producer = self._program.node_stage.get(variable.update.node, len(self.nodes.owner_devices) - 1)
+                producer = self._program.node_stage.get(variable.update.node, len(self.nodes.devices) - 1)
                 first = Task(producer, Phase.FORWARD, 0, 0)
                 value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
                 inputs[value] = functools.partial(_everywhere, self._step.values[first, Value(variable.update)])

@@ -109,7 +109,7 @@ class _Flattening:
         if MICRO_BATCH_ATTR in node.attr:
             return int(node.attr[STAGE_ATTR].i) in self.options.stages
         # Another stage may read or update these stages' variables, which are about to be moved.
-        return node.device in {name for stage in self.options.stages for name in self.step.layout.owner_devices[stage]}
+        return node.device in {name for stage in self.options.stages for name in self.step.layout.devices[stage]}
 
     def _function_of(self, call: NodeDef) -> FunctionDef:
         function = self.functions[call.attr["f"].func.name]

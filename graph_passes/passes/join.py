@@ -44,7 +44,7 @@ class Join:
             PassError: the tasks are on several devices, or there are several micro-batches.
         """
         step = program.own_step
-        devices = {name for names in (*step.layout.devices, *step.layout.owner_devices) for name in names}
+        devices = {name for names in step.layout.devices for name in names}
         if len(devices) != 1:
             raise PassError(f"a step's tasks are on {len(devices)} devices; only those of one device can be joined")
         if (count := len(step.layout.micro_batch_intervals)) != 1:

@@ -68,7 +68,7 @@ class ParameterGathers:
             if name in self._options.in_shards and name not in stage.looked_up:
                 groups.setdefault(tuple(self._options.owners[name]), []).append(variables[name])
         for stages, whole in groups.items():
-            devices = tuple(dict.fromkeys(device for own in stages for device in self._layout.owner_devices[own]))
+            devices = tuple(dict.fromkeys(device for own in stages for device in self._layout.devices[own]))
             in_shards = [dataclasses.replace(variable, shards=len(devices)) for variable in whole]
             packed = buckets(sorted(in_shards, key=lambda variable: variable.dtype), self._options.bucket_bytes)
             label = f"stage{stage.index}_of{'_'.join(map(str, stages))}"

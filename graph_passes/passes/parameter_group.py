@@ -136,12 +136,12 @@ def parameter_groups(
         if stages and variable.kind is not VariableKind.METRIC:
             kept.setdefault(tuple(sorted(stages)), []).append(variable)
     by_stages = {update.stages: update for update in updates}
-    keys, owner_devices = list(kept), program.own_step.layout.owner_devices
+    keys, names = list(kept), program.own_step.layout.devices
     devices = _devices_of_stages(program.own_step)
     return [
         ParameterGroup(
             stages,
-            tuple(dict.fromkeys(device for stage in stages for device in owner_devices[stage])),
+            tuple(dict.fromkeys(device for stage in stages for device in names[stage])),
             tuple(kept[stages]),
             tuple(variable for variable in kept[stages] if variable.name in contributing),
             by_stages.get(stages),
@@ -154,4 +154,4 @@ def _devices_of_stages(step: Step) -> list[list[int]]:
     """Returns for each stage the numbers, in the schedule, of the devices that keep its variables and run tasks."""
     orders = {} if step.schedule is None else step.schedule.orders
     numbers = {step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
-    return [[numbers[device] for device in names if device in numbers] for names in step.layout.owner_devices]
+    return [[numbers[device] for device in names if device in numbers] for names in step.layout.devices]

@@ -77,7 +77,7 @@ class Reduction:
         """Makes replicas without samples in this step contribute zeros, once carried gradients have been used."""
         if not self._options.accumulated:
             return  # `_contribution` gives them.
-        for stage, devices in enumerate(self.nodes.owner_devices):
+        for stage, devices in enumerate(self.nodes.devices):
             for replica, device in enumerate(devices):
                 if any(task.stage == stage and task.replica == replica for task in self._step.entry):
                     continue
@@ -234,7 +234,7 @@ class Reduction:
         else:
             value = Value(variable.value or Ref(""), ValueKind.GRADIENT)
             phase, _ = self._program.stages[stage].parameter_gradients
-        task = Task(stage, phase, 0, self.nodes.owner_devices[stage].index(device))
+        task = Task(stage, phase, 0, self.nodes.devices[stage].index(device))
         if (task, value) in self._step.values:
             return self._step.values[task, value]
         if (variable.name, device) not in self._zeros:

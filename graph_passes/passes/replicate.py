@@ -211,13 +211,13 @@ class _Replication:
         for source, group in sources.items():
             function = read_function(f"{self.options.prefix}stage{stage.index}_read_from{source}", group)
             self.functions.append(function)
-            for replica, device in enumerate(self.layout.owner_devices[stage.index]):
+            for replica, device in enumerate(self.layout.devices[stage.index]):
                 remote = source != stage.index
                 if replica not in active:
                     continue
                 if not remote or replica == 0:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
-                    reading = self.layout.owner_devices[source][0] if remote else device
+                    reading = self.layout.devices[source][0] if remote else device
                     attrs: dict[str, str | int] = {
                         PHASE_ATTR: NodeKind.READ.text,
                         STAGE_ATTR: stage.index,

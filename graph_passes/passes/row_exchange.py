@@ -85,7 +85,7 @@ class RowLookups:
     def _exchange(
         self, stage: Stage, owners: tuple[int, ...], lookups: Sequence[Lookup], variables: Mapping[str, Variable]
     ) -> _Exchange:
-        devices = tuple(dict.fromkeys(device for own in owners for device in self._layout.owner_devices[own]))
+        devices = tuple(dict.fromkeys(device for own in owners for device in self._layout.devices[own]))
         tables = [dataclasses.replace(variables[lookup.table], shards=len(devices)) for lookup in lookups]
         for table in tables:
             if not in_rows(table.shape, table.shards):
@@ -144,7 +144,7 @@ class RowLookups:
         dtypes = [_index_dtype(stage, lookup) for lookup in lookups]
         function = _reading_whole(f"{self._options.prefix}stage{stage.index}_lookup_from{source}", tables, dtypes)
         self._functions.append(function)
-        device = self._layout.owner_devices[source][task.replica if source == stage.index else 0]
+        device = self._layout.devices[source][task.replica if source == stage.index else 0]
         name = f"stage{task.stage}/replica{task.replica}/lookup{task.micro_batch}"
         indices = [places[lookup.indices] for lookup in lookups]
         node = self._call(name, function, indices, device, task, NodeKind.LOOKUP)

@@ -69,7 +69,7 @@ class RowGradients:
         self._program, self._builder, self._step = program, builder, program.own_step
         self._functions, self._prefix = functions, prefix
         self._separated: dict[tuple[str, int, int, ValueKind], str] = {}  # the call that separates rows by shard
-        self._owner_devices: Sequence[Sequence[str]] = program.own_step.layout.owner_devices
+        self._devices: Sequence[Sequence[str]] = program.own_step.layout.devices
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self._of_shards: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self._own: dict[tuple[Value, int, int], Ref | None] = {}
@@ -115,7 +115,7 @@ class RowGradients:
         if key not in self._of_shards:
             values: list[Ref] = []
             indices: list[Ref] = []
-            for stage, devices in enumerate(self._owner_devices):
+            for stage, devices in enumerate(self._devices):
                 own = [self._separate(variable, OWN_ROWS, stage, replica) for replica in range(len(devices))]
                 values += [Ref(node, number) for node in own if node]
                 indices += [Ref(node, variable.shards + number) for node in own if node]
@@ -157,7 +157,7 @@ class RowGradients:
         self._functions.append(function)
         attrs = {PHASE_ATTR: NodeKind.SPLIT.text, STAGE_ATTR: stage, REPLICA_ATTR: replica}
         node = self._builder.names.fresh(f"stage{stage}/replica{replica}/rows_by_shard")
-        device = self._owner_devices[stage][replica]
+        device = self._devices[stage][replica]
         return self._builder.append(call_node(node, function, rows, device=device, attrs=attrs)).node
 
     def _own_rows(self, variable: Variable, stage: int, device: str) -> tuple[list[Ref], list[Ref]]:
@@ -165,13 +165,11 @@ class RowGradients:
         ref = variable.value or Ref("")
         rows: list[list[Ref]] = []
         for kind in OWN_ROWS:
-            parts = [
-                self._rows_of(Value(ref, kind), stage, replica) for replica in range(len(self._owner_devices[stage]))
-            ]
+            parts = [self._rows_of(Value(ref, kind), stage, replica) for replica in range(len(self._devices[stage]))]
             rows.append([part for part in parts if part is not None])
         values, indices = rows
         shared, shared_indices = (Value(ref, kind) for kind in SHARED_ROWS)
-        sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._owner_devices[stage]))]
+        sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._devices[stage]))]
         present = [part for part in sums if part is not None]
         if present:
             with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, STAGE_ATTR: stage}):
@@ -225,7 +223,7 @@ class RowGradients:
         value, stage, replica = key
         own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == (stage, replica))
         marks = {STAGE_ATTR: stage, REPLICA_ATTR: replica}
-        return [self._step.values[task, value] for task in own], self._owner_devices[stage][replica], marks
+        return [self._step.values[task, value] for task in own], self._devices[stage][replica], marks
 
     def _tasks_with(self, value: Value) -> list[Task]:
         if value not in self._tasks:

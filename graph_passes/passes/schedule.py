@@ -68,8 +68,6 @@ class OrderTasks:
             for before, after in zip(tasks, tasks[2:], strict=False):
                 if after in step.lookups:
                     nodes[step.lookups[after]].input.extend(f"^{name}" for name in step.exit[before])
-        for task, waited in self.schedule.after.items():
-            nodes[step.entry[task]].input.extend(f"^{name}" for name in step.exit[waited])
         for reader, waited in self._before_gathers().items():
             for name in step.gathers.get(reader, ()):
                 nodes[name].input.extend(f"^{done}" for done in step.exit[waited])

@@ -41,7 +41,7 @@ class UpdateNodes:
         options: the pass.
         program: a program with ordered tasks.
         step: its step.
-        owner_devices: names of the devices that keep the variables of each stage's replicas.
+        devices: names of the devices that keep the variables of each stage's replicas.
         graph: the graph that nodes are added to.
         builder: adds them.
         functions: the functions that they call; `finish` puts them into the graph's library.
@@ -55,7 +55,7 @@ class UpdateNodes:
         self.options, self.program, self.step, self.graph = options, program, program.own_step, graph
         if not options.accumulated and (options.carried or options.head):
             raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
-        self.owner_devices = self.step.layout.owner_devices
+        self.devices = self.step.layout.devices
         self.builder = Builder(graph)
         self.functions: list[FunctionDef] = []
         self.contributors = contributors(program)
@@ -72,10 +72,7 @@ class UpdateNodes:
     def replicas_on(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
         """Returns the (stage, replica) pairs of these stages whose variables are on a device."""
         return [
-            (stage, replica)
-            for stage in stages
-            for replica, name in enumerate(self.owner_devices[stage])
-            if name == device
+            (stage, replica) for stage in stages for replica, name in enumerate(self.devices[stage]) if name == device
         ]
 
     def stages_on(self, group: ParameterGroup, device: str) -> list[int]:

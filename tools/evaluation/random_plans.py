@@ -187,7 +187,6 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
     "backward_cuts": lambda plan: bool(plan.backward_cuts),
     "relays": lambda plan: bool(plan.relays),
     "all_reduce by server": lambda plan: plan.all_reduce != "flat",
-    "weight_devices": lambda plan: plan.weight_devices is not None,
     "reverse_first_k": lambda plan: plan.reverse_first_k > 0,
     "warm_up": lambda plan: plan.warm_up is not None,
     "jit_compile": lambda plan: plan.compiled,
@@ -242,25 +241,19 @@ def _draw_plan(rng: np.random.Generator, places: Sequence[str], level: str) -> t
         perhaps(0.4, "backward_cuts", lambda: [name for name in places if name not in names and rng.random() < 0.5])
         perhaps(0.4, "relays", lambda: [stage for stage in range(stages) if rng.random() < 0.6])
         perhaps(0.4, "all_reduce", lambda: [_one_of(rng, ["hierarchical", "hierarchical", "flat"]) for _ in devices])
-        perhaps(0.15, "weight_devices", lambda: [[count + number for number in range(len(own))] for own in devices])
+        rng.random()  # was for an option that is gone; what follows stays as it was drawn
     options |= {"row_shards": True} if level == "rows" else {}
     if level == "shards" or (level == "rows" and rng.random() < 0.4):
         options |= {"optimizer_shards": True}
-        rng.integers(2)  # was for an option that is gone; what follows stays as it was drawn
+        rng.integers(2)  # the same
     samples = micro_batches * int(rng.integers(max(map(len, devices)), 6)) + int(rng.integers(0, micro_batches + 1))
-    plan = dapple.Plan.manual(
-        names, devices, micro_batches, max(2, samples), _schedule(rng, devices, options), **options
-    )
-    if plan.weight_devices is not None:
-        count = 1 + max(itertools.chain(*plan.weight_devices, *plan.devices))
+    plan = dapple.Plan.manual(names, devices, micro_batches, max(2, samples), _schedule(rng, devices), **options)
     first = int(rng.integers(1, count + 1))
     return plan, (first, count - first) if first < count else (count,)
 
 
-def _schedule(rng: np.random.Generator, devices: Sequence[Sequence[int]], options: Mapping[str, Any]) -> str:
-    """Draws a schedule, among those for a V or for weight gradients elsewhere where the plan has these."""
-    if "weight_devices" in options:
-        return str(_one_of(rng, [policy.name for policy in BUILT_IN if policy.offloads]))
+def _schedule(rng: np.random.Generator, devices: Sequence[Sequence[int]]) -> str:
+    """Draws a schedule, among those for a V where the plan has one."""
     vees = len(devices) > 1 and list(devices) == list(devices[::-1]) and rng.random() < 0.7
     return str(
         _one_of(rng, ["zb_v", "v_min", "v_half", "dualpipe_v"] if vees else [policy.name for policy in BUILT_IN])

@@ -199,7 +199,7 @@ def rewritten(original: Captured, plan: dapple.Plan, cluster: dapple.Cluster, pa
         )
     owners = readers_of(program)
     built = Build(Mode.TRAIN, original.spec, program, updates, "train_", carried=passes.carried(updates))
-    held = holdings(original.table, owners, optimizer_variables(updates), passes.owner_devices)
+    held = holdings(original.table, owners, optimizer_variables(updates), passes.devices)
     kind = StepKind(plan.global_batch_size)
     schedule = parts.timed("order of tasks", lambda: passes.schedule(built, passes.layout(kind.samples), held))
     chosen = passes.step_passes(built, kind, schedule, owners)
