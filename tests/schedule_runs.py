@@ -71,8 +71,6 @@ def inputs_of(schedule: Schedule) -> dict[Task, list[Task]]:
             inputs[task] = [Task(task.stage, Phase.INPUT_GRAD, task.micro_batch, task.replica)]
         else:
             inputs[task] = [own, *replicas.get((task.stage + 1, False, task.micro_batch), [])]
-        if task in schedule.after:
-            inputs[task].append(schedule.after[task])
     return inputs
 
 

@@ -86,7 +86,7 @@ def device_names(count: int) -> tuple[str, ...]:
 
 def names_for(plan: dapple.Plan) -> tuple[str, ...]:
     """Names of as many devices as a plan has."""
-    used = [device for devices in (*plan.devices, *(plan.weight_devices or ())) for device in devices]
+    used = [device for devices in plan.devices for device in devices]
     return device_names(1 + max(used))
 
 
@@ -100,8 +100,7 @@ def complete(case: Case) -> Program:
     training = case.model not in ("test", "predict")
     program = _staged(case.model, plan.cuts, plan.split_stages if training else frozenset())
     samples = case.samples or plan.global_batch_size
-    weight_devices = None if plan.weight_devices is None else named(plan.weight_devices)
-    layout = Layout(named(plan.devices), samples, plan.global_batch_size, plan.micro_batches, weight_devices)
+    layout = Layout(named(plan.devices), samples, plan.global_batch_size, plan.micro_batches)
     count = len(layout.micro_batch_intervals)
     schedule = plan.order_tasks(count, active=layout.active, forward_only=not training)
     kept = owners(program)
@@ -110,7 +109,7 @@ def complete(case: Case) -> Program:
         return run_passes(program, [*passes, OrderTasks(schedule, names)], complete=True)
     updates = sgd_updates(program)
     keys = [update.stages for update in updates]
-    order = reduction_order(keys, schedule, plan.weight_devices or plan.devices)
+    order = reduction_order(keys, schedule, plan.devices)
     carried = [keys[index] for index in order[len(order) - plan.carried_updates :]]
     update = Update(
         updates,
@@ -157,10 +156,7 @@ def sampled(seed: int) -> Case:
             count = draw.randint(1, 3)
             devices.append(list(range(start, start + count)))
             start += count
-        if shape < 0.35 and schedule not in ("zb_h1", "zero_bubble"):
-            options["weight_devices"] = [[start + device for device in own] for own in devices]
-            schedule = "dapple_a"
-        elif shape < 0.5 and stages > 1 and model == "mlp":
+        if shape < 0.5 and stages > 1 and model == "mlp":
             options["carried_updates"] = 1
     batch = micro_batches * draw.randint(3, 5) + draw.randint(0, 2)
     made = plan(model, stages, devices, micro_batches, batch, schedule, **options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from dapple_tf.describe.cluster import Cluster, Device
@@ -80,8 +78,6 @@ def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
     assert in_chunks.warm_up == (3, 3, 2, 2)
     assert in_chunks.reverse_first_k == 2
     assert in_chunks.task_seconds == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    moved = dataclasses.replace(plan, weight_devices=((4, 5), (6, 7)), warm_up=None)
-    assert chunked(moved, profile_of([10] * 8), 2).weight_devices == ((4, 5), (4, 5), (6, 7), (6, 7))
 
 
 def test_gradients_of_the_last_chunk_are_reduced_while_those_of_the_first_are_computed() -> None:

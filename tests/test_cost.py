@@ -408,10 +408,6 @@ def test_what_is_delayed_counts_where_backwards_are_split() -> None:
     assert whole.needed_bytes(1, 2) == 260 + 2 * 40 + 4
     assert split.needed_bytes(1, 2) == 260 + 2 * 50 + 4
     assert split.needed_bytes(0, 2) == 260 + 2 * 30 + 4  # the first stage's Bx does nothing
-    apart = Plan.straight([*"a"], 4, 4, "fast_forward", weight_devices=[[0], [2]])
-    costs = CostModel(apart, profile(layers), cluster(3))
-    assert costs.stored_bytes == {0: 260, 1: 0, 2: 260}
-    assert costs.needed_bytes(1, 2) == 260 + 2 * 50 + 4
 
 
 def test_memory_bounds_the_warm_up() -> None:

@@ -24,7 +24,7 @@ CASES = [
     UNEVEN,
     Case("mlp", plan("mlp", 4, [[0], [1], [2], [3]], 6, 12, "zb_h1")),
     Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
-    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
     *(sampled(seed) for seed in range(3)),
 ]
 

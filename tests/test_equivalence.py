@@ -42,7 +42,6 @@ EXAMPLES: dict[str, tuple[str, Devices, int, dict[str, Any]]] = {
     "several stages on a device": ("tied", PERIODIC, 4, {"schedule": "interleaved"}),
     "stages there and back": ("branches", VEE, 4, {"schedule": "zb_v"}),
     "weight gradients after other stages'": ("tied", CHUNKS, 4, {"reverse_first_k": 3}),
-    "weight gradients elsewhere": ("branches", [[0, 1], [2]], 4, {"weight_devices": [[3, 4], [5]]}),
     "updates in the next step": ("multi_output", CHUNKS, 2, {"carried_updates": 2, "reduction_order": "first_layers"}),
     "last backwards in pieces": ("branches", [[0, 1]], 2, {"backward_cuts": ["stem"], "bucket_bytes": 100}),
     "a schedule of one's own": ("branches", [[0, 1], [2]], 4, {"schedule": RUN_AHEAD}),

@@ -291,7 +291,6 @@ def hints(nodes: Iterable[NodeDef]) -> set[bytes]:
     [
         (GPUS, NCCL),
         (dataclasses.replace(GPUS, tls="keys"), RING),
-        (dataclasses.replace(GPUS, sub_streams=2), RING),
         (dapple.Cluster.local(2, kind="cpu"), RING),
     ],
 )

@@ -44,7 +44,6 @@ def a_plan() -> str:
         reverse_first_k=1,
         carried_updates=1,
         task_seconds=((1.0, 2.0, 3.0), (0.5, 1, 1)),
-        weight_devices=((0, 1), (3,)),
         backward_cuts=("block_1",),
         all_reduce=("flat", "hierarchical"),
         shares=((2, 1), (1,)),

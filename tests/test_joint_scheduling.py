@@ -1,29 +1,12 @@
-"""Multi-region joint scheduling (Out-Of-Order BackProp, section 4.1): the algorithm, its schedules and its streams."""
+"""Multi-region joint scheduling (Out-Of-Order BackProp, section 4.1): the algorithm, and both streams simulated."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
-from typing import Any
 
-import keras
-import numpy as np
 import pytest
-from equivalence import assert_equal_training, use_float64
-from hardware import show_gpus
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from references import SAMPLES, reference
-from selection import thorough
-from tensorflow.python.eager import context
-from zoo import ZOO
 
-import dapple_tf as dapple
-from dapple_tf.clusters.session import configure_gpus, session_config
-from dapple_tf.describe.cluster import Cluster, ClusterError, Device
-from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.joint import JOINT
 from dapple_tf.joint.joint_scheduling import (
     Ready,
     StreamTimes,
@@ -34,11 +17,8 @@ from dapple_tf.joint.joint_scheduling import (
     schedule_regions,
     similar_regions,
     stage_regions,
-    weight_regions,
+    two_streams,
 )
-from dapple_tf.joint.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
-from dapple_tf.schedules.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
-from graph_passes.ir.tasks import Schedule
 
 # ---- algorithm 1
 
@@ -163,7 +143,9 @@ def test_a_kernel_may_run_in_the_region_of_its_own_stage_once_that_has_run() -> 
     times = StreamTimes((1.0, 1.0, 1.0), (0.5, 0.5, 0.5))
     schedule = schedule_regions(times, [(2, 1, 0)])
     assert schedule == ((2, 1, 0),)
-    assert weight_regions([(2, 1, 0)], schedule, 3) == (0, 1, 2)
+    drawn = [(span.kind, span.stage, span.start, span.end) for span in two_streams(times, [(2, 1, 0)], schedule).spans]
+    assert drawn[:3] == [("Bx", 2, 0.0, 1.0), ("Bx", 1, 1.0, 2.0), ("Bx", 0, 2.0, 3.0)]
+    assert drawn[3:] == [("Bw", 2, 1.0, 1.5), ("Bw", 1, 2.0, 2.5), ("Bw", 0, 3.0, 3.5)]
 
 
 # ---- the memory rule
@@ -220,357 +202,10 @@ def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
         assert fit.peak >= sum(residual)
         kernels = [kernel for kernels in fit.schedule for kernel in kernels]
         assert sorted(kernels) == [stage for stage in range(stages) if times.weight_grad[stage]]
-        Plan.manual(
-            [f"layer_{stage}" for stage in range(stages - 1)],
-            [[0]] * stages,
-            2,
-            4,
-            JOINT,
-            weight_devices=[[1]] * stages,
-            weight_regions=weight_regions(regions, fit.schedule, stages),
-        ).order_tasks()
+        spans = two_streams(times, regions, fit.schedule).spans
+        ends = {span.stage: span.end for span in spans if span.kind == "Bx"}
+        subs = [span for span in spans if span.kind == "Bw"]
+        assert [span.stage for span in subs] == kernels
+        assert all(span.start >= ends[span.stage] for span in subs)
+        assert all(second.start >= first.end for first, second in itertools.pairwise(subs))
         before = fit.prescheduled
-
-
-# ---- the policy
-
-
-def joint(stages: int, micro_batches: int, **options: Any) -> str:
-    devices, weights = [[0]] * stages, [[1]] * stages
-    schedule = make_schedule(JOINT, devices, micro_batches, weight_devices=weights, **options)
-    holds = resolve_warm_up(
-        JOINT, stages, micro_batches, devices=devices, weight_devices=weights, holds=options.get("holds")
-    )
-    validate(schedule, devices, micro_batches, weight_devices=weights, holds=holds)
-    return str(schedule)
-
-
-def test_without_regions_weight_gradients_run_as_soon_as_they_are_ready() -> None:
-    assert joint(3, 1) == "0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0\n1: 2Bw0 1Bw0 0Bw0"
-
-
-def test_a_weight_gradient_waits_for_the_task_before_its_region() -> None:
-    assert joint(4, 1, weight_regions=[0, 1, 0, 1]) == (
-        "0: 0F0 1F0 2F0 3F0 3Bx0 2Bx0 1Bx0 0Bx0\n1: 3Bw0>2Bx0 2Bw0>1Bx0 1Bw0 0Bw0"
-    )
-    assert joint(3, 1, weight_regions=[0, 1, 0]) == "0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0\n1: 2Bw0>1Bx0 1Bw0 0Bw0"
-
-
-def test_regions_put_weight_gradients_in_another_order() -> None:
-    assert joint(4, 1, weight_regions=[0, 0, 1, 0]) == (
-        "0: 0F0 1F0 2F0 3F0 3Bx0 2Bx0 1Bx0 0Bx0\n1: 2Bw0 3Bw0>1Bx0 1Bw0 0Bw0"
-    )
-
-
-def test_the_sub_stream_runs_on_beside_the_next_forward_within_limits() -> None:
-    assert joint(2, 3) == (
-        "0: 0F0 1F0 1Bx0 0Bx0 0F1 1F1 1Bx1 0Bx1 0F2>0Bw0 1F2>1Bw0 1Bx2 0Bx2\n1: 1Bw0 0Bw0 1Bw1 0Bw1 1Bw2 0Bw2"
-    )
-    assert joint(2, 2, holds=[1, 1]).startswith("0: 0F0 1F0 1Bx0 0Bx0 0F1>0Bw0 1F1>1Bw0 1Bx1 0Bx1\n")
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_schedules_of_streams_parse_back(data: st.DataObject) -> None:
-    stages, replicas, count = (data.draw(st.integers(1, most)) for most in (4, 3, 7))
-    options: dict[str, Any] = {
-        "weight_devices": [range(replicas, 2 * replicas)] * stages,
-        "weight_regions": data.draw(st.none() | st.just([0] * stages)),
-        "reverse_first_k": data.draw(st.integers(0, stages)),
-    }
-    left_out = data.draw(st.none() | st.tuples(st.integers(0, stages - 1), st.integers(0, replicas - 1)))
-    active = None if left_out is None else lambda *slice_: slice_ != (left_out[0], count - 1, left_out[1])
-    schedule = make_schedule(JOINT, [range(replicas)] * stages, count, active=active, **options)
-    again = Schedule.parse(str(schedule), JOINT.name)
-    assert again == schedule and str(again) == str(schedule) and hash(again) == hash(schedule)
-    if count > 2 and left_out is None:
-        assert again.after
-
-
-def test_regions_and_reverse_first_k_are_kept_together() -> None:
-    assert joint(4, 2, weight_regions=[0, 0, 0, 1], reverse_first_k=2) == (
-        "0: 0F0 1F0 2F0 3F0 3Bx0 2Bx0 1Bx0 0Bx0 0F1 1F1 2F1 3F1 3Bx1 2Bx1 1Bx1 0Bx1\n"
-        "1: 3Bw0>2Bx0 2Bw0>1Bx0 1Bw0 0Bw0 3Bw1>2Bx1 2Bw1>1Bx1 0Bw1 1Bw1"
-    )
-
-
-def test_replicas_and_empty_slices() -> None:
-    devices, weights = [[0, 1]] * 2, [[2, 3]] * 2
-
-    def active(stage: int, micro_batch: int, replica: int) -> bool:
-        return micro_batch == 0 or replica == 0
-
-    schedule = make_schedule(
-        JOINT, devices, 2, weight_devices=weights, weight_regions=[0, 0], active=active, holds=[1, 1]
-    )
-    assert str(schedule) == (
-        "0: 0F0 1F0 1Bx0 0Bx0 0F1>0Bw0 1F1>1Bw0 1Bx1 0Bx1\n1: 0F0.r1 1F0.r1 1Bx0.r1 0Bx0.r1\n"
-        "2: 1Bw0 0Bw0 1Bw1 0Bw1\n3: 1Bw0.r1 0Bw0.r1"
-    )
-    validate(schedule, devices, 2, weight_devices=weights, active=active, holds=[1, 1])
-
-
-VALID: dict[str, Any] = {
-    "cuts": ["a", "b"],
-    "devices": [[0], [0], [0]],
-    "micro_batches": 2,
-    "global_batch_size": 8,
-    "schedule": "dapple_tf.joint:JOINT",
-    "weight_devices": [[1], [1], [1]],
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"weight_devices": None},
-            "joint runs Bw on a sub-stream, but device 0 stands in the devices and in the weight_devices of stage 0; "
-            "give each device another for its Bw, as Cluster.with_sub_streams makes them",
-        ),
-        (
-            {"weight_devices": [[1], [2], [1]]},
-            "joint has one sub-stream for each device, but weight_devices of stage 0 are [1] and of stage 1 [2]; give "
-            "all stages the same",
-        ),
-        (
-            {"devices": [[0], [0], [2]]},
-            "joint schedules the two streams of one device, but stage 0 is on devices [0] and stage 2 on [2]; give all "
-            "stages the same devices, or use fast_forward",
-        ),
-        ({"weight_regions": [0]}, "weight_regions has 1 entries for 3 stages; give one for each"),
-        (
-            {"weight_regions": [0, 2, 0]},
-            "weight_regions puts the Bw of stage 1 beside the Bx of stage 2, but the Bx of stage 2 runs before that of "
-            "stage 1; give a stage from 0 to 1",
-        ),
-        (
-            {"weight_regions": [0, -1, 0]},
-            "weight_regions puts the Bw of stage 1 beside the Bx of stage -1, but there is no such stage; "
-            "give a stage from 0 to 1",
-        ),
-        ({"weight_regions": "012"}, "weight_regions is '012'; give a list, such as [0, 1]"),
-        ({"weight_regions": [0, 0.5, 0]}, "weight_regions: 0.5 isn't a whole number"),
-        (
-            {"schedule": "fast_forward", "weight_regions": [0, 0, 0]},
-            "weight_regions are given for fast_forward, which has no regions; leave them out",
-        ),
-    ],
-)
-def test_plans_of_streams_that_cannot_be_are_refused_early(change: dict[str, Any], message: str) -> None:
-    import json
-
-    with pytest.raises(PlanError) as caught:
-        Plan(**(VALID | change))
-    assert str(caught.value) == message
-    with pytest.raises(PlanError) as caught:
-        Plan.from_json(json.dumps({"format": "dapple_tf.plan/1"} | VALID | change), source="plan.json")
-    assert str(caught.value) == f"plan.json: {message}"
-
-
-def test_a_plan_of_streams_loads_back_equal() -> None:
-    plan = Plan(**VALID, weight_regions=[0, 0, 0])
-    assert Plan.from_json(plan.to_json()) == plan
-    assert plan.weight_regions == (0, 0, 0)
-    assert plan.warm_up_counts() == (2, 2, 2)
-    with pytest.raises(ScheduleError, match="weight_regions has 1 entries"):
-        make_schedule(JOINT, [[0], [0]], 1, weight_devices=[[1], [1]], weight_regions=[0])
-
-
-# ---- devices
-
-
-def test_a_sub_stream_is_a_second_logical_device() -> None:
-    cluster = Cluster.local(2, memory_bytes=1000, kind="cpu").with_sub_streams(0.25)
-    assert [name.rsplit("/", 1)[1] for name in cluster.device_names] == [f"device:CPU:{i}" for i in range(4)]
-    assert [device.memory_bytes for device in cluster.devices] == [750, 750, 250, 250]
-    assert cluster.sub_streams == 2
-    assert cluster.capacity(0) == 2  # two streams of a device are no two devices
-    assert session_config(cluster).device_count["CPU"] == 4
-    assert not session_config(cluster).gpu_options.experimental.virtual_devices
-
-
-def gpus(count: int, memory: int | None = 2**34, **options: Any) -> Cluster:
-    names = [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in range(count)]
-    return Cluster(tuple(Device(name, 0, memory) for name in names), **options)
-
-
-def test_a_session_makes_two_logical_devices_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_gpus(monkeypatch, 3)
-    assert not session_config(gpus(2)).gpu_options.experimental.virtual_devices
-    cluster = gpus(2).with_sub_streams(0.25)
-    assert [name.rsplit(":", 1)[1] for name in cluster.device_names] == ["0", "1", "2", "3"]
-    options = session_config(cluster).gpu_options
-    assert options.visible_device_list == "0,1"
-    made = options.experimental.virtual_devices
-    assert [list(gpu.memory_limit_mb) for gpu in made] == [[0.75 * 2**14, 0.25 * 2**14]] * 2
-    # Main streams first: they keep the numbers of their GPUs. TensorFlow looks priorities up by these numbers.
-    assert [list(gpu.device_ordinal) for gpu in made] == [[0, 1], [0, 1]]
-    assert [list(gpu.priority) for gpu in made] == [[-1, -1], [0, 0]]
-    show_gpus(monkeypatch, 1)
-    (single,) = session_config(gpus(1).with_sub_streams()).gpu_options.experimental.virtual_devices
-    assert list(single.priority) == [-1, 0]  # lower is higher
-
-
-def test_sub_streams_come_before_all_that_uses_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorFlow said "GPU:1 is being mapped to multiple devices", if anything."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    show_gpus(monkeypatch, 2)
-    with pytest.raises(ClusterError, match="has sub-streams of 3 GPUs, but this machine has 2"):
-        configure_gpus(gpus(3).with_sub_streams())
-    configure_gpus(gpus(1).with_sub_streams())
-    context.context().ensure_initialized()
-    configure_gpus(gpus(1).with_sub_streams())
-    configure_gpus(gpus(2))
-    with pytest.raises(
-        ClusterError, match=r"already, without the sub-streams of 2 GPUs: call dapple_tf\..*configure_gpus"
-    ):
-        dapple.transform(model, gpus(2).with_sub_streams(), global_batch_size=2)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "share", "message"),
-    [
-        (Cluster.local(1, kind="cpu").with_sub_streams(), 0.5, "the cluster has sub-streams already"),
-        (
-            Cluster.of_servers(["10.0.0.1:2222"], devices_per_server=1),
-            0.5,
-            r"the cluster is of a worker at 10.0.0.1:2222",
-        ),
-        (Cluster((Device("a:CPU:0", 0), Device("b:CPU:0", 1))), 0.5, "the cluster is of 2 servers"),
-        (Cluster.local(1, kind="cpu"), 1.0, "memory_share is 1.0; it must be between 0 and 1"),
-        (gpus(1, None), 0.5, r"device 0 is a GPU of unknown memory.*Cluster.local\(1, memory_bytes=...\)"),
-        (Cluster((Device("a:CPU:1", 0),)), 0.5, "device 0 is a:CPU:1; sub-streams are for devices in order"),
-    ],
-)
-def test_what_cannot_have_sub_streams_is_refused(cluster: Cluster, share: float, message: str) -> None:
-    with pytest.raises(ClusterError, match=message):
-        cluster.with_sub_streams(share)
-
-
-def test_sub_streams_are_half_of_the_devices() -> None:
-    with pytest.raises(ClusterError, match="sub_streams is 1, but the cluster has 3 devices; give 0, or half of them"):
-        gpus(3, sub_streams=1)
-
-
-# ---- training
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    stages: int
-    replicas: int
-    micro_batches: int
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"S{self.stages}-R{self.replicas}-M{self.micro_batches}-{self.options}"
-
-
-CASES = [
-    Case(3, 1, 1, {"weight_regions": [0, 0, 0]}),
-    Case(4, 1, 3, {"weight_regions": [0, 0, 1, 0]}),
-    Case(3, 2, 3, {"weight_regions": [0, 1, 0], "recompute": "min_cut"}),
-    Case(3, 1, 4, {"warm_up": [1, 1, 1], "wait_free": False}),
-    Case(4, 2, 2, {"weight_regions": [0, 0, 1, 0], "carried_updates": 1}),
-]
-REVERSED = Case(4, 1, 2, {"weight_regions": [0, 0, 0, 1], "reverse_first_k": 2, "carried_updates": 1})
-"""Regions, the first stages' Bw last, and an update that the next step begins with."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "case"),
-    [
-        ("branches", REVERSED),
-        *map(thorough, [*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])]),
-    ],
-    ids=str,
-)
-def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_float64()
-    mains, subs = range(case.replicas), range(case.replicas, 2 * case.replicas)
-    plan = Plan.manual(
-        ZOO[model].cuts_for(case.stages),
-        [mains] * case.stages,
-        case.micro_batches,
-        SAMPLES,
-        JOINT,
-        weight_devices=[subs] * case.stages,
-        **case.options,
-    )
-    cluster = Cluster.local(case.replicas, kind="cpu").with_sub_streams()
-    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch, steps=2)
-
-
-# ---- planning
-
-
-def small_model() -> keras.Model:
-    layers = [keras.layers.Dense(width, activation="relu", name=f"dense_{i}") for i, width in enumerate((32, 32, 16))]
-    model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(3, name="logits")])
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    return model
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_model_is_measured_and_planned_on_two_streams() -> None:
-    model = small_model()
-    before = [np.asarray(variable.value) for variable in model.variables]
-    cluster = Cluster.local(1, kind="cpu").with_sub_streams()
-    plan = plan_streams(model, cluster, stages=4, global_batch_size=12, micro_batches=2, progress=False)
-    assert plan.cuts == ("dense_0", "dense_1", "dense_2")
-    assert plan.devices == ((0,),) * 4
-    assert plan.weight_devices == ((1,),) * 4
-    assert plan.schedule is JOINT
-    assert plan.weight_regions is not None
-    profile = measure_speedups(model, cluster, plan, repeats=2, progress=False)
-    times = profile.times
-    assert times.input_grad[0] == 0.0  # nothing that stage 0 receives has a gradient
-    assert all(seconds > 0 for seconds in (*times.input_grad[1:], *times.weight_grad))
-    assert set(times.speedup) == set(times.beside) == {(k, r) for k in range(4) for r in range(1, k)}
-    assert all(speedup > 0 for speedup in times.speedup.values())
-    # Relu's gradient is of its output: dense_1 keeps what it received and its output, 6 samples of 32 numbers each.
-    assert profile.residual_bytes[1] >= 6 * 32 * 4
-    assert all(np.array_equal(a, np.asarray(b.value)) for a, b in zip(before, model.variables, strict=True))
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(12, 8)).astype("float32"), rng.integers(0, 3, 12)
-    with_plan = dapple.transform(model, cluster, plan)
-    assert with_plan.verify(x, y, steps=0).worst[1] < 1e-4
-    with_plan.close()
-
-
-def test_a_memory_limit_preschedules_or_says_what_would_fit() -> None:
-    cluster = Cluster.local(2, kind="cpu").with_sub_streams()
-    profile = StreamProfile(late(), (10,) * 3, (20,) * 3)
-    arguments: dict[str, Any] = {"global_batch_size": 8, "profile": profile}
-    free = plan_streams(small_model(), cluster, ["dense_0", "dense_1"], **arguments)
-    assert free.weight_regions == (0, 0, 0)
-    assert free.devices == ((0, 1),) * 3
-    assert free.weight_devices == ((2, 3),) * 3
-    tight = plan_streams(small_model(), cluster, ["dense_0", "dense_1"], memory_limit=50, **arguments)
-    assert tight.weight_regions == (0, 0, 1)
-    assert tight.warm_up == (1, 1, 1)
-    with pytest.raises(PlanError, match=r"keeps 50 bytes even if all weight gradients.* memory_limit is 40; use more"):
-        plan_streams(small_model(), cluster, ["dense_0", "dense_1"], memory_limit=40, **arguments)
-    grouped = plan_streams(small_model(), cluster, ["dense_0", "dense_1"], tolerance=0.5, **arguments)
-    assert grouped.weight_regions == (0, 1, 2)  # one region: as soon as they are ready
-
-
-def test_what_cannot_be_planned_on_streams_is_refused() -> None:
-    model, cluster = small_model(), Cluster.local(1, kind="cpu")
-    with pytest.raises(PlanError, match=r"the cluster has no sub-streams; make them with Cluster.with_sub_streams\(\)"):
-        plan_streams(model, cluster, stages=2, global_batch_size=4)
-    streams = cluster.with_sub_streams()
-    with pytest.raises(PlanError, match="give either cuts"):
-        plan_streams(model, streams, global_batch_size=4)
-    with pytest.raises(PlanError, match="stages is 9, but the model can be cut into at most 4; lower it"):
-        plan_streams(model, streams, stages=9, global_batch_size=4)
-    with pytest.raises(PlanError, match="plan_streams doesn't take 'schedule'"):
-        plan_streams(model, streams, stages=2, global_batch_size=4, schedule="gpipe")
-    plan = Plan.manual(["dense_0"], [[0], [0]], 1, 4)
-    with pytest.raises(PlanError, match="the plan has no sub-stream to measure; give weight_devices"):
-        measure_speedups(model, streams, plan)
-    with pytest.raises(PlanError, match="the profile is of 3 stages, the plan has 2"):
-        with_joint_schedule(plan, StreamProfile(late(), (1,) * 3, (1,) * 3))

@@ -111,13 +111,6 @@ def test_replicas_are_simulated_once_but_all_ordered() -> None:
     assert set(timeline.spans) == {0, 1, 2, 3}
 
 
-def test_replicas_with_unlike_partners_are_told_apart() -> None:
-    asked = request([[0, 1], [2]], 1, weight_devices=[[3, 4], [4]])
-    assert merged_devices(asked) == {device: device for device in range(5)}
-    paired = request([[0, 1], [2]], 1, weight_devices=[[3, 4], [2]])
-    assert merged_devices(paired) == {0: 0, 1: 0, 2: 2, 3: 3, 4: 3}
-
-
 def test_an_order_that_can_not_go_on_is_refused() -> None:
     asked = request(straight(1), 2)
     queue = [Job(0, BX, 0), Job(0, F, 0), Job(0, BW, 0)]

@@ -102,52 +102,6 @@ def test_modulo_keeps_limits_without_deadlock_where_devices_have_several_stages(
         assert max(in_flight(schedule)) == limit
 
 
-# --- weight gradients on other devices: a sub-stream (section 4.1) ---
-
-
-def test_a_sub_stream_runs_weight_gradients_as_they_become_ready() -> None:
-    schedule = make_schedule("gpipe", [[0], [0], [0]], 1, weight_devices=[[1], [1], [1]])
-    assert str(schedule) == "0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0\n1: 2Bw0 1Bw0 0Bw0"
-    assert schedule.split == {0, 1, 2}
-
-
-def test_of_weight_gradients_that_are_ready_at_once_the_first_stages_is_computed_first() -> None:
-    """1Bx1 and 0Bx0 end at the same time; the next step's forward needs stage 0 first."""
-    schedule = make_schedule("fast_forward", [[0], [1]], 3, weight_devices=[[2], [2]])
-    assert str(schedule).splitlines()[2] == "2: 1Bw0 0Bw0 1Bw1 0Bw1 1Bw2 0Bw2"
-
-
-def test_a_sub_stream_makes_forwards_wait_for_room() -> None:
-    schedule = make_schedule("dapple_a", [[0], [1]], 4, weight_devices=[[0], [2]])
-    assert str(schedule) == (
-        "0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3\n1: 1F0 1Bx0 1F1 1Bx1 1F2>1Bw0 1Bx2 1F3>1Bw1 1Bx3\n2: 1Bw0 1Bw1 1Bw2 1Bw3"
-    )
-    assert in_flight(schedule) == resolve_warm_up("dapple_a", 2, 4, weight_devices=[[0], [2]]) == (2, 2)
-
-
-def test_a_weight_device_may_run_stages_of_its_own() -> None:
-    weights = [[1], [1]]
-    schedule = make_schedule("fast_forward", [[0], [1]], 2, weight_devices=weights)
-    validate(schedule, [[0], [1]], 2, weight_devices=weights)
-    assert str(schedule) == "0: 0F0 0F1 0Bx0 0Bx1\n1: 1F0 1F1 1Bx0 1Bx1 1Bw0 0Bw0 1Bw1 0Bw1"
-
-
-@pytest.mark.parametrize("policy", ["dapple_a", "dapple_b"])
-def test_stages_begin_with_more_forwards_than_the_policy_would_where_weights_are_elsewhere(policy: str) -> None:
-    """A warm-up above the policy's own had deadlocked, as no more micro-batches than that were let in flight."""
-    schedule = make_schedule(policy, [[0], [0]], 3, warm_up=[2, 2], weight_devices=[[1], [1]])
-    validate(schedule, [[0], [0]], 3, weight_devices=[[1], [1]])
-    assert str(schedule).startswith("0: 0F0 1F0 0F1 1F1 1Bx0 0Bx0 ")
-    assert in_flight(schedule) == (2, 2)
-
-
-def test_weight_devices_are_refused_where_they_mean_nothing() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"weight_devices of stage 1 are \[2\], its devices \[1\], but modulo runs Bw"
-    ):
-        make_schedule("modulo", [[0], [1]], 2, weight_devices=[[0], [2]])
-
-
 # --- reverse first-k (section 5.1, algorithm 2) ---
 
 

@@ -305,8 +305,6 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "wait_free": true,
   "carried_updates": 0,
   "task_seconds": null,
-  "weight_devices": null,
-  "weight_regions": null,
   "operator_devices": null,
   "backward_cuts": [],
   "all_reduce": "flat",

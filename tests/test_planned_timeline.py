@@ -15,7 +15,6 @@ from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.joint import JOINT
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
@@ -131,19 +130,6 @@ def test_given_times_are_of_tasks_with_what_they_recompute(recompute: str) -> No
     assert planned(again).spans == planned(plain).spans
     again = dataclasses.replace(again, task_seconds=None)
     assert planned(again).spans == planned(straight(3, 4)).spans
-
-
-def test_two_streams_are_two_lanes_and_waits_between_them_are_kept() -> None:
-    plan = plan_of([[0], [0], [0]], 1, JOINT, weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0))
-    timeline = planned(plan)
-    assert list(timeline.devices.values()) == [
-        "device 0: stages 0, 1, 2",
-        "device 1: stages 0 (Bw), 1 (Bw), 2 (Bw)",
-    ]
-    times = tasks(timeline)
-    assert times["2Bw0.0"] == (5.0, 6.0)  # as soon as 1Bx0 has ended, not 2Bx0
-    with_profile = planned(plan, profile([(1.0, 2.0)] * 3, parameter_bytes=4))
-    assert tasks(with_profile)["2Bw0.0"][0] == 5.0
 
 
 def test_a_profile_gives_times_updates_and_memory_and_links_cost_nothing() -> None:

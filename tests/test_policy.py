@@ -191,10 +191,6 @@ def test_memory_and_options_are_asked_of_an_own_policy() -> None:
     assert str(last) == "0Bw3"
     with pytest.raises(PlanError, match="split_first doesn't split the backward of stage 1; set it to at most 1"):
         plan_of(SPLIT_FIRST, reverse_first_k=2)
-    with pytest.raises(PlanError, match="run_ahead runs Bw on a stage's own devices"):
-        plan_of(RUN_AHEAD, weight_devices=[[4], [5, 6], [7]])
-    with pytest.raises(PlanError, match="weight_regions are given for run_ahead, which has no regions"):
-        plan_of(RUN_AHEAD, weight_regions=[0, 0, 0])
 
 
 def backwards_first(request: ScheduleRequest) -> Orders:
@@ -268,7 +264,7 @@ def test_checks_raise_and_dont_answer() -> None:
 def test_policies_are_made_of_functions() -> None:
     with pytest.raises(ScheduleError, match="order of policy mine is None; give a function of a request"):
         Policy("mine", None)  # type: ignore[arg-type]
-    for name in ("check", "in_flight", "waits"):
+    for name in ("check", "in_flight"):
         with pytest.raises(ScheduleError, match=f"{name} of policy mine is 3; give a function of a request"):
             Policy("mine", run_ahead, **{name: 3})  # type: ignore[arg-type]
     for make in (lambda: plan_of(run_ahead), lambda: find_plan(PROFILE, cluster_of(2), 8, schedule=run_ahead)):  # type: ignore[arg-type]

@@ -48,10 +48,9 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
 @pytest.mark.parametrize(
     ("schedule", "devices", "options"),
     [
-        # Whole backwards beside split ones, stages that share devices in parts, two streams.
+        # Whole backwards beside split ones, stages that share devices in parts.
         ("dapple_a", [[0, 1]] * 3, {"reverse_first_k": 2}),
         ("modulo", [[0, 1], [2], [1, 0]], {"task_seconds": [[1, 3, 1], [2, 1, 1], [1, 1, 2]]}),
-        ("fast_forward", [[0]] * 3, {"weight_devices": [[1]] * 3}),
         *(
             thorough((schedule, [[0, 1], [2], [3]], {}))
             for schedule in ("gpipe", "dapple_a", "zb_h1", "dapple_b", "fast_forward")
@@ -237,12 +236,3 @@ def test_a_description_of_a_cluster_cannot_train(tmp_path: Any) -> None:
     cluster = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), real=False)
     with pytest.raises(dapple.DappleError, match="description without real devices"):
         dapple.transform(chain(2), cluster, dapple.Plan.manual(["dense_0"], [[0], [1]], 1, 4))
-
-
-def test_variables_on_weight_devices_count_for_their_memory() -> None:
-    """Only devices of F and Bx were looked at, where no variable lives then."""
-    model = chain(2, width=64)
-    plan = dapple.Plan.manual([], [[0]], 2, 8, "fast_forward", weight_devices=[[1]])
-    cluster = dapple.Cluster.local(2, memory_bytes=10_000, kind="cpu")
-    with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* but device 1 has 10,000"):
-        dapple.transform(model, cluster, plan).train_on_batch(np.zeros((8, 8)), np.zeros((8, 1)))

@@ -205,10 +205,6 @@ def test_an_explicit_warm_up_replaces_the_policys_and_counts_as_m_above_m() -> N
             "task_seconds of stage 1 is [1, -1, 1]; give the times of F, Bx and Bw, such as [1, 1, 1]",
         ),
         (
-            {"weight_devices": [[2], [3, 4]]},
-            "weight_devices has [1, 2] devices for stages of [1, 1] replicas; give one for each replica",
-        ),
-        (
             {"devices": [[0], [0]], "warm_up": [2, 1]},
             "warm_up falls from 2 at stage 0 to 1 at stage 1, but both run on devices [0] in one order; give both the "
             "same",
@@ -250,7 +246,6 @@ def test_what_cannot_be_scheduled_is_refused_with_a_fix(arguments: dict[str, obj
     ("policy", "devices", "options", "message"),
     [
         ("dapple_a", [[0], [1], [0]], {}, "wants all stages of a device next to each other"),
-        ("modulo", [[0], [1]], {"weight_devices": [[0], [2]]}, "modulo runs Bw on a stage's own devices"),
         ("interleaved", [[0], [1]], {"reverse_first_k": 1}, "interleaved doesn't split backwards"),
     ],
 )
@@ -338,10 +333,6 @@ def random_options(policy: str, devices: Sequence[Sequence[int]], draw: random.R
         options["task_seconds"] = [[draw.choice([0, 1, draw.random()]) for _ in range(3)] for _ in devices]
     if draw.random() < 0.4 and policy != "interleaved":
         options["reverse_first_k"] = draw.randint(0, len(devices))
-    if draw.random() < 0.5 and (policy in RULE or policy.startswith("fast_forward")):
-        options["weight_devices"] = [
-            stage if draw.random() < 0.4 else draw.sample(range(12), len(stage)) for stage in devices
-        ]
     return options
 
 
@@ -361,15 +352,14 @@ def test_every_policy_makes_legal_schedules_within_its_limits(policy: str, draws
 
         schedule = make_schedule(policy, devices, micro_batches, active=active, **options)
         for limits in (options.get("holds"), options.get("warm_up")):
-            weights = options.get("weight_devices")
-            validate(schedule, devices, micro_batches, holds=limits, active=active, weight_devices=weights)
+            validate(schedule, devices, micro_batches, holds=limits, active=active)
         assert in_micro_batch_order(schedule)
         most = resolve_warm_up(policy, len(devices), micro_batches, devices=devices, **options)
         counts = in_flight(schedule)
         assert all(count <= limit for count, limit in zip(counts, most, strict=False)), (devices, options, counts, most)
         assert Schedule.parse(str(schedule), name=policy) == schedule
         late = [task for tasks in schedule.orders.values() for task in tasks[-1:]]
-        if options.get("reverse_first_k", 0) == len(devices) and not empty and "weight_devices" not in options:
+        if options.get("reverse_first_k", 0) == len(devices) and not empty:
             assert all(task.phase is Phase.WEIGHT_GRAD and task.micro_batch == micro_batches - 1 for task in late)
         forward = make_schedule(policy, devices, micro_batches, forward_only=True, active=active)
         validate(forward, devices, micro_batches, forward_only=True, active=active)
@@ -504,28 +494,6 @@ def test_a_wrong_schedule_is_refused_with_its_task_and_device(text: str, message
     with pytest.raises(ScheduleError) as caught:
         validate(Schedule.parse(text), [[0], [1]], 2, holds=[2, 1])
     assert str(caught.value) == message
-
-
-def test_holds_of_a_stage_whose_bw_run_elsewhere_need_waits() -> None:
-    text = "0: 0F0 0Bx0 0F1 0Bx1\n5: 0Bw0 0Bw1"
-    schedule = Schedule.parse(text)
-    validate(schedule, [[0]], 2, holds=[2], weight_devices=[[5]])
-    assert in_flight(schedule) == (2,)
-    with pytest.raises(ScheduleError) as caught:
-        validate(schedule, [[0]], 2, holds=[1], weight_devices=[[5]])
-    assert str(caught.value) == (
-        "device 0 has 2 micro-batches in flight after 0F1, but stage 0 holds 1; run a backward before it, or let it "
-        "wait for the end of 0Bw of an earlier micro-batch on its own device (after)"
-    )
-    waiting = Schedule.parse(text.replace("0F1", "0F1>0Bw0"))
-    validate(waiting, [[0]], 2, holds=[1], weight_devices=[[5]])
-    assert in_flight(waiting) == (1,)
-
-
-def test_a_wait_that_can_never_end_is_a_deadlock() -> None:
-    schedule = Schedule.parse("0: 0F0>0Bw1 0Bx0 0F1 0Bx1\n5: 0Bw0 0Bw1")
-    with pytest.raises(ScheduleError, match="device 0  -> 0F0 waits for 0Bw1 on device 5"):
-        validate(schedule, [[0]], 2, weight_devices=[[5]])
 
 
 def test_a_training_schedule_is_no_forward_only_schedule() -> None:

@@ -395,31 +395,6 @@ def test_the_next_steps_forwards_wait_for_their_stages_updates() -> None:
     assert forth.memory[0] == ((0.0, 0), (0.0, 60), (2.0, 30), (4.0, 30), (5.0, 60), (6.0, 60))
 
 
-# --- weight gradients elsewhere ---
-
-
-def test_weight_gradients_on_another_device_get_what_they_need_from_this_one() -> None:
-    plan = straight(2, 2, "fast_forward", weight_devices=[[0], [2]])
-    layer = {"parameter_bytes": 100, "residual_bytes": Cost(0.0, 30.0), "delayed_bytes": Cost(0.0, 8.0)}
-    model = profile([(1.0, 2.0)] * 2, 0.0, apply_seconds=0.5, **layer)
-    step = simulate(plan, model, cluster(3, intra_bandwidth=16.0, speeds=[1.0, 1.0, 0.5]))
-    assert timeline(step, 1) == "1F@1-2 1F@2-3 1Bx@3-4 1Bx@4-5"
-    assert timeline(step, 2) == "1Bw@4.5-6.5 1Bw@6.5-8.5 1apply@8.5-9.5"
-    assert [one for one in sends(step) if one[1] == 2] == [(1, 2, 4, 4.5), (1, 2, 5, 5.5)]
-    assert step.costs.stored_bytes == {0: 200, 1: 0, 2: 200}
-    assert step.memory[2] == ((0, 200), (4, 208), (4.5, 208), (5, 216), (6.5, 208), (8.5, 200))
-    assert step.peak_bytes[1] == 60
-    assert [line.split()[:2] for line in str(step).splitlines()[2:5]] == [["0", "0"], ["1", "1"], ["1Bw", "2"]]
-
-
-def test_a_task_waits_for_another_devices_task() -> None:
-    order = Schedule.parse("0: 0F0 0B0 0F1>1B0 0B1\n1: 1F0 1B0 1F1 1B1")
-    free = simulate(
-        straight(2, 2), profile([(1.0, 2.0)] * 2, [Tensor(0, (1,), ZERO, False)]), cluster(2), schedule=order
-    )
-    assert timeline(free, 0) == "0F@0-1 0B@1-3 0F@4-5 0B@5-7"
-
-
 # --- memory ---
 
 # 2 x 100 for weights and gradients, 50 for slots: 250 stored; 30 kept per sample, 5 while a B runs.
@@ -547,14 +522,9 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
     if draw.random() < 0.3 and policy != "interleaved":
         options["reverse_first_k"] = draw.randrange(stages + 1)
     options["wait_free"] = draw.random() < 0.8
-    if draw.random() < 0.2 and policy in (*WHOLE, "fast_forward"):
-        count = sum(replicas) + 3
-        options["weight_devices"] = [
-            [device + count for device in group] if draw.random() < 0.5 else group for group in devices
-        ]
     samples = max(samples, micro_batches * max(map(len, devices)))
     plan = Plan.manual([NAMES[cut] for cut in cuts], devices, micro_batches, samples, policy, **options)
-    total = 1 + max(device for group in (*devices, *(plan.weight_devices or ())) for device in group)
+    total = 1 + max(device for group in devices for device in group)
     counts, left = [], total
     while left:
         counts.append(draw.randrange(1, left + 1))
@@ -682,17 +652,13 @@ def test_any_step_obeys_its_dependencies_ports_and_memory(seed: int) -> None:
         if task.phase is Phase.WEIGHT_GRAD:
             samples = costs.slices(task.stage, task.micro_batch)[task.replica].size
             reaches(dataclasses.replace(task, phase=Phase.INPUT_GRAD), task, costs.delayed_bytes(task.stage, samples))
-    for task, other in schedule.after.items():
-        assert spans[task].start >= spans[other].end
-
     for port in ports(step).values():
         assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(sorted(port)))
     for device, stored in costs.stored_bytes.items():
         assert step.memory[device][0] == (0.0, stored)
         assert step.memory[device][-1][1] == pytest.approx(stored)
         reducing = sum(one.bytes for one in costs.reductions if device in one.devices)
-        if costs.plan.weight_devices is None:
-            assert -1e-6 <= step.peak_bytes[device] - stored - peak_of(costs, device) <= reducing + 1e-6
+        assert -1e-6 <= step.peak_bytes[device] - stored - peak_of(costs, device) <= reducing + 1e-6
 
 
 def ports(step: Simulation) -> dict[tuple[str, int], list[tuple[float, float]]]:

@@ -24,7 +24,7 @@ SIX = ("a", "b", "c", "d", "e")
 
 def passes(cuts: tuple[str, ...], devices: list[list[int]], micro_batches: int, **options: Any) -> StepPasses:
     plan = dapple.Plan.manual(cuts, devices, micro_batches, 12, **options)
-    count = 1 + max(max(own) for own in (*plan.devices, *(plan.weight_devices or ())))
+    count = 1 + max(map(max, plan.devices))
     return StepPasses(plan, dapple.Cluster.local(count, kind="cpu"))
 
 
@@ -77,7 +77,6 @@ def built(made: StepPasses, program: Program, mode: Mode = Mode.TRAIN) -> Build:
         ((), [[0, 1]], {}, 12, False),
         ((), [[0, 1]], {}, 1, False),  # The other replica has no samples, but parameters.
         (("dense_0",), [[0], [1]], {}, 12, False),
-        ((), [[0]], {"weight_devices": [[1]]}, 12, False),
         ((), [[0]], {"micro_batches": 2}, 12, False),
         ((), [[0]], {"micro_batches": 2}, 6, True),  # A batch of half the size is one micro-batch.
         ((), [[0]], {}, 13, False),

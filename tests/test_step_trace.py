@@ -135,15 +135,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "interleaved": {
         "cuts": ["first", "second"], "devices": [[0], [1], [0]], "micro_batches": 3, "schedule": "modulo",
     },
-    "streams": {
-        "cuts": ["first"], "devices": [[0], [1]], "weight_devices": [[2], [3]], "schedule": "fast_forward",
-    },
     "gpipe": {"cuts": ["first", "second"], "devices": [[0], [1], [2]], "micro_batches": 3, "schedule": "gpipe"},
 }  # fmt: skip
-QUICK = {"3:1", "zb_h1", "carried", "streams"}
+QUICK = {"3:1", "zb_h1", "carried"}
 
 
-# Replicas, split backwards, several stages on a device with updates carried over, two streams: all kinds of spans.
+# Replicas, split backwards, several stages on a device with updates carried over: all kinds of spans.
 @pytest.mark.parametrize("shape", [name if name in QUICK else thorough(name) for name in SHAPES])
 def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: Any, shape: str) -> None:
     pipelined = pipeline(**SHAPES[shape])
@@ -151,7 +148,7 @@ def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: An
     assert_whole(measured_step, traced, step, pipelined.plan)
     assert measured_step.remarks == () and measured_step.shifts == {}
     assert {span.device for span in kinds(measured_step.timeline, "apply")} == {
-        device for devices in pipelined.plan.weight_devices or pipelined.plan.devices for device in devices
+        device for devices in pipelined.plan.devices for device in devices
     }
 
 

@@ -30,7 +30,7 @@ CASES = [
     Case("mlp", plan("mlp", 4, [[0], [1], [2], [3]], 6, 12, "zb_h1")),
     Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
     Case("mlp", plan("mlp", 4, [[0], [1], [1], [0]], 4, 8, "zb_v")),
-    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
     Case("tied", plan("tied", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a")),
     Case("tied", plan("tied", 4, [[0, 1], [2], [0, 1], [2]], 2, 8, "modulo", bucket_bytes=8)),
     Case("stateful", plan("stateful", 2, [[0, 1], [2]], 3, 7, "dapple_b")),
@@ -152,7 +152,6 @@ def check_order(program: Program, drawing: TaskGraph) -> None:
     assert program.step is not None and program.step.schedule is not None
     step, schedule = program.step, program.step.schedule
     pairs = [pair for tasks in schedule.orders.values() for pair in itertools.pairwise(tasks)]
-    pairs += [(waited, task) for task, waited in schedule.after.items()]
     expected = {(name, step.entry[after]) for before, after in pairs for name in step.exit[before]}
     names = [node.name for node in drawing.nodes]
     edges = {
@@ -273,9 +272,9 @@ def test_layers_are_the_outermost_that_are_whole_in_a_stage() -> None:
     assert layers["0F0"] == layers["0B0"] == layers["Apply 0"]
 
 
-def test_device_labels_tell_stages_replicas_and_what_only_computes_weight_gradients() -> None:
-    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])))
-    assert drawing.devices == {0: "device 0: stages 0, 1", 1: "device 1: stages 0 (Bw), 1 (Bw)"}
+def test_device_labels_tell_stages_and_replicas() -> None:
+    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")))
+    assert drawing.devices == {0: "device 0: stages 0, 1"}
     _, drawing = drawn(UNEVEN)
     assert list(drawing.devices.values())[::3] == ["device 0: stage 0.r0", "device 3: stage 1"]
 

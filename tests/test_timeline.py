@@ -11,7 +11,6 @@ from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.joint import JOINT
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Lane, Span, Timeline
 
@@ -95,10 +94,6 @@ def test_numbers_that_nobody_can_draw_are_refused(changes: dict[str, Any], messa
             ["device 3: stage 0.r0", "device 1: stage 0.r1", "device 2: stage 1"],
         ),
         (Plan.manual(["a", "b"], [[0], [1], [0]], 2, 2, "modulo"), ["device 0: stages 0, 2", "device 1: stage 1"]),
-        (
-            Plan.manual([], [[0, 1]], 2, 4, JOINT, weight_devices=((2, 3),)),
-            ["device 0: stage 0.r0", "device 1: stage 0.r1", "device 2: stage 0.r0 (Bw)", "device 3: stage 0.r1 (Bw)"],
-        ),
     ],
 )
 def test_devices_are_called_by_what_they_do(plan: Plan, labels: list[str]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 from hardware import plan_of, slow_network
 
-from dapple_tf.joint import JOINT
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.units import bytes_text
@@ -28,7 +27,6 @@ PLANS = {
     "interleaved": plan_of([[0], [1], [0], [1]], 4, "interleaved"),
     "zb_h1": plan_of([[0], [1], [2], [3]], 8, "zb_h1"),
     "chunks": plan_of([[0, 1], [0, 1], [2]], 4, "dapple_a"),
-    "joint": plan_of([[0], [0], [0]], 2, JOINT, weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0)),
 }
 
 
