@@ -8,11 +8,32 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from slice_programs import program_of, scalar
 
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.ir.graph import Ref
+from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.spreads import Coupling, Spread, degree_of
+
+
+def program_of(function: Callable[[Any, Any], Any]) -> Program:
+    """A function of 5 features ``x`` of each sample and a variable ``w`` of 5; the result is called ``result``."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [None, 5], name="x")
+        w = tf.compat.v1.placeholder(tf.float32, [5], name="w")
+        scalars = [
+            tf.compat.v1.placeholder(dtype, [], name=name)
+            for name, dtype in Slice.__annotations__.items()
+            for dtype in [tf.float64 if name == "weight" else tf.int32]
+        ]
+        tf.identity(function(x, w), name="result")
+    variable = Variable("w", tf.float32.as_datatype_enum, (5,), VariableKind.PARAMETER, Ref("w"))
+    roles = Roles((Ref("x"),), (variable,), Slice(*(Ref(scalar.op.name) for scalar in scalars)))
+    return Program(graph.as_graph_def(), roles)
+
+
+def scalar(name: str) -> Any:
+    """One of the slice's scalars, inside such a function."""
+    return tf.compat.v1.get_default_graph().get_tensor_by_name(f"{name}:0")
 
 
 def behind_a_loop(x: Any, w: Any) -> Any:
@@ -43,14 +64,10 @@ def interpreted(function: Callable[[Any, Any], Any], loss_nodes: frozenset[str] 
 SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "samples": (lambda x, w: tf.tanh(x) * w, Spread(0, varies=True, known=False)),
     "of inputs alone": (lambda x, w: x + 1, Spread(0, varies=True)),
-    "transposed": (lambda x, w: tf.transpose(x), Spread(1, varies=True)),
     "two batches in one axis": (lambda x, w: tf.concat([x, x], 0), Spread(0, outer=2, varies=True)),
     "a sum": (lambda x, w: tf.reduce_sum(x), Spread(varies=True, degree=1)),
     "a mean": (lambda x, w: tf.reduce_mean(x * w), Spread(varies=True, known=False)),
-    "a mean of each": (lambda x, w: tf.reduce_mean(x, 1), Spread(0, varies=True)),
     "a number of samples": (lambda x, w: tf.cast(tf.shape(x)[0], tf.float32), Spread(degree=1)),
-    "a number of elements": (lambda x, w: tf.cast(tf.size(x), tf.float32), Spread(degree=1)),
-    "ones for samples": (lambda x, w: tf.reduce_sum(tf.ones_like(x)), Spread(degree=1)),
     "a sum over a number": (
         lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
         Spread(varies=True),
@@ -62,8 +79,6 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
     "a mask's number": (lambda x, w: tf.reduce_sum(tf.cast(x > 0, tf.float32)), Spread(varies=True, degree=1)),
     "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
-    "every sample from the first": (lambda x, w: x[::1], Spread(0, varies=True)),
-    "features of each": (lambda x, w: tf.slice(x, [0, 1], [-1, 2]), Spread(0, varies=True)),
     "the first of two batches": (
         lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]],
         Spread(0, varies=True),
@@ -87,9 +102,7 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
         Spread(varies=True, linear=False),
     ),
     "features before samples": (lambda x, w: tf.reshape(tf.transpose(x), [-1]), Spread(0, outer=5, varies=True)),
-    "samples before features": (lambda x, w: tf.reshape(x, [-1]), Spread(0, varies=True)),
     "each sample three times": (lambda x, w: tf.repeat(x, 3, 0), Spread(0, varies=True)),
-    "three batches": (lambda x, w: tf.tile(x, [3, 1]) + noise(x, 3), Spread(0, outer=3, varies=True, known=False)),
     "two batches by their places": (
         lambda x, w: tf.gather(x, tf.range(2 * tf.shape(x)[0]) % tf.shape(x)[0]),
         Spread(0, outer=2, varies=True),
@@ -100,10 +113,6 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     ),
     "joined again": (
         lambda x, w: tf.batch_to_space(tf.tile(x[:, :4, None, None], [4, 1, 1, 1]), [2, 1], [[0, 0], [0, 0]]),
-        Spread(0, outer=2, varies=True),
-    ),
-    "one of two batches": (
-        lambda x, w: tf.split(tf.concat([x, x, x], 0), [tf.shape(x)[0], 2 * tf.shape(x)[0]], num=2)[1],
         Spread(0, outer=2, varies=True),
     ),
     "two batches, some of repeated samples": (
@@ -121,11 +130,6 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), Spread(0, varies=True)),
     "the slice's weight": (lambda x, w: scalar("weight"), Spread(degree=1, known=False)),
 }
-
-
-def noise(x: Any, times: int) -> Any:
-    """Random numbers, some for each sample."""
-    return tf.random.stateless_uniform([times * tf.shape(x)[0], 5], [1, 2])
 
 
 def shifted(x: Any, w: Any) -> Any:
@@ -148,13 +152,10 @@ def summed_over_replicas(x: Any) -> Any:
 
 
 COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
-    "samples": (lambda x, w: x * w, set()),
     "every sample from the first": (lambda x, w: x[::1], set()),
-    "features of each": (lambda x, w: tf.slice(x, [0, 1], [-1, 2]), set()),
     "the first of two batches": (lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]], set()),
     "every sample, of whose number only Python knows": (lambda x, w: behind_python(x, w)[::1], set()),
     "every second sample": (lambda x, w: x[::2], {Coupling.PLACE}),
-    "all samples but one": (lambda x, w: tf.slice(x, [1, 0], [-1, -1]), {Coupling.PLACE}),
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), {Coupling.TOGETHER}),
     "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
     "the next sample": (
@@ -162,10 +163,6 @@ COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
         {Coupling.PLACE},
     ),
     "two orders": (lambda x, w: tf.repeat(x, 2, 0) + tf.tile(x, [2, 1]), {Coupling.TOGETHER}),
-    "numbers of two batches": (
-        lambda x, w: tf.repeat(x, 2, 0) + tf.concat([tf.zeros_like(x), tf.ones_like(x)], 0),
-        {Coupling.PLACE},
-    ),
     "a mean for each sample": (lambda x, w: tf.fill([tf.shape(x)[0]], tf.reduce_mean(x * w)), {Coupling.TOGETHER}),
     "of a micro-batch": (lambda x, w: tf.sqrt(tf.sqrt(summed_over_replicas(x))), {Coupling.MICRO_BATCH}),
     "a long way in a loop": (shifted, {Coupling.UNKNOWN}),

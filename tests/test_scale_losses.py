@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
-from slice_programs import program_of
+from test_sample_dependence import program_of
 
 from dapple_tf.execution.notes import NoteKind
 from graph_passes.analysis.chosen_rows import with_counted_rows
@@ -198,11 +198,11 @@ def two_outputs(kind: type[keras.Model], *args: Any, **options: Any) -> keras.Mo
 
 WITH_LOGS: dict[str, Callable[[], keras.Model]] = {
     "metrics": lambda: two_outputs(keras.Model, [by_mask, "hinge"], metrics=[[*LOGGED], ["hinge", by_share]]),
-    "losses": lambda: two_outputs(keras.Model, [balanced, OneNumber(reduction="none")], loss_weights=[0.3, 2.0]),
     "own": lambda: two_outputs(Tracking),
     "weighted": lambda: two_outputs(
         keras.Model,
-        [OneNumber(reduction="sum"), OneNumber(reduction="mean_with_sample_weight")],
+        [balanced, OneNumber(reduction="mean_with_sample_weight")],
+        loss_weights=[0.3, 2.0],
         weighted_metrics=[[by_share], ["mae", by_largest]],
     ),
 }
@@ -234,37 +234,22 @@ def check(build: Callable[[], keras.Model], cut: str = "first", replicas: tuple[
     assert pipelined.notes == ()
 
 
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", EXACT)
-def test_a_loss_of_the_whole_batch_is_that_of_plain_keras(loss: str) -> None:
+def all_of_them(y: Any, p: Any) -> Any:
+    """The sum of all exact losses."""
+    return tf.add_n([tf.cast(loss(y, p), p.dtype) for loss in EXACT.values()])
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+def test_losses_and_state_of_the_whole_batch_are_those_of_plain_keras(replicas: tuple[int, int]) -> None:
+    """A layer's sum crosses the cut as the mean over the slices of its stage; each slice of the last one adds it up."""
     use_float64()
-    check(lambda: model_of(EXACT[loss]))
+
+    def build() -> keras.Model:
+        return model_of(all_of_them, Adds(name="adds"), Counts(name="counts"), Extremes(name="exact"))
+
+    check(build, "adds", replicas)
 
 
-@pytest.mark.slow
-def test_a_layer_may_add_a_sum_over_samples() -> None:
-    use_float64()
-    check(lambda: model_of("mse", Adds(name="adds")))
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 3)])
-@pytest.mark.parametrize("loss", ["mse", EXACT["a sum"]], ids=["mean", "sum"])
-def test_a_sum_of_an_earlier_stage_counts_once(loss: Any, replicas: tuple[int, int]) -> None:
-    """It crosses the cut as the mean over the slices of its stage, and each slice of the last one adds it up."""
-    use_float64()
-    check(lambda: model_of(loss, Adds(name="adds")), "adds", replicas)
-
-
-@pytest.mark.slow
-def test_state_that_counts_samples_counts_those_of_all_slices() -> None:
-    use_float64()
-    check(lambda: model_of("mse", Counts(name="counts")))
-
-
-@pytest.mark.slow
 def test_the_mean_of_what_a_loop_makes_is_a_mean() -> None:
     """Behind an LSTM nobody asked how many samples there were: the mean was taken for a sum, once for each slice."""
 
@@ -294,13 +279,8 @@ def test_a_loss_that_slices_cannot_add_up_is_told(loss: str) -> None:
     pipelined = pipeline(model_of(function), ["first"], (2, 1), 2, 7)
     pipelined.train_on_batch(x, y)
     assert [(note.kind, note.layer) for note in pipelined.notes] == [(kind, "loss")]
-    whole = pipeline(model_of(function), ["first"], (1, 1), 1, 7)
-    whole.train_on_batch(x, y)
-    assert whole.notes == ()
 
 
-@pytest.mark.few(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("case", WITH_LOGS)
 def test_logs_are_those_of_plain_keras(case: str) -> None:
     """Metrics and losses of an epoch of two unlike batches, then of an evaluation."""
@@ -347,7 +327,6 @@ class Shuffled(keras.metrics.Metric):
         return self.hits.result()
 
 
-@pytest.mark.slow
 def test_losses_and_metrics_draw_what_they_draw_in_plain_keras(tmp_path: pathlib.Path) -> None:
     """With one slice, also from a checkpoint on; more draw other numbers, which is noted."""
     use_float64()
@@ -394,13 +373,10 @@ class Extremes(layers.Layer):
         return result
 
 
-@pytest.mark.slow
-def test_the_extreme_of_slices_is_that_of_the_batch_in_state() -> None:
-    use_float64()
-    check(lambda: model_of("mse", Extremes(name="exact")), replicas=(1, 2))
-    with_others = pipeline(model_of("mse", Extremes(name="off")), ["first"], (1, 2), 2, 7)
-    with_others.train_on_batch(np.ones((7, 4)), np.ones((7, 3)))
-    assert [(note.kind, note.layer) for note in with_others.notes] == [(NoteKind.STATE, "off")]
+def test_state_that_slices_cannot_add_up_is_told() -> None:
+    pipelined = pipeline(model_of("mse", Extremes(name="off")), ["first"], (1, 2), 2, 7)
+    pipelined.train_on_batch(np.ones((7, 4)), np.ones((7, 3)))
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(NoteKind.STATE, "off")]
 
 
 # ---- programs without Keras

@@ -84,10 +84,6 @@ def test_functions_that_differ_in_more_than_names_stay(other: FunctionDef) -> No
     assert results(result) == results(graph)
 
 
-def test_functions_of_other_operators_stay() -> None:
-    assert names(shared(of_functions([affine("one", "a"), affine("other", "b", op="Sub")]))) == ["one", "other"]
-
-
 def test_which_result_is_which_matters() -> None:
     def split(name: str, order: Sequence[int]) -> FunctionDef:
         body = GraphDef()
@@ -199,17 +195,6 @@ def test_branches_are_renamed_too() -> None:
     node.attr["branches"].list.func.add(name="one")
     node.attr["branches"].list.func.add(name="other")
     assert [f.name for f in shared(graph).node[-1].attr["branches"].list.func] == ["one", "one"]
-
-
-def test_effects_have_their_node_by_another_name() -> None:
-    def with_effect(name: str, effect: str) -> FunctionDef:
-        function = affine(name, name)
-        function.signature.control_output.append("done")
-        function.control_ret["done"] = f"{name}/{effect}"
-        return function
-
-    functions = [with_effect("one", "result"), with_effect("same", "result"), with_effect("other", "product")]
-    assert names(shared(of_functions(functions))) == ["one", "other"]
 
 
 def test_functions_that_call_each_other_in_turn_call_what_is_there() -> None:

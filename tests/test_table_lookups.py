@@ -1,4 +1,4 @@
-"""Tables of which stages need nothing but rows: which they are, and how rows are exchanged between devices."""
+"""Tables of which stages look up rows, and parameters in shards that are gathered: which they are, when, and how."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import keras
 import numpy as np
 import pytest
 from profiled import captured
-from programs import DOUBLE, HOST, INT32, INT64, Machine, apply, embedding, owners, step_of
+from programs import DOUBLE, HOST, INT32, INT64, Machine, apply, chain, embedding, owners, sgd, staged, step_of
 from tensorflow.core.framework import types_pb2
-from test_parameter_gathers import waits
 
 from dapple_tf.frontend.layer_cuts import with_gradients
 from dapple_tf.measuring.layer_tables import layer_tables
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.analysis.table_lookups import row_tables
-from graph_passes.ir.graph import Builder, Graph, Ref, control_inputs, dtype_attr
+from graph_passes.ir.graph import Builder, Graph, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.ir.group_update import Captured, GroupUpdate, Shards
 from graph_passes.ir.outline import call_node, placeholder
 from graph_passes.ir.program import Layout, Program, Value, ValueKind, Variable, VariableKind
-from graph_passes.ir.storage import merge_library
+from graph_passes.ir.storage import load_function, merge_library
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.verify import verify
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
@@ -36,6 +36,88 @@ from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.update import Update
 
 DEVICES = tuple(HOST[:-1] + str(index) for index in range(2))
+
+
+def layers() -> Program:
+    return staged(chain("a: w0", "b: w1", "c: w2"), "a", "b")
+
+
+def complete(program: Program, *, in_shards: bool) -> Program:
+    """A step of three stages on both devices, with one micro-batch and SGD."""
+    layout = Layout((DEVICES,) * 3, 4, 4, 1)
+    schedule = make_schedule("dapple_a", [[0, 1]] * 3, 1, active=layout.active)
+    updates = []
+    for stage in range(3):
+        captured, names = sgd([program.variables[f"w{stage}"]], 0.5), frozenset({f"w{stage}"})
+        cut = {ref: dataclasses.replace(v, shards=2) for ref, v in captured.variables.items()}
+        update = GroupUpdate((stage,), captured)
+        if in_shards:
+            captured = dataclasses.replace(captured, variables=cut)
+            update = GroupUpdate((stage,), captured, shards=Shards(names, stored=names))
+        updates.append(update)
+    kept = frozenset(program.variables if in_shards else ())
+    replicate = Replicate(layout, HOST, owners(program), in_shards=kept, bucket_bytes=64)
+    order, update = OrderTasks(schedule, DEVICES), Update(tuple(updates), owners(program), HOST, 64)
+    program = apply(program, replicate, SplitConcat(), Accumulate(), order, update)
+    verify(program, complete=True)
+    return program
+
+
+def waits(graph: Graph, name: str) -> set[str]:
+    """All nodes that have run before a node does."""
+    seen: set[str] = set()
+    stack = [name]
+    while stack:
+        node = graph.nodes[stack.pop()]
+        before = {ref.node for ref in data_inputs(node)} | set(control_inputs(node))
+        stack += before - seen
+        seen |= before
+    return seen
+
+
+def test_gathers_go_one_stage_ahead_of_a_devices_tasks() -> None:
+    program = complete(layers(), in_shards=True)
+    step, graph = step_of(program), Graph(program.graph)
+    assert set(step.gathers) == {(stage, replica) for stage in range(3) for replica in range(2)}
+    for (stage, replica), nodes in step.gathers.items():
+        assert len(nodes) == 2, "the shards of both devices, for this replica alone"
+        before = [name for name in nodes for name in control_inputs(graph.nodes[name])]
+        assert before == ([] if stage < 2 else [step.entry[Task.parse(f"0F0.r{replica}")]] * 2)
+        assert set(nodes) <= waits(graph, step.entry[Task.parse(f"{stage}F0.r{replica}")])
+    for stage in range(3):
+        for replica, device in enumerate(DEVICES):
+            reads = step.shard_reads[(stage,), device]
+            assert len(reads) == 2 and {graph.nodes[name].device for name in reads} == {device}
+            assert set(reads) <= waits(graph, f"stage{stage}/replica{replica}/apply"), "a shard changes after that"
+
+
+def test_steps_give_what_whole_parameters_give() -> None:
+    rng = np.random.default_rng(0)
+    program, x = layers(), rng.normal(size=(4, 2))
+    values = {name: rng.normal(size=variable.shape) for name, variable in program.variables.items()}
+    losses = {}
+    for in_shards in (False, True):
+        step = complete(program, in_shards=in_shards)
+        load = empty_graph()
+        builder, shards = Builder(load), 2 if in_shards else 1
+        cut = [dataclasses.replace(variable, shards=shards) for variable in program.variables.values()]
+        function = load_function("load_all", cut)
+        vector = builder.const([number for v in cut for number in values[v.name].ravel().tolist()], cut[0].dtype)
+        for number, device in enumerate(DEVICES):
+            own = [builder.const(number, types_pb2.DT_INT32)] if in_shards else []
+            builder.append(call_node(f"load{number}", function, [vector, *own], device=device))
+        merge_library(load, [function])
+        with Machine(step.graph, 2) as machine:
+            machine.add(load, "all")
+            machine.run([], after=["all/load0", "all/load1"])
+            made, feeds = step_of(step), {step_of(step).feeds[Ref("x")]: x}
+            assert made.loss is not None and made.train is not None
+            losses[in_shards] = [machine.run([made.loss], feeds, after=[made.train])[0] for _ in range(3)]
+    assert len(set(losses[True])) == 3
+    np.testing.assert_allclose(losses[True], losses[False], rtol=1e-12)
+
+
+# ---- rows of tables
 
 
 def looked_up(program: Program, keepers: Sequence[Sequence[str]], *cuts: str) -> Program:
