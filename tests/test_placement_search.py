@@ -18,7 +18,7 @@ from dapple_tf.operators.fast_t import critical_path, fast_t
 from dapple_tf.operators.fd_dps import _improved_best, fd_dps
 from dapple_tf.operators.heft import by_rank, heft
 from dapple_tf.operators.islands import largest_island, on_island
-from dapple_tf.operators.list_placement import InsertionScheduler
+from dapple_tf.operators.list_placement import InsertionScheduler, Slots
 from dapple_tf.operators.mp_dps import mp_dps, predicted_paths
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import Candidate, placed_by, scheduled, variant_of
@@ -70,6 +70,16 @@ def test_heft_finds_its_papers_ranks_and_schedule() -> None:
     placement = heft(graph, topology(3, 1.0, 0.0))
     assert devices_of(graph, placement) == scheduler.device
     assert placement.seconds == 91.0  # The simulator's links send one tensor after another.
+
+
+def test_an_operator_takes_the_first_free_time_that_is_long_enough() -> None:
+    slots = Slots()
+    for start, seconds in ((2.0, 1.0), (5.0, 2.0)):
+        slots.take(slots.find(start, seconds), seconds)
+    assert [slots.find(0.0, seconds) for seconds in (2.0, 2.5)] == [0.0, 7.0]
+    assert [slots.find(ready, 1.0) for ready in (0.5, 1.5, 4.5, 9.0)] == [0.5, 3.0, 7.0, 9.0]
+    slots.take(slots.find(0.5, 1.0), 1.0)
+    assert [slots.find(0.0, seconds) for seconds in (0.5, 1.0, 2.0, 3.0)] == [0.0, 3.0, 3.0, 7.0]
 
 
 def test_fast_t_keeps_the_critical_path_on_its_fastest_device() -> None:

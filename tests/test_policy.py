@@ -9,12 +9,13 @@ import pickle
 import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hardware import cluster_of, profile_of
-from schedule_runs import straight
+from schedule_runs import straight, vee
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan, PlanError
@@ -22,9 +23,8 @@ from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.policy_names import own_policy
-from dapple_tf.schedules.schedule_csv import csv_policy, to_csv
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, policy_of
+from dapple_tf.schedules.schedules import ScheduleError, make_schedule, policy_of
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.planned import planned
 from dapple_tf.tools.evaluation.check_simulator import pipeline
@@ -74,55 +74,44 @@ def plan_of(schedule: str | Policy, micro_batches: int = 4, **options: object) -
 # ---- the built-in ones
 
 
-def test_built_in_policies_have_names_and_summaries_of_their_own() -> None:
-    assert len({policy.name for policy in BUILT_IN}) == len({policy.summary for policy in BUILT_IN}) == len(BUILT_IN)
-    for policy in BUILT_IN:
-        assert policy_of(policy.name) is policy is policy_of(policy) and str(policy) == policy.name
-        assert policy.summary and "\n" not in policy.summary and policy.summary[-1] not in ".;"
-        assert policy.source is None
+def devices_for(policy: Policy) -> list[list[int]]:
+    return vee(3) if policy.planning.placements == (Placement.VEE,) else straight(3)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN, ids=str)
+def test_built_in_policies_are_values_that_say_how_they_order(policy: Policy) -> None:
+    """Copies of functools.partial aren't equal by themselves: functions of policies are bound to options."""
+    assert policy_of(policy.name) is policy is policy_of(policy) and str(policy) == policy.name
+    assert policy.summary and "\n" not in policy.summary and policy.summary[-1] not in ".;"
+    assert policy.source is None
+    for copied in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert copied == policy and hash(copied) == hash(policy)
+    assert policy != dataclasses.replace(policy, name="another")
+    assert [other.name for other in BUILT_IN if other == policy] == [policy.name]
+    assert own_policy(copy.deepcopy(policy)) == policy.name
+    devices = devices_for(policy)
+    split = make_schedule(policy, devices, 4).split
+    assert split == (frozenset(range(len(devices))) if policy.splits else frozenset())
+    if policy.reverses:
+        assert 0 in make_schedule(policy, devices, 4, reverse_first_k=1).split
+    if policy.needs_all:
+        with pytest.raises(ScheduleError, match="keeps all 4 micro-batches in flight"):
+            make_schedule(policy, devices, 4, holds=[2] * len(devices))
+    if not policy.planning.by_seconds:
+        even, odd = [[1, 1, 1]] * len(devices), [[1, 4, 1]] * (len(devices) - 1) + [[9, 9, 9]]
+        orders = {str(make_schedule(policy, devices, 4, task_seconds=seconds)) for seconds in (even, odd)}
+        assert len(orders) == 1
+    plan, profile, cluster = pipeline(4, 5, policy.name, [2, 1], 0.1)
+    assert dapple.simulate(plan, profile, cluster).latency > 0, "the simulator's check has a pipeline for it"
 
 
 def test_ranks_order_policies_and_no_placement_is_in_doubt() -> None:
     assert all(policy.planning.placements for policy in BUILT_IN)
+    assert len({policy.name for policy in BUILT_IN}) == len({policy.summary for policy in BUILT_IN}) == len(BUILT_IN)
     assert len({policy.planning.rank for policy in BUILT_IN}) == len(BUILT_IN)
     assert Placement.STRAIGHT.stages("ab", 1) == ["a", "b"] and Placement.STRAIGHT.stages("ab", 2) is None
     assert Placement.PERIODIC.stages("ab", 2) == ["a", "b", "a", "b"] and Placement.PERIODIC.stages("ab", 1) is None
     assert Placement.VEE.stages("ab", 2) == ["a", "b", "b", "a"] and Placement.VEE.stages("ab", 3) is None
-
-
-def test_flags_say_what_orders_do() -> None:
-    for policy in BUILT_IN:
-        devices = straight(3)
-        if policy.planning.placements == (Placement.VEE,):
-            devices = devices + devices[::-1]
-        split = make_schedule(policy, devices, 4).split
-        assert split == (frozenset(range(len(devices))) if policy.splits else frozenset())
-        if policy.reverses:
-            assert 0 in make_schedule(policy, devices, 4, reverse_first_k=1).split
-        else:
-            with pytest.raises(ScheduleError, match="doesn't split backwards"):
-                make_schedule(policy, devices, 4, reverse_first_k=1)
-        if policy.needs_all:
-            with pytest.raises(ScheduleError, match="keeps all 4 micro-batches in flight"):
-                make_schedule(policy, devices, 4, holds=[2] * len(devices))
-
-
-def test_a_plan_has_the_times_by_which_its_policy_orders_tasks() -> None:
-    for policy in BUILT_IN:
-        if policy.planning.by_seconds:
-            continue
-        devices = straight(3)
-        if policy.planning.placements == (Placement.VEE,):
-            devices = devices + devices[::-1]
-        even, odd = [[1, 1, 1]] * len(devices), [[1, 4, 1]] * (len(devices) - 1) + [[9, 9, 9]]
-        orders = {str(make_schedule(policy, devices, 4, task_seconds=seconds)) for seconds in (even, odd)}
-        assert len(orders) == 1, policy.name
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_simulators_check_has_a_pipeline_for_every_policy(policy: str) -> None:
-    plan, profile, cluster = pipeline(4, 5, policy, [2, 1], 0.1)
-    assert dapple.simulate(plan, profile, cluster).latency > 0
 
 
 NAMES = "|".join(policy.name for policy in BUILT_IN)
@@ -158,27 +147,9 @@ def test_an_own_policy_is_checked_simulated_and_drawn() -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_an_own_policy_is_emulated() -> None:
-    plan, profile, cluster = pipeline(2, 3, RUN_AHEAD, [1], 0.0)
-    step = dapple.emulate(plan, profile, cluster, steps=1)
-    assert step.order.orders == plan.order_tasks().orders
-    assert str(step.order).splitlines()[0] == "0: 0F0 0F1 0F2 0B0 0B1 0B2"
-
-
 def test_a_built_in_policy_is_its_name() -> None:
     assert plan_of(policy_of("zb_h1")).schedule == "zb_h1"
     assert plan_of(policy_of("zb_h1")) == plan_of("zb_h1")
-    assert pickle.loads(pickle.dumps(plan_of("zb_h1"))).policy is policy_of("zb_h1")
-
-
-@pytest.mark.parametrize("policy", BUILT_IN, ids=str)
-def test_copies_of_a_policy_are_equal_to_it(policy: Policy) -> None:
-    """Those whose functions are bound to options, too: copies of functools.partial aren't equal by themselves."""
-    for copied in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
-        assert copied == policy and hash(copied) == hash(policy)
-    assert policy != dataclasses.replace(policy, name="another")
-    assert [other.name for other in BUILT_IN if other == policy] == [policy.name]
-    assert own_policy(copy.deepcopy(policy)) == policy.name
 
 
 def test_memory_and_options_are_asked_of_an_own_policy() -> None:
@@ -189,8 +160,6 @@ def test_memory_and_options_are_asked_of_an_own_policy() -> None:
     assert [costs.delays(stage) for stage in range(3)] == [True, False, False]
     last = plan_of(SPLIT_FIRST, reverse_first_k=1).order_tasks().orders[0][-1]
     assert str(last) == "0Bw3"
-    with pytest.raises(PlanError, match="split_first doesn't split the backward of stage 1; set it to at most 1"):
-        plan_of(SPLIT_FIRST, reverse_first_k=2)
 
 
 def backwards_first(request: ScheduleRequest) -> Orders:
@@ -214,38 +183,85 @@ def make_orders(request: ScheduleRequest, ahead: int) -> Orders:
     }
 
 
-def test_an_own_policy_with_a_wrong_order_is_refused_when_the_plan_is_made() -> None:
-    with pytest.raises(PlanError, match=r"device 0 runs 0B0 before 0F0; a backward needs its forward first"):
-        Plan.data_parallel(1, 8, schedule=Policy("wrong", backwards_first))
-    with pytest.raises(PlanError, match=r"^schedule 'wrong': device 0 runs 0B0"):
-        Plan.data_parallel(1, 8, schedule=Policy("wrong", backwards_first))
-    with pytest.raises(PlanError, match=r"wrong has device 0 run 2F0, but stages are 0 to 0"):
-        Plan.data_parallel(1, 8, schedule=Policy("wrong", of_another))
-    with pytest.raises(PlanError, match=r"wrong has device 0 run 2F0, but stage 2 is on \[3\]; give each stage"):
-        plan_of(Policy("wrong", of_another))
-    with pytest.raises(PlanError, match=r"device 0 has 3 micro-batches in flight after 0F2, but stage 0 holds 2"):
-        plan_of(Policy("greedy", too_many), warm_up=[2, 2, 2])
-    with pytest.raises(PlanError, match="a built-in schedule is called gpipe too; give yours another name"):
-        plan_of(Policy("gpipe", too_many))
-    for name in ("", "a:b", "a/b", 3):
-        with pytest.raises(ScheduleError, match="give a text without a colon and slashes"):
-            Policy(name, too_many)  # type: ignore[arg-type]
+WRONG = Policy("wrong", backwards_first)
+OF_ANOTHER = Policy("wrong", of_another)
 
 
 @pytest.mark.parametrize(
-    ("made", "text"),
+    ("make", "text"),
     [
-        (None, "policy wrong returned None; let it return a dict: device -> its jobs"),
-        ([Job(0, F, 0)], r"policy wrong returned \[Job"),
-        ({0: Job}, "policy wrong gives device 0 <class .*; give a list of its jobs"),
-        ({0: iter(())}, "policy wrong gives device 0 <.*; give a list of its jobs"),
-        ({0: [(0, F, 0)]}, r"policy wrong has \(0, .* among the jobs of device 0; give each as Job\(stage"),
-        ({0: [Job(0, "F", 0)]}, r"policy wrong has Job\(.* among the jobs of device 0"),  # type: ignore[arg-type]
+        (
+            lambda: plan_of(SPLIT_FIRST, reverse_first_k=2),
+            "split_first doesn't split the backward of stage 1; set it to",
+        ),
+        (lambda: plan_of(RUN_AHEAD, weight_devices=[[4], [5, 6], [7]]), "run_ahead runs Bw on a stage's own devices"),
+        (
+            lambda: plan_of(RUN_AHEAD, weight_regions=[0, 0, 0]),
+            "weight_regions are given for run_ahead, which has no reg",
+        ),
+        (
+            lambda: Plan.data_parallel(1, 8, schedule=WRONG),
+            r"^schedule 'wrong': device 0 runs 0B0 before 0F0; a backward",
+        ),
+        (lambda: Plan.data_parallel(1, 8, schedule=OF_ANOTHER), r"wrong has device 0 run 2F0, but stages are 0 to 0"),
+        (lambda: plan_of(OF_ANOTHER), r"wrong has device 0 run 2F0, but stage 2 is on \[3\]; give each stage"),
+        (
+            lambda: plan_of(Policy("greedy", too_many), warm_up=[2, 2, 2]),
+            r"device 0 has 3 micro-batches in flight after",
+        ),
+        (
+            lambda: plan_of(Policy("gpipe", too_many)),
+            "a built-in schedule is called gpipe too; give yours another name",
+        ),
+        *(
+            (lambda name=name: Policy(name, too_many), "give a text without a colon and sl")
+            for name in ("", "a:b", "a/b")
+        ),
+        (lambda: Policy(3, too_many), "give a text without a colon and slashes"),  # type: ignore[arg-type]
+        (lambda: returning(None), "policy wrong returned None; let it return a dict: device -> its jobs"),
+        (lambda: returning([Job(0, F, 0)]), r"policy wrong returned \[Job"),
+        (lambda: returning({0: Job}), "policy wrong gives device 0 <class .*; give a list of its jobs"),
+        (lambda: returning({0: iter(())}), "policy wrong gives device 0 <.*; give a list of its jobs"),
+        (lambda: returning({0: [(0, F, 0)]}), r"wrong has \(0, .* among the jobs of device 0; give each as Job\(stage"),
+        (lambda: returning({0: [Job(0, "F", 0)]}), r"policy wrong has Job\(.* among the jobs of device 0"),  # type: ignore[arg-type]
+        *(
+            (
+                lambda answer=answer: plan_of(dataclasses.replace(RUN_AHEAD, check=lambda request: answer)),
+                f"check of policy run_ahead returned {answer!r}; let it raise a Schedule",
+            )
+            for answer in (False, "too many stages")
+        ),
+        (lambda: Policy("mine", None), "order of policy mine is None; give a function of a request"),  # type: ignore[arg-type]
+        (lambda: Policy("mine", run_ahead, waits=3), "waits of policy mine is 3; give a function of a request"),  # type: ignore[arg-type]
+        (
+            lambda: plan_of(run_ahead),
+            r"the schedule is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run",
+        ),  # type: ignore[arg-type]
+        (lambda: planned_by(run_ahead), r"the schedule is the function run_ahead; wrap it: dapple.Policy"),
+        (lambda: planned_by(Policy("gpipe", too_many)), "a built-in schedule is called gpipe too"),
+        (lambda: plan_of("nowhere:MINE"), "'nowhere:MINE' is of a module that isn't imported; import its module, or"),
+        (
+            lambda: plan_of(f"{__name__}:PROFILE"),
+            "isn't a Policy of that module; import its module, or give the policy",
+        ),
+        (lambda: planned_by("nowhere:MINE"), "'nowhere:MINE' is of a module that isn't imported"),
+        (
+            lambda: Plan.straight(CUTS, 8, 4, devices=[[0], [1], [2]]),
+            r"stage i on device i; choose devices by Plan.man",
+        ),  # type: ignore[call-arg]
     ],
 )
-def test_what_an_own_policy_returns_is_checked(made: Any, text: str) -> None:
-    with pytest.raises(PlanError, match=text):
-        Plan.data_parallel(1, 8, schedule=Policy("wrong", lambda request: made))
+def test_wrong_policies_are_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises((PlanError, ScheduleError), match=text):
+        make()
+
+
+def returning(made: Any) -> Plan:
+    return Plan.data_parallel(1, 8, schedule=Policy("wrong", lambda request: made))
+
+
+def planned_by(schedule: Any, **options: Any) -> Plan:
+    return find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, micro_batches=4, schedule=schedule, **options)
 
 
 def test_an_own_policy_that_fails_is_named() -> None:
@@ -254,51 +270,14 @@ def test_an_own_policy_that_fails_is_named() -> None:
     assert caught.value.__notes__ == ["in the schedule failing, of 4 micro-batches on ((0,), (1, 2), (3,))"]
 
 
-def test_checks_raise_and_dont_answer() -> None:
-    for answer in (False, "too many stages"):
-        own = dataclasses.replace(RUN_AHEAD, check=lambda request, answer=answer: answer)
-        with pytest.raises(PlanError, match=f"check of policy run_ahead returned {answer!r}; let it raise a Schedule"):
-            plan_of(own)
-
-
-def test_policies_are_made_of_functions() -> None:
-    with pytest.raises(ScheduleError, match="order of policy mine is None; give a function of a request"):
-        Policy("mine", None)  # type: ignore[arg-type]
-    for name in ("check", "in_flight"):
-        with pytest.raises(ScheduleError, match=f"{name} of policy mine is 3; give a function of a request"):
-            Policy("mine", run_ahead, **{name: 3})  # type: ignore[arg-type]
-    for make in (lambda: plan_of(run_ahead), lambda: find_plan(PROFILE, cluster_of(2), 8, schedule=run_ahead)):  # type: ignore[arg-type]
-        with pytest.raises(
-            PlanError, match=r"the schedule is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run_ahead\)"
-        ):
-            make()
-
-
-def test_an_own_policys_module_and_name_stand_for_it_where_the_module_is_imported() -> None:
+def test_the_planner_takes_own_policies_and_names_of_modules() -> None:
     named = f"{__name__}:RUN_AHEAD"
     assert plan_of(named) == plan_of(RUN_AHEAD) and plan_of(named).schedule is RUN_AHEAD
-    cluster = cluster_of(1, 1, inter_bandwidth=1e10)
-    assert find_plan(PROFILE, cluster, 8, micro_batches=4, schedule=named).schedule == RUN_AHEAD
-    for make in (plan_of, lambda schedule: find_plan(PROFILE, cluster, 8, schedule=schedule)):
-        with pytest.raises(PlanError, match="'nowhere:MINE' is of a module that isn't imported; import its module, or"):
-            make("nowhere:MINE")
-        with pytest.raises(PlanError, match="isn't a Policy of that module; import its module, or give the policy"):
-            make(f"{__name__}:PROFILE")
-
-
-def test_a_straight_plan_refuses_devices() -> None:
-    with pytest.raises(PlanError, match=r"stage i on device i; choose devices by Plan.manual\(cuts, devices, ...\)"):
-        Plan.straight(CUTS, 8, 4, devices=[[0], [1], [2]])  # type: ignore[call-arg]
-
-
-def test_the_planner_takes_own_policies() -> None:
-    chosen = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, schedule=[RUN_AHEAD, "gpipe"])
-    assert chosen.policy in (RUN_AHEAD, policy_of("gpipe"))
-    alone = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, micro_batches=4, schedule=RUN_AHEAD)
+    assert planned_by(named).schedule == RUN_AHEAD
+    assert planned_by([RUN_AHEAD, "gpipe"]).policy in (RUN_AHEAD, policy_of("gpipe"))
+    alone = planned_by(RUN_AHEAD)
     assert alone.schedule == RUN_AHEAD and alone.report is not None
     assert "run_ahead" in str(alone)
-    with pytest.raises(PlanError, match="a built-in schedule is called gpipe too"):
-        find_plan(PROFILE, cluster_of(2), 8, schedule=Policy("gpipe", too_many))
 
 
 def one_by_one(request: ScheduleRequest) -> Orders:
@@ -381,66 +360,3 @@ def test_a_policy_without_a_name_in_a_module_is_found_among_those_that_are_given
         Plan.from_json(text, schedules=mine)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"schedules has <function .*; give policies"):
         Plan.from_json(text, schedules=[run_ahead])  # type: ignore[list-item]
-
-
-# ---- from a CSV file
-
-
-def csv_file(folder: Path, text: str | None = None) -> Path:
-    path = folder / "mine.csv"
-    path.write_text(to_csv(make_schedule("zb_h1", straight(3), 4)) if text is None else text)
-    return path
-
-
-def test_a_csv_file_is_a_schedule(tmp_path: Path) -> None:
-    plan = plan_of(csv_policy(csv_file(tmp_path)))
-    assert plan == plan_of(str(tmp_path / "mine.csv"))
-    assert plan.order_tasks().orders == plan_of("zb_h1").order_tasks().orders
-    assert plan.split_stages == {0, 1, 2} and "schedule mine.csv" in str(plan)
-    fewer = plan.order_tasks(2)
-    assert str(fewer).splitlines()[3] == "3: 2F0 2Bx0 2F1 2Bx1 2Bw0 2Bw1"
-    simulated = dapple.simulate(plan, PROFILE, cluster_of(4))
-    assert simulated.latency == dapple.simulate(plan_of("zb_h1"), PROFILE, cluster_of(4)).latency
-
-
-def test_a_csv_files_path_stands_in_a_plans_file(tmp_path: Path) -> None:
-    (tmp_path / "schedules").mkdir()
-    plan = plan_of(str(csv_file(tmp_path / "schedules")))
-    plan.save(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "schedules/mine.csv"
-    assert Plan.load(tmp_path / "plan.json") == plan
-    (tmp_path / "elsewhere").mkdir()
-    plan.save(tmp_path / "elsewhere" / "plan.json")
-    assert Plan.load(tmp_path / "elsewhere" / "plan.json") == plan == Plan.from_json(plan.to_json())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0,what", r"row 1, column 2: 'what' isn't an action"),
-        ("0F0,0B0\n1F0,1B0", r"mine.csv has 2 stages, but there are 3; cut the model into 2"),
-        ("0F0,0B0\n1F0,1B0\n2F0,2B0", r"mine.csv has 1 micro-batch, but there are 4; use at most 1"),
-        ("0F0,1F0,1B0,0B0\n2F0,2B0,2F3", r"mine.csv has stages 0 and 1, which are on devices \[0\] and \[1, 2\]"),
-        ("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F3,1B3\n2F0", r"no device runs 1F0; add it to device 1"),
-        ("", r"mine.csv. has no tasks"),
-    ],
-)
-def test_a_wrong_csv_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        plan_of(str(csv_file(tmp_path, text)))
-
-
-def test_a_csv_file_that_isnt_one(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"missing.csv' can't be read: No such file"):
-        plan_of(str(tmp_path / "missing.csv"))
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(PlanError, match=r"folder.csv': it isn't a file"):
-        plan_of(str(tmp_path / "folder.csv"))
-    with pytest.raises(ScheduleError, match=r"isn't a CSV file's path; give one that ends in \.csv"):
-        csv_policy(tmp_path / "plan.json")
-    for path in ("\0.csv", "x" * 5000 + ".csv"):
-        with pytest.raises(PlanError, match="csv"):
-            plan_of(path)
-    rows = to_csv(make_schedule("dapple_a", straight(2), 4))
-    with pytest.raises(PlanError, match=r"rows 1 and 2 of mine.csv are both for device 0"):
-        Plan.manual(["a"], [[0], [0]], 4, 8, str(csv_file(tmp_path, rows)))

@@ -38,6 +38,15 @@ def test_a_tensor_is_sent_once_to_a_device_and_transfers_queue_up_on_a_link() ->
     assert (seen.seconds, seen.busy_seconds.tolist()) == (10.0, [2.0, 3.0])
 
 
+def test_an_operator_that_only_waits_learns_of_an_end_a_latency_later() -> None:
+    builder = Builder(2)
+    one = builder.add("A", 2.0, 5.0)
+    builder.add("B", 1.0, 0.0, waits=(one,))
+    builder.add("C", 1.0, 0.0, waits=(one,))
+    seen = simulated(builder, [0, 0, 1], topology(2, 1.0, 0.5))
+    assert seen.start.tolist() == [0.0, 2.0, 2.5] and not seen.transfers
+
+
 def test_memory_is_held_from_start_or_arrival_to_the_end_of_the_last_reader_or_transfer() -> None:
     """Device 0 holds A (8 bytes) while it's sent, and B (4); device 1 the copy and its variables (100 bytes)."""
     builder = Builder(2)

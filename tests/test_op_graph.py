@@ -1,0 +1,564 @@
+"""The OpGraph of a flat graph: operators, edges, groups and times; shapes behind loops, branches and lists; splits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from program_text import read_program
+
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
+from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError
+from dapple_tf.operators.op_graph import OpGraph, Topology
+from dapple_tf.operators.rooflines import Roofline
+from dapple_tf.operators.split_graph import apply_splits
+from graph_passes.analysis.operator_shapes import ShapeInference, operator_shapes
+from graph_passes.analysis.split_rules import FIRST, Split, SplitRule
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, dtypes_attr
+from graph_passes.ir.outline import outline, placeholder
+from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.storage import handle, merge_library, read
+from graph_passes.ir.tensorflow_bridge import Shape, empty_graph
+
+_FLOAT = tf.float32.as_datatype_enum
+_PLAIN = Roofline(flops=1e12, bandwidth=1e11, launch=1e-6, memory=1.0)
+_COSTS = OperatorCosts({"GPU": _PLAIN, "CPU": _PLAIN})
+
+
+def topology(*names: str) -> Topology:
+    cluster = Cluster(tuple(Device(name, 0) for name in names or ("GPU:0", "GPU:1")), 1e10, None, 1e-6)
+    return Topology.of(cluster)
+
+
+def built(graph: GraphDef, **options: object) -> OpGraph:
+    return build_op_graph(graph, topology(), _COSTS, **options)  # type: ignore[arg-type]
+
+
+def edges(graph: OpGraph) -> list[tuple[str, str, int, int]]:
+    return [(graph.names[one], graph.names[other], tensor, argument) for one, other, tensor, argument in graph.edges]
+
+
+def by_name(graph: OpGraph, values: Any) -> dict[str, Any]:
+    return dict(zip(graph.names, values, strict=True))
+
+
+def together(graph: OpGraph) -> list[set[str]]:
+    """The groups of more than one operator."""
+    groups: dict[int, set[str]] = {}
+    for name, group in by_name(graph, graph.groups).items():
+        groups.setdefault(int(group), set()).add(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+SMALL = """
+    x[8, 6]
+    a = AddV2(x, 1.0)
+    split = SplitV(a, [5, 1], 1, num_split=2)
+    e = Mul(split, split:1)
+    f = Neg(e) ^split ^e ^x
+    g = NoOp() ^f ^a
+"""
+
+
+def small_graph(more: str = "") -> GraphDef:
+    return read_program(SMALL + more).graph
+
+
+def test_operators_are_in_topological_order_and_edges_name_tensors_and_arguments() -> None:
+    graph = small_graph()
+    backwards = GraphDef(node=reversed(graph.node), versions=graph.versions)
+    assert built(backwards).names == built(graph).names
+    op_graph = built(small_graph("h = Sub(a, a)"))
+    assert op_graph.names == ("a", "split", "h", "e", "f", "g"), "no constants and placeholders"
+    assert op_graph.ops == ("AddV2", "SplitV", "Sub", "Mul", "Neg", "NoOp")
+    assert edges(op_graph) == [
+        ("a", "split", 0, 0),
+        ("a", "h", 0, 0),
+        ("a", "h", 0, 1),
+        ("split", "e", 1, 0),
+        ("split", "e", 2, 1),
+        ("e", "f", 3, 0),
+        ("split", "f", -1, -1),  # e and x are read, or no operator
+        ("f", "g", -1, -1),
+        ("a", "g", -1, -1),
+    ]
+    assert op_graph.tensor_bytes.tolist() == [8 * 48, 8 * 40, 8 * 8, 8 * 40]
+    assert op_graph.edges.dtype == np.int64
+    assert op_graph.tensor_outputs is not None and op_graph.tensor_outputs.tolist() == [0, 0, 1, 0]
+
+
+def test_times_are_by_kind_and_speed_of_devices() -> None:
+    costs = OperatorCosts({"GPU": _PLAIN, "CPU": Roofline(flops=1e9, bandwidth=1e9, launch=1e-4, memory=0.5)})
+    places = topology("GPU:0", "CPU:0", "GPU:1")
+    graph = small_graph()
+    plain = build_op_graph(graph, places, costs, speeds=(1.0, 1.0, 2.0))
+    assert plain.launch_seconds.tolist() == [1e-6, 1e-4, 0.5e-6]
+    assert plain.copy_seconds.tolist() == [2e-11, 4e-9, 1e-11]
+    made = operator_signatures(graph, infer_shapes(graph, {}, {}))
+    costs.add(made["e"], "GPU", 3.0)
+    op_graph = build_op_graph(graph, places, costs, speeds=(1.0, 1.0, 2.0))
+    row = by_name(op_graph, op_graph.seconds.tolist())
+    assert row["e"] == [3.0, costs.seconds(made["e"], "CPU"), 1.5] and row["g"] == [0, 0, 0]
+    with pytest.raises(PassError, match="one above 0 for each of the 3 devices"):
+        build_op_graph(graph, places, costs, speeds=(1.0,))
+    with pytest.raises(OperatorCostsError, match="kind 'TPU'"):
+        build_op_graph(graph, topology("TPU:0"), costs)
+    next(node for node in graph.node if node.name == "a").input.append("^e")
+    with pytest.raises(PassError, match="cycle"):
+        built(graph)
+
+
+def test_an_unknown_dimension_counts_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    graph = read_program("x[?, 6]\na = Neg(x)\nb = Neg(a)").graph
+    with caplog.at_level("DEBUG", "dapple_tf"):
+        assert built(graph).tensor_bytes.tolist() == [48]
+    assert "aren't known" in caplog.text and "x (Placeholder)" in caplog.text
+    assert built(graph, shapes=infer_shapes(graph, {"x": (4, 6)}, {})).tensor_bytes.tolist() == [192]
+
+
+# ---- groups
+
+
+def variables_graph() -> Builder:
+    builder = Builder(empty_graph())
+    for name, shape in (("w", (4, 2)), ("m", (4, 2)), ("v", (3,))):
+        builder.add(f"use_{name}", "Neg", [read(builder, name, _FLOAT, shape)], T=dtype_attr(_FLOAT))
+    kind = {"dtype": dtype_attr(_FLOAT)}
+    again = handle(builder, "w", _FLOAT, (4, 2))
+    builder.add("assign_w", "AssignSubVariableOp", [again, Ref("use_w")], **kind)
+    resource = dtype_attr(tf.resource.as_datatype_enum)
+    passed = builder.add("passed", "Identity", [handle(builder, "v", _FLOAT, (3,))], T=resource)
+    builder.add("assign_v", "AssignAddVariableOp", [passed, Ref("use_v")], **kind)
+    return builder
+
+
+def test_all_that_touches_a_variable_is_one_group() -> None:
+    op_graph = built(variables_graph().graph)
+    assert together(op_graph) == [
+        {"handle/w", "handle/w_1", "read/w", "assign_w"},
+        {"handle/m", "read/m"},
+        {"handle/v", "handle/v_1", "read/v", "passed", "assign_v"},
+    ]
+    stored = by_name(op_graph, op_graph.stored_bytes[op_graph.groups])
+    assert (stored["assign_w"], stored["read/m"], stored["handle/v"], stored["use_w"]) == (32, 32, 12, 0)
+    assert op_graph.stored_bytes.sum() == 76
+    assert (op_graph.pinned == -1).all()
+    op_graph = built(variables_graph().graph, pinned={"w": 1, "v": 0, "elsewhere": 1})
+    device = by_name(op_graph, op_graph.pinned[op_graph.groups])
+    assert (device["assign_w"], device["read/v"], device["read/m"], device["use_w"]) == (1, 0, -1, -1)
+    with pytest.raises(PassError, match="on device 2, but the devices are 0 to 1"):
+        built(variables_graph().graph, pinned={"w": 2})
+
+
+def test_an_operator_that_touches_two_variables_joins_their_groups() -> None:
+    builder = variables_graph()
+    inputs = [Ref("handle/w"), Ref("handle/m"), builder.const(0.1, _FLOAT), Ref("use_w"), builder.const(0.9, _FLOAT)]
+    builder.add("momentum", "ResourceApplyMomentum", inputs, T=dtype_attr(_FLOAT))
+    op_graph = built(builder.graph)
+    assert {"momentum", "handle/w", "handle/m", "read/m"} < together(op_graph)[0]
+    assert by_name(op_graph, op_graph.stored_bytes[op_graph.groups])["momentum"] == 64
+    with pytest.raises(PassError, match="'m' is on device 0 and 'w' on device 1, but an operator needs both"):
+        built(builder.graph, pinned={"w": 1, "m": 0})
+
+
+def test_a_function_that_makes_its_own_handles_belongs_to_their_variables() -> None:
+    builder, body = variables_graph(), Builder(empty_graph())
+    values = [read(body, "w", _FLOAT, (4, 2)), read(body, "inner", _FLOAT, (5,))]
+    merge_library(builder.graph, [outline("reads", Graph(body.graph), [], values)])
+    types = {"Tin": dtypes_attr([]), "Tout": dtypes_attr([_FLOAT, _FLOAT])}
+    call = builder.add("call", "StatefulPartitionedCall", **types)
+    builder.graph.node[-1].attr["f"].func.name = "reads"
+    builder.add("after", "Neg", [call], T=dtype_attr(_FLOAT))
+    op_graph = built(builder.graph, shapes={})
+    assert {"call", "handle/w", "assign_w"} < together(op_graph)[0]
+    assert "after" not in together(op_graph)[0]
+    assert by_name(op_graph, op_graph.stored_bytes[op_graph.groups])["call"] == 32 + 20
+
+
+def test_makers_and_readers_of_lists_tables_and_fed_handles_are_together() -> None:
+    builder = Builder(empty_graph())
+    fed = builder.append(placeholder("fed", tf.resource.as_datatype_enum))
+    for name in ("one", "two"):
+        builder.add(f"read_{name}", "ReadVariableOp", [fed], dtype=dtype_attr(_FLOAT))
+    kind = {"element_dtype": dtype_attr(_FLOAT)}
+    made = builder.add("list", "EmptyTensorList", [builder.const([2], 3), builder.const(5, 3)], **kind)
+    pushed = builder.add("push", "TensorListPushBack", [made, Ref("read_one")], **kind)
+    builder.add("popped", "TensorListPopBack", [pushed, builder.const([2], 3)], **kind)
+    for number in range(2):
+        types = {"key_dtype": dtype_attr(tf.int64.as_datatype_enum), "value_dtype": dtype_attr(_FLOAT)}
+        builder.add(f"table{number}", "HashTableV2", shared_name="numbers", **types)
+    assert together(built(builder.graph, shapes={})) == [
+        {"read_one", "read_two"},
+        {"list", "push", "popped"},
+        {"table0", "table1"},
+    ]
+
+
+def test_rules_of_splits_are_asked_with_shapes_and_constants() -> None:
+    asked: dict[str, tuple[object, ...]] = {}
+
+    def rules(
+        node: tf.compat.v1.NodeDef, inputs: object, outputs: object, constants: Mapping[int, np.ndarray]
+    ) -> tuple[SplitRule, ...]:
+        asked[node.name] = (inputs, outputs, {key: value.tolist() for key, value in constants.items()})
+        return (SplitRule("batch", 8, (0,), (0,)),) if node.op == "Neg" else ()
+
+    graph = small_graph()
+    op_graph = built(graph, rules=rules)
+    assert op_graph.splits == {op_graph.names.index("f"): (SplitRule("batch", 8, (0,), (0,)),)}
+    assert asked["split"] == ([(8, 6), (2,), ()], [(8, 5), (8, 1)], {1: [5, 1], 2: 1})
+    assert asked["a"] == ([(8, 6), ()], [(8, 6)], {})
+    next(node for node in graph.node if node.name == "f").attr["_class"].list.s.extend([b"loc:@a", b"loc:@not_there"])
+    assert together(built(graph)) == [{"a", "f"}]
+    assert built(graph, rules=rules).splits == {}  # It has to be where a is.
+
+
+def test_convolutions_and_products_can_be_split_by_default_but_not_if_stateful() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [8, 6, 6, 3])
+        y = tf.nn.conv2d(x, tf.random.uniform([3, 3, 3, 4]), 1, "SAME", name="conv")
+        tf.matmul(tf.reshape(y, [8, -1]), tf.zeros([144, 10]), name="product")
+    op_graph = built(graph.as_graph_def())
+    dimensions = {op_graph.names[op]: {rule.dimension for rule in rules} for op, rules in op_graph.splits.items()}
+    assert dimensions["conv"] == {"batch", "channel"}
+    assert "batch" in dimensions["product"]
+    assert not any("random" in name for name in dimensions)
+    assert built(graph.as_graph_def(), rules=None).splits == {}
+
+
+# ---- loops, branches and calls
+
+
+def loop_graph(limit: int | None) -> GraphDef:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [64, 64], name="x")
+        stop = tf.compat.v1.placeholder(tf.int32, [], name="stop") if limit is None else limit
+        body = lambda i, h: (i + 1, tf.tanh(h @ x))  # noqa: E731
+        _, y = tf.while_loop(lambda i, h: i < stop, body, [0, x], maximum_iterations=limit, name="loop")
+        tf.gradients(tf.reduce_sum(y), x, name="back")
+        return graph.as_graph_def()
+
+
+def test_a_loop_costs_its_body_as_often_as_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    graph = loop_graph(10)
+    op_graph = built(graph)
+    seconds = by_name(op_graph, op_graph.seconds[:, 0])
+    product, tanh = 1e-6 + 2 * 64**3 / 1e12, 1e-6 + 2 * 4 * 64**2 / 1e11
+    assert seconds["loop"] == pytest.approx(1e-6 + 10 * (product + tanh), rel=1e-3)
+    assert next(value for name, value in seconds.items() if name.endswith("loop_grad")) > 10 * 2 * product
+    assert {FunctionWork(graph, _COSTS, {}).rounds(node) for node in graph.node if "While" in node.op} == {10}
+    with caplog.at_level("INFO", "dapple_tf"):
+        unknown = built(loop_graph(None))
+    assert by_name(unknown, unknown.seconds[:, 0])["loop"] < 0.2 * seconds["loop"]
+    assert "number of rounds isn't known" in caplog.text
+    costs = OperatorCosts({"GPU": _PLAIN})
+    costs.add(operator_signatures(graph, infer_shapes(graph, {}, {}))["loop"], "GPU", 0.5)
+    measured = build_op_graph(graph, topology(), costs)
+    assert by_name(measured, measured.seconds.tolist())["loop"] == [0.5, 0.5]
+    del graph.library.function[:]
+    with pytest.raises(PassError, match="which its library lacks"):
+        built(graph, shapes={})
+
+
+def test_a_branch_costs_its_slower_side() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [256, 256])
+        which = tf.compat.v1.placeholder(tf.bool, [])
+        tf.compat.v1.cond(which, lambda: x @ x @ x, lambda: x + 1.0, name="branch")
+    op_graph = built(graph.as_graph_def())
+    seconds = op_graph.seconds[op_graph.ops.index("StatelessIf"), 0]
+    assert seconds == pytest.approx(1e-6 + 2 * (1e-6 + 2 * 256**3 / 1e12), rel=0.05)
+
+
+# ---- shapes for a batch size that wasn't known when the graph was traced
+
+
+def traced(function: Callable[..., object], *shapes: tuple[int | None, ...]) -> GraphDef:
+    """The graph of a function of float32 tensors, called ``x0``, ``x1``, ..."""
+    specs = [tf.TensorSpec(shape, tf.float32, name=f"x{number}") for number, shape in enumerate(shapes)]
+    return tf.function(function).get_concrete_function(*specs).graph.as_graph_def()
+
+
+def of_op(graph: GraphDef, shapes: dict[Ref, Shape | None], op: str) -> list[Shape | None]:
+    return [shapes[Ref(node.name)] for node in graph.node if node.op == op]
+
+
+def looped(x: tf.Tensor, body: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    invariants = [tf.TensorShape([]), tf.TensorShape([None, 8])]
+    return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, body(h)), [0, x], shape_invariants=invariants)[1]
+
+
+def kept(x: tf.Tensor) -> tf.Tensor:
+    return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h @ tf.ones((8, 8))), [0, x])[1]
+
+
+def branches(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    large = tf.reduce_sum(x) > 0
+    doubled = tf.function(lambda x: x * 2.0)
+    same = tf.cond(large, lambda: x + 1.0, lambda: doubled(x))
+    return same, tf.cond(large, lambda: x, lambda: tf.concat([x, x], 0))
+
+
+def longer_list(x: tf.Tensor) -> tf.Tensor:
+    made = tf.TensorArray(tf.float32, tf.shape(x)[0], dynamic_size=True, element_shape=(8,))
+    body = lambda i, a: (i + 1, a.write(i, x[0]))  # noqa: E731
+    return tf.while_loop(lambda i, a: i < 2 * tf.shape(x)[0], body, [0, made])[1].stack()
+
+
+def unequal_list(x: tf.Tensor) -> tf.Tensor:
+    return tf.TensorArray(tf.float32, 2, infer_shape=False).write(0, x).write(1, tf.concat([x, x], 0)).read(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (kept, [(32, 8)]),
+        (lambda x: looped(x, lambda h: tf.concat([h, h], 0)), [(None, 8)]),
+        (branches, [(32, 8), (None, 8)]),
+        (longer_list, [(None, 8)]),
+        (unequal_list, [(None, 8)]),
+    ],
+    ids=["kept by a loop", "grown by a loop", "branches and calls", "longer list", "unequal list"],
+)
+def test_shapes_behind_loops_branches_and_lists(function: Callable[..., Any], expected: list[Shape]) -> None:
+    graph = traced(lambda x: tf.nest.map_structure(tf.nn.relu, function(x)), (None, 8))
+    shapes = operator_shapes(graph, {"x0": (32, 8)})
+    assert of_op(graph, shapes, "Relu") == expected
+    assert set(shapes) == set(infer_shapes(graph, {"x0": (32, 8)}, {}))
+
+
+def test_lists_of_a_growing_tensor_have_common_dimensions_of_all_elements() -> None:
+    """The gradient reads what each round has pushed: first 32 rows, then 64."""
+
+    def gradient(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = looped(x, lambda h: tf.concat([h, h @ w], 0))
+        return tape.gradient(y, w)
+
+    graph = traced(gradient, (None, 8), (8, 8))
+    elements = ShapeInference(graph.library).of(graph, {"x0": (32, 8)}).elements
+    assert (32, 8) not in elements.values() and (None, 8) in elements.values()
+    with pytest.raises(PassError, match="can't compute MatMul of tensors of shapes"):
+        operator_shapes(graph, {"x0": (32, 7)})
+
+
+def captured(function: Any, spec: tf.TensorSpec, variables: Sequence[tf.Variable]) -> GraphDef:
+    """A traced graph with handles of its own where it captures variables."""
+    graph = function.get_concrete_function(spec).graph
+    definition = graph.as_graph_def()
+    outside = {inside.op.name: outside for outside, inside in graph.captures if outside.dtype == tf.resource}
+    for node in definition.node:
+        if node.name in outside:
+            variable = next(variable for variable in variables if variable.handle is outside[node.name])
+            node.op = "VarHandleOp"
+            node.attr.clear()
+            node.attr["dtype"].type = variable.dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
+            node.attr["shared_name"].s = node.name.encode()
+    return definition
+
+
+def test_gradients_of_recurrent_layers_are_known_to_the_last_matrix_product() -> None:
+    model = keras.Sequential([keras.Input((10, 6)), keras.layers.GRU(8, return_sequences=True)])
+    variables = [variable.value for variable in model.trainable_variables]
+
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(loss, variables)
+
+    graph = captured(tf.function(step), tf.TensorSpec((None, 10, 6), tf.float32, name="x0"), variables)
+    shapes = operator_shapes(graph, {"x0": (32, 10, 6)})
+    ops = {node.name: node.op for node in graph.node}
+    # What is left are shapes of shapes, and gradients of states that nobody reads.
+    assert {ops[ref.node] for ref, shape in shapes.items() if shape is None or None in shape} <= {
+        *("BroadcastGradientArgs", "VariableShape", "StatelessWhile", "While", "Identity")
+    }
+    assert set(of_op(graph, shapes, "TensorListStack")) == {(10, 32, 8)}
+    work = FunctionWork(graph, OperatorCosts(), shapes)
+    loops = [node for node in graph.node if "While" in node.op]
+    assert len(loops) == 2 and {work.rounds(node) for node in loops} == {10}
+
+
+def test_recurrent_layers_of_open_lengths_give_as_many_steps_as_they_take() -> None:
+    """The length of a list that a loop fills was lost, so that models had to be run to find it."""
+    x = keras.Input((None,), dtype="int32")
+    h = keras.layers.Embedding(9, 4, mask_zero=True)(x)
+    h = keras.layers.Bidirectional(keras.layers.LSTM(3, return_sequences=True))(h)
+    model = keras.Model(x, h)
+    function = tf.function(lambda x: tf.nn.relu(model(x, training=False)))
+    variables = [variable.value for variable in model.variables]
+    graph = captured(function, tf.TensorSpec((None, None), tf.int32, name="x0"), variables)
+    assert of_op(graph, operator_shapes(graph, {"x0": (7, 11)}), "Relu") == [(7, 11, 6)]
+
+
+# ---- splits
+
+ROWS = SplitRule("batch", 6, (0,), (0,))
+COLUMNS = SplitRule("channel", 4, (1,), (1,))
+SUMS = SplitRule("sum", 6, (0,), (None,))
+LAUNCH, COPY = 0.5, 0.125
+
+
+def chain(
+    *rules: SplitRule | None, edges: list[tuple[int, int, int, int]] | None = None, outputs: list[int] | None = None
+) -> OpGraph:
+    """a -> b -> c -> ..., each taking 10.5 s on device 0 and 20.5 s on device 1; tensors of 24 bytes."""
+    count = len(rules)
+    edges = [(number, number + 1, number, 0) for number in range(count - 1)] if edges is None else edges
+    return OpGraph(
+        names=tuple("abcdefgh"[:count]),
+        ops=("Op",) * count,
+        seconds=np.tile([10.5, 20.5], (count, 1)),
+        edges=np.array(edges, np.int64).reshape(-1, 4),
+        tensor_bytes=np.full(1 + max(tensor for _, _, tensor, _ in edges), 24.0),
+        groups=np.arange(count),
+        pinned=np.full(count, -1),
+        stored_bytes=np.zeros(count),
+        splits={number: (rule,) for number, rule in enumerate(rules) if rule is not None},
+        launch_seconds=np.full(2, LAUNCH),
+        copy_seconds=np.full(2, COPY),
+        tensor_outputs=None if outputs is None else np.array(outputs),
+    )
+
+
+def show(graph: OpGraph) -> list[str]:
+    """``producer[output] -> consumer[argument] (bytes)`` for each edge; ``producer -> consumer`` if it only waits."""
+    assert len(set(graph.names)) == graph.count == len(graph.ops) == len(graph.seconds) == len(graph.groups)
+    assert (graph.edges[:, 0] < graph.edges[:, 1]).all(), "the numbering isn't topological"
+    assert len(graph.pinned) == len(graph.stored_bytes) == graph.groups.max() + 1
+    assert graph.tensor_outputs is not None
+    producers: dict[int, set[int]] = {tensor: set() for tensor in range(len(graph.tensor_bytes))}
+    lines = []
+    for producer, consumer, tensor, argument in graph.edges.tolist():
+        before, after = graph.names[producer], graph.names[consumer]
+        if tensor < 0:
+            lines.append(f"{before} -> {after}")
+        else:
+            producers[tensor].add(producer)
+            output, size = graph.tensor_outputs[tensor], graph.tensor_bytes[tensor]
+            lines.append(f"{before}[{output}] -> {after}[{argument}] ({size:g})")
+    assert all(len(made) == 1 for made in producers.values()), "a tensor has no or two producers"
+    return lines
+
+
+def test_an_operator_is_cut_and_joined_for_its_neighbours() -> None:
+    graph = chain(None, ROWS, None)
+    split = apply_splits(graph, {"b": Split("batch", 4)})
+    assert split.names == ("a", "a/split_0_0_4_of_6", "b/part0", "b/part1", "b/part2", "b/part3", "b/joined_0", "c")
+    assert split.ops == ("Op", "SplitV", "Op", "Op", "Op", "Op", "ConcatV2", "Op")
+    assert show(split) == [
+        "a[0] -> a/split_0_0_4_of_6[0] (24)",
+        "a/split_0_0_4_of_6[0] -> b/part0[0] (8)",
+        "a/split_0_0_4_of_6[1] -> b/part1[0] (8)",
+        "a/split_0_0_4_of_6[2] -> b/part2[0] (4)",
+        "a/split_0_0_4_of_6[3] -> b/part3[0] (4)",
+        "b/part0[0] -> b/joined_0[0] (8)",
+        "b/part1[0] -> b/joined_0[1] (8)",
+        "b/part2[0] -> b/joined_0[2] (4)",
+        "b/part3[0] -> b/joined_0[3] (4)",
+        "b/joined_0[0] -> c[0] (24)",
+    ]
+    third, sixth, copied = 10 / 3 + LAUNCH, 10 / 6 + LAUNCH, LAUNCH + 24 * COPY
+    np.testing.assert_allclose(split.seconds[:, 0], [10.5, copied, third, third, sixth, sixth, copied, 10.5])
+    assert len(set(split.groups.tolist())) == 8
+    assert apply_splits(graph, {}) is graph
+
+
+@pytest.mark.parametrize(
+    ("rules", "splits", "between"),
+    [
+        pytest.param((ROWS, ROWS), "b 2, c 2", "", id="alike"),
+        pytest.param((ROWS, SplitRule("batch", 2, (0,), (0,))), "b 2, c 2", "", id="larger units, cut alike"),
+        pytest.param((ROWS, COLUMNS), "b 2, c 2", "b/joined_0[0] -> b/split_0_1_2[0] (24)", id="another axis"),
+        pytest.param((ROWS, ROWS), "b 2, c 3", "b/joined_0[0] -> b/split_0_0_3[0] (24)", id="other parts"),
+        pytest.param(
+            (ROWS, SplitRule("batch", 3, (0,), (0,))),
+            *("b 2, c 2", "b/joined_0[0] -> b/split_0_0_2_of_3[0] (24)"),
+            id="other sizes",
+        ),
+        pytest.param((SUMS, ROWS), "b 2, c 2", "b/joined_0[0] -> b/split_0_0_2[0] (24)", id="sums"),
+    ],
+)
+def test_operators_that_are_split_alike_stay_split_and_others_are_joined_and_cut_anew(
+    rules: tuple[SplitRule, SplitRule], splits: str, between: str
+) -> None:
+    first, second = rules
+    counts = {text[0]: int(text[2]) for text in splits.split(", ")}
+    made = {name: Split(rule.dimension, counts[name]) for name, rule in (("b", first), ("c", second))}
+    split = apply_splits(chain(None, *rules, None), made)
+    lines = show(split)
+    assert [line for line in lines if line.startswith("b/joined")] == [between] * bool(between)
+    assert ("b/part1[0] -> c/part1[0] (12)" in lines) == (not between)
+    joins = {name: op for name, op in by_name(split, split.ops).items() if "joined" in name}
+    assert joins.pop("b/joined_0", None) == (None if not between else "AddN" if first is SUMS else "ConcatV2")
+    assert joins == {"c/joined_0": "ConcatV2"}
+
+
+def test_readers_share_cuts_and_joins_and_may_read_all() -> None:
+    edges = [(0, 1, 0, 0), (0, 2, 0, 0), (1, 3, 1, 0), (1, 4, 1, 0), (2, 4, 2, 1)]
+    graph = chain(None, ROWS, ROWS, None, None, edges=edges)
+    split = apply_splits(graph, {"b": Split("batch", 2), "c": Split("batch", 2)})
+    made = [name for name in split.names if "split" in name or "joined" in name]
+    assert made == ["a/split_0_0_2", "b/joined_0", "c/joined_0"]
+    assert len([line for line in show(split) if line.startswith("b/joined_0")]) == 2
+    rule = SplitRule("batch", 6, (None, 0, None), (0,), {0: 0})
+    graph = chain(None, None, None, rule, edges=[(0, 3, 0, 0), (1, 3, 1, 1), (2, 3, 2, 2)])
+    assert show(apply_splits(graph, {"d": Split("batch", 2)})) == [  # Input 0 is a shape.
+        "b[0] -> b/split_0_0_2[0] (24)",
+        "b/split_0_0_2[0] -> d/part0[1] (12)",
+        "c[0] -> d/part0[2] (24)",
+        "b/split_0_0_2[1] -> d/part1[1] (12)",
+        "c[0] -> d/part1[2] (24)",
+    ]
+
+
+def test_tensors_that_every_part_has_of_its_own_arent_joined() -> None:
+    forward = SplitRule("channel", 4, (1,), (1, FIRST))
+    backward = SplitRule("channel", 4, (1, FIRST), (1,))
+    edges = [(0, 1, 0, 0), (1, 2, 1, 0), (1, 2, 2, 1)]
+    graph = chain(None, forward, backward, edges=edges, outputs=[0, 0, 1])
+    both = show(apply_splits(graph, {"b": Split("channel", 2), "c": Split("channel", 2)}))
+    assert [line for line in both if line.startswith("b/part1")] == [
+        "b/part1[0] -> c/part1[0] (12)",
+        "b/part1[1] -> c/part1[1] (24)",
+    ]
+    one = show(apply_splits(graph, {"b": Split("channel", 2)}))
+    assert "b/part0[1] -> c[1] (24)" in one and not any("joined_1" in line for line in one)
+    other = show(apply_splits(graph, {"c": Split("channel", 2)}))
+    assert [line for line in other if line.startswith("b[1]")] == ["b[1] -> c/part0[1] (24)", "b[1] -> c/part1[1] (24)"]
+
+
+def test_waits_are_for_all_parts_and_splits_of_the_others_stay_theirs() -> None:
+    graph = chain(None, ROWS, ROWS, COLUMNS, edges=[(0, 1, -1, -1), (1, 2, -1, -1), (2, 3, 0, 0)])
+    split = apply_splits(graph, {"b": Split("batch", 2)})
+    assert {split.names[number]: rules for number, rules in split.splits.items()} == {"c": (ROWS,), "d": (COLUMNS,)}
+    split = apply_splits(graph, {"b": Split("batch", 2), "c": Split("batch", 2)})
+    pairs = {f"b/part{one} -> c/part{other}" for one in range(2) for other in range(2)}
+    assert {line for line in show(split) if "[" not in line} == {"a -> b/part0", "a -> b/part1"} | pairs
+
+
+@pytest.mark.parametrize(
+    "changes, splits, text",
+    [
+        ({}, {"x": Split("batch", 2)}, "no operator 'x'"),
+        ({}, {"a": Split("batch", 2)}, "only along nothing"),
+        ({}, {"b": Split("channel", 2)}, r"'b' can't be split along 'channel', only along batch \(6\)"),
+        ({}, {"b": Split("batch", 7)}, "into 7 parts: it has length 6"),
+        ({}, {"b": Split("batch", 1)}, "into 1 parts"),
+        ({"groups": np.array([0, 0])}, {"b": Split("batch", 2)}, "where 1 others are"),
+        ({"pinned": np.array([-1, 1])}, {"b": Split("batch", 2)}, "on device 1"),
+    ],
+)
+def test_impossible_splits_are_told(changes: dict[str, Any], splits: dict[str, Split], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        apply_splits(dataclasses.replace(chain(None, ROWS), **changes), splits)
