@@ -161,7 +161,7 @@ def test_all_callbacks_and_tensorboard_see_the_metrics_whatever_their_order(tmp_
     recorded = events.Tensors("step_ms/whole")
     assert len(recorded) == monitor.budget.traces
     assert all(np.isfinite(tf.make_ndarray(event.tensor_proto)) for event in recorded)
-    assert [event.step for event in recorded][0] == 5
+    assert recorded[0].step == 5
 
 
 def test_it_belongs_to_pipelined_training() -> None:
