@@ -58,11 +58,6 @@ def test_every_chunk_has_parameters() -> None:
     assert chunked(bare, profile_of([0, 10, 0, 0]), 4) is bare
 
 
-def test_shared_parameters_count_where_they_are_read_first() -> None:
-    shared = (SharedParameters((0, 3), 10),)
-    assert chunked(Plan.data_parallel(2, 8), profile_of([0, 10, 0, 0], shared=shared), 4).num_stages == 2
-
-
 def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
     plan = Plan.manual(
         ["layer_3"],

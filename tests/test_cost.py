@@ -16,8 +16,7 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
 from dapple_tf.simulation.cost import CostModel, Message, gib
-from dapple_tf.simulation.stage_cost import StageCosts, stage_cost
-from graph_passes.ir.batching import split_evenly
+from dapple_tf.simulation.stage_cost import stage_cost
 from graph_passes.ir.tasks import Phase, Task
 
 
@@ -185,13 +184,6 @@ def test_input_gradients_are_what_is_recomputed_for() -> None:
     assert (costs.residual_bytes(0, 1), costs.delayed_bytes(0, 1)) == (0.0, 0.0)
 
 
-def test_slices_below_the_only_size_that_was_measured_take_as_long_as_that() -> None:
-    model = Profile("model", "none", (4,), tuple(letters(1)), ())
-    for replicas, seconds in ((1, 8.0), (2, 4.0), (4, 4.0)):
-        costs = CostModel(Plan.data_parallel(replicas, 8), model, cluster(4))
-        assert costs.seconds(Task(0, Phase.FORWARD, 0)) == seconds
-
-
 def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
     layers = letters(2, residual_bytes=Cost(0.0, 100.0), min_cut_residual_bytes=Cost(0.0, 30.0))
     model = profile(layers)
@@ -201,21 +193,6 @@ def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
     assert (boundary.backward.at(1), boundary.residual_bytes.at(1), boundary.recomputed_bytes.at(1)) == (3, 10, 100)
     cut = stage_cost(model, 1, 2, "min_cut")
     assert (cut.backward.at(1), cut.residual_bytes.at(1), cut.recomputed_bytes.at(1)) == (pytest.approx(2.1), 40, 0)
-
-
-def test_a_stage_that_plans_have_in_common_is_added_up_once() -> None:
-    model = profile(letters(3))
-    known = StageCosts(model)
-    plans = [Plan.straight([*cuts], 1, 1) for cuts in ("a", "ab")]
-    first, second = (CostModel(plan, model, cluster(3), known) for plan in plans)
-    assert first.stages[0] is second.stages[0]
-    assert second.stages == CostModel(plans[1], model, cluster(3)).stages
-
-
-def test_each_stage_costs_what_its_own_mode_does() -> None:
-    model = profile(letters(2, residual_bytes=Cost(0.0, 100.0)))
-    costs = CostModel(Plan.straight([*"a"], 1, 1, recompute=("boundary", "none")), model, cluster(2))
-    assert costs.stages == (stage_cost(model, 0, 1, "boundary"), stage_cost(model, 1, 2))
 
 
 def test_what_no_backward_of_the_stage_needs_is_not_computed_again() -> None:
@@ -255,19 +232,6 @@ def test_three_to_two_sends_from_owner_to_owner_and_back() -> None:
     )
 
 
-@pytest.mark.parametrize(("senders", "receivers", "samples"), [(15, 1, 16), (1, 15, 16), (11, 5, 23), (5, 11, 60)])
-def test_slices_arrive_whole(senders: int, receivers: int, samples: int) -> None:
-    costs = two_stages(senders, receivers, samples)
-    for backward, ends in ((False, (senders, receivers)), (True, (receivers, senders))):
-        messages = costs.messages(0, 1, 0, backward=backward)
-        for part, count in enumerate(ends):
-            sums = [0.0] * count
-            for message in messages:
-                sums[message[part]] += message.bytes / 10
-            assert tuple(sums) == split_evenly(samples, count)
-        assert len(messages) <= senders + receivers - 1
-
-
 def test_no_gradient_of_what_has_none() -> None:
     model = profile(letters(2), [Tensor(0, (1,), Cost(0.0, 5.0), differentiable=False)])
     costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
@@ -282,12 +246,6 @@ def test_a_tensor_without_bytes_is_waited_for_all_the_same() -> None:
 
 
 # --- reductions ---
-
-
-def test_replicated_stages_reduce_their_gradients_and_others_nothing() -> None:
-    model = profile(letters(3, parameter_bytes=100))
-    costs = CostModel(Plan.manual([*"b"], [[0, 1], [2]], 1, 2), model, cluster(3))
-    assert [(r.stages, r.devices, r.bytes) for r in costs.reductions] == [((0,), (0, 1), 200)]
 
 
 def test_tied_weights_are_reduced_over_all_replicas_of_all_their_stages() -> None:
@@ -318,22 +276,11 @@ def test_pieces_are_ready_as_b_runs_through_the_layers_from_the_last() -> None:
     assert in_pieces(layers, "").backward_pieces(0) == ((1.0, 180),)
 
 
-def test_pieces_wait_for_what_b_recomputes_first() -> None:
-    layers = letters(2, forward=1.0, backward=1.0, parameter_bytes=10)
-    assert in_pieces(layers, "a", "boundary").backward_pieces(0) == ((3 / 4, 10), (1.0, 10))
-
-
 def test_parameters_that_layers_of_one_stage_share_are_in_the_piece_of_the_first() -> None:
     layers = letters(3, parameter_bytes=10)
     costs = in_pieces(layers, "ab", shared=[SharedParameters((1, 2), 5)])
     assert costs.backward_pieces(0) == ((pytest.approx(1 / 3), 10), (pytest.approx(2 / 3), 15), (1.0, 10))
     assert sum(size for _, size in costs.backward_pieces(0)) == costs.reductions[0].bytes
-
-
-def test_a_piece_of_a_split_backward_is_one_of_bw() -> None:
-    layers = letters(4, backward=3.0, backward_weight=Cost(0.0, 1.0), parameter_bytes=8)
-    plan = Plan.manual([*"b"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["c"])
-    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == ((1 / 2, 8), (1.0, 8))
 
 
 def test_pieces_end_within_a_bw_that_takes_less_than_its_layers_say() -> None:
@@ -373,13 +320,6 @@ def test_needed_bytes_are_what_is_stored_and_k_times_the_residuals_and_the_runni
     costs = heavy(None)
     assert [costs.needed_bytes(0, k) for k in (1, 2, 4)] == [260 + k * 60 + 7 for k in (1, 2, 4)]
     assert [costs.needed_bytes(1, k) for k in (1, 2, 4)] == [260 + k * 80 + 7 for k in (1, 2, 4)]
-
-
-def test_a_large_reduction_counts_when_it_needs_more_than_the_tasks() -> None:
-    model = profile(letters(1, residual_bytes=Cost(0.0, 30.0), parameter_bytes=100))
-    plan = Plan.data_parallel(2, 2)
-    assert CostModel(plan, model, cluster(2)).needed_bytes(0, 1) == 200 + 100
-    assert CostModel(plan, model, cluster(2)).needed_bytes(0, 5) == 200 + 150
 
 
 def test_a_reduction_during_a_backward_needs_memory_beside_it() -> None:
@@ -429,13 +369,6 @@ def test_the_smallest_device_of_a_stage_decides() -> None:
     assert costs.memory_limit(0) == 370
     assert costs.memory_limit(1) is None
     assert costs.holds == (1, 4)
-
-
-def test_recomputing_makes_room() -> None:
-    assert heavy(360).warm_up == (1, 1)
-    recomputing = heavy(360, "dapple_a", recompute="boundary")
-    assert recomputing.needed_bytes(1, 2) == 260 + 2 * 20 + 60 + 7
-    assert recomputing.holds == (4, 1)
 
 
 # --- wrong input ---

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from step_programs import Case, complete, names_for, plan, sampled
+from step_programs import Case, complete, names_for, plan
 
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.dot import MOST_EDGES, MOST_NODES, DrawingError, dot_text, draw_graph
@@ -22,10 +22,8 @@ from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode
 UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
 CASES = [
     UNEVEN,
-    Case("mlp", plan("mlp", 4, [[0], [1], [2], [3]], 6, 12, "zb_h1")),
     Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
-    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
-    *(sampled(seed) for seed in range(3)),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
 ]
 
 needs_graphviz = pytest.mark.skipif(
@@ -154,38 +152,20 @@ def test_graphviz_reads_the_text_and_keeps_the_places() -> None:
         moved.add((round(x - box.x), round(y - box.y)))
         assert drawn_node["fillcolor"] == COLOURS[each.kind]
     assert len(moved) == 1  # all of them by as much
-    lanes = [each for each in drawn["objects"] if each["name"].startswith("cluster_")]
-    kinds = [
-        [
-            shown.graph.nodes[int(objects_name(drawn, number)[1:])].kind
-            for number in lane["nodes"]
-            if objects_name(drawn, number).startswith("n")
-        ]
-        for lane in lanes
-    ]
-    assert [kind.count("F") for kind in kinds] == [4, 4, 4, 4]
     dotted = [edge for edge in drawn["edges"] if edge.get("style") == "dotted"]
     assert len(dotted) == 1 + sum(edge.control for edge in shown.graph.edges)  # one in the legend
-
-
-def objects_name(drawn: dict[str, list[dict[str, str]]], number: int) -> str:
-    return drawn["objects"][number]["name"]
 
 
 # ---- pictures
 
 
 @needs_graphviz
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-def test_a_picture_is_drawn(tmp_path: pathlib.Path, suffix: str) -> None:
-    path = tmp_path / f"graph{suffix}"
+def test_a_picture_is_drawn(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "graph.svg"
     draw_graph(graph_of(UNEVEN), path, title="3 : 1")
-    head = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
-    assert path.read_bytes().startswith(head)
-    if suffix == ".svg":
-        text = path.read_text()
-        assert text.count(">0F1<") == 3
-        assert "device 3: stage 1" in text
+    text = path.read_text()
+    assert text.count(">0F1<") == 3
+    assert "device 3: stage 1" in text
 
 
 def many(count: int) -> TaskGraph:
@@ -224,12 +204,12 @@ def test_other_suffixes_are_refused(tmp_path: pathlib.Path) -> None:
         draw_graph(many(2), tmp_path / "graph.gif")
 
 
-@pytest.mark.parametrize("kind", sorted(COLOURS))
-def test_labels_can_be_read_on_their_colours(kind: str) -> None:
+def test_labels_can_be_read_on_their_colours() -> None:
     def brightness(colour: str) -> float:
         parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    light, dark = sorted((brightness(COLOURS[kind]), brightness(text_colour(COLOURS[kind]))), reverse=True)
-    assert (light + 0.05) / (dark + 0.05) > 3
+    for colour in COLOURS.values():
+        light, dark = sorted((brightness(colour), brightness(text_colour(colour))), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 3

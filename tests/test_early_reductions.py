@@ -8,7 +8,6 @@ import random
 from typing import Any
 
 import pytest
-from selection import thorough
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
@@ -48,7 +47,7 @@ def cluster_of(draw: random.Random, *sizes: int, memory: int | None = None) -> C
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_data_parallelism_is_cut_as_well_as_can_be(seed: int) -> None:
     draw = random.Random(seed)
     profile, cluster = profile_of(draw, draw.randrange(2, 7)), cluster_of(draw, 2, 2)
@@ -60,7 +59,7 @@ def test_data_parallelism_is_cut_as_well_as_can_be(seed: int) -> None:
     assert own <= best * 1.005  # A gain of less isn't worth a cut.
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_plan_becomes_slower(seed: int) -> None:
     draw = random.Random(seed)
     profile, cluster = profile_of(draw, 6), cluster_of(draw, 2, 2, 2)
@@ -118,14 +117,13 @@ def fits(plan: Plan, profile: Profile, cluster: Cluster) -> bool:
         return False
 
 
-# `make test` runs one of each kind of schedule, and a search for k.
-@pytest.mark.parametrize("seed", [*range(5), *map(thorough, range(5, 12))])
+# One of each kind of schedule, and a search for k.
+@pytest.mark.parametrize("seed", range(5))
 def test_what_a_plan_promises_is_what_is_simulated(seed: int) -> None:
     """There is one model of a step: the report's latency is the simulation's, whatever was asked for."""
     draw = random.Random(seed)
-    sizes, layers = ([(2,), (1, 1), (2, 1)], 3 + seed % 2) if seed < 5 else ([(2, 2), (1, 1, 1), (4, 2)], 8)
-    profile = profile_of(draw, draw.randrange(3, layers + 1))
-    cluster = cluster_of(draw, *draw.choice(sizes))
+    profile = profile_of(draw, draw.randrange(3, 4 + seed % 2))
+    cluster = cluster_of(draw, *draw.choice([(2,), (1, 1), (2, 1)]))
     schedules = [None, "auto", "dapple_b", ["gpipe", "zb_h2"], "auto"]
     options: dict[str, Any] = {
         "schedule": schedules[seed % len(schedules)],

@@ -300,24 +300,15 @@ def test_damaged_bytes(kind: Kind, tmp_path: pathlib.Path) -> None:
     original = kind.example().encode()
     if kind is TEXT:
         original = original[:2500] + b"\n"
-    pieces = [b"\xff", b"\x00", b"\xed\xa0\x80", b"\xef\xbb\xbf", *(bytes([byte]) for byte in b'[]{}",\\:;=\n\t -.e')]
-    pieces += [b"9" * 40, b" -- ", b"node1", b"nan", b"NaN", b"Infinity", b"null", b"true", b"\\ud800"]
+    hostile = [b"\xff", b"\x00", b"\xed\xa0\x80", b"\xef\xbb\xbf", *(bytes([byte]) for byte in b'[]{}",\\:;=\n\t -.e')]
+    hostile += [b"9" * 40, b" -- ", b"node1", b"nan", b"NaN", b"Infinity", b"null", b"true", b"\\ud800"]
     for _ in range(300):
         data = bytearray(original)
         for _ in range(generator.randint(1, 3)):
             at = generator.randrange(len(data))
-            action = generator.randrange(5)
-            if action == 0:
-                data[at] ^= 1 << generator.randrange(8)
-            elif action == 1:
-                data[at : at + generator.randint(1, 20)] = b""
-            elif action == 2:
-                data[at:at] = generator.choice(pieces)
-            elif action == 3:
-                stop = at + generator.randint(1, 200)
-                data[at:at] = data[at:stop]
-            else:
-                data[at] = generator.randrange(256)
+            stop = at + generator.randint(1, 50)
+            pieces = [generator.choice(hostile), data[at:stop], b"", bytes([generator.randrange(256)])]
+            data[at : generator.choice([at, at + 1, stop])] = generator.choice(pieces)
         reader(bytes(data))
     assert reader.refused > 150
     # A file is whole without its last line break.
@@ -342,12 +333,6 @@ def test_what_is_no_text_or_too_large(kind: Kind, tmp_path: pathlib.Path) -> Non
         kind.load(tmp_path)
 
 
-def test_long_text_given_directly() -> None:
-    for kind in (Plan, Profile, Cluster):
-        with pytest.raises(ValueError, match=r"^mine is longer than 4,194,304 characters"):
-            kind.from_json(" " * (data_files.MOST_BYTES + 1), source="mine")
-
-
 MEGABYTE = 2**20
 NODE = "forward_compute_time=0, backward_compute_time=0, activation_size={}, parameter_size=0"
 
@@ -367,34 +352,18 @@ def _stages(count: int, schedule: str) -> str:
     return json.dumps({"format": "dapple_tf.plan/1", "cuts": cuts, "devices": devices} | batches)
 
 
-def _edges() -> str:
-    nodes = "".join(f"{number} -- -- {NODE.format(0)}\n" for number in range(2000))
-    pairs = ((first, second) for first in range(2000) for second in range(first + 1, 2000))
-    edges = (f"\t{first} -- {second}\n" for first, second in pairs)
-    text = nodes
-    parts = []
-    for edge in edges:
-        if len(text) + 12 * (len(parts) + 1) > 2 * MEGABYTE:
-            break
-        parts.append(edge)
-    return text + "".join(parts)
-
-
 BOMBS: dict[str, tuple[Kind, Callable[[], str], bool]] = {
     "10**9 devices": (CLUSTER, lambda: _with(a_cluster(), "servers", '[{"devices": 1000000000}]'), True),
     "fewer lists in a cluster": (CLUSTER, lambda: _with(a_cluster(), "servers", f"[{'[],' * 190000}[]]"), True),
     "10**9 micro-batches": (PLAN, lambda: _batches(10**9), True),
-    "5000 interleaved stages": (PLAN, lambda: _stages(5000, "interleaved"), False),
     "fewer lists in a plan": (PLAN, lambda: _with(a_plan(), "cuts", f"[{'[],' * 190000}[]]"), True),
     "replicas": (PLAN, lambda: _with(a_plan(), "devices", f"[[{'0,' * 2000000}0]]"), True),
     "fewer objects in a profile": (PROFILE, lambda: _with(a_profile(), "layers", f"[{'{},' * 190000}{{}}]"), True),
     "sizes in a profile": (PROFILE, lambda: _with(a_profile(), "batch_sizes", f"[{'1,' * 2000000}1]"), False),
     "digits": (TEXT, lambda: f"1 -- a -- {NODE.format('1' * (2 * MEGABYTE - 200) + 'x')}\n", True),
     "exponent": (TEXT, lambda: f"1 -- a -- {NODE.format('1e-' + '9' * (2 * MEGABYTE - 200))}\n", False),
-    "a shorter bracket": (TEXT, lambda: f"1 -- a -- {NODE.format('[' + '1;' * 99_999 + '1]')}\n", False),
     "lines": (TEXT, lambda: "\n" * (2 * MEGABYTE), True),
     "separators": (TEXT, lambda: "1" + " -- " * 500000 + "\n", True),
-    "edges": (TEXT, _edges, False),
 }
 
 
@@ -425,25 +394,18 @@ def test_little_text_that_asks_for_much(name: str, tmp_path: pathlib.Path) -> No
 def test_files_of_the_cache(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing in the cache stops a program: what is damaged there is measured again, with a warning."""
     path = tmp_path / "key.json"
-    generator = random.Random(7)
     text = a_profile()
     path.write_text(text, encoding="utf-8")
     assert read_profile(path) == Profile.from_json(text)
-    damaged: list[bytes] = [b"", b"\xff\xfe", b"[" * 10**5, b"null", b"{}", a_plan().encode(), b" " * 10**7]
-    damaged += [text.encode()[: generator.randrange(len(text) - 3)] for _ in range(20)]
-    damaged += [_with(text, key, raw).encode() for key in ("layers", "tensors", "key") for raw in HOSTILE.values()]
-    for content in damaged:
+    for content in (b"", b"\xff\xfe", b"[" * 10**5, b"{}", a_plan().encode(), text.encode()[:100], b" " * 10**7):
         path.write_bytes(content)
         caplog.clear()
-        if read_profile(path) is None:
-            assert f"the cached profile {path} can't be used and is measured again: {path}" in caplog.text
+        assert read_profile(path) is None
+        assert f"the cached profile {path} can't be used and is measured again: {path}" in caplog.text
     path.unlink()
     caplog.clear()
     assert read_profile(path) is None
     assert not caplog.text
-    path.mkdir()
-    assert read_profile(path) is None
-    assert "can't be used and is measured again" in caplog.text
 
 
 EXECUTING = re.compile(

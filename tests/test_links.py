@@ -20,7 +20,6 @@ from dapple_tf.measuring import links
 from dapple_tf.measuring.links import _line, _line_of, _network_cards, _pairs, all_reduces, measure_links
 
 
-@pytest.mark.slow
 def test_links_of_logical_devices() -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
     measured = measure_links(cluster, repeats=3)
@@ -41,12 +40,6 @@ def test_one_device_has_no_links() -> None:
     measured = measure_links(dapple.Cluster.local(1, kind="cpu"), repeats=1)
     assert measured.intra_bandwidth is None and measured.reductions == ReductionLinks()
     assert measured.capacity(0) == 1
-
-
-def test_capacity_can_be_left_out() -> None:
-    measured = measure_links(dapple.Cluster.local(2, kind="cpu"), repeats=1, capacity=False)
-    assert measured.servers == ()
-    assert measured.intra_bandwidth is not None
 
 
 def test_pairs_cover_each_server_and_neighbours() -> None:
@@ -98,10 +91,9 @@ def pairs_of_devices(count: int) -> dapple.Cluster:
     return dataclasses.replace(cluster, devices=tuple(devices))
 
 
-@pytest.mark.parametrize("by_server", [False, True])
-def test_all_reduces_can_be_timed_as_steps_make_them(by_server: bool) -> None:
-    with all_reduces(pairs_of_devices(4), range(4), [64, 3], by_server=by_server) as run:
-        assert all(0 < run() < 60 for _ in range(3))
+def test_all_reduces_can_be_timed_as_steps_make_them() -> None:
+    with all_reduces(pairs_of_devices(4), range(4), [64, 3], by_server=True) as run:
+        assert 0 < run() < 60
 
 
 def test_all_reduces_of_several_servers_are_measured_flat_and_hierarchical() -> None:
@@ -111,10 +103,7 @@ def test_all_reduces_of_several_servers_are_measured_flat_and_hierarchical() -> 
     assert again.reductions == measured.reductions
 
 
-@pytest.mark.parametrize("kind", ["CPU", "GPU"])
-def test_clocks_wait_for_one_element_and_everything_measured_has_a_device(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_wait_for_one_element_and_everything_measured_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole vectors were copied to the host that reads the clock, and sums computed by the client, all while timed."""
     graphs: list[tf.Graph] = []
     ticks = itertools.count(1.0)
@@ -126,7 +115,7 @@ def test_clocks_wait_for_one_element_and_everything_measured_has_a_device(
 
     monkeypatch.setattr(links, "open_session", opened)
     monkeypatch.setattr(links, "connected", lambda _: contextlib.nullcontext())
-    name = f"/job:worker/replica:0/task:%d/device:{kind}:%d"
+    name = "/job:worker/replica:0/task:%d/device:GPU:%d"
     measure_links(dapple.Cluster([Device(name % divmod(n, 2), n // 2) for n in range(4)]), repeats=1)
     assert len(graphs) > 8
     for op in itertools.chain.from_iterable(graph.get_operations() for graph in graphs):

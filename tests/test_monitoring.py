@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 import pathlib
-import random
 from typing import Any
 
 import keras
@@ -39,7 +38,7 @@ NAMES = {
 # ---- what tracing costs
 
 
-@pytest.mark.parametrize(("step", "cost", "share"), [(0.1, 0.1, 0.01), (0.002, 0.05, 0.01), (1.0, 0.2, 0.05)])
+@pytest.mark.parametrize(("step", "cost", "share"), [(0.002, 0.05, 0.01), (1.0, 0.2, 0.05)])
 def test_tracing_stays_within_its_budget(step: float, cost: float, share: float) -> None:
     budget = TraceBudget(share)
     for number in range(1, 20_001):
@@ -52,31 +51,6 @@ def test_tracing_stays_within_its_budget(step: float, cost: float, share: float)
     assert budget.spent == pytest.approx(cost * budget.traces)
     most = share * budget.trained / cost
     assert most - 2 <= budget.traces <= max(1, most)
-
-
-def test_the_first_trace_comes_early_and_the_next_when_it_has_paid_off() -> None:
-    budget = TraceBudget(0.1)
-    due = []
-    for number in range(40):
-        if budget.due:
-            due.append(number)
-            budget.traced(1.0)
-        budget.step(1.0)
-    assert due == [3, 23, 33]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_costs_that_vary_are_made_up_for(seed: int) -> None:
-    rng = random.Random(seed)
-    budget = TraceBudget(0.02)
-    for _ in range(5000):
-        due = budget.due
-        cost = rng.choice([-0.01, 0.02, 0.05, 0.5]) if due else 0.0
-        if due:
-            budget.traced(cost)
-        budget.step(0.05 + cost)
-    assert budget.spent <= 0.02 * budget.trained + 0.5
-    assert budget.traces > 10
 
 
 def test_a_trace_costs_what_its_step_took_longer_than_others() -> None:
@@ -95,16 +69,17 @@ def test_a_trace_costs_what_its_step_took_longer_than_others() -> None:
     assert monitor.latest["input_ms"] == pytest.approx(50.0)
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.5, math.nan])
-def test_a_budget_out_of_range_is_an_error(share: float) -> None:
-    with pytest.raises(ValueError, match="budget is"):
-        PipelineMonitor(budget=share)
-
-
-@pytest.mark.parametrize("tokens", [0, -1, math.inf, math.nan])
-def test_tokens_out_of_range_are_an_error(tokens: float) -> None:
-    with pytest.raises(ValueError, match="tokens_per_sample is"):
-        PipelineMonitor(tokens_per_sample=tokens)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"budget": 0}, "budget is 0"),
+        ({"budget": math.nan}, "budget is nan"),
+        ({"tokens_per_sample": 0}, "sample is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        PipelineMonitor(**options)
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
@@ -155,13 +130,13 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append(dict(logs))
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_all_callbacks_see_the_metrics_whatever_their_order(tmp_path: pathlib.Path) -> None:
+def test_all_callbacks_and_tensorboard_see_the_metrics_whatever_their_order(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     pipelined = transform(classifier(metrics=["accuracy"]))
     x, y, _ = samples(35)
     before, after = Seen(), Seen()
-    monitor = PipelineMonitor(budget=1.0, tokens_per_sample=4)
+    monitor = PipelineMonitor(tmp_path / "pipeline", budget=1.0, tokens_per_sample=4)
     table = tmp_path / "log.csv"
     callbacks = [before, keras.callbacks.CSVLogger(table), monitor, after]
     history = pipelined.fit(x, y, epochs=2, verbose=0, callbacks=callbacks, validation_data=(x[:7], y[:7])).history
@@ -177,92 +152,16 @@ def test_all_callbacks_see_the_metrics_whatever_their_order(tmp_path: pathlib.Pa
     assert set(rows[0]) == {"epoch", *history}
     assert [float(row["bubble_stage_1"]) for row in rows] == pytest.approx(history["bubble_stage_1"])
     assert history["tokens_per_second"] == pytest.approx([4 * rate for rate in history["samples_per_second"]])
-    for stage in (0, 1):
-        assert all(0 <= bubble <= 1 for bubble in history[f"bubble_stage_{stage}"])
-        assert all(peak > 0 for peak in history[f"peak_mib_stage_{stage}"])
-    for part in ("forward", "backward", "apply"):
-        assert all(milliseconds > 0 for milliseconds in history[f"{part}_ms"])
+    assert all(0 <= bubble <= 1 for stage in (0, 1) for bubble in history[f"bubble_stage_{stage}"])
     assert monitor.budget.traces >= 1 and monitor.budget.steps == 10
-
-
-@pytest.mark.slow
-def test_without_it_logs_are_what_they_were() -> None:
-    pipelined = transform(classifier(metrics=["accuracy"]))
-    x, y, _ = samples(28)
     assert set(pipelined.fit(x, y, verbose=0).history) == {"loss", "accuracy"}
-    pipelined.fit(x, y, verbose=0, callbacks=[PipelineMonitor()])
-    assert set(pipelined.fit(x, y, verbose=0).history) == {"loss", "accuracy"}
-    assert len(pipelined.train_on_batch(x[:7], y[:7])) == 2
-
-
-@pytest.mark.slow
-def test_event_files_are_read_by_tensorboard(tmp_path: pathlib.Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    pipelined = transform(classifier())
-    x, y, _ = samples(35)
-    monitor = PipelineMonitor(tmp_path / "pipeline", budget=1.0)
-    pipelined.fit(x, y, epochs=2, verbose=0, callbacks=[monitor])
     events = EventAccumulator(str(tmp_path / "pipeline"), size_guidance={"tensors": 0})
     events.Reload()
-    assert set(events.Tags()["tensors"]) == {tag(name) for name in NAMES}
-    for name in NAMES:
-        recorded = events.Tensors(tag(name))
-        assert len(recorded) == monitor.budget.traces
-        assert all(np.isfinite(tf.make_ndarray(event.tensor_proto)) for event in recorded)
-    steps = [event.step for event in events.Tensors("step_ms/whole")]
-    assert steps[0] == 5 and steps == sorted(steps) and steps[-1] <= 10
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("data", [28, 31])
-def test_several_steps_in_one_go_short_batches_and_going_on(data: int) -> None:
-    pipelined = transform(classifier(steps_per_execution=2))
-    x, y, _ = samples(data)
-    monitor = PipelineMonitor(budget=1.0)
-    history = pipelined.fit(x, y, epochs=3, verbose=0, callbacks=[monitor]).history
-    assert monitor.budget.steps == 3 * math.ceil(data / 7)
-    assert history["samples_per_second"][-1] > 0 and history["bubble_stage_0"][-1] >= 0
-    traces = monitor.budget.traces
-    again = pipelined.fit(x, y, epochs=5, initial_epoch=3, verbose=0, callbacks=monitor).history
-    assert len(again["step_ms"]) == 2
-    assert monitor.budget.traces >= traces
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_it_goes_along_with_checkpoints(tmp_path: pathlib.Path) -> None:
-    x, y, _ = samples(35)
-    for epochs, steps in ((1, 5), (3, 10)):
-        monitor = PipelineMonitor(budget=1.0)
-        transform(classifier()).fit(
-            x, y, epochs=epochs, verbose=0, callbacks=[monitor], resume=True, checkpoint=dapple.Checkpointing(tmp_path)
-        )
-        assert monitor.budget.steps == steps
-        assert monitor.budget.traces >= 1
-
-
-@pytest.mark.slow
-def test_only_batches_of_short_size_are_never_traced() -> None:
-    pipelined = transform(classifier())
-    x, y, _ = samples(5)
-    monitor = PipelineMonitor(budget=1.0)
-    history = pipelined.fit(x, y, epochs=8, verbose=0, callbacks=[monitor]).history
-    assert monitor.budget.traces == 0
-    assert "step_ms" not in history and history["samples_per_second"][-1] > 0
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_traced_steps_train_as_others_do() -> None:
-    losses = []
-    for callbacks in ([], [PipelineMonitor(budget=1.0)]):
-        keras.utils.set_random_seed(3)
-        pipelined = transform(classifier())
-        x, y, _ = samples(35)
-        losses.append(pipelined.fit(x, y, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history["loss"])
-    assert losses[0] == losses[1]
+    assert set(events.Tags()["tensors"]) == {tag(name) for name in (*NAMES, "tokens_per_second")}
+    recorded = events.Tensors("step_ms/whole")
+    assert len(recorded) == monitor.budget.traces
+    assert all(np.isfinite(tf.make_ndarray(event.tensor_proto)) for event in recorded)
+    assert recorded[0].step == 5
 
 
 def test_it_belongs_to_pipelined_training() -> None:
@@ -271,8 +170,6 @@ def test_it_belongs_to_pipelined_training() -> None:
         classifier().fit(x, y, verbose=0, callbacks=[PipelineMonitor()])
     with pytest.raises(ValueError, match="got 2 PipelineMonitors"):
         transform(classifier()).fit(x, y, verbose=0, callbacks=[PipelineMonitor(), PipelineMonitor()])
-    with pytest.raises(ValueError, match="tokens_per_sample is 0"):
-        PipelineMonitor(tokens_per_sample=0)
 
 
 # ---- predictions
@@ -309,13 +206,6 @@ def test_a_stage_that_is_off_twice_in_a_row_is_warned_of_once(caplog: pytest.Log
     assert watch.check(tasks) == [] and not watch.off
     assert watch.check(slower(tasks, {1: 0.7})) == []
     assert "30% less" in watch.check(slower(tasks, {0: 1.1, 1: 0.7}))[0]
-
-
-def test_a_stage_that_is_off_once_is_not_warned_of() -> None:
-    watch, tasks = drift()
-    for _ in range(3):
-        assert watch.check(slower(tasks, {0: 2.0})) == []
-        assert watch.check(slower(tasks, {0: 1.19, 1: 0.81})) == []
 
 
 def test_the_profile_is_not_blamed_where_devices_share_cores(caplog: pytest.LogCaptureFixture) -> None:
@@ -358,42 +248,6 @@ def test_a_slow_replica_is_told_with_the_speed_that_was_seen_and_the_gain_of_a_n
     assert watch.check(tasks) == [] and not watch.off_devices
 
 
-def test_unlike_replicas_at_their_expected_speeds_are_not_warned_of() -> None:
-    watch, tasks = unlike_drift((1.0, 0.5), [[2, 1]])
-    assert watch.check(tasks) == watch.check(tasks) == []
-    for _ in range(2):
-        told = watch.check(slower_replica(tasks, 1, 0.5))
-    assert "device 1 computes at speed 1, where 0.5 was expected" in told[0]
-    assert "25% less" in told[1] and "equal shares" in told[1] and "unequal" not in told[1]
-
-
-def test_replicas_that_are_off_alike_are_a_matter_of_their_stage() -> None:
-    watch, tasks = unlike_drift((1.0, 0.5), [[2, 1]])
-    watch.check(slower(tasks, {0: 1.5}))
-    (told,) = watch.check(slower(tasks, {0: 1.5}))
-    assert told.startswith("stage 0 takes") and "50% more" in told
-
-
-def test_nothing_is_advised_where_no_plan_gains() -> None:
-    devices = tuple(dapple.Device(f"d{index}", 0) for index in range(2))
-    own = dapple.Plan.data_parallel(2, 2)  # A sample each can't be shared otherwise.
-    flat = profile_of((0, 1), (0, 1), (0, 1))
-    simulation = simulate(own, flat, dapple.Cluster(devices, real=False))
-    watch, tasks = StageDrift(simulation), simulated_tasks(simulation)
-    for _ in range(2):
-        told = watch.check(slower_replica(tasks, 1, 1.3))
-    assert told[1].endswith("and no new plan is at least 1% faster")
-
-
-def test_stages_of_tiny_tasks_are_left_out() -> None:
-    simulation = simulate(plan(devices=[[0, 1], [2]]), profile_of((0.01, 0.02), (3, 6), (0.5, 1)), CLUSTER)
-    watch, tasks = StageDrift(simulation), simulated_tasks(simulation)
-    for _ in range(2):
-        assert watch.check(slower(tasks, {0: 3.0})) == []
-    watch.check(slower(tasks, {0: 20.0}))  # That is no longer a matter of starting tasks.
-    assert len(watch.check(slower(tasks, {0: 20.0}))) == 1
-
-
 def test_without_a_callback_the_tenth_step_is_traced_and_one_more_to_be_sure() -> None:
     simulation = simulate(plan(devices=[[0, 1], [2]]), PROFILE, CLUSTER)
     monitor = StepMonitor(simulation)
@@ -425,48 +279,20 @@ def test_launches_are_not_compared_with_the_prediction() -> None:
     assert known == {"step_ms", "peak_mib_stage_0", "peak_mib_stage_1"}
 
 
-def test_without_a_prediction_nothing_is_traced() -> None:
-    monitor = StepMonitor()
-    for _ in range(30):
-        assert not monitor.due
-        monitor.stepped(0.1)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["fit", "train_on_batch"])
-def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stage_off_its_prediction_is_warned_of_during_training(caplog: pytest.LogCaptureFixture) -> None:
     pipelined = transform(classifier(), profile=PROFILE)  # which promises far more than these layers take
     x, y, _ = samples(84)
     with caplog.at_level(logging.WARNING, "dapple_tf.tracing.stage_drift"):
-        if call == "fit":
-            pipelined.fit(x, y, verbose=0)
-        for _ in range(12 * (call == "train_on_batch")):
-            pipelined.train_on_batch(x[:7], y[:7])
+        pipelined.fit(x, y, verbose=0)
     told = [record.getMessage() for record in caplog.records if record.name == "dapple_tf.tracing.stage_drift"]
     assert len(told) == 2
     for stage, predicted in ((0, "10.5"), (1, "21")):
         assert f"stage {stage} takes" in told[stage] and f"less than the {predicted} ms" in told[stage]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_callback_compares_too_and_metrics_survive_a_replan() -> None:
-    pipelined = transform(classifier(), profile=PROFILE)
-    x, y, _ = samples(35)
-    monitor = PipelineMonitor(budget=1.0)
-    pipelined.fit(x, y, verbose=0, epochs=2, callbacks=[monitor])
-    assert pipelined._monitor.drift is not None and pipelined._monitor.drift.off == {0, 1}
-    own = dapple.Plan.manual([], [[0]], 1, 7)
-    monitor.sampled(measured_as(simulate(own, PROFILE, CLUSTER)), 1.0, own, 11)
-    assert "bubble_stage_1" not in monitor.latest and monitor.latest["bubble_stage_0"] >= 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("profile", [PROFILE, None], ids=["profile", "no profile"])
-def test_the_prediction_is_that_of_the_plan_that_runs(profile: dapple.Profile | None) -> None:
+def test_the_prediction_is_that_of_the_plan_that_runs() -> None:
     """After a fault there was none any more, not even when training had grown back to the plan of before."""
-    pipelined = transform(classifier(), profile=profile)
+    pipelined = transform(classifier(), profile=PROFILE)
     x, y, _ = samples(7)
 
     def train(steps: int) -> int | None:
@@ -474,16 +300,13 @@ def test_the_prediction_is_that_of_the_plan_that_runs(profile: dapple.Profile | 
             pipelined.train_on_batch(x, y)
         return None if pipelined.prediction is None else len(pipelined.prediction.steps)
 
-    assert train(4) == (profile and 1)
+    assert train(4) == 1
     full = pipelined._runtime._deployment
     left = Deployment(dapple.Cluster.local(1, kind="cpu"), dapple.Plan.manual([], [[0]], 1, 7))
     for deployment in (left, full):
         pipelined.sync()
         pipelined._runtime._move(deployment)
-        if profile is None:
-            assert pipelined.prediction is None
-            continue
-        expected = simulate(deployment.plan, profile, deployment.cluster).latency
+        expected = simulate(deployment.plan, PROFILE, deployment.cluster).latency
         assert pipelined.prediction is not None and pipelined.prediction.predicted == expected
         assert pipelined.prediction is pipelined.prediction
         assert train(5) == 2  # The first three don't count.

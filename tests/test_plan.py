@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +24,6 @@ def test_a_manual_plan_turns_lists_into_tuples_and_has_the_documented_defaults()
     assert plan.num_stages == 2
     assert plan.replicas == (3, 1)
     assert hash(plan) == hash(Plan(**{**VALID, "global_batch_size": 64}))
-
-
-@pytest.mark.parametrize("devices", [3, [0, 1, 2], range(3)])
-def test_data_parallel_is_one_stage_on_all_devices(devices: Any) -> None:
-    plan = Plan.data_parallel(devices, 12, micro_batches=2, jit_compile=True)
-    assert plan == Plan((), ((0, 1, 2),), 2, 12, jit_compile=True)
-
-
-def test_straight_puts_stage_i_on_device_i() -> None:
-    plan = Plan.straight(["a", "b"], 8, 4, schedule="gpipe", recompute="boundary")
-    assert plan == Plan(("a", "b"), ((0,), (1,), (2,)), 4, 8, "gpipe", "boundary")
 
 
 def test_warm_up_is_the_policys_or_the_given_one() -> None:
@@ -147,6 +135,10 @@ def test_plans_that_place_operators() -> None:
     assert staged.working_devices == ((0, 1, 2), (3,)) and Plan(**VALID).working_devices == ((0, 1, 2), (3,))
     assert Plan.from_json(staged.to_json()) == staged
     assert "operators placed one by one" in str(staged)
+    with pytest.raises(PlanError, match="stage 0 has 3 devices, which can't be divided into 2 groups of the same size"):
+        Plan(**VALID).with_placed_operators(2)
+    with pytest.raises(PlanError, match="device 1 stands twice, in operator_devices of stage 0"):
+        Plan.by_operators([0, 1, 1], 8)
 
 
 def test_replicas_place_operators_on_groups_of_devices() -> None:
@@ -174,36 +166,6 @@ def test_like_places_of_replicas_have_devices_of_one_type() -> None:
     )
     with pytest.raises(PlanError, match=r"^stage 1 has unlike devices: device 1 \(GPU\), device 2 \(CPU\)\."):
         Plan.manual(["a"], [[0], [1, 2]], 2, 8).validate_on(cluster("GPU:0", "GPU:1", "CPU:0"))
-
-
-@pytest.mark.parametrize(
-    ("replicas", "message"),
-    [
-        ([1], "replicas has 1 number for 2 stages; give one for each"),
-        (
-            2,
-            "stage 0 has 3 devices, which can't be divided into 2 groups of the same size; choose a number of replicas "
-            "that divides them",
-        ),
-    ],
-)
-def test_devices_that_make_no_equal_groups_are_refused(replicas: Any, message: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        Plan(**VALID).with_placed_operators(replicas)
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (0, "stage 0 has no devices; give it at least one"),
-        ([0, 1, 1], "device 1 stands twice, in operator_devices of stage 0"),
-    ],
-)
-def test_operators_are_placed_on_a_list_of_devices(devices: Any, message: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        Plan.by_operators(devices, 8)
-    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -245,17 +207,11 @@ def test_groups_of_devices_and_what_does_not_go_with_them(change: dict[str, Any]
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "text"),
-    [
-        ("manual", "microbatches", "'microbatches'; did you mean 'micro_batches'?"),
-        ("by_operators", "colour", "'colour'"),
-    ],
-)
-def test_constructors_say_which_argument_an_unknown_one_is_like(make: str, name: str, text: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        getattr(Plan, make)(**{name: 1})
-    assert str(caught.value) == f"Plan.{make}() has no argument {text}"
+def test_constructors_say_which_argument_an_unknown_one_is_like() -> None:
+    with pytest.raises(
+        TypeError, match=r"Plan.manual\(\) has no argument 'microbatches'; did you mean 'micro_batches'"
+    ):
+        Plan.manual(microbatches=1)  # type: ignore[call-arg]
 
 
 def test_devices_beyond_the_cluster_are_refused_with_the_stage() -> None:
@@ -271,51 +227,10 @@ def test_devices_beyond_the_cluster_are_refused_with_the_stage() -> None:
         plan.validate_on(Cluster.local(1, kind="cpu"))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(**VALID),
-        Plan(**VALID, schedule="dapple_b", recompute="min_cut", jit_compile=True, warm_up=(4, 2), bucket_bytes=100),
-        Plan.straight(["größe", 'quo"te'], 8, 4),
-    ],
-    ids=lambda plan: plan.schedule,
-)
-def test_a_saved_plan_loads_back_equal(tmp_path: Path, plan: Plan) -> None:
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    assert Plan.from_json(plan.to_json()) == plan
-
-
 def test_the_json_form_has_a_line_for_each_key() -> None:
-    assert (
-        Plan(**VALID, warm_up=(2, 1)).to_json()
-        == """\
-{
-  "format": "dapple_tf.plan/1",
-  "cuts": ["block_3"],
-  "devices": [[0, 1, 2], [3]],
-  "micro_batches": 4,
-  "global_batch_size": 14,
-  "schedule": "dapple_a",
-  "recompute": "none",
-  "jit_compile": null,
-  "warm_up": [2, 1],
-  "bucket_bytes": 33554432,
-  "reverse_first_k": 0,
-  "wait_free": true,
-  "carried_updates": 0,
-  "task_seconds": null,
-  "operator_devices": null,
-  "backward_cuts": [],
-  "all_reduce": "flat",
-  "reduction_order": "completion",
-  "shares": null,
-  "relays": [],
-  "optimizer_shards": false,
-  "row_shards": false
-}
-"""
-    )
+    lines = Plan(**VALID, warm_up=(2, 1)).to_json().splitlines()
+    assert lines[1:4] == ['  "format": "dapple_tf.plan/1",', '  "cuts": ["block_3"],', '  "devices": [[0, 1, 2], [3]],']
+    assert '  "warm_up": [2, 1],' in lines and len(lines) == len(dataclasses.fields(Plan)) + 2
 
 
 def test_plans_of_files_with_parameters_in_shards() -> None:
@@ -359,21 +274,8 @@ def test_a_plan_prints_a_table() -> None:
     )
 
 
-def test_stages_may_recompute_different_things() -> None:
-    plan = Plan(**VALID, recompute=("boundary", "none"))
-    assert [plan.recompute_of(stage) for stage in (0, 1)] == ["boundary", "none"]
-    assert "recompute boundary (stage 0), none (stage 1), jit off" in str(plan)
-    assert Plan(**VALID, recompute=("min_cut", "min_cut")) == Plan(**VALID, recompute="min_cut")
-
-
 def test_cuts_of_backwards_are_within_stages_and_for_early_reductions() -> None:
     with pytest.raises(PlanError, match="layer 'a' is in both cuts and backward_cuts"):
         Plan.manual(["a"], [[0], [1]], 1, 2, backward_cuts=["a"])
-    with pytest.raises(PlanError, match="layer 'b' is in backward_cuts twice"):
-        Plan.data_parallel(2, 2, backward_cuts=["b", "b"])
     with pytest.raises(PlanError, match="but wait_free is False; set it to True"):
         Plan.data_parallel(2, 2, backward_cuts=["b"], wait_free=False)
-    with pytest.raises(PlanError, match="backward_cuts: entry 0 is 3; it must be the name of the layer before a cut"):
-        Plan.data_parallel(2, 2, backward_cuts=[3])  # type: ignore[list-item]
-    with pytest.raises(PlanError, match="operators can't be placed one by one with backward_cuts="):
-        Plan.by_operators(2, 2, backward_cuts=["b"])

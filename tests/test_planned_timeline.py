@@ -13,7 +13,7 @@ from schedule_runs import execute, there_and_back, vee
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule
 from dapple_tf.simulation.planned import planned
@@ -43,21 +43,8 @@ def tasks(timeline: Timeline) -> dict[str, tuple[float, float]]:
     }
 
 
-def staircase(timeline: Timeline) -> list[str]:
-    """A column for each unit of time."""
-    lines = []
-    for device in timeline.devices:
-        row = ["."] * round(timeline.latency)
-        for span in timeline.spans:
-            if span.device == device:
-                for column in range(round(span.start), round(span.end)):
-                    row[column] = str(span.micro_batch) if span.kind == "F" else "abcdefgh"[span.micro_batch or 0]
-        lines.append("".join(row))
-    return lines
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "dapple_a", "dapple_b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 4), (2, 3), (4, 8), (8, 5)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (4, 8)])
 def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: int, schedule: str) -> None:
     timeline = planned(straight(stages, micro_batches, schedule))
     rounds = micro_batches + stages - 1
@@ -67,32 +54,10 @@ def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: i
     assert not timeline.memory and not timeline.limits
 
 
-def test_the_staircases_of_the_papers() -> None:
-    assert staircase(planned(straight(2, 3, "gpipe"))) == ["012...aabbcc", ".012aabbcc.."]
-    assert staircase(planned(straight(3, 4))) == [
-        "012....aa3bb.cc.dd",
-        ".01..aa2bb3cc.dd..",
-        "..0aa1bb2cc3dd....",
-    ]
-
-
-def test_zero_bubble_has_only_the_bubbles_of_the_forwards_on_their_way() -> None:
-    """Zero Bubble (ICLR'24), table 1: with F = Bx = Bw = 1 under ZB-H1 (p - 1)(F + Bx - Bw), 1F1B (p - 1)(F + B)."""
-    stages, micro_batches = 4, 8
-    assert planned(straight(stages, micro_batches, "dapple_a")).latency == 3 * micro_batches + 3 * (stages - 1)
-    assert planned(straight(stages, micro_batches, "zb_h1")).latency == 3 * micro_batches + (stages - 1)
-
-
-def test_interleaving_divides_the_bubble_by_the_stages_of_a_device() -> None:
-    """Megatron-LM (SC'21), section 2.2: of 2 devices with v stages each the bubble is (p - 1)(F + B) / v."""
-    devices = [[stage % 2] for stage in range(4)]
-    assert planned(plan_of(devices, 4, "interleaved")).latency == 4 * 2 * 3 + 3
-
-
 def policies() -> list[Any]:
     cases: list[Any] = []
     for policy in STRAIGHT:
-        cases += [(policy, [[0], [1], [2], [3]], 6), (policy, [[0, 1, 2], [3]], 4), (policy, [[0]], 3)]
+        cases += [(policy, [[0], [1], [2], [3]], 6), (policy, [[0, 1, 2], [3]], 4)]
     for policy in ("modulo", "interleaved", "zero_bubble"):
         cases.append((policy, [[0], [1], [0], [1]], 4) if policy != "zero_bubble" else (policy, vee(2), 4))
     cases += [("zb_v", vee(3), 6), ("modulo", [[0, 1], [2], [0, 1]], 4), ("dapple_a", [[0, 1], [0, 1], [2]], 4)]
@@ -172,10 +137,8 @@ def test_a_schedule_of_ones_own_and_one_without_backwards() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no device runs 0F0; add it to device 0"),
         ("0: 0F0 0B0", "no device runs 1F0; add it to device 1"),
         ("0: 0F0 0B0\n1: 1B0 1F0", "device 1 runs 1B0 before 1F0"),
-        ("0: 0F0 0F1 0F2 0F3 0F4\n1: 1F0 1F1 1F2 1F3 1F4", "device 0 runs 0F4, which isn't a task of this step"),
         ("0: 1F0\n1: 0F0", "device 0 runs 1F0, which belongs on device 1"),
     ],
 )
@@ -183,17 +146,6 @@ def test_a_schedule_for_another_plan_is_refused(text: str, message: str) -> None
     with pytest.raises(ScheduleError) as caught:
         planned(straight(2, 4), schedule=Schedule.parse(text))
     assert message in str(caught.value)
-
-
-def test_a_plan_for_another_model_or_cluster_is_refused() -> None:
-    with pytest.raises(PlanError, match="isn't a layer of the profile"):
-        planned(Plan.manual(["else"], [[0], [1]], 2, 2), profile([(1.0, 2.0)] * 2))
-    with pytest.raises(PlanError, match="the cluster has 1 device"):
-        planned(straight(2, 2), profile([(1.0, 2.0)] * 2), Cluster((Device("a", 0),), real=False))
-
-
-def test_a_cut_named_like_the_last_layer_does_no_harm() -> None:
-    assert planned(Plan.manual(["last"], [[0], [1]], 2, 2)).latency == 9.0
 
 
 def test_memory_limits_the_schedule_as_it_does_in_a_real_step() -> None:

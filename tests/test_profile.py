@@ -9,7 +9,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater, ProfileError
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
@@ -162,21 +161,6 @@ def test_a_profile_prints_a_table() -> None:
 # ---- cuts
 
 
-def test_what_crosses_cuts_of_a_small_graph() -> None:
-    profile = chain(
-        4,
-        Tensor(0, (1, 3), Cost(1, 10)),
-        Tensor(1, (2,), Cost(0, 100)),
-        Tensor(0, (2,), Cost(0, 7), differentiable=False),
-    )
-    assert profile.crossing == (
-        (Cost(1, 17), Cost(1, 10)),
-        (Cost(1, 117), Cost(1, 110)),
-        (Cost(1, 10), Cost(1, 10)),
-        (Cost(0, 0), Cost(0, 0)),
-    )
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_what_crosses_is_what_is_made_before_and_read_after(seed: int) -> None:
     generator = random.Random(seed)
@@ -241,34 +225,6 @@ def test_json_has_a_line_for_each_layer_and_no_defaults() -> None:
     ]
 
 
-NUMBERS = st.floats(0, 1e30) | st.integers(0, 2**62)
-COSTS = st.builds(Cost, NUMBERS, NUMBERS)
-WHOLE = st.integers(0, 2**62)
-
-
-@st.composite
-def profiles(draw: st.DrawFn) -> Profile:
-    names = draw(st.lists(st.text(max_size=5), min_size=2, max_size=5, unique=True))
-    fields = {field.name: COSTS for field in dataclasses.fields(LayerProfile) if field.type == "Cost"}
-    fields |= {
-        field.name: st.none() | COSTS for field in dataclasses.fields(LayerProfile) if field.type == "Cost | None"
-    }
-    fields |= {field.name: WHOLE for field in dataclasses.fields(LayerProfile) if field.type == "int"}
-    fields |= {field.name: NUMBERS for field in dataclasses.fields(LayerProfile) if field.type == "float"}
-    drawn = [draw(st.fixed_dictionaries(fields)) for _ in names]
-    # Tables are a part of parameters.
-    parts = [{**own, "table_bytes": min(own["table_bytes"], own["parameter_bytes"])} for own in drawn]
-    layers = tuple(LayerProfile(name, **own) for name, own in zip(names, parts, strict=True))
-    last = len(names) - 1
-    ends = draw(st.lists(st.sets(st.integers(0, last), min_size=2).map(sorted), max_size=5))
-    tensors = tuple(Tensor(first, tuple(rest), draw(COSTS), draw(st.booleans())) for first, *rest in ends)
-    shared = tuple(SharedParameters(tuple(group), draw(WHOLE), draw(WHOLE)) for group in ends[:2])
-    sizes = tuple(draw(st.lists(st.integers(1, 2**40), min_size=1, max_size=3)))
-    return Profile(
-        draw(st.text()), "cpu", sizes, layers, tensors, shared, draw(NUMBERS), draw(NUMBERS), draw(st.text())
-    )
-
-
 def changed(*path: str | int, value: Any = None, remove: bool = False) -> str:
     """PROFILE's JSON text with one value replaced or removed."""
     data = json.loads(PROFILE.to_json())
@@ -313,13 +269,3 @@ def test_a_wrong_text_is_refused_with_its_place(text: str, message: str) -> None
     with pytest.raises(ProfileError) as caught:
         Profile.from_json(text, source="mine")
     assert str(caught.value).startswith(f"mine{message}")
-
-
-def test_an_error_shows_a_large_value_in_part() -> None:
-    deep: Any = 1
-    for _ in range(100):
-        deep = [deep] * 2 if isinstance(deep, int) else [deep]
-    for value in ("x" * 10**5, [1] * 10**5, deep, 10**4000):
-        with pytest.raises(ProfileError) as caught:
-            Profile.from_json(changed("layers", 0, "spread", value=value))
-        assert len(str(caught.value)) < 200

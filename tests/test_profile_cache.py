@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import keras
 import pytest
-import zoo
 from profiled import captured, mlp
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.profile_cache import cache_directory, graph_hash, profile_key, write_profile
+from dapple_tf.measuring.profile_cache import graph_hash, profile_key, write_profile
 from dapple_tf.measuring.profiler import profile
 
 layers = keras.layers
@@ -34,7 +31,6 @@ def profiled(model: keras.Model, batch_size: Any = 4, **options: Any) -> Profile
     return profile(model, batch_size, repeats=1, progress=False, **options)
 
 
-@pytest.mark.slow
 def test_the_cache_is_hit_missed_and_mended(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,26 +55,6 @@ def test_the_cache_is_hit_missed_and_mended(
     assert Profile.load(path) == again
 
 
-_KEY_SCRIPT = """
-import sys
-sys.path[:0] = {path!r}
-import zoo
-from profiled import captured, mlp
-from dapple_tf.measuring.profile_cache import graph_hash
-captured(zoo.branches())  # counters in names go on
-print(graph_hash(captured(mlp())), graph_hash(captured(zoo.tied())))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_key_is_the_same_in_every_process() -> None:
-    script = _KEY_SCRIPT.format(path=sys.path)
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert other.returncode == 0, other.stderr
-    assert other.stdout.split() == [graph_hash(captured(mlp())), graph_hash(captured(zoo.tied()))]
-
-
 def test_the_key_knows_the_graph() -> None:
     assert graph_hash(captured(mlp())) == graph_hash(captured(mlp()))
     other = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="relu")])
@@ -98,13 +74,6 @@ def test_the_key_knows_the_measured_device_rather_than_the_client() -> None:
         for kind, of in names
     ]
     assert len(set(keys)) == 3 and keys[0] == keys[3]
-
-
-def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DAPPLE_CACHE", raising=False)
-    assert cache_directory(False) is None
-    assert cache_directory("here") == pathlib.Path("here")
-    assert cache_directory(True) == pathlib.Path.home() / ".cache" / "dapple_tf" / "profiles"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,16 +64,6 @@ def test_transfers_reductions_and_memory(tmp_path: pathlib.Path) -> None:
     assert not fills["#d1453b"]
 
 
-def test_memory_above_a_limit_is_red(tmp_path: pathlib.Path) -> None:
-    [timeline, _] = replicated()
-    limited = Timeline(
-        "over", timeline.latency, timeline.spans, timeline.devices, timeline.memory, {3: 2.0**25}, unit=timeline.unit
-    )
-    draw_timelines([limited], tmp_path / "step.svg")
-    fills, texts = drawn(tmp_path / "step.svg")
-    assert fills["#d1453b"] == 1 and "110 of 32.0 MiB" in texts
-
-
 def test_later_stages_of_a_device_are_paler(tmp_path: pathlib.Path) -> None:
     draw_timelines([planned(plan_of([[0], [1], [0], [1]], 4, "interleaved"))], tmp_path / "step.svg")
     fills, texts = drawn(tmp_path / "step.svg")
@@ -98,17 +88,6 @@ def test_the_same_timelines_give_the_same_file_and_leave_matplotlib_as_it_was(
     assert b"<dc:date>" not in first
 
 
-def test_what_is_shorter_has_a_mark_at_its_end_and_other_units_their_own_axis(tmp_path: pathlib.Path) -> None:
-    unit = planned(plan_of([[0, 1, 2], [3]], 4))
-    draw_timelines([unit, *replicated()], tmp_path / "step.svg")
-    _, texts = drawn(tmp_path / "step.svg")
-    assert texts.count("ms") == 2 and "planned: 15 F, bubbles 20.0%" in texts
-    draw_timelines(replicated(), tmp_path / "two.svg")
-    draw_timelines(replicated()[1:], tmp_path / "one.svg")
-    dashes = [(tmp_path / name).read_text().count("stroke-dasharray") for name in ("one.svg", "two.svg")]
-    assert dashes == [0, 1]
-
-
 def test_steps_without_tasks_time_or_devices(tmp_path: pathlib.Path) -> None:
     tiny = Timeline("tiny", 1e-9, (Span("loss", 0.0, 1e-9, 0, 0),), {0: "d" * 60}, {0: ((0.0, 5.0),)})
     nothing = [Timeline("empty", 2.0, (), {0: "device 0"}), Timeline("none", 0.0, (), {}), tiny]
@@ -116,14 +95,6 @@ def test_steps_without_tasks_time_or_devices(tmp_path: pathlib.Path) -> None:
     _, texts = drawn(tmp_path / "step.svg")
     assert "100.0%" in texts and "other" in texts and "d" * 17 + "…" + "d" * 16 in texts
     draw_timelines([nothing[1]], tmp_path / "none.png")
-
-
-@pytest.mark.slow
-def test_ten_thousand_tasks_are_drawn_as_few_shapes(tmp_path: pathlib.Path) -> None:
-    draw_timelines([planned(plan_of([[stage] for stage in range(16)], 320))], tmp_path / "step.svg")
-    fills, texts = drawn(tmp_path / "step.svg")
-    assert fills[COLOURS["F"]] == fills[COLOURS["B"]] == 16 * 320 + 1
-    assert len(texts) < 100  # no numbers where there is no room
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
