@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -19,20 +22,24 @@ from equivalence import (
     pipeline,
     use_float64,
 )
+from models_for_tests import with_layer
 from step_programs import built_of_model
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.notes import notes_of
 from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend import patching
+from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import hardware_questions
 from graph_passes.ir.outline import is_compiled
 
-layers = keras.layers
+layers, ops = keras.layers, keras.ops
 rng = np.random.default_rng(0)
 X = rng.normal(size=(11, 4))
 Y = rng.normal(size=(11, 2))
-LABELS = rng.integers(0, 3, size=11)
+LABELS = rng.integers(0, 2, size=11)
 
 
 def mlp(*, middle: Callable[[Any], Any] = lambda x: x, **compile_options: Any) -> keras.Model:
@@ -47,102 +54,41 @@ def mlp(*, middle: Callable[[Any], Any] = lambda x: x, **compile_options: Any) -
 
 
 def check(build: Callable[[], keras.Model], cuts: list[str], batch: tuple[Any, Any, Any], **options: Any) -> None:
-    """Three steps with 3:1 replicas and 3 micro-batches of an odd batch, in float64."""
+    """Two steps with 3:1 replicas and 3 micro-batches of an odd batch, in float64."""
     use_float64()
     model, plain = pair(build)
     pipelined = pipeline(model, cuts, (3, 1), 3, len(keras.tree.flatten(batch[0])[0]), **options)
-    assert_same_training(pipelined, plain, [batch] * 3)
+    assert_same_training(pipelined, plain, [batch] * 2)
 
 
 # ---- structure
 
 
-class Encoder(layers.Layer):
-    """A layer of layers."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.blocks = [layers.Dense(4, activation="tanh", name=f"block_{index}") for index in range(3)]
-
-    def build(self, shape: Any) -> None:
-        for block in self.blocks:
-            block.build(shape)
-
-    def call(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 class Subclassed(keras.Model):
-    """A model without declared inputs, that takes a dict."""
+    """A model without declared inputs, that takes a dict and calls a functional model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = Encoder(name="encoder")
+        x = inner_input = keras.Input((4,))
+        for name in ("inner_first", "inner_last"):
+            x = layers.Dense(4, activation="tanh", name=name)(x)
+        self.inner = keras.Model(inner_input, x, name="inner")
         self.head = layers.Dense(2, name="head")
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        return {"y": self.head(self.encoder(inputs["x"]))}
+        return {"y": self.head(self.inner(inputs["x"]))}
 
 
-def subclassed() -> keras.Model:
-    model = Subclassed()
-    model({"x": np.zeros((1, 4))})
-    model.compile(keras.optimizers.SGD(0.1), {"y": "mse"})
-    return model
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "cut", ["encoder/block_0", *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("block_1", "encoder"))]
-)
-def test_a_subclassed_model_is_cut_at_the_layers_that_it_calls(cut: str) -> None:
-    check(subclassed, [cut], ({"x": X}, {"y": Y}, None))
-
-
-@pytest.mark.slow
-def test_a_sequential_model_is_cut() -> None:
+def test_a_subclassed_model_is_cut_at_the_layers_that_it_calls() -> None:
     def build() -> keras.Model:
-        model = keras.Sequential(
-            [keras.Input((4,)), layers.Dense(3, name="a"), layers.ReLU(), layers.Dense(2, name="b")]
-        )
-        model.compile("sgd", "mse")
+        model = Subclassed()
+        model({"x": np.zeros((1, 4))})
+        model.compile(keras.optimizers.SGD(0.1), {"y": "mse"})
         return model
 
-    check(build, ["a"], (X, Y, None))
+    check(build, ["inner/inner_first"], ({"x": X}, {"y": Y}, None))
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_nested_model_is_cut_inside() -> None:
-    def build() -> keras.Model:
-        inner_input = keras.Input((4,))
-        inner = keras.Model(inner_input, layers.Dense(4, name="deep_1")(layers.Dense(5, name="deep_0")(inner_input)))
-        return mlp(middle=inner)
-
-    check(build, ["deep_0"], (X, Y, None))
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_skip_connection_jumps_over_two_stages() -> None:
-    def build() -> keras.Model:
-        features = keras.Input((4,))
-        first = layers.Dense(4, name="first")(features)
-        x = layers.Dense(4, activation="tanh", name="second")(first)
-        x = layers.Dense(4, activation="tanh", name="third")(x)
-        model = keras.Model(features, layers.Dense(2, name="last")(layers.Add(name="skip")([first, x])))
-        model.compile("sgd", "mse")
-        return model
-
-    use_float64()
-    model, plain = pair(build)
-    pipelined = pipeline(model, ["first", "second", "third"], (2, 1, 3, 1), 2, 11)
-    assert_same_training(pipelined, plain, [(X, Y, None)] * 3)
-
-
-@pytest.mark.slow
 def test_the_batch_size_of_an_early_tensor_is_used_behind_the_cut() -> None:
     class Flattened(layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -161,96 +107,34 @@ def test_the_batch_size_of_an_early_tensor_is_used_behind_the_cut() -> None:
     check(build, ["second"], (X, Y, None))
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", ["embedding", "merged", "split"])
-def test_sequences_of_any_length_are_cut_also_where_batch_and_time_are_one_axis(cut: str) -> None:
-    class Merge(layers.Layer):
-        def call(self, x: Any) -> Any:
-            return keras.ops.reshape(x, (-1, 3))
-
-    class Split(layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            x, like = inputs
-            return keras.ops.reshape(x, (-1, keras.ops.shape(like)[1], 3))
-
-    def build() -> keras.Model:
-        tokens = keras.Input((None,), dtype="int32")
-        x = layers.Embedding(5, 3, name="embedding")(tokens)
-        merged = layers.Dense(3, activation="tanh", name="mixed")(Merge(name="merged")(x))
-        x = Split(name="split")([merged, x])
-        model = keras.Model(tokens, layers.Dense(2, name="last")(x))
-        model.compile(keras.optimizers.Adam(1e-2), "mse")
-        return model
-
-    use_float64()
-    model, plain = pair(build)
-    pipelined = pipeline(model, [cut], (3, 2), 2, 11)
-    batches = [(rng.integers(0, 5, size=(11, length)), rng.normal(size=(11, length, 2)), None) for length in (4, 7, 4)]
-    assert_same_training(pipelined, plain, batches)
-
-
-@pytest.mark.slow
-def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused_between_unlike_slices() -> None:
-    class Positive(layers.Layer):
-        def call(self, x: Any) -> Any:
-            return tf.boolean_mask(x, x[:, 0] > 0)
-
-    features = keras.Input((4,))
-    x = Positive(name="positive")(layers.Dense(3, name="first")(features))
-    model = keras.Model(features, layers.Dense(1, name="last")(x))
-    model.compile("sgd", "mse")
-    pipeline(model, ["positive"], (2, 2), 2, 4)
-    with pytest.raises(dapple.PassError, match="has lengths, or a value, that samples of a slice decide together"):
-        pipeline(model, ["positive"], (2, 1), 2, 4)
-
-
 # ---- losses
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_regularizers_and_added_losses_count_once() -> None:
     class Penalty(layers.Layer):
         def call(self, x: Any) -> Any:
             self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x)))
             return x
 
-    def build() -> keras.Model:
-        features = keras.Input((4,))
-        x = layers.Dense(4, name="first", kernel_regularizer="l1", activity_regularizer=keras.regularizers.L2(0.1))(
-            features
-        )
-        x = Penalty(name="penalty")(x)
-        model = keras.Model(features, layers.Dense(2, name="last", bias_regularizer="l2")(x))
-        model.compile("sgd", "mse")
-        return model
+    l2 = keras.regularizers.L2(0.1)
 
-    check(build, ["penalty"], (X, Y, None))
+    def middle(x: Any) -> Any:
+        return Penalty(name="penalty")(layers.Dense(4, kernel_regularizer="l1", activity_regularizer=l2)(x))
+
+    check(lambda: mlp(middle=middle), ["penalty"], (X, Y, None))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", "sum_over_batch_size"])
-@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_every_reduction_is_that_of_the_whole_batch(reduction: str, weighted: bool) -> None:
-    weights = rng.uniform(0.1, 3.0, size=11) if weighted else None
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_every_reduction_is_that_of_the_whole_batch(reduction: str) -> None:
+    weights = rng.uniform(0.1, 3.0, size=11)
     check(lambda: mlp(loss=keras.losses.Huber(reduction=reduction)), ["first"], (X, Y, weights))
 
 
-@pytest.mark.slow
 def test_ignored_classes_divide_by_what_is_left_of_the_whole_batch() -> None:
-    def build() -> keras.Model:
-        features = keras.Input((4,))
-        x = layers.Dense(4, name="first")(features)
-        model = keras.Model(features, layers.Dense(3, name="last")(x))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
-        model.compile("sgd", loss)
-        return model
-
-    check(build, ["first"], (X, LABELS, None))
+    loss = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True, ignore_class=1)
+    check(lambda: mlp(loss=loss()), ["first"], (X, LABELS, None))
 
 
-@pytest.mark.slow
 def test_masked_time_steps_divide_by_the_valid_ones_of_the_whole_batch() -> None:
     def build() -> keras.Model:
         tokens = keras.Input((5,), dtype="int32")
@@ -276,15 +160,14 @@ def test_a_mask_that_depends_on_trained_values_is_refused() -> None:
         pipelined.train_on_batch(np.zeros((4, 4, 2)), np.zeros((4, 4, 1)))
 
 
-@pytest.mark.slow
 def test_compute_loss_may_be_overridden() -> None:
     class Custom(keras.Model):
         def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
             return keras.ops.mean(keras.ops.abs(y - y_pred)) + 0.1 * keras.ops.mean(keras.ops.square(x))
 
     def build() -> keras.Model:
-        features = keras.Input((4,))
-        model = Custom(features, layers.Dense(2, name="last")(layers.Dense(3, name="first")(features)))
+        plain = mlp()
+        model = Custom(plain.inputs[0], plain.outputs[0])
         model.compile("sgd")
         return model
 
@@ -294,7 +177,6 @@ def test_compute_loss_may_be_overridden() -> None:
 # ---- state and random draws
 
 
-@pytest.mark.slow
 def test_batch_norm_moves_to_the_mean_of_its_slices() -> None:
     """The honest non-equivalence: each slice normalises by itself; moving averages take the weighted mean of all
     slices.
@@ -314,15 +196,6 @@ def test_batch_norm_moves_to_the_mean_of_its_slices() -> None:
     assert largest_difference(mean, hidden.mean(0)) < TOLERANCE["float64"]
 
 
-@pytest.mark.slow
-def test_batch_norm_is_plain_keras_when_nothing_is_sliced() -> None:
-    use_float64()
-    model, plain = pair(lambda: mlp(middle=layers.BatchNormalization(name="norm")))
-    pipelined = pipeline(model, ["norm"], (1, 1), 1, 11)
-    assert_same_variables_after(3, pipelined, plain, X, Y)
-
-
-@pytest.mark.slow
 def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> None:
     """What TensorFlow reads from a variable has no gradient; here it was taken for the tensor that was assigned."""
     use_float64()
@@ -341,12 +214,9 @@ def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> No
 
 
 def dropout() -> keras.Model:
-    model = mlp(middle=lambda x: layers.Dropout(0.5, name="drop", seed=7)(layers.Dense(4, name="between")(x)))
-    return model
+    return mlp(middle=lambda x: layers.Dropout(0.5, name="drop", seed=7)(layers.Dense(4, name="between")(x)))
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_dropout_is_plain_keras_when_nothing_is_sliced() -> None:
     """Seeds, and the state that they are in afterwards, are Keras' own."""
     use_float64()
@@ -358,32 +228,23 @@ def test_dropout_is_plain_keras_when_nothing_is_sliced() -> None:
 def trained(cuts: list[str], replicas: tuple[int, ...], **options: Any) -> keras.Model:
     model = pair(dropout)[0]
     pipelined = pipeline(model, cuts, replicas, 3, 11, **options)
-    for _ in range(3):
+    for _ in range(2):
         pipelined.train_on_batch(X, Y)
     return pipelined.sync()
 
 
-@pytest.mark.slow
 def test_draws_depend_neither_on_cuts_nor_schedule_nor_recomputation() -> None:
     use_float64()
     expected = trained(["first"], (2, 2))
-    assert_same_variables(trained(["first"], (2, 2)), expected, 0.0)
-    for model in (
-        trained(["drop"], (2, 2), recompute="boundary"),
-        trained(["between"], (2, 2), schedule="gpipe", recompute="min_cut"),
-    ):
-        assert_same_variables(model, expected, TOLERANCE["float64"])
+    other = trained(["between"], (2, 2), schedule="gpipe", recompute="min_cut")
+    assert_same_variables(other, expected, TOLERANCE["float64"])
 
 
-@pytest.mark.slow
 def test_slices_draw_different_numbers() -> None:
     use_float64()
     model = pair(lambda: mlp(middle=layers.Dropout(0.5, name="drop", seed=7)))[0]
-    same = np.repeat(X[:1], 12, axis=0)
     pipelined = pipeline(model, ["drop"], (1, 1), 12, 12)
-    spread = pipelined.verify(same, np.repeat(Y[:1], 12, axis=0), steps=0)
-    assert not spread.training and "drop" in spread.reason
-    pipelined.train_on_batch(same, np.repeat(Y[:1], 12, axis=0))
+    pipelined.train_on_batch(np.repeat(X[:1], 12, axis=0), np.repeat(Y[:1], 12, axis=0))
     pipelined.sync()
     # With one draw for all slices some units would have had no gradient at all, those that were dropped.
     assert np.all(np.asarray(model.optimizer.variables[4]) != 0)
@@ -392,36 +253,21 @@ def test_slices_draw_different_numbers() -> None:
 # ---- types
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision_trains_as_plain_keras(policy: str) -> None:
+def test_mixed_precision_trains_as_plain_keras() -> None:
     def build() -> keras.Model:
-        keras.config.set_dtype_policy(policy)
-        features = keras.Input((4,))
-        x = layers.Dense(8, activation="relu", name="first")(features)
-        x = layers.Dense(8, activation="relu", name="second")(x)
-        model = keras.Model(features, layers.Dense(2, name="last", dtype="float32")(x))
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        return mlp(middle=layers.Dense(8, activation="relu"))
 
     model, plain = pair(build)
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) == (policy == "mixed_float16")
     pipelined = pipeline(model, ["first"], (3, 1), 2, 11)
-    assert_same_training(pipelined, plain, [(X, Y, None)] * 3, tolerance=TOLERANCE[policy.removeprefix("mixed_")])
+    assert_same_training(pipelined, plain, [(X, Y, None)] * 3, tolerance=TOLERANCE["bfloat16"])
 
 
-@pytest.mark.slow
 def test_gradients_that_overflow_in_one_stage_skip_the_step_in_all() -> None:
     def build() -> keras.Model:
         keras.config.set_dtype_policy("mixed_float16")
-        features = keras.Input((4,))
-        x = layers.Dense(8, name="first")(features)
-        model = keras.Model(features, layers.Dense(2, name="last")(x))
-        model.compile(
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=2.0**40), "mse"
-        )
-        return model
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        return mlp(optimizer=keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**40))
 
     model, plain = pair(build)
     pipelined = pipeline(model, ["first"], (2, 1), 2, 11)
@@ -433,29 +279,6 @@ def test_gradients_that_overflow_in_one_stage_skip_the_step_in_all() -> None:
     assert_same_variables(model, plain, 0.0)
 
 
-@pytest.mark.slow
-def test_integer_inputs_keep_their_dtype() -> None:
-    def build() -> keras.Model:
-        tokens = keras.Input((3,), dtype="int64")
-        x = layers.Embedding(1000, 4, name="embedding")(tokens)
-        model = keras.Model(tokens, layers.Dense(2, name="last")(layers.Flatten(name="flat")(x)))
-        model.compile(keras.optimizers.Adam(1e-2), "mse")
-        return model
-
-    check(build, ["flat"], (rng.integers(0, 1000, size=(11, 3)), Y, None))
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_xla_compiles_stage_functions() -> None:
-    model, plain = pair(mlp)
-    pipelined = pipeline(model, ["first"], (2, 1), 2, 8, jit_compile=True)
-    batches = [slice(0, 8), slice(0, 3), slice(3, 4), slice(2, 10)]  # With slices of other sizes, and with none.
-    assert_same_training(pipelined, plain, [(X[part], Y[part], None) for part in batches])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_a_stage_with_a_loop_runs_uncompiled_beside_compiled_ones(caplog: pytest.LogCaptureFixture) -> None:
     def build() -> keras.Model:
         tokens = keras.Input((5,), dtype="int32")
@@ -474,39 +297,6 @@ def test_a_ratio_over_the_whole_batch_is_refused() -> None:
     model = mlp(loss=keras.losses.Dice())
     with pytest.raises(dapple.CaptureError, match="'dice' is a ratio of sums over the whole batch"):
         pipeline(model, ["first"], (1, 1), 2, 4).train_on_batch(X[:4], Y[:4])
-
-
-@pytest.mark.slow
-def test_results_that_no_metric_keeps_are_warned_of() -> None:
-    class Extra(keras.Model):
-        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            return {**super().compute_metrics(x, y, y_pred, sample_weight), "extra": 1.0}
-
-    features = keras.Input((4,))
-    model = Extra(features, layers.Dense(2, name="last")(layers.Dense(3, name="first")(features)))
-    model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"returns extra beside its metrics"):
-        pipeline(model, ["first"], (1, 1), 2, 4).train_on_batch(X[:4], Y[:4])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [5, None])
-def test_recurrent_outputs_cross_cuts_whatever_their_length(length: int | None) -> None:
-    """A loop hides the batch from static shapes: they are measured."""
-
-    def build() -> keras.Model:
-        sequence = keras.Input((length, 4))
-        x = layers.GRU(3, return_sequences=True, name="first")(sequence)
-        x = layers.LSTM(2, name="second")(x)
-        model = keras.Model(sequence, layers.Dense(2, name="last")(x))
-        model.compile("sgd", "mse")
-        return model
-
-    use_float64()
-    model, plain = pair(build)
-    pipelined = pipeline(model, ["first", "second"], (2, 3, 1), 2, 11)
-    assert_same_training(pipelined, plain, [(rng.normal(size=(11, 5, 4)), Y, None)] * 2)
 
 
 # ---- attribution
@@ -541,21 +331,9 @@ def test_a_variable_that_no_layer_tracks_is_refused() -> None:
         pipelined.train_on_batch(X[:4], Y[:4])
 
 
-@pytest.mark.slow
-def test_constants_that_layers_hold_are_kept() -> None:
-    class Scaled(layers.Layer):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.table = tf.constant([1.0, 2.0, 3.0, 4.0])
-
-        def call(self, x: Any) -> Any:
-            return x * tf.cast(self.table, x.dtype)
-
-    check(lambda: mlp(middle=Scaled(name="scaled")), ["scaled"], (X, Y, None))
-
-
-@pytest.mark.parametrize("gpus, cudnn", [("11", True), ("10", False), ("00", False)])
-@pytest.mark.parametrize("kind", [layers.LSTM, layers.GRU])
+@pytest.mark.parametrize(
+    ("kind", "gpus", "cudnn"), [(layers.LSTM, "11", True), (layers.GRU, "10", False), (layers.LSTM, "00", False)]
+)
 def test_devices_of_the_plan_decide_on_cudnn(
     kind: type[layers.RNN], gpus: str, cudnn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,12 +354,292 @@ def test_devices_of_the_plan_decide_on_cudnn(
     assert notes_of(built.program, (2, 2)) == ()  # It draws nothing.
 
 
-def test_clients_with_gpus_train_on_processors_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, answer in hardware_questions(gpus=True):
-        monkeypatch.setattr(module, name, lambda answer=answer: answer)
-    sequence = keras.Input((5, 4))
-    model = keras.Model(sequence, layers.Dense(2)(layers.LSTM(3, name="recurrent")(sequence)))
-    model.compile("sgd", "mse", jit_compile=False)
-    pipelined = pipeline(model, ["recurrent"], [1, 1], 2, 8)
-    x, y = rng.normal(size=(8, 5, 4)), rng.normal(size=(8, 2))
-    assert pipelined.train_on_batch(x, y) > pipelined.train_on_batch(x, y)
+# ---- Methods that are other ones for a while, in one thread
+
+
+class Owner:
+    def name(self) -> str:
+        """Says who it is."""
+        return "original"
+
+
+def called(text: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    return lambda original: lambda self: f"{text}({original(self)})"
+
+
+def test_the_method_is_another_within_and_its_own_afterwards() -> None:
+    before = Owner.name
+    with ThreadPoolExecutor(1) as other, replaced(Owner, "name", called("mine")):
+        assert Owner().name() == "mine(original)"
+        assert other.submit(Owner().name).result() == "original"
+        assert Owner.name.__doc__ == "Says who it is."
+        with replaced(Owner, "name", called("inner")):
+            assert Owner().name() == "inner(mine(original))"
+    assert Owner.name is before
+    with pytest.raises(KeyError), replaced(Owner, "name", called("mine")):
+        raise KeyError
+    assert Owner.name is before
+
+
+def test_a_thread_that_waits_for_its_turn_finds_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models were traced at once: one's losses were weighted with the other's tensors, out of their scope."""
+    within, waiting = threading.Event(), threading.Event()
+    lock = threading.RLock()
+
+    class Told:
+        def __enter__(self) -> None:
+            if within.is_set():
+                waiting.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(patching, "_lock", Told())
+
+    def first() -> None:
+        with replaced(Owner, "name", called("first")):
+            within.set()
+            assert waiting.wait(10)
+
+    def second() -> str:
+        assert within.wait(10)
+        with replaced(Owner, "name", called("second")):
+            return Owner().name()
+
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(first)
+        assert threads.submit(second).result() == "second(original)"
+
+
+# ---- State that layers assign in branches and loops: seeds, counters and moving means, as in plain Keras
+
+
+class Own(layers.Layer):
+    """Calls a function with itself, a tensor and ``training``."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.function = function
+        self.drop, self.norm = layers.Dropout(0.3, seed=5), layers.BatchNormalization(center=False, scale=False)
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="count")
+        self.mean = self.add_weight(shape=(4,), initializer="zeros", trainable=False, name="mean")
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+        self.norm.build((None, 4))
+
+    def compute_output_spec(self, x: Any, training: bool | None = None) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return self.function(self, x, training)
+
+    def counted(self, x: Any, training: bool | None) -> Any:
+        """Passes it through layers with state, and counts."""
+        self.count.assign_add(1)
+        return self.drop(ops.tanh(self.norm(x, training=training) @ self.kernel), training=training)
+
+    def averaged(self, x: Any) -> Any:
+        """Moves the mean; returns the samples."""
+        self.mean.assign(self.mean * 0.9 + ops.mean(x, 0) * 0.1)
+        return x * 1.1
+
+
+def branches(own: Own, x: Any, training: bool | None) -> Any:
+    """Different variables in each branch, which others read afterwards."""
+    own.count.assign_add(1)
+    x = ops.cond(own.count % 2 == 0, lambda: own.drop(x, training=training), lambda: own.norm(x, training=training))
+    x = ops.switch(own.count % 3, [lambda x: own.averaged(x), lambda x: own.counted(x, training), lambda x: x], x)
+    return own.drop(x, training=training) + own.mean
+
+
+def loops(own: Own, x: Any, training: bool | None) -> Any:
+    """Loops in each other and in branches; the condition of one reads what its body assigns."""
+
+    def inside(_: Any, x: Any) -> Any:
+        x = ops.cond(own.count < 4, lambda: own.counted(x, training), lambda: own.drop(x, training=training))
+        return ops.fori_loop(0, 2, lambda _, x: own.averaged(x), x)
+
+    own.count.assign(own.count * 0)
+    x = ops.while_loop(lambda x: ops.less(own.count, 3), lambda x: (own.counted(x, training),), (x,))[0]
+    return ops.fori_loop(0, 2, inside, x)
+
+
+CASES: dict[str, Callable[[], layers.Layer]] = {
+    "branches": lambda: Own(branches, name="own"),
+    "loops": lambda: Own(loops, name="own"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_slice_is_plain_keras(case: str) -> None:
+    """They were "out of scope", in training, evaluation and prediction."""
+    use_float64()
+    model, plain = pair(lambda: with_layer(CASES[case]))
+    plain.run_eagerly = False  # Gradients of branches that aren't taken are zero, as here.
+    pipelined = pipeline(model, ["own"], (1, 1), 1, 11)
+    plain.test_on_batch(X, Y)
+    pipelined.test_on_batch(X, Y)
+    assert_same_variables_after(2, pipelined, plain, X, Y)
+    assert largest_difference(pipelined.predict(X, verbose=0), plain.predict(X, verbose=0)) < 1e-10
+
+
+def test_means_over_samples_are_those_of_the_whole_batch() -> None:
+    def branching(own: Own, x: Any, training: bool | None) -> Any:
+        return ops.cond(own.count < 5, lambda: own.averaged(x), lambda: x) @ own.kernel
+
+    def looping(own: Own, x: Any, training: bool | None) -> Any:
+        return ops.fori_loop(0, 2, lambda _, x: own.averaged(x), x) @ own.kernel
+
+    use_float64()
+    model, plain = pair(lambda: with_layer(lambda: Own(branching, name="own"), lambda: Own(looping, name="other")))
+    pipelined = pipeline(model, ["own"], (2, 1), 3, 11)
+    assert_same_variables_after(2, pipelined, plain, X, Y)
+    assert not pipelined.notes
+
+
+def test_a_count_of_samples_by_a_loop_is_noted() -> None:
+    def counting(own: Own, x: Any, training: bool | None) -> Any:
+        return ops.map(lambda row: (own.count.assign_add(1), row * 2)[1], x)
+
+    pipelined = pipeline(with_layer(lambda: Own(counting, name="own")), ["own"], (1, 1), 3, 11)
+    assert ["state" in str(note) for note in pipelined.notes] == [True]
+
+
+def test_what_the_condition_of_a_loop_assigns_is_refused() -> None:
+    def asking(own: Own, x: Any, training: bool | None) -> Any:
+        return ops.while_loop(lambda x: own.count.assign_add(1) < 3, lambda x: (x * 2,), (x,))[0]
+
+    pipelined = pipeline(with_layer(lambda: Own(asking, name="own")), ["own"], (1, 1), 1, 11)
+    with pytest.raises(dapple.CaptureError, match=r"layer 'own' .* condition of a loop assigns variable 'own/count'"):
+        pipelined.train_on_batch(X, Y)
+
+
+# ---- Gradients that a model defines itself are those that it is trained with, in whichever stage or loop they are
+
+SEQUENCES = rng.normal(size=(11, 3, 4))
+SCALES = np.linspace(0.5, 1.5, 4)
+
+
+@tf.custom_gradient
+def bent(x: Any, scale: Any) -> tuple[Any, Callable[..., Any]]:
+    """Its gradients are not those of what it computes, and need what it has computed on the way."""
+    root = tf.sqrt(tf.abs(x) + 1)
+    return root * scale, lambda gradient: (gradient * tf.sin(root) * SCALES, tf.reduce_sum(gradient))
+
+
+class Bent(keras.Layer):
+    """Uses it, in a loop if told so."""
+
+    def __init__(self, times: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.times = times
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        if not self.times:
+            return bent(x, tf.convert_to_tensor(self.scale))
+        scale = tf.convert_to_tensor(self.scale)
+        return tf.while_loop(lambda i, _: i < self.times, lambda i, x: (i + 1, bent(x, scale) * 0.7), (0, x))[1]
+
+
+LIMITS = tf.constant([0.01, 0.02, 0.01, 0.005], "float64")
+
+
+def clipped(x: Any) -> Any:
+    """A gradient that is clipped on its way back, by Keras' operations, to what a tensor outside says."""
+
+    @keras.ops.custom_gradient
+    def same(x: Any) -> Any:
+        return x + 0.0, lambda gradient: keras.ops.clip(gradient, -LIMITS, LIMITS)
+
+    return same(x)
+
+
+def test_models_train_with_the_gradients_that_they_define() -> None:
+    def build() -> keras.Model:
+        features = keras.Input((3, 4))
+        x = Bent()(layers.Dense(4, activation="swish", name="first")(features))
+        x = layers.Lambda(clipped, output_shape=(3, 4))(layers.Dense(4, name="second")(Bent(2)(x)))
+        x = layers.Lambda(tf.recompute_grad(lambda x: tf.nn.silu(tf.sin(x))), output_shape=(3, 4))(x)
+        model = keras.Model(features, layers.Dense(2, name="last")(layers.Flatten()(Bent()(x))))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return model
+
+    use_float64()
+    model, plain = pair(build)
+    assert_same_training(pipeline(model, ["second"], (2, 1), 2, 11), plain, [(SEQUENCES, Y, None)] * 2)
+
+
+def test_a_gradient_that_fails_is_named() -> None:
+    @tf.custom_gradient
+    def wrong(x: Any) -> Any:
+        def gradient(arriving: Any) -> Any:
+            raise ValueError("no gradient today")
+
+        return tf.sin(x), gradient
+
+    features = keras.Input((4,))
+    model = keras.Model(features, layers.Lambda(wrong, output_shape=(4,))(layers.Dense(4)(features)))
+    model.compile("sgd", "mse")
+    pipelined = dapple.transform(model, dapple.Cluster.local(1, kind="cpu"), Plan.data_parallel(1, 4))
+    with pytest.raises(dapple.CaptureError, match=r"custom gradient of '.*' can't be traced: no gradient today"):
+        pipelined.train_on_batch(np.ones((4, 4)), np.ones((4, 4)))
+
+
+class Recomputed(layers.Layer):
+    """A part of it is computed again for its gradient."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.inner = [layers.Dense(4, activation="tanh"), layers.Dense(4)]
+
+    def build(self, shape: Any) -> None:
+        for layer in self.inner:
+            layer.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return tf.recompute_grad(lambda x: self.inner[1](self.inner[0](x)))(x)
+
+
+class Doubled(Recomputed):
+    """A gradient of its own, that of its weights included."""
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def doubled(x: Any) -> Any:
+            def gradient(arriving: Any, variables: Any = None) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = self.inner[0](x)
+                of_x, *of_variables = tape.gradient(y, [x, *variables], output_gradients=2 * arriving)
+                return of_x, of_variables
+
+            return self.inner[0](x), gradient
+
+        return doubled(self.inner[1](x))
+
+
+def test_gradients_of_the_weights_that_such_a_function_reads_are_its_own_too() -> None:
+    """They ended in "Cannot convert a Tensor of dtype resource to a NumPy array", or would have been 0."""
+    use_float64()
+    model, plain = pair(lambda: with_layer(Recomputed, Doubled))
+    assert_same_training(pipeline(model, ["second"], (2, 1), 2, 11), plain, [(X, Y, None)] * 2)
+
+
+def test_layers_of_placed_operators_see_the_whole_batch_as_in_plain_keras() -> None:
+    """Random numbers, the batch's moments and custom gradients included."""
+
+    def between(x: Any) -> Any:
+        x = layers.Add()([Bent()(x), layers.Dense(4, activation="swish")(x)])
+        return layers.Dropout(0.3)(layers.BatchNormalization()(x))
+
+    use_float64()
+    model, plain = pair(lambda: mlp(middle=between))
+    plan = dapple.Plan.by_operators(2, 11)
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    pipelined = dapple.transform(model, cluster, plan, operator_costs=dapple.OperatorCosts())
+    assert_same_training(pipelined, plain, [(X, Y, None), (X[:5], Y[:5], None)])

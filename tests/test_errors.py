@@ -10,9 +10,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models_for_tests import ATTACHED, classifier, layers, plan, samples, transform, values
+from equivalence import assert_same_variables, largest_difference, pair, pipeline, use_float64
+from models_for_tests import ATTACHED, assert_close, classifier, layers, plan, samples, transform, values, with_layer
 
 import dapple_tf as dapple
+from dapple_tf.frontend.empty_data import check_has_batches
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Your input ran out of data:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.shuffle=True. was passed:UserWarning"),
+]
 
 X, Y, W = samples(24)
 
@@ -28,94 +35,28 @@ def stack(*own: layers.Layer, **options: Any) -> keras.Model:
     return model
 
 
-def refused(error: type[Exception], text: str) -> Any:
+def refused(error: type[Exception] | tuple[type[Exception], ...], text: str) -> Any:
     return pytest.raises(error, match=re.escape(text))
 
 
-# --- models
+# --- models and plans that transform refuses
 
 
-def test_model_is_not_a_model() -> None:
-    with refused(dapple.CaptureError, "expected a keras.Model, got Dense"):
-        transform(layers.Dense(3))
-    pipelined = transform(classifier())
-    with refused(dapple.CaptureError, "got PipelinedModel; give the Keras model that its sync() returns"):
-        transform(pipelined)
-
-
-def test_model_is_not_built() -> None:
-    model = keras.Sequential([layers.Dense(3)], name="empty")
+def compiled(*stack: Any, name: str = "own") -> keras.Model:
+    model = keras.Sequential([*stack], name=name)
     model.compile("sgd", "mse")
-    with refused(dapple.CaptureError, "model 'empty' isn't built: it has no variables yet. Call it on a batch"):
-        transform(model)
+    return model
 
 
-def test_example_inputs_build_a_model() -> None:
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.logits = layers.Dense(6, name="first"), layers.Dense(3, name="logits")
-
-        def call(self, features: Any) -> Any:
-            return self.logits(self.first(features["a"]))
-
-    x, y = {"a": np.zeros((7, 4), "float32")}, np.zeros(7, int)
-    model = Own()
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with refused(dapple.CaptureError, "can't be built from x: KeyError: a"):
-        transform(model, x={"b": x["a"]}, y=y)
-    with transform(model, x=x, y=y) as pipelined:
-        assert pipelined.train_on_batch(x, y) == pytest.approx(np.log(3))
-    transform(model, x=x)  # again, as a notebook's cell does
-
-
-def test_model_is_not_compiled() -> None:
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)], name="raw")
-    with refused(dapple.CaptureError, "model 'raw' isn't compiled: call compile(optimizer=..., loss=...) first"):
-        transform(model)
-
-
-def test_recurrent_layer_is_stateful() -> None:
-    model = keras.Sequential([keras.Input((5, 2), batch_size=7), layers.LSTM(3, stateful=True, name="memory")])
-    model.compile("sgd", "mse")
-    with refused(dapple.CaptureError, "layer 'memory' is a stateful RNN, whose state belongs to one fixed batch; use"):
-        transform(model)
-
-
-def test_input_has_a_fixed_batch_size() -> None:
-    model = keras.Sequential([keras.Input((4,), batch_size=7, name="features"), layers.Dense(3)])
-    model.compile("sgd", "mse")
-    with refused(dapple.CaptureError, "has the fixed batch size 7, but slices have other sizes; leave batch_size out"):
-        transform(model)
-
-
-def test_model_was_made_under_a_distribution_strategy() -> None:
+def distributed() -> keras.Model:
     with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-        model = stack()
-    with refused(dapple.CaptureError, "was made under the scope of a OneDeviceStrategy; make it outside"):
-        transform(model)
+        return stack()
 
 
-def test_unknown_option() -> None:
-    with refused(ValueError, "on_non_finite_loss='skip' is unknown; use 'stop' or 'continue'"):
-        transform(stack(), on_non_finite_loss="skip")
-
-
-def test_setting_that_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    transform(stack(run_eagerly=True))
-    assert "is compiled with run_eagerly=True, which pipelined steps ignore" in caplog.text
-
-
-class Branch(layers.Layer):
-    def call(self, x: Any) -> Any:
-        return x if keras.ops.sum(x) > 0 else -x
-
-
-class Repeat(layers.Layer):
-    def call(self, x: Any) -> Any:
-        for _ in range(int(keras.ops.sum(x))):
-            x = x * x
-        return x
+def of_another_model() -> keras.Model:
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(stack().trainable_variables)
+    return stack(optimizer=optimizer)
 
 
 class Subclassed(keras.Model):
@@ -129,156 +70,146 @@ class Subclassed(keras.Model):
         return x
 
 
-def subclassed(*own: layers.Layer) -> keras.Model:
+def subclassed(*own: layers.Layer, loss: Any = None) -> keras.Model:
     model = Subclassed(*own)
     model(X[:2])
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("sgd", loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
-@pytest.mark.parametrize("layer", [Branch, Repeat])
-def test_python_control_flow_depends_on_data(layer: type[layers.Layer]) -> None:
-    pipelined = transform(subclassed(layer(name="odd")))
-    expected = "layer 'odd' uses the value of a tensor in Python control flow (if, while, for, int())"
-    with refused(dapple.CaptureError, expected), nothing_lost(pipelined):
-        pipelined.fit(X, Y, verbose=0)
+def placed(own_plan: Any = None, **options: Any) -> Any:
+    return dapple.transform(stack(), dapple.Cluster.local(3, kind="cpu"), own_plan, **options)
 
 
-def test_layer_cannot_be_traced() -> None:
-    class Broken(layers.Layer):
-        def call(self, x: Any) -> Any:
-            if not tf.executing_eagerly():
-                raise ValueError("what is a graph?")
-            return x
+THREE = [[0], [1], [2]]
+AT_ONCE: dict[str, Callable[[], Any]] = {
+    "expected a keras.Model, got Dense": lambda: transform(layers.Dense(3)),
+    "give the Keras model that its sync() returns": lambda: transform(transform(stack())),
+    "model 'own' isn't built: it has no variables yet. Call it": lambda: transform(compiled(layers.Dense(3))),
+    "isn't compiled: call compile(optimizer=..., loss=...) first": lambda: transform(
+        keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    ),
+    "is a stateful RNN, whose state belongs to one fixed batch; use": lambda: transform(
+        compiled(keras.Input((5, 2), batch_size=7), layers.LSTM(3, stateful=True))
+    ),
+    "has the fixed batch size 7, but slices have other sizes; leave batch_size out": lambda: transform(
+        compiled(keras.Input((4,), batch_size=7), layers.Dense(3))
+    ),
+    "was made under the scope of a OneDeviceStrategy; make it outside": lambda: transform(distributed()),
+    "the optimizer was built for other variables: it doesn't know": lambda: transform(of_another_model()),
+    "cut 'frist' names no layer": lambda: transform(subclassed(), plan(cuts=["frist"])),
+    "starts after 'last' and ends at the model's output": lambda: transform(stack(), plan(cuts=["last"])),
+    "stage 1 of 3 without a layer: it starts after 'odd' and ends after 'first'": lambda: transform(
+        stack(layers.ReLU(name="odd")), plan(cuts=["odd", "first"], devices=THREE)
+    ),
+    "stage 1 on device 7, but the cluster has 3 devices": lambda: transform(stack(), plan(devices=[[0], [1, 7]])),
+    "device 2 stands twice, in stage 1": lambda: plan(devices=[[0, 1], [2, 2]]),
+    "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1": lambda: plan(micro_batches=4),
+    "unknown placement 'x'; use 'fd_dps', or leave it out": lambda: placed(placement="x"),
+    "stage 0 on device 3, but the cluster has 3 devices": lambda: placed(dapple.Plan.by_operators(4, 8)),
+    "places operators, for which nothing is searched that schedule would be about; leave": lambda: placed(
+        placement="fd_dps", global_batch_size=8, schedule="auto", x=X
+    ),
+    "got operator_costs, which mean nothing unless operators are placed; add placement='fd_dps'": lambda: placed(
+        dapple.Plan.data_parallel(2, 8), operator_costs=dapple.OperatorCosts()
+    ),
+    "operator_costs is {}; give a dapple_tf.OperatorCosts, by": lambda: placed(
+        dapple.Plan.by_operators(2, 8), operator_costs={}
+    ),
+    "operators can't be placed one by one with optimizer_shards=True; set": lambda: placed(
+        dapple.Plan.data_parallel(2, 8, optimizer_shards=True), placement="fd_dps"
+    ),
+}
 
-    pipelined = transform(subclassed(Broken(name="broken")))
-    with refused(dapple.CaptureError, "layer 'broken' can't be traced: what is a graph?"):
-        pipelined.fit(X, Y, verbose=0)
+
+@pytest.mark.parametrize("text", AT_ONCE)
+def test_what_cannot_be_transformed_is_refused_at_once(text: str) -> None:
+    with refused((dapple.DappleError, dapple.PassError, dapple.PlanError, TypeError), text):
+        AT_ONCE[text]()
 
 
-class Static(layers.Layer):
+def test_example_inputs_build_a_model() -> None:
+    class Own(Subclassed):
+        def call(self, features: Any) -> Any:
+            return super().call(features["a"])
+
+    x, y = {"a": np.zeros((7, 4), "float32")}, np.zeros(7, int)
+    model = Own()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with refused(dapple.CaptureError, "can't be built from x: KeyError: a"):
+        transform(model, x={"b": x["a"]}, y=y)
+    with transform(model, x=x, y=y) as pipelined:
+        assert pipelined.train_on_batch(x, y) == pytest.approx(np.log(3))
+    transform(model, x=x)  # again, as a notebook's cell does
+
+
+def test_setting_that_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    transform(stack(run_eagerly=True))
+    assert "is compiled with run_eagerly=True, which pipelined steps ignore" in caplog.text
+
+
+# --- models that a trace refuses
+
+
+class Odd(layers.Layer):
+    """A layer of a function."""
+
+    def __init__(self, function: Callable[[Any], Any], loss: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(name="odd")
+        self.function, self.loss = function, loss
+
     def call(self, x: Any) -> Any:
-        return keras.ops.reshape(x, (x.shape[0], 2, 2, 1))[:, :, 0, 0]
+        if self.loss is not None:
+            self.add_loss(self.loss(x))
+        return self.function(x)
 
 
-def test_static_number_of_samples_in_a_layer_or_a_loss() -> None:
-    text = "takes the number of samples from a static shape (x.shape[0]), where it isn't known"
-    pipelined = transform(subclassed(Static(name="static")))
-    with refused(dapple.CaptureError, f"layer 'static' {text}"):
-        pipelined.fit(X, Y, verbose=0)
-    model = subclassed()
-    model.compile("sgd", lambda y, outputs: keras.ops.sum(outputs) / y.shape[0])
-    with refused(dapple.CaptureError, f"the loss or a metric of model 'subclassed' {text}"):
-        transform(model).fit(X, Y, verbose=0)
+def eager_only(x: Any) -> Any:
+    if not tf.executing_eagerly():
+        raise ValueError("what is a graph?")
+    return x
 
 
-# --- plans
-
-
-@pytest.mark.parametrize("build", [stack, subclassed])
-def test_cut_names_no_layer(build: Callable[[], keras.Model]) -> None:
-    with refused(dapple.PassError, "cut 'frist' names no layer of the model; did you mean one of 'first'?"):
-        transform(build(), plan(cuts=["frist"]))
-
-
-def test_cut_leaves_a_stage_empty() -> None:
-    text = "cuts leave stage 1 of 2 without a layer: it starts after 'last' and ends at the model's output"
-    with refused(dapple.PassError, text):
-        transform(stack(), plan(cuts=["last"]))
-    pipelined = transform(subclassed(), plan(cuts=["last"]))
-    with refused(dapple.PassError, text), nothing_lost(pipelined):
-        pipelined.fit(X, Y, verbose=0)
-    text = "cuts leave stage 1 of 3 without a layer: it starts after 'middle' and ends after 'first'"
-    with refused(dapple.PassError, text):
-        own_plan = plan(cuts=["middle", "first"], devices=[[0], [1], [2]])
-        transform(stack(layers.ReLU(name="middle")), own_plan)
-
-
-def test_device_does_not_exist() -> None:
-    with refused(
-        dapple.PlanError, "plan puts stage 1 on device 7, but the cluster has 3 devices (0 to 2); choose one of"
-    ):
-        transform(stack(), plan(devices=[[0], [1, 7]]))
-
-
-def test_plans_that_contradict_themselves() -> None:
-    with refused(dapple.PlanError, "device 2 stands twice, in stage 1"):
-        plan(devices=[[0, 1], [2, 2]])
-    with refused(dapple.PlanError, "modulo"):
-        plan(devices=[[0, 1], [1, 2]])
-    with refused(dapple.PlanError, "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1 sample"):
-        plan(micro_batches=4)
-
-
-def test_cluster_is_a_description() -> None:
-    cluster = dapple.Cluster.from_json('{"format": "dapple_tf.cluster/1", "servers": [{"devices": 3}]}')
-    with refused(dapple.DappleError, "this cluster is a description without real devices"):
-        dapple.transform(stack(), cluster, plan())
-
-
-# --- optimizers and losses
-
-
-def test_optimizer_was_built_for_other_variables() -> None:
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build(stack().trainable_variables)
-    with refused(dapple.CaptureError, "the optimizer was built for other variables: it doesn't know"):
-        transform(stack(optimizer=optimizer))
-
-
-def test_optimizer_couples_variables_of_several_stages() -> None:
+def coupled() -> keras.Model:
     class Coupled(keras.optimizers.SGD):
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
             norm = sum(keras.ops.sum(other * other) for other in model.trainable_variables)
             variable.assign_sub(learning_rate * gradient / norm)
 
     model = stack(optimizer=Coupled(0.1))
-    pipelined = transform(model)
-    with refused(dapple.CaptureError, "an update that couples variables of several stages isn't supported"):
+    return model
+
+
+TRACED: dict[str, Callable[[], keras.Model]] = {
+    "layer 'odd' uses the value of a tensor in Python control flow (if, while, for, int())": lambda: subclassed(
+        Odd(lambda x: x if keras.ops.sum(x) > 0 else -x)
+    ),
+    "layer 'odd' can't be traced: what is a graph?": lambda: subclassed(Odd(eager_only)),
+    "layer 'odd' takes the number of samples from a static shape (x.shape[0]), where it isn't known": lambda: (
+        subclassed(Odd(lambda x: keras.ops.reshape(x, (x.shape[0], 2, 2, 1))[:, :, 0, 0]))
+    ),
+    "the loss or a metric of model 'subclassed' takes the number of samples from a static shape": lambda: subclassed(
+        loss=lambda y, outputs: keras.ops.sum(outputs) / y.shape[0]
+    ),
+    "an update that couples variables of several stages isn't supported": coupled,
+    "loss 'mean_squared_error' has reduction None, which leaves one value per sample; use": lambda: stack(
+        loss=keras.losses.MeanSquaredError(reduction=None)
+    ),
+    "No loss to compute. Provide a `loss` argument in `compile()`.": lambda: stack(loss=None),
+    "the loss or a metric of model": lambda: stack(loss="mse", metrics=[keras.metrics.R2Score()]),
+}
+
+
+@pytest.mark.parametrize("text", TRACED)
+def test_what_cannot_be_traced_is_refused_with_the_first_batch(text: str) -> None:
+    pipelined = transform(TRACED[text]())
+    with refused(dapple.CaptureError, text), nothing_lost(pipelined):
         pipelined.fit(X, Y, verbose=0)
 
 
-def test_loss_leaves_one_value_per_sample() -> None:
-    pipelined = transform(stack(loss=keras.losses.MeanSquaredError(reduction=None)))
-    with (
-        refused(
-            dapple.CaptureError, "loss 'mean_squared_error' has reduction None, which leaves one value per sample; use"
-        ),
-        nothing_lost(pipelined),
-    ):
-        pipelined.fit(X, np.zeros((24, 3), "float32"), verbose=0)
-
-
-def test_losses_that_are_not_scalars() -> None:
-    class Adds(layers.Layer):
-        def call(self, x: Any) -> Any:
-            self.add_loss(keras.ops.sum(x * x, axis=-1))
-            return x
-
-    with refused(
-        dapple.CaptureError, "layer 'adds' adds a loss of shape (None,), which Keras would sum over the batch"
-    ):
-        transform(stack(Adds(name="adds"))).fit(X, Y, verbose=0)
-
-    class Computes(keras.Sequential):
-        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
-            return keras.ops.mean(keras.ops.square(y_pred), axis=-1)
-
-    model = Computes([keras.Input((4,)), layers.Dense(4, name="first"), layers.Dense(3)])
-    model.compile("sgd")
-    with refused(dapple.CaptureError, "the loss has shape (None,), not a scalar"):
-        transform(model).fit(X, Y, verbose=0)
-
-
-def test_no_loss_at_all() -> None:
-    with refused(dapple.CaptureError, "No loss to compute. Provide a `loss` argument in `compile()`."):
-        transform(stack(loss=None)).fit(X, Y, verbose=0)
-
-
-def test_metric_does_not_fit_the_labels() -> None:
-    pipelined = transform(stack(loss="mse", metrics=[keras.metrics.R2Score()]))
-    with refused(dapple.CaptureError, "the loss or a metric of model"):
-        pipelined.fit(X, Y, verbose=0)
+def test_losses_that_layers_add_are_scalars() -> None:
+    with refused(dapple.CaptureError, "layer 'odd' adds a loss of shape (None,), which Keras would sum over the batch"):
+        transform(stack(Odd(lambda x: x, lambda x: keras.ops.sum(x * x, axis=-1))))
 
 
 # --- data
@@ -320,104 +251,51 @@ class nothing_lost:  # noqa: N801
         return {f"{item.name}.{name}": vars(item)[name] for item in items for name in ATTACHED if name in vars(item)}
 
 
-def dataset(*parts: Any, batch: int = 7) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(parts).batch(batch)
+RAGGED = tf.ragged.constant([[1.0, 2.0], [3.0]])
+WIDE = np.zeros((7, 5), "float32")
+DATA: dict[str, Callable[[dapple.PipelinedModel], Any]] = {
+    "batch_size is 2.5; give a whole number of samples of at least 1": lambda it: it.fit(X, Y, batch_size=2.5),
+    "the batches have no labels, but model 'classifier' is compiled with a loss": lambda it: it.fit(X, verbose=0),
+    "differ in their number of samples: x has 5, y has 4": lambda it: it.train_on_batch(X[:5], Y[:4]),
+    "x is a RaggedTensor, which can't be cut into slices": lambda it: it.train_on_batch(RAGGED, Y[:2]),
+    "x is a SparseTensor": lambda it: it.train_on_batch(tf.sparse.from_dense(X[:2]), Y[:2]),
+    "x is a scalar; each array of a batch needs": lambda it: it.train_on_batch(np.float32(1), Y[:2]),
+    "x has dtype string, which can't be fed": lambda it: it.predict_on_batch(np.array([["a"] * 4])),
+    "x has shape (?, 5), but the model's input has (?, 4)": lambda it: it.fit(WIDE, Y[:7], verbose=0),
+}
 
 
-def test_batch_size_is_no_number(pipelined: dapple.PipelinedModel) -> None:
-    with refused(dapple.DataError, "batch_size is 2.5; give a whole number of samples of at least 1"):
-        pipelined.fit(X, Y, batch_size=2.5, verbose=0)
-
-
-def test_labels_are_missing(pipelined: dapple.PipelinedModel) -> None:
-    text = "the batches have no labels, but model 'classifier' is compiled with a loss: feed (x, y), or compile it with"
-    for method in (pipelined.fit, pipelined.evaluate):
+def test_data_that_do_not_fit_are_refused(pipelined: dapple.PipelinedModel) -> None:
+    for text, call in DATA.items():
         with refused(dapple.DataError, text):
-            method(X, verbose=0)
+            call(pipelined)
 
 
-def test_numbers_of_samples_differ(pipelined: dapple.PipelinedModel) -> None:
-    with refused(dapple.DataError, "the arrays of a batch differ in their number of samples: x has 5, y has 4"):
-        pipelined.train_on_batch(X[:5], Y[:4])
-
-
-def test_arrays_that_cannot_be_cut(pipelined: dapple.PipelinedModel) -> None:
-    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
-    with refused(dapple.DataError, "x is a RaggedTensor, which can't be cut into slices; make it dense (to_tensor())"):
-        pipelined.train_on_batch(ragged, Y[:2])
-    with refused(dapple.DataError, "x is a RaggedTensor"):
-        pipelined.fit(tf.data.Dataset.from_tensors((ragged, Y[:2])), shuffle=False, verbose=0)
-    sparse = tf.sparse.from_dense(X[:2])
-    with refused(dapple.DataError, "x is a SparseTensor, which can't be cut into slices; make it dense"):
-        pipelined.train_on_batch(sparse, Y[:2])
-    with refused(dapple.DataError, "x is a scalar; each array of a batch needs the batch as its first axis"):
-        pipelined.train_on_batch(np.float32(1), Y[:2])
-    with refused(dapple.DataError, "x has dtype string, which can't be fed to the devices"):
-        pipelined.predict_on_batch(np.array([["a"] * 4]))
-
-
-def test_width_is_not_the_models(pipelined: dapple.PipelinedModel) -> None:
-    text = "x has shape (?, 5), but the model's input has (?, 4)"
-    wide = np.zeros((7, 5), "float32")
-    with refused(dapple.DataError, text):
-        pipelined.fit(wide, Y[:7], verbose=0)
-    with refused(dapple.DataError, text):
-        pipelined.predict_on_batch(wide)
-
-
-def batches_of(*items: Any) -> Iterator[Any]:
-    yield from items
-
-
-@pytest.mark.parametrize(
-    ("third", "text"),
-    {
-        "shape": (
-            (np.zeros((7, 5), "float32"), Y[:7]),
-            "batch 3 can't be read: TypeError: Generator yielded an element of ",
-        ),
-        "structure": (
-            (X[:7], Y[:7], W[:7]),
-            "batch 3 can't be read: ValueError: tuple arity mismatch; expected: 3, got: 2",
-        ),
-        "dtype": (
-            (np.full((7, 4), "a"), Y[:7]),
-            "batch 3 can't be read: TypeError: `generator` yielded an element that could not be conve",
-        ),
-    }.values(),
-)
-def test_batches_change_in_mid_epoch(shared: dapple.PipelinedModel, third: Any, text: str) -> None:
+def test_batches_change_in_mid_epoch(shared: dapple.PipelinedModel) -> None:
     """A generator's; the batches before have been trained on, and that isn't lost."""
     iterations = int(shared.sync().optimizer.iterations.numpy())
-    data = batches_of((X[:7], Y[:7]), (X[7:14], Y[7:14]), third)
-    with refused(dapple.DataError, text):
+    data = (batch for batch in [(X[:7], Y[:7]), (X[7:14], Y[7:14]), (WIDE, Y[:7])])
+    with refused(dapple.DataError, "batch 3 can't be read: TypeError: Generator yielded an element of "):
         shared.fit(data, shuffle=False, verbose=0)
-    assert int(shared.model.optimizer.iterations) == iterations + 2
     assert int(shared.sync().optimizer.iterations.numpy()) == iterations + 2
 
 
 # --- in mid-training
 
 
-@pytest.mark.slow
 def test_loss_is_not_finite() -> None:
     """The values go back to the last sync, so that a later one doesn't copy what isn't a number."""
     pipelined = transform(classifier(), on_non_finite_loss="stop")
     pipelined.fit(X, Y, verbose=0)
     bad = X.copy()
     bad[10] = np.inf
-    with (
-        refused(
-            dapple.NonFiniteLossError,
-            "the loss of step 6 is nan; the model keeps the values of its last sync(), 2 steps ago. Lower the learning "
-            "rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')",
-        ),
-        nothing_lost(pipelined),
-    ):
+    text = (
+        "the loss of step 6 is nan; the model keeps the values of its last sync(), 2 steps ago. Lower the learning "
+        "rate, clip gradients, or go on as Keras does, with transform(..., on_non_finite_loss='continue')"
+    )
+    with refused(dapple.NonFiniteLossError, text), nothing_lost(pipelined):
         pipelined.fit(bad, Y, shuffle=False, verbose=0)
-    before = values(pipelined.model)
     assert all(np.isfinite(value).all() for value in values(pipelined.sync()))
-    np.testing.assert_array_equal(values(pipelined.model)[0], before[0])
     assert np.isfinite(pipelined.fit(X, Y, verbose=0).history["loss"]).all()
 
 
@@ -446,3 +324,93 @@ def test_a_callback_fails(pipelined: dapple.PipelinedModel) -> None:
 
     with pytest.raises(InterruptedError):
         pipelined.evaluate(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_test_batch_end=fail)])
+
+
+# ---- Data without any batch: one error, as early as their length is known, in place of what Keras makes of them
+
+
+def data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X[:12], Y[:12])).batch(6)
+
+
+def none() -> tf.data.Dataset:
+    return data().take(0)
+
+
+def filtered() -> tf.data.Dataset:
+    """A dataset of which only reading tells that it is empty."""
+    return data().filter(lambda x, y: tf.reduce_sum(x) > 1e9)
+
+
+class Files(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+EMPTY: dict[str, Callable[[], Any]] = {
+    "dataset": none,
+    "filtered": filtered,
+    "on workers": lambda: dapple.on_workers(none),
+    "filtered on workers": lambda: dapple.on_workers(filtered),
+    "files": Files,
+}
+
+
+@pytest.mark.parametrize("data_of", EMPTY)
+def test_no_batch_at_all_is_told_before_training_where_the_length_is_known(
+    shared: dapple.PipelinedModel, data_of: str
+) -> None:
+    """Keras: "Cannot get result() since the metric has not yet been built", or an UnboundLocalError."""
+    before = values(shared.model)
+    for method in ("fit", "evaluate", "predict"):
+        with pytest.raises(dapple.DataError, match=f"^{method}: x has no batch at all; give at least one"):
+            getattr(shared, method)(EMPTY[data_of](), verbose=0)
+    assert_close(values(shared.model), before, 0)
+    steps: list[int] = []
+    seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    with pytest.raises(dapple.DataError, match=r"^fit: validation_data has no batch at all; give at least one"):
+        shared.fit(data(), validation_data=EMPTY[data_of](), callbacks=[seen], verbose=0)
+    assert steps == ([0, 1] if "filtered" in data_of else [])
+    assert shared.fit(data(), verbose=0).history["accuracy"]
+
+
+def test_no_samples_in_arrays(shared: dapple.PipelinedModel) -> None:
+    with pytest.raises(dapple.DataError, match=r"^fit: x has no batch at all"):
+        shared.fit(X[:0], Y[:0], verbose=0)
+    with pytest.raises(dapple.DataError, match=r"^predict: x has no batch at all"):
+        shared.predict(X[:0], verbose=0)
+
+
+def test_an_epoch_after_the_end_of_the_data_is_as_in_keras(shared: dapple.PipelinedModel) -> None:
+    batches = iter([(X[:6], Y[:6]), (X[6:12], Y[6:12])])
+    history = shared.fit((batch for batch in batches), steps_per_epoch=2, epochs=2, shuffle=False, verbose=0)
+    assert len(history.history["loss"]) == 2
+
+
+def test_a_resumed_training_of_nothing(shared: dapple.PipelinedModel, tmp_path: Any) -> None:
+    checkpoint = dapple.Checkpointing(tmp_path)
+    with pytest.raises(dapple.DataError, match=r"^fit: x has no batch at all"):
+        shared.fit(dapple.on_workers(none), checkpoint=checkpoint, resume=True, verbose=0)
+
+
+def test_other_data_are_left_to_whoever_reads_them() -> None:
+    for x in (None, X, (X, Y), {"a": X, "b": np.float32(1)}, tf.data.Dataset.range(3).repeat(), iter(())):
+        check_has_batches("fit", {"x": x, "validation_data": None})
+
+
+def test_a_batch_without_samples_among_others_is_that_of_keras() -> None:
+    """It moves Adam and counts as a step, whatever the plan, and leaves later batches alone."""
+
+    use_float64()
+    model, plain = pair(lambda: with_layer(lambda: keras.layers.Dense(4, name="own")))
+    shared = pipeline(model, ["first"], (2, 1), 2, 6)
+    x, y = np.ones((6, 4)), np.ones((6, 2))
+    batches = [(x, y), (x[:0], y[:0]), (x[:5], y[:5])]
+    for x, y in batches:
+        assert largest_difference(shared.train_on_batch(x, y), plain.train_on_batch(x, y)) < 1e-10
+    shared.sync()
+    assert_same_variables(model, plain, 1e-10)
+    assert shared.predict_on_batch(x[:0]).shape == plain.predict_on_batch(x[:0]).shape == (0, 2)

@@ -18,8 +18,6 @@ from dapple_tf.measuring.timed_step import LAST
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase, Task
 
-pytestmark = pytest.mark.slow  # traces real steps
-
 SAMPLES, ADDRESS = 3, 100
 
 
@@ -31,28 +29,22 @@ class Written:
         self.step = step_of(self.program)
         self.stats = step_stats_pb2.StepStats()
         self.device = self.stats.dev_stats.add(device=HOST)
-        self.start = {
-            task: 1000 + 100 * index
-            for index, task in enumerate(
-                Task(stage, phase, LAST)
-                for stage, phase in ((0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD))
-            )
-        }
+        tasks = ((0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD))
+        self.start = {Task(*task, LAST): 1000 + 100 * index for index, task in enumerate(tasks)}
         self.nodes = {}
         for task, start in self.start.items():
             node = self.device.node_stats.add(node_name=f"x/{self.step.entry[task]}", all_start_micros=start)
             node.all_end_rel_micros = 90
             self.nodes[task] = node
             stage = self.program.stages[task.stage]
-            function = stage.forward if task.phase is Phase.FORWARD else stage.backward
+            forward = task.phase is Phase.FORWARD
+            function = stage.forward if forward else stage.backward
             assert function is not None
             for slot in range(len(function.outputs)):
-                output = node.output.add(slot=slot)
-                output.tensor_description.dtype = types_pb2.DT_FLOAT
-                output.tensor_description.shape.dim.add(size=10)
-                output.tensor_description.allocation_description.ptr = ADDRESS  # all of a task share one buffer
-                if task.phase is Phase.FORWARD:
-                    output.tensor_description.allocation_description.ptr += task.stage
+                tensor = node.output.add(slot=slot).tensor_description
+                tensor.dtype = types_pb2.DT_FLOAT
+                tensor.shape.dim.add(size=10)
+                tensor.allocation_description.ptr = ADDRESS + forward * task.stage  # all of a task share one buffer
 
     def allocate(self, task: Task, after: int, size: int) -> None:
         used = self.nodes[task].memory.add(allocator_name="cpu")

@@ -59,14 +59,14 @@ def runs(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> list[Any]:
 # --- callbacks
 
 
-def each(function: Callable[[keras.Model], Any], when: str = "on_train_batch_end") -> Callable[[], list[Any]]:
-    """A callback that calls a function with its model at each batch."""
+def each(function: Callable[[keras.Model], Any]) -> list[Any]:
+    """A callback that calls a function with its model after each batch."""
 
     class Own(keras.callbacks.Callback):
-        pass
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            function(self.model)
 
-    setattr(Own, when, lambda self, batch, logs=None: function(self.model))
-    return lambda: [Own()]
+    return [Own()]
 
 
 def clip(model: keras.Model) -> None:
@@ -76,30 +76,22 @@ def clip(model: keras.Model) -> None:
 
 def test_weights_that_are_clipped_after_each_batch(pair: Pair) -> None:
     """WGAN: what ``on_train_batch_end`` assigned was lost, and the largest weight 0.55 where 0.05 was the limit."""
-    pair.fit(X, Y, epochs=2, callbacks=each(clip))
+    pair.fit(X, Y, epochs=2, callbacks=lambda: each(clip))
     assert np.abs(pair.model.get_layer("second").kernel.numpy()).max() == np.float32(0.05)
 
 
-@pytest.mark.parametrize("after", ["close", "profile_step", "verify"])
-def test_what_was_assigned_to_looked_at_values_outlives_steps_that_do_not_count(pair: Pair, after: str) -> None:
+def test_what_was_assigned_to_looked_at_values_outlives_steps_that_do_not_count(pair: Pair) -> None:
     """A clipped kernel got back the value that it was looked at with, not the one of the last ``sync``."""
     pair.pipelined.train_on_batch(X[:7], Y[:7])
     clip(pair.model)
-    pair.pipelined.sync()
-    expected = values(pair.model)
-    if after == "close":
-        pair.pipelined.close(sync=False)
-    elif after == "profile_step":
-        pair.pipelined.profile_step(X[:7], Y[:7], warm_up=0)
-    else:
-        pair.pipelined.verify(X[:7], Y[:7], steps=0)
-    for own, value in zip(values(pair.model), expected, strict=True):
-        np.testing.assert_array_equal(own, value)
-
-
-@pytest.mark.slow
-def test_weights_that_are_clipped_before_each_batch(pair: Pair) -> None:
-    pair.fit(X, Y, epochs=2, callbacks=each(clip, "on_train_batch_begin"))
+    expected = values(pair.pipelined.sync())
+    for run in (
+        lambda: pair.pipelined.profile_step(X[:7], Y[:7], warm_up=0),
+        lambda: pair.pipelined.verify(X[:7], Y[:7], steps=0),
+        lambda: pair.pipelined.close(sync=False),
+    ):
+        run()
+        assert_close(values(pair.model), expected, 0)
 
 
 def test_counters_rates_and_outputs_within_an_epoch() -> None:
@@ -112,30 +104,10 @@ def test_counters_rates_and_outputs_within_an_epoch() -> None:
         now = int(model.optimizer.iterations), float(model.optimizer.learning_rate), model(X[:2]).numpy()
         seen.setdefault(id(model), []).append(now)
 
-    pair.fit(X, Y, epochs=2, callbacks=each(note))
+    pair.fit(X, Y, callbacks=lambda: each(note))
     ours, theirs = seen[id(pair.model)], seen[id(pair.plain)]
-    assert [step for step, *_ in ours] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, *_ in ours] == [1, 2, 3]
     assert_close(ours, theirs)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_moving_averages_by_hand(pair: Pair) -> None:
-    """Reads everything at each batch; swaps it in at the end of the epoch, as tutorials do."""
-
-    class Average(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.average = [variable.numpy() for variable in self.model.trainable_variables]
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            for mean, variable in zip(self.average, self.model.trainable_variables, strict=True):
-                mean += 0.3 * (variable.numpy() - mean)
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            for mean, variable in zip(self.average, self.model.trainable_variables, strict=True):
-                variable.assign(mean)
-
-    pair.fit(X, Y, epochs=2, callbacks=lambda: [Average()])
 
 
 # --- loops of one's own
@@ -153,22 +125,16 @@ def test_train_on_batch_and_look(pair: Pair, tmp_path: pathlib.Path) -> None:
     ways: list[Callable[[keras.Model], Any]] = [
         lambda own: (raw if own is model else own.get_layer("first").kernel).numpy(),
         lambda model: tf.function(model)(X).numpy(),
-        lambda model: model(X).numpy(),
         lambda model: keras.ops.convert_to_numpy(model.get_layer("second").bias),
-        lambda model: model.predict(X, verbose=0),
         saved,
     ]
     for way in ways:
         for each_model in (plain, pair.pipelined):
             each_model.train_on_batch(X[:7], Y[:7])
         assert_close(way(model), way(plain))
-        assert_close(raw.numpy(), plain.get_layer("first").kernel.numpy())
-    model.save(tmp_path / "model.keras")
-    assert_same_values(keras.saving.load_model(tmp_path / "model.keras"), plain)
 
 
-@pytest.mark.parametrize("imported", [True, False])
-def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.MonkeyPatch, imported: bool) -> None:
+def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the variables' handles already: nothing of Python's is asked for when they run.
 
     Of those that were traced before ``import dapple_tf`` nobody knew, so that they read and assigned stale values.
@@ -183,9 +149,8 @@ def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.Monke
 
     model.set_weights(pair.plain.get_weights())
     function(X), decay()
-    if not imported:
-        monkeypatch.setattr(watching, "_functions", weakref.WeakSet())
-        monkeypatch.setattr(watching, "_searched", False)
+    monkeypatch.setattr(watching, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(watching, "_searched", False)
     pipelined = transform(model)
     plain = classifier()
     plain.set_weights(model.get_weights())
@@ -201,7 +166,7 @@ def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.Monke
 
 def test_what_is_assigned_between_batches_counts(pair: Pair) -> None:
     """One variable, all, a slot, a counter; the others keep what devices have."""
-    for step in range(6):
+    for step in range(4):
         for model in (pair.plain, pair.pipelined):
             model.train_on_batch(X[:7], Y[:7])
         for model in (pair.plain, pair.model):
@@ -214,46 +179,19 @@ def test_what_is_assigned_between_batches_counts(pair: Pair) -> None:
                 model.optimizer.variables[-1].assign(model.optimizer.variables[-1] * 0.3)
             if step == 3:
                 model.get_layer("second").kernel.value[1:3].assign(np.zeros((2, 5), "float32"))
-        if step == 4:
-            pair.pipelined.evaluate(X, Y, verbose=0)
-            pair.pipelined.sync()
-    assert_same_values(pair.model, pair.plain)
-
-
-def test_plain_keras_and_pipelined_in_turns(pair: Pair) -> None:
-    """Plain Keras' training function is traced once, and reads and assigns by handles afterwards."""
-    for _ in range(3):
-        for model in (pair.plain, pair.pipelined):
-            model.train_on_batch(X[:7], Y[:7])
-        for model in (pair.plain, pair.model):
-            model.train_on_batch(X[7:14], Y[7:14])
     assert_same_values(pair.model, pair.plain)
 
 
 # --- what it costs
 
 
-def test_nothing_is_fetched_where_nobody_looks(pair: Pair, runs: list[Any]) -> None:
-    for _ in range(3):
-        pair.pipelined.train_on_batch(X[:7], Y[:7])
-    assert len(runs) == 1  # The first step's values.
-
-
 def test_short_epochs_bring_values_only_to_who_reads_them(pair: Pair, runs: list[Any]) -> None:
     """Each epoch's end fetched all values, a step's time of a small model."""
-    seen: list[float] = []
-    pair.pipelined.fit(X[:14], Y[:14], batch_size=7, epochs=3, verbose=0, shuffle=False)
+    options = {"batch_size": 7, "epochs": 3, "verbose": 0, "shuffle": False}
+    pair.pipelined.fit(X[:14], Y[:14], **options)
     assert len(runs) == 1  # The first step's values.
-    pair.plain.fit(X[:14], Y[:14], batch_size=7, epochs=3, verbose=0, shuffle=False)
+    pair.plain.fit(X[:14], Y[:14], **options)
     assert_same_values(pair.model, pair.plain)
-
-    class Reads(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append(float(keras.ops.sum(self.model.get_layer("second").kernel)))
-
-    for model in (pair.pipelined, pair.plain):
-        model.fit(X[:14], Y[:14], batch_size=7, epochs=2, verbose=0, shuffle=False, callbacks=[Reads()])
-    assert_close(seen[:2], seen[2:])
 
 
 def test_only_what_is_touched_is_fetched_and_loaded(pair: Pair, runs: list[Any]) -> None:
@@ -269,11 +207,6 @@ def test_only_what_is_touched_is_fetched_and_loaded(pair: Pair, runs: list[Any])
     kernel.assign(0.5 * kernel)
     pipelined.train_on_batch(X[:7], Y[:7])
     assert [len(fetches) for fetches in runs] == [1, 2]  # One is read from a device, and assigned on both that keep it.
-    runs.clear()
-    model(X)
-    assert [len(fetches) for fetches in runs] == [1, 2, 4]
-    model(X)
-    assert len(runs) == 3
 
 
 # --- models that share layers
@@ -294,27 +227,21 @@ def networks() -> tuple[keras.Model, keras.Model, keras.Model]:
     return generator, discriminator, both
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("pipelined", [(True, True), (True, False)])
-def test_two_models_that_share_layers_in_turns(pipelined: tuple[bool, bool]) -> None:
+def test_two_models_that_share_layers_in_turns() -> None:
     """A GAN trained on copies of the discriminator that were as old as the last epoch. Both train what they share."""
     noise = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
-    real, ones, zeros = X[:7], np.ones((7, 1)), np.zeros((7, 1))
     final = []
-    for own in ((False, False), pipelined):
+    for own in (False, True):
         generator, discriminator, both = networks()
         judge, fool = discriminator, both
-        if own[0]:
+        if own:
             judge = transform(discriminator, plan(cuts=["judge"]))
-        if own[1]:
             fool = transform(both, plan(cuts=["grow"], devices=[[0, 1], [2]]))
         losses = []
-        for step in range(4):
-            for _ in range(1 + step % 2):
-                losses.append(judge.train_on_batch(real, ones))
-                losses.append(judge.train_on_batch(generator(noise), zeros))
-            losses.append(fool.train_on_batch(noise, ones))
+        for _ in range(2):
+            losses.append(judge.train_on_batch(X[:7], np.ones((7, 1))))
+            losses.append(judge.train_on_batch(generator(noise), np.zeros((7, 1))))
+            losses.append(fool.train_on_batch(noise, np.ones((7, 1))))
         final.append([losses, values(discriminator), values(both)])
     assert_close(final[1], final[0])
 
@@ -360,9 +287,7 @@ def test_a_step_that_fails_leaves_no_mixture(pair: Pair) -> None:
     assert_close(values(pair.model), before)
 
 
-@pytest.mark.parametrize(
-    ("where", "left"), [("step", 4), ("on a batch", 5), ("data", 5), ("callback", 5), ("evaluation", 6)]
-)
+@pytest.mark.parametrize(("where", "left"), [("step", 4), ("on a batch", 5), ("callback", 5), ("evaluation", 6)])
 def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str, left: int) -> None:
     """In the sixth step, where epochs have two: ten epochs were lost, as values came back after a hundred steps."""
     for name, value in (("_SHORT_SECONDS", -1.0), ("_LONG_SECONDS", -1.0 if where == "on a batch" else np.inf)):
@@ -372,8 +297,6 @@ def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.Monke
 
     def batches() -> Iterator[Any]:
         yield from [good] * 5
-        if where == "data":
-            raise OSError
         yield bad if where == "step" else good
 
     def fail(model: keras.Model) -> None:
@@ -387,32 +310,20 @@ def test_an_error_undoes_no_finished_epoch(pair: Pair, monkeypatch: pytest.Monke
         if where == "on a batch":
             pair.pipelined.train_on_batch(*bad)
         else:
-            callbacks = each(fail, "on_train_batch_end")() if where == "callback" else None
+            callbacks = each(fail) if where == "callback" else None
             pair.pipelined.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0, callbacks=callbacks)
             fail(pair.pipelined)
     assert int(pair.model.optimizer.iterations) == left
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_an_error_does_not_undo_a_restored_checkpoint(pair: Pair, tmp_path: pathlib.Path, prepared: bool) -> None:
-    pair.pipelined.train_on_batch(X[:7], Y[:7])
-    pair.pipelined.save_checkpoint(tmp_path)
-    own = pair.pipelined
-    if prepared:
-        own.train_on_batch(X[:7], Y[:7])
-    else:
-        own = transform(classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
-    own.restore_checkpoint(tmp_path)
-    with pytest.raises(dapple.StepError, match="0 steps ago"):
-        own.train_on_batch(X[:7], Y[:7] + 9)
-    assert int(own.model.optimizer.iterations) == 1
-
-
-def test_a_restored_checkpoint_is_read_at_once(pair: Pair, tmp_path: pathlib.Path) -> None:
+def test_a_restored_checkpoint_is_read_at_once_and_no_error_undoes_it(pair: Pair, tmp_path: pathlib.Path) -> None:
     """Before a step was prepared the model had its first values until then."""
     pair.pipelined.train_on_batch(X[:7], Y[:7])
     expected = values(pair.model)
     pair.pipelined.save_checkpoint(tmp_path)
-    fresh = transform(classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
-    fresh.restore_checkpoint(tmp_path)
-    assert_close(values(fresh.model), expected)
+    own = transform(classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
+    own.restore_checkpoint(tmp_path)
+    assert_close(values(own.model), expected)
+    with pytest.raises(dapple.StepError, match="0 steps ago"):
+        own.train_on_batch(X[:7], Y[:7] + 9)
+    assert int(own.model.optimizer.iterations) == 1

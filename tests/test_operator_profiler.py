@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from models_for_tests import classifier, plan, values
@@ -17,17 +19,13 @@ def test_operators_are_measured_and_the_model_stays_as_it_is() -> None:
     costs = dapple.profile_operators(model, cluster, dapple.Plan.by_operators(2, 8), steps=2)
     for own, was in zip(values(model), before, strict=True):
         np.testing.assert_array_equal(own, was)
-    measured = [OpSignature.parse(spelled) for spelled in signatures(costs)]
+    measured = [OpSignature.parse(spelled) for spelled in re.findall(r'^    "(.*?)"', costs.to_json(), re.MULTILINE)]
     products = [signature for signature in measured if signature.op == "MatMul"]
     # Of a batch of 8 samples, the first and the last layer.
     assert {output.shape for signature in products for output in signature.outputs} >= {(8, 6), (8, 3)}
     for signature in products:
         mean = costs.measured(signature, "CPU")
         assert mean is not None and mean.seconds > 0 and mean.times > 0
-
-
-def signatures(costs: dapple.OperatorCosts) -> list[str]:
-    return [line.split('"')[1] for line in costs.to_json().splitlines() if line.startswith("    ")]
 
 
 def test_what_cannot_be_measured() -> None:

@@ -16,8 +16,7 @@ from dapple_tf.tracing.prediction import Prediction
 
 def test_first_steps_do_not_count_and_the_median_does() -> None:
     prediction = Prediction(0.1)
-    assert prediction.measured is None
-    assert prediction.error is None
+    assert prediction.measured is None and prediction.error is None
     assert str(prediction) == "step predicted 100 ms, not measured yet"
     for seconds in (9.0, 9.0, 9.0, 0.2, 0.125, 0.1):
         prediction.add(seconds)

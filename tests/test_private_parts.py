@@ -53,29 +53,16 @@ def test_what_compile_leaves_is_replaced_for_a_while() -> None:
     assert np.isfinite(float(loss))
 
 
-def freeze(model: keras.Model) -> None:
-    model.get_layer("first").trainable = False
+CHANGES: dict[str, Callable[[keras.Model], None]] = {
+    "freeze": lambda model: setattr(model.get_layer("first"), "trainable", False),
+    "freeze one variable": lambda model: setattr(model.get_layer("second").bias, "trainable", False),
+    "add a layer": lambda model: model.add(keras.layers.Dense(3)),
+    "compile again": lambda model: model.compile("sgd", "mse"),
+}
 
 
-def freeze_one_variable(model: keras.Model) -> None:
-    model.get_layer("second").bias.trainable = False
-
-
-def add_a_layer(model: keras.Model) -> None:
-    model.add(keras.layers.Dense(3))
-
-
-def compile_again(model: keras.Model) -> None:
-    model.compile("sgd", "mse")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [freeze, freeze_one_variable, add_a_layer, compile_again],
-    ids=lambda own: own.__name__,
-)
 @pytest.mark.parametrize("own_metrics", [False, True])
-def test_what_a_model_consists_of(change: Callable[[keras.Model], None], own_metrics: bool) -> None:
+def test_what_a_model_consists_of(own_metrics: bool) -> None:
     """All that the lists of variables and metrics depend on is noticed, also if a model makes such a list itself."""
 
     class Own(keras.Sequential):
@@ -85,14 +72,12 @@ def test_what_a_model_consists_of(change: Callable[[keras.Model], None], own_met
 
     model = mlp(kind=Own if own_metrics else keras.Sequential)
     model.train_on_batch(X, Y)
-    makeup = keras_private.Makeup(model)
-    assert not makeup.changed
-    assert makeup.metrics == model.metrics
-    model.train_on_batch(X, Y)
-    assert not makeup.changed
-    change(model)
-    assert makeup.changed
-    assert not keras_private.Makeup(model).changed
+    for change in CHANGES.values():
+        makeup = keras_private.Makeup(model)
+        assert not makeup.changed
+        assert makeup.metrics == model.metrics
+        change(model)
+        assert makeup.changed
 
 
 def test_kerass_own_training_on_a_batch() -> None:
@@ -106,9 +91,8 @@ def test_kerass_own_training_on_a_batch() -> None:
     assert keras_private.python_logs({"b": np.float32(2), "a": {"c": np.float32(1)}}) == {"b": 2.0, "c": 1.0}
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
-def test_slots_of_an_optimizer(name: str) -> None:
-    model = mlp(name)
+def test_slots_of_an_optimizer() -> None:
+    model = mlp()
     model.optimizer.build(model.trainable_variables)
     slots = list(keras_private.slots_by_parameter(model.optimizer))
     assert {parameter.path for _, _, parameter in slots} == {v.path for v in model.trainable_variables}
@@ -123,16 +107,7 @@ def test_names_are_counted_from_the_start() -> None:
         assert [keras.layers.ReLU().name for _ in range(2)] == ["re_lu", "re_lu_1"]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: keras.layers.Dense(4, activation="relu"),
-        keras.layers.BatchNormalization,
-        lambda: keras.layers.Dropout(0.5, seed=3),
-        lambda: keras.layers.MultiHeadAttention(2, 2),
-    ],
-    ids=["dense", "normalization", "dropout", "attention"],
-)
+@pytest.mark.parametrize("make", [keras.layers.BatchNormalization, lambda: keras.layers.MultiHeadAttention(2, 2)])
 def test_attributes_of_equal_layers_are_equal(make: Callable[[], keras.layers.Layer]) -> None:
     """What Keras keeps at a layer beside them would make each layer another one."""
     layers = [make(), make()]
@@ -140,13 +115,11 @@ def test_attributes_of_equal_layers_are_equal(make: Callable[[], keras.layers.La
         shape = (None, 3, 4)
         layer.build(*([shape, shape] if isinstance(layer, keras.layers.MultiHeadAttention) else [shape]))
     kinds = [layer_kind(layer, ()) for layer in layers]
-    assert kinds[0] is not None
-    assert kinds[1] is not None
+    assert kinds[0] is not None and kinds[1] is not None
     assert kinds[0].key == kinds[1].key
     assert len(kinds[0].variables) == len(layers[0].variables)
     names = [name for name, _ in keras_private.attributes_of_calls(layers[0])]
-    assert "autocast" in names
-    assert "name" not in names
+    assert "autocast" in names and "name" not in names
 
 
 def test_the_dtype_in_which_variables_are_read() -> None:
@@ -268,13 +241,12 @@ def test_a_pipeline_trains_as_plain_keras_does() -> None:
     plain, model = mlp(), mlp()
     plan = dapple.Plan.manual(["first"], [[0, 1], [2]], micro_batches=2, global_batch_size=8, schedule="zb_h1")
     pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
-    expected = plain.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
-    history = pipelined.fit(X, Y, epochs=3, shuffle=False, verbose=0).history
+    expected = plain.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    history = pipelined.fit(X, Y, epochs=2, shuffle=False, verbose=0).history
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
     for own, other in zip(model.weights, plain.weights, strict=True):
         np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
-    assert pipelined.evaluate(X, Y, verbose=0)[1] == plain.evaluate(X, Y, verbose=0)[1]
     np.testing.assert_allclose(pipelined.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
 
 

@@ -13,38 +13,28 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
+from dapple_tf.tools.command import CONSOLE
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("name", dapple.__all__)
-def test_a_public_name_is_there_and_hidden_by_no_module(name: str) -> None:
-    value = getattr(dapple, name)
-    assert not isinstance(value, types.ModuleType)
-    assert name in dir(dapple) and getattr(dapple, name) is value
+def test_public_names_are_there_and_hidden_by_no_module() -> None:
+    for name in dapple.__all__:
+        value = getattr(dapple, name)
+        assert not isinstance(value, types.ModuleType)
+        assert name in dir(dapple) and getattr(dapple, name) is value
 
 
 def test_only_public_names_are_listed() -> None:
     assert set(dir(dapple)) == {*dapple.__all__, "__version__"}
 
 
-def test_plans_and_clusters_are_read_without_tensorflow() -> None:
-    code = """
-import sys, dapple_tf
+@pytest.mark.parametrize("modules", [["worker"], [f"tools.{name}" for name in CONSOLE]], ids=["worker", "tools"])
+def test_plans_are_read_and_flags_told_without_tensorflow(modules: list[str]) -> None:
+    code = f"""
+import sys, dapple_tf, {", ".join(f"dapple_tf.{module}" for module in modules)}
 for name in ("Cluster", "Plan", "PlanError", "Policy", "Profile", "plan", "simulate"):
     getattr(dapple_tf, name)
-sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
-"""
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("modules", ["[f'dapple_tf.tools.{name}' for name in CONSOLE]", "['dapple_tf.worker']"])
-def test_installed_programs_tell_their_flags_without_tensorflow(modules: str) -> None:
-    code = f"""
-import importlib, sys
-from dapple_tf.tools.command import CONSOLE
-for module in {modules}:
-    importlib.import_module(module)
 sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
