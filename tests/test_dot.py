@@ -23,7 +23,7 @@ UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
 CASES = [
     UNEVEN,
     Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
-    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
 ]
 
 needs_graphviz = pytest.mark.skipif(

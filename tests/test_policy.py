@@ -194,11 +194,6 @@ OF_ANOTHER = Policy("wrong", of_another)
             lambda: plan_of(SPLIT_FIRST, reverse_first_k=2),
             "split_first doesn't split the backward of stage 1; set it to",
         ),
-        (lambda: plan_of(RUN_AHEAD, weight_devices=[[4], [5, 6], [7]]), "run_ahead runs Bw on a stage's own devices"),
-        (
-            lambda: plan_of(RUN_AHEAD, weight_regions=[0, 0, 0]),
-            "weight_regions are given for run_ahead, which has no reg",
-        ),
         (
             lambda: Plan.data_parallel(1, 8, schedule=WRONG),
             r"^schedule 'wrong': device 0 runs 0B0 before 0F0; a backward",
@@ -232,7 +227,6 @@ OF_ANOTHER = Policy("wrong", of_another)
             for answer in (False, "too many stages")
         ),
         (lambda: Policy("mine", None), "order of policy mine is None; give a function of a request"),  # type: ignore[arg-type]
-        (lambda: Policy("mine", run_ahead, waits=3), "waits of policy mine is 3; give a function of a request"),  # type: ignore[arg-type]
         (
             lambda: plan_of(run_ahead),
             r"the schedule is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run",

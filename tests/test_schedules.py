@@ -28,7 +28,6 @@ RULE = ("gpipe", "dapple_a", "dapple_b")
 # --- tasks and schedules as text ---
 
 TEXT = "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 1F0.r1 1B0.r1\n5:"
-WAITING = "0: 0F0 0Bx0 0F1>0Bw0 0Bx1\n1: 0Bw0 0Bw1"
 
 
 def test_every_small_task_has_its_own_text_that_parses_back() -> None:
@@ -58,37 +57,31 @@ def test_tasks_sort_by_stage_then_phase_then_micro_batch() -> None:
         _ = F < "F"
 
 
-@pytest.mark.parametrize("text", [TEXT, WAITING])
-def test_a_schedule_prints_parses_compares_and_pickles(text: str) -> None:
-    schedule = Schedule.parse(text, name="mine")
-    assert str(schedule) == text
-    backwards = Schedule("mine", dict(sorted(schedule.orders.items(), reverse=True)), schedule.after)
+def test_a_schedule_prints_parses_compares_and_pickles() -> None:
+    schedule = Schedule.parse(TEXT, name="mine")
+    assert str(schedule) == TEXT
+    backwards = Schedule("mine", dict(sorted(schedule.orders.items(), reverse=True)))
     for again in (
-        Schedule.parse(text, "mine"),
+        Schedule.parse(TEXT, "mine"),
         backwards,
         copy.deepcopy(schedule),
         pickle.loads(pickle.dumps(schedule)),
     ):
         assert again == schedule and hash(again) == hash(schedule)
-    assert schedule != Schedule.parse(text) and schedule != Schedule.parse("0: 0F0", "mine")
-    assert (schedule == Schedule("mine", schedule.orders)) == (text == TEXT), "waits count"
-    assert schedule.split == (frozenset() if text == TEXT else {0})
+    assert schedule != Schedule.parse(TEXT) and schedule != Schedule.parse("0: 0F0", "mine")
+    assert schedule.split == frozenset()
 
 
 def test_parts_of_a_schedule() -> None:
     schedule = Schedule.parse(TEXT, name="mine")
     assert schedule.orders[0] == (Task(0, F, 0), Task(0, F, 1), Task(0, B, 0), Task(0, B, 1))
-    assert schedule.orders[5] == () and schedule.after == {}
+    assert schedule.orders[5] == ()
     assert [str(task) for task in Schedule.parse("1: 1F0 1B0\n0: 0F0 0B0").tasks] == ["0F0", "0B0", "1F0", "1B0"]
     assert schedule.device_of(Task(1, B, 0, replica=1)) == 2
     with pytest.raises(
         LookupError, match=r"no device runs 1F1\.r1 in schedule 'mine', which has 10 tasks on 4 devices"
     ):
         schedule.device_of(Task(1, F, 1, replica=1))
-    waiting = Schedule.parse(WAITING)
-    assert waiting.after == {Task(0, F, 1): Task(0, BW, 0)}
-    with pytest.raises(TypeError):
-        waiting.after[Task(0, BX, 0)] = Task(0, F, 0)  # type: ignore[index]
 
 
 def test_a_schedule_does_not_change_with_the_dict_it_was_made_from() -> None:
@@ -108,10 +101,6 @@ def test_a_schedule_does_not_change_with_the_dict_it_was_made_from() -> None:
         ("0F0 0B0", "line 1 of the schedule is '0F0 0B0'; write <device>: <task> <task> ..."),
         ("zero: 0F0", "line 1 of the schedule is 'zero: 0F0'"),
         ("0: 0F0\n1: 1G0", "line 2 of the schedule: '1G0' isn't a task"),
-        ("0: 0F0\n1: 1F0>", "line 2 of the schedule: '' isn't a task"),
-        ("0: 0F0\n1: 1F0>0F0>0B0", "line 2 of the schedule: '0F0>0B0' isn't a task"),
-        ("0: 0F0\n1: 1F0>0B0", "1F0 waits for 0B0, but no device runs 0B0; leave the wait out"),
-        ("0: 0F0>0F0", "0F0 waits for itself; leave the wait out"),
     ],
 )
 def test_a_wrong_schedule_text_is_refused_with_its_line(text: str, message: str) -> None:
@@ -153,10 +142,6 @@ IN_FULL: dict[str, tuple[str, list[list[int]], int, dict[str, Any]]] = {
     "Out-Of-Order BackProp, figure 5b": ("fast_forward", [[0], [0], [1], [1]], 1, {}),
     "a wait is filled with weight gradients": ("fast_forward_a", [[0], [1]], 2, {}),
     "gaps by the given times": ("fast_forward", [[0], [1]], 2, {"task_seconds": [[1, 1, 1], [4, 4, 4]]}),
-    "section 4.1, a sub-stream": ("gpipe", [[0]] * 3, 1, {"weight_devices": [[1]] * 3}),
-    "the first stage's Bw first": ("fast_forward", [[0], [1]], 3, {"weight_devices": [[2], [2]]}),
-    "forwards wait for room": ("dapple_a", [[0], [1]], 4, {"weight_devices": [[0], [2]]}),
-    "a weight device with a stage": ("fast_forward", [[0], [1]], 2, {"weight_devices": [[1], [1]]}),
     "algorithm 2, figure 4c": ("gpipe", [[0]] * 5, 1, {"reverse_first_k": 3}),
     "only the last micro-batch is reversed": ("dapple_a", [[0]] * 3, 2, {"reverse_first_k": 2}),
     "section 6, reversed and fast-forwarded": ("fast_forward", [[0], [0], [1], [1]], 1, {"reverse_first_k": 2}),
@@ -254,11 +239,6 @@ def test_one_forward_one_backward_deadlocks_just_where_warm_up_rises() -> None:
         ({"policy": "interleaved", "reverse_first_k": 1}, "but interleaved doesn't split backwards"),
         ({"task_seconds": [[1, 1, 1]]}, "task_seconds has 1 entries for 2 stages; give one for each"),
         ({"task_seconds": [[1, 1, 1], [1, -1, 1]]}, "task_seconds of stage 1 is [1, -1, 1]; give the times of F, Bx"),
-        (
-            {"weight_devices": [[2], [3, 4]]},
-            "weight_devices has [1, 2] devices for stages of [1, 1] replicas; give one",
-        ),
-        ({"policy": "modulo", "weight_devices": [[0], [2]]}, "weight_devices of stage 1 are [2], its devices [1], but"),
         (
             {"devices": [[0], [0]], "warm_up": [2, 1]},
             "warm_up falls from 2 at stage 0 to 1 at stage 1, but both run on",
@@ -362,7 +342,7 @@ def test_every_policy_makes_legal_schedules_within_its_limits(policy: str) -> No
         assert all(count <= limit for count, limit in zip(counts, most, strict=False)), (devices, options, counts, most)
         assert Schedule.parse(str(schedule), name=policy) == schedule
         late = [task for tasks in schedule.orders.values() for task in tasks[-1:]]
-        if options.get("reverse_first_k", 0) == len(devices) and not empty and "weight_devices" not in options:
+        if options.get("reverse_first_k", 0) == len(devices) and not empty:
             assert all(task.phase is BW and task.micro_batch == micro_batches - 1 for task in late)
         forward = make_schedule(policy, devices, micro_batches, forward_only=True, active=active)
         validate(forward, devices, micro_batches, forward_only=True, active=active)
@@ -449,19 +429,7 @@ def test_a_wrong_schedule_is_refused_with_its_task_and_device(first: str, second
     assert message in str(caught.value)
 
 
-def test_holds_of_a_stage_whose_bw_run_elsewhere_need_waits() -> None:
-    text = "0: 0F0 0Bx0 0F1 0Bx1\n5: 0Bw0 0Bw1"
-    schedule = Schedule.parse(text)
-    validate(schedule, [[0]], 2, holds=[2], weight_devices=[[5]])
-    assert in_flight(schedule) == (2,)
-    with pytest.raises(ScheduleError, match="or let it wait for the end of 0Bw of an earlier micro-batch on its own"):
-        validate(schedule, [[0]], 2, holds=[1], weight_devices=[[5]])
-    waiting = Schedule.parse(text.replace("0F1", "0F1>0Bw0"))
-    validate(waiting, [[0]], 2, holds=[1], weight_devices=[[5]])
-    assert in_flight(waiting) == (1,)
-    endless = Schedule.parse("0: 0F0>0Bw1 0Bx0 0F1 0Bx1\n5: 0Bw0 0Bw1")
-    with pytest.raises(ScheduleError, match="device 0  -> 0F0 waits for 0Bw1 on device 5"):
-        validate(endless, [[0]], 2, weight_devices=[[5]])
+def test_a_training_schedule_is_no_forward_only_schedule() -> None:
     with pytest.raises(ScheduleError, match="device 0 runs 0B0, which isn't a task of this step of 2 tasks"):
         validate(make_schedule("gpipe", [[0]], 2), [[0]], 2, forward_only=True)
 

@@ -370,23 +370,6 @@ def test_the_next_steps_forwards_wait_for_their_stages_updates() -> None:
     assert forth.memory[0] == ((0.0, 0), (0.0, 60), (2.0, 30), (4.0, 30), (5.0, 60), (6.0, 60))
 
 
-# --- weight gradients elsewhere ---
-
-
-def test_weight_gradients_on_another_device_get_what_they_need_from_this_one() -> None:
-    plan = straight(2, 2, "fast_forward", weight_devices=[[0], [2]])
-    layer = {"parameter_bytes": 100, "residual_bytes": Cost(0.0, 30.0), "delayed_bytes": Cost(0.0, 8.0)}
-    model = profile([(1.0, 2.0)] * 2, 0.0, apply_seconds=0.5, **layer)
-    step = simulate(plan, model, cluster(3, intra_bandwidth=16.0, speeds=[1.0, 1.0, 0.5]))
-    assert timeline(step, 1) == "1F@1-2 1F@2-3 1Bx@3-4 1Bx@4-5"
-    assert timeline(step, 2) == "1Bw@4.5-6.5 1Bw@6.5-8.5 1apply@8.5-9.5"
-    assert [one for one in sends(step) if one[1] == 2] == [(1, 2, 4, 4.5), (1, 2, 5, 5.5)]
-    assert step.costs.stored_bytes == {0: 200, 1: 0, 2: 200}
-    assert step.memory[2] == ((0, 200), (4, 208), (4.5, 208), (5, 216), (6.5, 208), (8.5, 200))
-    assert step.peak_bytes[1] == 60
-    assert [line.split()[:2] for line in str(step).splitlines()[2:5]] == [["0", "0"], ["1", "1"], ["1Bw", "2"]]
-
-
 # --- memory ---
 
 # 2 x 100 for weights and gradients, 50 for slots: 250 stored; 30 kept per sample, 5 while a B runs.
@@ -480,8 +463,6 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
     options: dict[str, Any] = {"bucket_bytes": 500, "wait_free": draw.random() < 0.8}
     if draw.random() < 0.3 and policy != "interleaved":
         options["reverse_first_k"] = draw.randrange(stages + 1)
-    if draw.random() < 0.2 and policy in (*WHOLE, "fast_forward"):
-        options["weight_devices"] = [[device + 20 for device in group] for group in devices]
     cuts = sorted(draw.sample(range(count - 1), stages - 1))
     micro_batches = draw.randrange(1, 8)
     samples = micro_batches * max(map(len, devices)) + draw.randrange(4 * micro_batches)

@@ -128,13 +128,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "cuts": ["first", "second"], "devices": [[0, 1]] * 3, "micro_batches": 1, "reverse_first_k": 1,
         "carried_updates": 1,
     },
-    "streams": {
-        "cuts": ["first"], "devices": [[0], [1]], "weight_devices": [[2], [3]], "schedule": "fast_forward",
-    },
 }  # fmt: skip
 
 
-# Replicas, split backwards, several stages on a device with updates carried over, two streams: all kinds of spans.
+# Replicas, split backwards, several stages on a device with updates carried over: all kinds of spans.
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: Any, uneven: Run, shape: str) -> None:
     pipelined = uneven.pipelined if shape == "3:1" else pipeline(**SHAPES[shape])
