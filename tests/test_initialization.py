@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,11 +13,7 @@ import tensorflow as tf
 from models_for_tests import assert_close, plan, samples, transform, values
 
 import dapple_tf as dapple
-from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.frontend.initialization import deferred_like, initial_of, materialize, value_of
-from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.variables.device_initialization import initialization
-from dapple_tf.variables.device_values import Holding
 
 layers = keras.layers
 initializers = keras.initializers
@@ -63,22 +59,6 @@ def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-@pytest.fixture
-def largest_feed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """The most bytes that the client has sent to or got from the devices at once."""
-    sizes = [0]
-    original = DeviceSession.run
-
-    def run(session: DeviceSession, fetches: Any, feed: Any = None, *more: Any) -> Any:
-        result = original(session, fetches, feed, *more)
-        sizes.append(sum(np.asarray(value).nbytes for value in (feed or {}).values()))
-        sizes.append(sum(np.asarray(v).nbytes for v in tf.nest.flatten(result) if v is not None))
-        return result
-
-    monkeypatch.setattr(DeviceSession, "run", run)
-    yield lambda: max(sizes)
-
-
 # ---- without devices
 
 
@@ -98,11 +78,8 @@ def test_first_values_are_those_of_an_ordinary_model() -> None:
     [
         initializers.Constant(2.5),
         initializers.Identity(),
-        initializers.LecunUniform(),
         initializers.RandomUniform(-1, 2, seed=3),
         initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal"),
-        lambda shape, dtype=None: keras.random.uniform(shape, dtype=dtype, seed=5) * 2 + 1,
-        lambda shape, dtype=None: tf.eye(*shape, dtype=dtype),
         lambda shape, dtype=None: np.arange(np.prod(shape), dtype=dtype).reshape(shape),
     ],
 )
@@ -114,8 +91,6 @@ def test_initializers_give_what_they_give_otherwise(initializer: Any) -> None:
     np.testing.assert_array_equal(value_of(own), plain.numpy(), strict=True)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_shared_seed_generators_go_on_as_they_would() -> None:
     """Of two kinds: one that is given, and Keras' own, which is made when it is first needed."""
 
@@ -169,33 +144,12 @@ def test_reading_and_assigning() -> None:
         kernel.numpy()
     with pytest.raises(dapple.DappleError, match="fetch all values by its sync"):
         model(np.zeros((1, 4)))
-    assert "first/kernel" in repr(kernel)
     kernel.assign(np.ones((4, 24)))
     assert initial_of(kernel) is None
     assert np.all(kernel.numpy() == 1)
     materialize(model.variables)
     assert without_values(model) == []
     assert model(np.zeros((1, 4))).shape == (1, 3)
-
-
-@pytest.mark.thorough
-def test_subclassed_models_and_layers_that_build_late() -> None:
-    class Late(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = layers.Dense(20)
-
-        def call(self, x: Any) -> Any:
-            return self.dense(x)
-
-    with dapple.deferred_init():
-        model = Late()
-        model(keras.KerasTensor((None, 4)))
-    assert initial_of(model.dense.kernel) is not None
-    keras.Variable(0.0)
-    with keras.StatelessScope():
-        pass
-    assert initial_of(model.dense.kernel) is not None
 
 
 def test_slots_are_deferred_with_their_variables() -> None:
@@ -213,50 +167,30 @@ def test_slots_are_deferred_with_their_variables() -> None:
 # ---- on devices
 
 
-def test_each_device_computes_for_itself_unless_values_would_differ() -> None:
-    draw = lambda shape, dtype=None: tf.random.normal(shape, dtype=dtype)  # noqa: E731
-    with dapple.deferred_init():
-        model = keras.Sequential(
-            [keras.Input((4,)), layers.Dense(20, "tanh", kernel_initializer=draw, name="dense")], name="sequential"
-        )
-    table = VariableTable(model)
-    named = {name: initial for name, v in table.keras_variables.items() if (initial := initial_of(v)) is not None}
-    holding = Holding((0,), ("/device:CPU:0", "/device:CPU:1"), tuple(table.describe(name) for name in named))
-    graph, nodes = initialization([holding], named, "test")
-    assert [node.name for node in graph.node if "value" in node.name] == ["sequential/dense/kernel/value"]
-    assert {node.device for node in graph.node} == set(holding.devices)
-    assert sum("replica" in node.name for node in graph.node) == 2
-    assert len(nodes) == 2
-
-
-@pytest.mark.slow
-def test_training_is_that_of_an_ordinary_model(assigned: list[str], largest_feed: Callable[[], int]) -> None:
+def test_training_is_that_of_an_ordinary_model(assigned: list[str]) -> None:
     keras.utils.set_random_seed(1)
     ordinary = transform(classifier())
     x, y, _ = samples(14)
-    history = ordinary.fit(x, y, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
+    options = {"shuffle": False, "verbose": 0, "validation_data": (x, y)}
+    history = ordinary.fit(x, y, **options).history
     assigned.clear()
     pipelined = transform(deferred())
-    fed_before = largest_feed()
-    assert fed_before > 0
-    own = pipelined.fit(x, y, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
-    assert own == history
-    assert pipelined.evaluate(x, y, verbose=0) == ordinary.evaluate(x, y, verbose=0)
+    assert pipelined.fit(x, y, **options).history == history
     np.testing.assert_array_equal(pipelined.predict(x, verbose=0), ordinary.predict(x, verbose=0))
-    kernels = [path for path in assigned if "kernel" in path or "momentum" in path]
-    assert kernels == []
+    assert [path for path in assigned if "kernel" in path or "momentum" in path] == []
     assert len(without_values(pipelined.model)) == 5 + 2 * 5
-    for one, other in zip(values(pipelined.sync()), values(ordinary.sync()), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_close(values(pipelined.sync()), values(ordinary.sync()), 0)
     assert without_values(pipelined.model) == []
     assert pipelined.train_on_batch(x[:7], y[:7]) == ordinary.train_on_batch(x[:7], y[:7])
 
 
 def test_replicas_have_the_same_values_of_stateful_initializers() -> None:
     def build() -> keras.Model:
-        keras.utils.set_random_seed(1)
         draw = lambda shape, dtype=None: tf.random.normal(shape, dtype=dtype)  # noqa: E731
-        return classifier_by(draw)
+        dense = [layers.Dense(20, "tanh", kernel_initializer=draw) for _ in range(2)]
+        model = keras.Sequential([keras.Input((4,)), *dense])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
 
     pipelined = transform(deferred(build), plan(cuts=[], devices=[[0, 1, 2]]))
     x, y, _ = samples(7)
@@ -266,47 +200,18 @@ def test_replicas_have_the_same_values_of_stateful_initializers() -> None:
         np.testing.assert_array_equal(output, output[:1].repeat(6, 0))
 
 
-def classifier_by(initializer: Any) -> keras.Model:
-    model = keras.Sequential(
-        [keras.Input((4,)), *(layers.Dense(20, "tanh", kernel_initializer=initializer) for _ in range(2))]
-    )
-    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def test_sync_before_anything_ran_gives_the_initial_values() -> None:
-    plain, pipelined = classifier(), transform(deferred())
-    for one, other in zip(values(pipelined.sync()), values(plain), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ["predict", "train"])
-def test_what_is_assigned_while_other_values_are_on_devices_only_outlives_sync(before: str) -> None:
+def test_what_is_assigned_while_other_values_are_on_devices_only_outlives_sync() -> None:
     """All of the devices' values were fetched, over what had been assigned."""
     x, y, _ = samples(7)
-    kernel = np.random.default_rng(2).normal(size=(24, 20))
     own, ordinary = transform(deferred()), transform(classifier())
     for pipelined in (own, ordinary):
-        pipelined.predict(x, verbose=0) if before == "predict" else pipelined.train_on_batch(x, y)
-        pipelined.model.get_layer("second").kernel.assign(kernel)
-    for _ in range(2):
-        for one, other in zip(values(own.sync()), values(ordinary.sync()), strict=True):
-            np.testing.assert_array_equal(one, other)
-        assert own.train_on_batch(x, y) == ordinary.train_on_batch(x, y)
+        pipelined.predict(x, verbose=0)
+        pipelined.model.get_layer("second").kernel.assign(np.full((24, 20), 0.1))
+    assert_close(values(own.sync()), values(ordinary.sync()), 0)
+    assert own.train_on_batch(x, y) == ordinary.train_on_batch(x, y)
+    assert_close(values(own.sync()), values(ordinary.sync()), 0)
 
 
-@pytest.mark.slow
-def test_verify_fetches_values_first() -> None:
-    pipelined = transform(deferred())
-    x, y, _ = samples(7)
-    pipelined.predict(x, verbose=0)
-    assert pipelined.verify(x, y, steps=0).worst[1] < 1e-5
-    assert without_values(pipelined.model) == []
-
-
-@pytest.mark.slow
 def test_closing_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred())
@@ -327,91 +232,25 @@ class Widening(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.first = layers.Dense(24, "tanh", name="first")
-        self.second = layers.Dense(24, "tanh", name="second")
-        self.only_outside = layers.Dense(24, name="only_outside")
-        self.logits = layers.Dense(3, name="logits")
+        self.training_head, self.head = layers.Dense(3), layers.Dense(3, name="only_outside")
 
     def build(self, shape: Any) -> None:
         self.first.build(shape)
-        for layer in (self.second, self.only_outside, self.logits):
-            layer.build((None, 24))
+        self.training_head.build((None, 24))
+        self.head.build((None, 24))
         self.built = True
 
     def call(self, x: Any, training: bool = False) -> Any:
-        x = self.first(x)
-        return self.logits(self.second(x) if training else self.only_outside(self.second(x)))
+        return (self.training_head if training else self.head)(self.first(x))
 
 
 def widening() -> keras.Model:
-    keras.utils.set_random_seed(7)
     model = Widening()
     model.build((None, 4))
     model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_trained_values_stay_on_the_devices_when_these_keep_more(assigned: list[str]) -> None:
-    x, y, _ = samples(7)
-    pipelined, ordinary = transform(deferred(widening)), transform(widening())
-    for front in (ordinary, pipelined):
-        assigned.clear()
-        for _ in range(2):
-            front.train_on_batch(x, y)
-        front.evaluate(x, y, verbose=0)
-        front.train_on_batch(x, y)
-    assert not [path for path in assigned if "kernel" in path]
-    assert_close(pipelined.evaluate(x, y, verbose=0), ordinary.evaluate(x, y, verbose=0), 0)
-    for one, other in zip(values(pipelined.sync()), values(ordinary.sync()), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_training_after_evaluation_begins_with_initial_values() -> None:
-    x, y, _ = samples(7)
-    pipelined = transform(deferred())
-    before = pipelined.evaluate(x, y, verbose=0)
-    assert pipelined.train_on_batch(x, y)[0] == pytest.approx(before[0], rel=0.3)
-    assert pipelined.evaluate(x, y, verbose=0)[0] < before[0]
-    pipelined.load()
-    assert pipelined.evaluate(x, y, verbose=0) == before
-
-
-def test_some_values_given() -> None:
-    x, _, _ = samples(7)
-    pipelined, plain = transform(deferred()), classifier()
-    for model in (pipelined.model, plain):
-        model.get_layer("second").kernel.assign(np.ones((24, 20)))
-    assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
-    pipelined.model.get_layer("second").kernel.assign(np.zeros((24, 20)))
-    plain.get_layer("second").kernel.assign(np.zeros((24, 20)))
-    assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)},
-        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01))},
-    ],
-)
-def test_optimizers(options: dict[str, Callable[[], Any]]) -> None:
-    x, y, _ = samples(14)
-    ends = []
-    for how in (deferred, lambda **given: classifier(**given)):
-        pipelined = transform(how(**{name: make() for name, make in options.items()}))
-        pipelined.fit(x, y, epochs=2, shuffle=False, verbose=0)
-        ends.append(values(pipelined.sync()))
-    for one, other in zip(*ends, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_a_lost_step_begins_anew_and_says_so() -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred(), on_non_finite_loss="stop")
@@ -422,44 +261,13 @@ def test_a_lost_step_begins_anew_and_says_so() -> None:
     assert pipelined.train_on_batch(x, y)[0] == pytest.approx(first[0], rel=0.2)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_callbacks_that_read_get_values(tmp_path: Any) -> None:
-    x, y, _ = samples(7)
-    pipelined = transform(deferred())
-    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True)
-    pipelined.fit(x, y, epochs=2, verbose=0, callbacks=[save])
-    plain = classifier()
-    plain.optimizer.build(plain.trainable_variables)
-    plain.load_weights(tmp_path / "2.weights.h5")
-    assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
-    with dapple.deferred_init():
-        loaded = classifier()
-        loaded.optimizer.build(loaded.trainable_variables)
-        loaded.load_weights(tmp_path / "2.weights.h5")
-    assert_close(pipelined.predict(x, verbose=0), transform(loaded).predict(x, verbose=0))
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_deferred_model_can_be_planned() -> None:
-    model = deferred()
-    x, y, _ = samples(8)
-    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, x=x, y=y)
-    assert len(without_values(model)) == 15
-    pipelined.train_on_batch(x, y)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_checkpoints_of_values_that_are_on_devices_only(assigned: list[str], tmp_path: Any) -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred(widening))
     pipelined.train_on_batch(x, y)
-    pipelined.save_checkpoint(tmp_path / "before")
     pipelined.evaluate(x, y, verbose=0)  # devices keep more from now on
     pipelined.train_on_batch(x, y)
-    after = pipelined.save_checkpoint(tmp_path / "after")
+    after = pipelined.save_checkpoint(tmp_path)
     loss = pipelined.train_on_batch(x, y)
 
     pipelined.restore_checkpoint(after)
@@ -467,7 +275,4 @@ def test_checkpoints_of_values_that_are_on_devices_only(assigned: list[str], tmp
     other = transform(deferred(widening), plan(devices=[[2], [0]]))
     other.restore_checkpoint(after)
     np.testing.assert_allclose(other.train_on_batch(x, y), loss, rtol=1e-5)
-    pipelined.restore_checkpoint(tmp_path / "before")
-    pipelined.train_on_batch(x, y)
-    assert pipelined.train_on_batch(x, y) == loss
     assert not [path for path in assigned if "kernel" in path and "only_outside" not in path]
