@@ -118,7 +118,8 @@ class _Reader:
                 kinds.setdefault(attr.name, attr.default_value.type)
         attrs |= {key: dtype_attr(value) for key, value in kinds.items()}
         ref = self.builder.add(name, op, inputs, control=control, **attrs)
-        for index, out in enumerate(definition.output_arg):
+        outputs = [out for out in definition.output_arg for _ in range(attrs.get(out.number_attr, 1))]
+        for index, out in enumerate(outputs):
             self.dtypes[Ref(ref.node, index)] = kinds[out.type_attr] if out.type_attr else out.type
 
     def program(

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Mapping, Sequence
 
-import keras
 import numpy as np
 import pytest
-from flat_programs import Steps, assert_same_training, mixed_model, recurrent_model
+from flat_programs import Steps, assert_same_training
 from programs import (
     FLOAT,
     HOST,
     apply,
-    in_float64,
     layout,
     node,
     staged,
@@ -22,10 +19,8 @@ from programs import (
     step_of,
     updated,
 )
-from step_programs import Case, complete, of_model, plan, sampled
+from step_programs import Case, complete, plan
 
-import dapple_tf as dapple
-from dapple_tf.measuring.example_batch import ExampleBatch
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import (
@@ -119,26 +114,12 @@ def test_operators_have_what_their_call_has_and_their_layer() -> None:
             assert "_class" not in each.attr
 
 
-def test_gradients_go_to_the_update_without_an_accumulator() -> None:
-    flat = apply(complete(ONE_DEVICE), Flatten())
-    assert not [each for each in flat.graph.node if "/gradient/stage" in each.attr["shared_name"].s.decode()]
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        plan("mlp", 1, [[0]], 2, 4, "gpipe"),
-        plan("mlp", 2, [[0], [1]], 1, 4, "dapple_a", carried_updates=1),
-    ],
-    ids=["micro-batches", "carried"],
-)
-def test_gradients_are_accumulated_over_micro_batches_and_for_the_next_step(own: dapple.Plan) -> None:
-    flat = apply(complete(Case("mlp", own)), Flatten())
+def test_gradients_are_accumulated_over_micro_batches() -> None:
+    flat = apply(complete(Case("mlp", plan("mlp", 1, [[0]], 2, 4, "gpipe"))), Flatten())
     kept = {each.attr["shared_name"].s.decode() for each in flat.graph.node}
     assert "dense_0/kernel/gradient/stage0" in kept
 
 
-@pytest.mark.slow
 def test_tasks_stay_in_order() -> None:
     program = complete(PIPELINE)
     flat = apply(program, Flatten(keep_tasks=True))
@@ -158,20 +139,7 @@ def test_tasks_stay_in_order() -> None:
         assert all(f"{call}/entry" in before[name] for name in names)
         read = {name for other in flat.graph.node for name in before[other.name] if other.name in names}
         assert set(names) - read <= before[f"{call}/exit"]
-
-
-def test_calls_of_other_stages_stay() -> None:
-    program = complete(PIPELINE)
-    flat = apply(program, Flatten(stages=frozenset({1}), keep_tasks=True))
-    here = {each.name for each in program.graph.node if each.device.endswith(":1") and each.op in CALLS}
-    assert here and set(calls(flat)) == set(calls(program)) - here
-    assert_same_training(program, flat, batches(program), 3)
-
-
-@pytest.mark.parametrize("options", [Flatten(), Flatten(keep_tasks=True)], ids=["operators", "tasks"])
-def test_what_is_flat_stays_as_it_is(options: Flatten) -> None:
-    flat = options.run(complete(PIPELINE))
-    again = options.run(flat)
+    again = Flatten(keep_tasks=True).run(flat)
     assert {each.name: each for each in again.graph.node} == {each.name: each for each in flat.graph.node}
     assert again.step == flat.step
 
@@ -183,15 +151,6 @@ def test_compiled_stages_cant_be_taken_apart() -> None:
     next(each for each in graph.node if each.op in CALLS).attr["_XlaMustCompile"].b = True
     with pytest.raises(PassError, match=r"call 'stage0/replica0/\w+' .* set jit_compile=False"):
         Flatten().run(program.replace(graph=graph))
-
-
-@pytest.mark.parametrize("mode", ["test", "predict"])
-def test_steps_without_training_become_flat(mode: str) -> None:
-    program = complete(Case(mode, plan(mode, 2, [[0], [1]], 2, 4, "gpipe")))
-    for options in (Flatten(), Flatten(keep_tasks=True)):
-        flat = apply(program, options)
-        assert not calls(flat)
-        assert_same_training(program, flat, batches(program), 2)
 
 
 # ---- the order of what touches a variable
@@ -282,32 +241,20 @@ def test_the_end_waits_for_effects_of_all_calls_before_it() -> None:
 # ---- numbers
 
 
-MODELS: dict[str, Callable[[], keras.Model]] = {"mixed": mixed_model, "recurrent": recurrent_model}
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_flat_step_is_the_step_to_the_last_bit(name: str) -> None:
-    with in_float64():
-        model = MODELS[name]()
-        program = of_model(model, dapple.Plan.manual([], [[0]], 1, 4, "gpipe"), dapple.Cluster.local(1, kind="cpu"))
-        batch = ExampleBatch.of(model).batch(4)
-    for options in (Flatten(), Flatten(keep_tasks=True)):
-        flat = options.run(program)
-        verify(flat, complete=True)
-        assert not set(calls(flat)) & set(calls(program))
-        assert_same_training(program, flat, [batch] * 3)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_pipelines_become_flat(seed: int) -> None:
-    case = sampled(seed)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (PIPELINE, Flatten(frozenset({1}), keep_tasks=True)),
+        (Case("stateful", plan("stateful", 2, [[0, 1], [2]], 3, 7, "dapple_b")), Flatten()),
+        (Case("mlp", plan("mlp", 2, [[0], [1]], 1, 4, "dapple_a", carried_updates=1)), Flatten()),
+        (Case("test", plan("test", 2, [[0], [1]], 2, 4, "gpipe")), Flatten(keep_tasks=True)),
+    ],
+    ids=str,
+)
+def test_pipelines_become_flat(case: Case, options: Flatten) -> None:
     program = complete(case)
-    stages = frozenset(random.Random(seed).sample(range(case.plan.num_stages), 1))
-    for options in (Flatten(), Flatten(keep_tasks=True), Flatten(stages, keep_tasks=True)):
-        flat = options.run(program)
-        verify(flat, complete=True)
-        assert_same_training(program, flat, batches(program), 9)
+    flat = options.run(program)
+    verify(flat, complete=True)
+    here = {each.name for each in program.graph.node if each.device.endswith(":1") and each.op in CALLS}
+    assert set(calls(flat)) == (set(calls(program)) - here if options.stages else set())
+    assert_same_training(program, flat, batches(program), 3)
