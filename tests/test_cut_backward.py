@@ -103,17 +103,10 @@ def test_each_piece_is_reduced_when_it_is_over() -> None:
     assert len(packs) == 3
     pieces = step.pieces[task("0B1")]
     for pack, piece, after in zip(packs, pieces, (*pieces[1:], ()), strict=True):
-        assert piece[-1] in control_inputs(pack)
-        assert not {name for later in after for name in [later]} & set(control_inputs(pack))
-    orders = [
-        [
-            int(name.rpartition("all_reduce")[2])
-            for name in view.topological()
-            if NodeKind.of(view.nodes[name]) is NodeKind.ALL_REDUCE and view.nodes[name].device.endswith(device)
-        ]
-        for device in "01"
-    ]
-    assert orders[0] == orders[1] == sorted(orders[0])
+        assert piece[-1] in control_inputs(pack) and not {*after} & {*control_inputs(pack)}
+    reduced = [view.nodes[name] for name in view.topological() if NodeKind.of(view.nodes[name]) is NodeKind.ALL_REDUCE]
+    first, second = ([each.name[-1] for each in reduced if each.device.endswith(device)] for device in "01")
+    assert first == second == sorted(first)
 
 
 def test_sums_over_replicas_run_in_one_order_in_each_piece() -> None:

@@ -26,7 +26,6 @@ from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import (
     CALL_ATTR,
     LAYER_ATTR,
-    PHASE_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -81,43 +80,31 @@ def test_what_becomes_of_a_step(golden: Callable[[str, str], None], keep_tasks: 
     golden(f"flatten_{'tasks' if keep_tasks else 'operators'}.txt", f"{graph_text(flat.graph)}\n{library_text(flat)}")
 
 
-def test_nothing_is_left_of_calls() -> None:
-    flat = apply(complete(ONE_DEVICE), Flatten())
+def test_nothing_is_left_of_calls_but_their_attributes() -> None:
+    program = complete(ONE_DEVICE)
+    flat = apply(program, Flatten())
     assert not calls(flat) and not flat.graph.library.function
     step = step_of(flat)
     assert not step.entry and not step.exit and step.dissolved == {0}
-    refs = [*step.feeds.values(), *step.values.values(), *step.gradients.values(), step.loss]
-    refs += [
-        ref for parts in (*step.metric_results.values(), *step.metric_feeds.values(), *step.outputs) for ref in parts
-    ]
-    names = {each.name for each in flat.graph.node}
-    assert {ref.node for ref in refs if ref is not None} <= names
-    assert {step.train, *(name for reads in step.reads.values() for name in reads)} <= names
-    verify(flat, complete=True)
-
-
-def test_operators_have_what_their_call_has_and_their_layer() -> None:
-    program = complete(ONE_DEVICE)
-    flat = apply(program, Flatten())
+    named = (*step.metric_results.values(), *step.metric_feeds.values(), *step.outputs, step.feeds.values())
+    refs = [*itertools.chain(*named), *step.values.values(), *step.gradients.values(), step.loss]
+    reads = itertools.chain(*step.reads.values())
+    assert {step.train, *reads, *(ref.node for ref in refs if ref is not None)} <= {
+        each.name for each in flat.graph.node
+    }
     dense = node(flat, "stage0/replica0/forward0/m_1/dense_1_1/MatMul")
-    assert dense.attr[CALL_ATTR].s == b"stage0/replica0/forward0"
-    assert (dense.attr[PHASE_ATTR].s, dense.attr[LAYER_ATTR].s) == (b"forward", b"dense_1")
-    assert dense.device == HOST
+    assert (dense.attr[CALL_ATTR].s, dense.attr[LAYER_ATTR].s) == (b"stage0/replica0/forward0", b"dense_1")
     called = {each.name: each for each in program.graph.node}
     for each in flat.graph.node:
-        call = each.attr[CALL_ATTR].s.decode() if CALL_ATTR in each.attr else ""
-        if call:
-            assert each.name.startswith(f"{call}/")
-            assert all(
-                each.attr[key] == called[call].attr[key] for key in called[call].attr if key.startswith("_dapple")
-            )
-            assert "_class" not in each.attr
+        if call := each.attr[CALL_ATTR].s.decode() if CALL_ATTR in each.attr else "":
+            kept = {key: value for key, value in called[call].attr.items() if key.startswith("_dapple")}
+            assert each.name.startswith(f"{call}/") and "_class" not in each.attr
+            assert all(each.attr[key] == value for key, value in kept.items())
 
 
 def test_gradients_are_accumulated_over_micro_batches() -> None:
     flat = apply(complete(Case("mlp", plan("mlp", 1, [[0]], 2, 4, "gpipe"))), Flatten())
-    kept = {each.attr["shared_name"].s.decode() for each in flat.graph.node}
-    assert "dense_0/kernel/gradient/stage0" in kept
+    assert "dense_0/kernel/gradient/stage0" in {each.attr["shared_name"].s.decode() for each in flat.graph.node}
 
 
 def test_tasks_stay_in_order() -> None:

@@ -15,7 +15,6 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
-from graph_passes.ir.outline import placeholder
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import (
     add_gradients,
@@ -105,18 +104,6 @@ def test_bytes_of_an_element_are_zero_where_there_is_no_fixed_size() -> None:
 # ---- gradients
 
 
-def test_gradients_are_added_and_nothing_else_changes() -> None:
-    graph = two_layers().graph
-    before = graph.SerializeToString(deterministic=True)
-    extended = empty_graph()
-    extended.CopyFrom(graph)
-    Builder(extended).append(placeholder("dy", DOUBLE))
-    result, gradients = add_gradients(extended, [(Ref("loss"), Ref("dy"))], [Ref("w"), Ref("v")])
-    assert graph.SerializeToString(deterministic=True) == before
-    assert [node.name for node in result.node][: len(extended.node)] == [node.name for node in extended.node]
-    assert all(gradient is not None for gradient in gradients)
-
-
 def test_gradients_of_several_outputs_add_up() -> None:
     graph = read_program(
         "x[]\nsquare = Square(x)\ndouble = AddV2(x, x)\none = Mul(1.0, 1.0)\nten = Mul(10.0, 1.0)"
@@ -126,12 +113,6 @@ def test_gradients_of_several_outputs_add_up() -> None:
     assert gradients[0] is not None
     assert run(result, [gradients[0].dense], {x: 3.0}) == [2 * 3 + 10 * 2]
     assert gradients[0].slices is None
-
-
-def test_what_an_output_does_not_depend_on_has_no_gradient() -> None:
-    result, gradients = add_gradients(two_layers().graph, [(Ref("a/tanh"), Ref("a/matmul"))], [Ref("v"), Ref("x")])
-    assert gradients[0] is None and gradients[1] is not None
-    assert gradients[1].dense.node in {node.name for node in result.node}
 
 
 def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
