@@ -308,42 +308,44 @@ def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monke
 # ---- shapes that are read far behind
 
 
-def reads_shape_later(*, merged: bool = False, length: int | None = 3) -> Program:
-    """Stage 1 restores the shape that the tensor had before stage 0 flattened it."""
+def reads_shape_later(*, merged: bool = False, length: int | None = 3, layer: str = "a") -> Program:
+    """Stage 1 restores the shape, which ``layer`` asks for, that the tensor had before stage 0 flattened it."""
     h = "a/merged" if merged else "a/scaled"
     return read_program(f"""
         x[?, {length or "?"}], w[1], v[1]
         a/scaled = Mul(x, w)
         {"a/merged = Reshape(a/scaled, [-1])" if merged else ""}
-        a/shape = Shape({h})
         a/flat = Reshape({h}, [-1])
-        b/restored = Reshape(a/flat, a/shape)
+        {layer}/shape = Shape({h})
+        b/restored = Reshape(a/flat, {layer}/shape)
         b/scaled = Mul(b/restored, v)
         loss = L2Loss(b/scaled)
     """)
 
 
+@pytest.mark.parametrize("layer", "ab")
 @pytest.mark.parametrize(
     ("merged", "length", "sent", "shape"),
     [
-        (False, 3, [], [3, 3]),
-        (True, 3, [], [9]),
+        (False, 3, "", [3, 3]),
+        (True, 3, "", [9]),
         # Lengths are the same in all slices; the batch's axis is of the slice of the stage that reads it.
-        (False, None, ["a/shape/lengths"], [3, 4]),
-        (True, None, ["a/shape/rows"], [12]),
+        (False, None, "lengths", [3, 4]),
+        (True, None, "rows", [12]),
     ],
 )
 def test_the_shape_of_an_earlier_stages_tensor_is_computed_from_the_stages_own_slice(
-    merged: bool, length: int | None, sent: list[str], shape: list[int]
+    layer: str, merged: bool, length: int | None, sent: str, shape: list[int]
 ) -> None:
-    program = reads_shape_later(merged=merged, length=length)
+    program = reads_shape_later(merged=merged, length=length, layer=layer)
     assert stage_of_op(assign(program), "Shape") == {0}, "one stage alone reads it"
     program = assign(program, "a")
-    assert sorted(str(boundary.ref) for boundary in program.boundaries) == ["a/flat", *sent]
-    assert "a/shape" not in program.node_stage and all(program.node_stage[name] == 0 for name in sent)
-    made = 3 if sent == ["a/shape/rows"] else 5  # Rows per sample are those of the producer's slice.
+    name, crossing = f"{layer}/shape", {str(boundary.ref) for boundary in program.boundaries}
+    assert crossing == {"a/flat", *([f"{name}/{sent}"] if sent else [])}
+    assert name not in program.node_stage and all(program.node_stage[each] == 0 for each in crossing)
+    made = 3 if sent == "rows" else 5  # Rows per sample are those of the producer's slice.
     known = {Ref("samples"): 3, Ref("x"): np.ones((made, length or 4)), Ref("w"): np.ones(1)}
-    assert list(run(program.graph, [Ref("a/shape")], known)[0]) == shape
+    assert list(run(program.graph, [Ref(name)], known)[0]) == shape
 
 
 # ---- cuts that are refused
