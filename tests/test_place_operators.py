@@ -92,11 +92,11 @@ def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
 
 
 def test_operators_of_outputs_and_metrics_take_their_turns() -> None:
-    program = of_text(NEGATED, "a")
+    program = of_text(f"{NEGATED}\ne = Neg(x)", "a")
     step = dataclasses.replace(step_of(program), outputs=((Ref("b"),),), metric_results={"accuracy": (Ref("c"),)})
-    program = placed(program.replace(step=step), dict.fromkeys("abcd", ZERO), "abcd")
-    waits = {name: control_inputs(node(program, name)) for name in "abcd"}
-    assert waits == {"a": [], "b": ["a"], "c": ["b"], "d": []}  # nobody needs d
+    program = placed(program.replace(step=step), dict.fromkeys("eabc", ZERO), "eabc")
+    waits = {name: control_inputs(node(program, name)) for name in "eabc"}
+    assert waits == {"a": [], "b": ["a"], "c": ["b"], "e": []}  # nobody needs e
 
 
 def test_without_a_chain_operators_start_when_they_can() -> None:
