@@ -45,6 +45,7 @@ from graph_passes.passes.split_concat import SplitConcat
 
 ROOT = pathlib.Path(__file__).parents[1]
 X, Y, _ = samples(7)
+LAYOUT = layout([1, 1], 2)
 STAGES: tuple[Pass, ...] = (AssignStages(("a",)), BuildForward(), BuildBackward(), Partition())
 
 
@@ -101,50 +102,37 @@ def test_passes_run_one_after_another_and_the_input_stays() -> None:
 
 
 BROKEN = "node 'broken' (Identity) reads nowhere, but there is no node 'nowhere'"
+LACKS = "what it returns isn't that:"
+
+
+def claims(**facts: Any) -> Does:
+    """A pass that changes nothing, whatever it says of itself."""
+    return Does(lambda program: program, **facts)
 
 
 @pytest.mark.parametrize(
-    ("passes", "text"),
+    ("program", "passes", "text"),
     [
-        ([*STAGES[:2], Does(fails)], "pass does (after assign_stages, build_forward): it can't"),
-        (
-            [AssignStages(("c",))],
-            "pass assign_stages: cut 'c' names no layer of the model; its layers are 'a', 'b'",
-        ),
-        ([STAGES[0], Does(broken)], f"pass does (after assign_stages): {BROKEN}"),
-        (
-            [Does(lambda program: None)],
-            "pass does: run() returned None; let it return the new program, program.replace(graph=graph)",
-        ),
-        (
-            [Does(lambda program: program.graph)],
-            "pass does: run() returned an object of type GraphDef; let it return the new program, "
-            "program.replace(graph=graph)",
-        ),
-        (
-            [Does(lambda program: program, requires=("COMPLETE",))],  # type: ignore[arg-type]
-            "pass does: its requires is ('COMPLETE',); give a tuple of facts, such as (Fact.COMPLETE,)",
-        ),
-        (
-            [Does(lambda program: program, ensures=Fact.COMPLETE)],  # type: ignore[arg-type]
-            "pass does: its ensures is <Fact.COMPLETE: 'a complete training step'>; give a tuple of facts, such as "
-            "(Fact.COMPLETE,)",
-        ),
-        (
-            [Does(lambda program: program, requires=(Fact.CONNECTED,))],
-            "pass does: it requires a step whose tasks are connected over stages; run it after split_concat",
-        ),
-        (
-            [Does(lambda program: program, ensures=(Fact.STAGES,))],
-            "pass does: it ensures stages; what it returns isn't that: its stages are empty",
-        ),
+        (two_layers(), [*STAGES[:2], Does(fails)], "pass does (after assign_stages, build_forward): it can't"),
+        (two_layers(), [AssignStages(("c",))], "pass assign_stages: cut 'c' names no layer of the model"),
+        (two_layers(), [STAGES[0], Does(broken)], f"pass does (after assign_stages): {BROKEN}"),
+        (two_layers(), [Does(lambda program: None)], "pass does: run() returned None; let it return the new program"),
+        (two_layers(), [Does(lambda program: program.graph)], "returned an object of type GraphDef; let it return"),
+        (two_layers(), [claims(requires=("COMPLETE",))], "its requires is ('COMPLETE',); give a tuple of facts"),
+        (two_layers(), [claims(ensures=Fact.STEP)], "its ensures is <Fact.STEP"),
+        (two_layers(), [claims(requires=(Fact.CONNECTED,))], "connected over stages; run it after split_concat"),
+        (two_layers(), [claims(ensures=(Fact.STAGES,))], f"it ensures stages; {LACKS} its stages are empty"),
+        (two_layers(), [STAGES[0], claims(ensures=(Fact.GRAPHS,))], f"{LACKS} stages[0].graph is None"),
+        (two_stages(), [claims(ensures=(Fact.STEP,))], f"{LACKS} its step is None"),
+        (replicated(two_stages(), LAYOUT), [claims(ensures=(Fact.CONNECTED,))], f"{LACKS} step.pending has "),
+        (connected(two_stages(), LAYOUT), [claims(ensures=(Fact.ORDERED,))], f"{LACKS} step.schedule is None"),
+        (connected(two_stages(), LAYOUT), [claims(ensures=(Fact.COMPLETE,))], f"{LACKS} step.train is None"),
     ],
 )
-def test_an_error_names_the_pass_and_those_that_had_run(passes: list[Pass], text: str) -> None:
+def test_an_error_names_the_pass_and_those_that_had_run(program: Program, passes: list[Pass], text: str) -> None:
     timing = Timing()
-    with pytest.raises(PassError) as caught:
-        run_passes(two_layers(), passes, instruments=[timing])
-    assert str(caught.value) == text
+    with pytest.raises(PassError, match=re.escape(text)):
+        run_passes(program, passes, instruments=[timing])
     assert list(timing.seconds) == [item.name for item in passes[:-1]]
 
 
@@ -166,7 +154,7 @@ def parsed(path: pathlib.Path) -> GraphDef:
 def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_built(tmp_path: pathlib.Path) -> None:
     target = tmp_path / "new" / "folder"
     program = run_passes(two_layers(), STAGES, instruments=[Dump(target)])
-    step = Replicate(layout([1, 1], 2), HOST, owners(program))
+    step = Replicate(LAYOUT, HOST, owners(program))
     run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=pipeline().number(step))
     names = sorted(path.name for path in target.iterdir())
     assert names == [
@@ -200,22 +188,10 @@ def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
 
 def test_own_passes_stand_before_and_after_those_that_they_name_in_the_order_given() -> None:
     first, second, last, early = (Looks(name=name) for name in ("first", "second", "last", "early"))
-    order = pipeline(
-        [
-            After("split_concat", first),
-            After("split_concat", second),
-            Before("accumulate", last),
-            Before("replicate", early),
-        ]
-    )
-    names = [item.name for item in order.placed([SplitConcat()])]
-    assert names == ["split_concat", "first", "second"]
-    assert {own.name: order.number(own) for own in (early, first, second, last)} == {
-        "early": 5,
-        "first": 9,
-        "second": 10,
-        "last": 11,
-    }
+    after = [After("split_concat", first), After("split_concat", second)]
+    order = pipeline([*after, Before("accumulate", last), Before("replicate", early)])
+    assert [item.name for item in order.placed([SplitConcat()])] == ["split_concat", "first", "second"]
+    assert [order.number(own) for own in (early, first, second, last)] == [5, 9, 10, 11]
 
 
 def test_what_comes_before_a_pass_that_runs_again_does_not() -> None:
@@ -230,14 +206,10 @@ def test_what_comes_before_a_pass_that_runs_again_does_not() -> None:
         (
             [After("split", Looks())],
             PassError,
-            r"After\('split', ...\) names no pass; use one of assign_stages, .*, join,",
+            r"After\('split', ...\) names no pass; use one of assign_stages, .*, join",
         ),
         ([Before("update", object())], PassError, r"isn't a pass: give an object that has a name and run\(program\)"),
-        (
-            [After("update", Looks(name="join"))],
-            PassError,
-            "there is a pass 'join' already; give yours a name of its own",
-        ),
+        ([After("update", Looks(name="join"))], PassError, "there is a pass 'join' already; give yours a name of its"),
         ([After("update", Looks()), Before("update", Looks())], PassError, "there is a pass 'looks' already"),
         ([Looks()], TypeError, r"passes is \[Looks\(.*; give a list such as \[After\('split_concat', MyPass\(\)\)\]"),
         (After("update", Looks()), TypeError, "give a list such as"),
@@ -295,22 +267,6 @@ def test_the_twin_that_verifies_has_them_too() -> None:
 
 
 # ---- facts
-
-
-@pytest.mark.parametrize(
-    ("program", "fact", "lack"),
-    [
-        (two_layers(), Fact.GRAPHS, "its stages are empty"),
-        (apply(two_layers(), AssignStages(("a",))), Fact.GRAPHS, "stages[0].graph is None"),
-        (two_stages(), Fact.STEP, "its step is None"),
-        (replicated(two_stages(), layout([1, 1], 2)), Fact.CONNECTED, "step.pending has "),
-        (connected(two_stages(), layout([1, 1], 2)), Fact.ORDERED, "step.schedule is None"),
-        (connected(two_stages(), layout([1, 1], 2)), Fact.COMPLETE, "step.train is None"),
-    ],
-)
-def test_what_a_program_lacks_is_said(program: Program, fact: Fact, lack: str) -> None:
-    with pytest.raises(PassError, match=re.escape(f"what it returns isn't that: {lack}")):
-        run_passes(program, [Does(lambda program: program, ensures=(fact,))])
 
 
 def test_an_exception_in_a_pass_names_the_pass() -> None:
