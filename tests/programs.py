@@ -40,7 +40,6 @@ from graph_passes.ir.outline import call_node, placeholder
 from graph_passes.ir.program import (
     Layout,
     Program,
-    StageFunction,
     Step,
     Value,
     ValueKind,
@@ -492,30 +491,6 @@ def run(graph: GraphDef, fetches: Sequence[Ref], feeds: Mapping[Ref, Any] | None
     """Values of tensors of a graph without variables."""
     with Machine(graph, devices) as machine:
         return machine.run(fetches, feeds)
-
-
-def call_graph(functions: Mapping[str, StageFunction], library: GraphDef) -> tuple[GraphDef, Callable[..., Any]]:
-    """A graph that calls functions on placeholders, and its runner.
-
-    ``runner(name, {value: array})`` gives the results of function ``name`` by value.
-    """
-    graph = empty_graph()
-    graph.library.CopyFrom(library.library)
-    builder = Builder(graph)
-    places: dict[str, list[Ref]] = {}
-    for name, function in functions.items():
-        arguments = function.function.signature.input_arg
-        places[name] = [builder.append(placeholder(builder.names.fresh(f"{name}/x"), arg.type)) for arg in arguments]
-        builder.append(call_node(name, function.function, places[name], device=HOST))
-    merge_library(graph, [function.function for function in functions.values()])
-
-    def runner(name: str, given: Mapping[Value, Any]) -> dict[Value, Any]:
-        function = functions[name]
-        feeds = {place: given[value] for place, value in zip(places[name], function.inputs, strict=True)}
-        results = run(graph, [Ref(name, index) for index in range(len(function.outputs))], feeds)
-        return dict(zip(function.outputs, results, strict=True))
-
-    return graph, runner
 
 
 def interpret(graph: GraphDef, wanted: Sequence[Ref], given: Mapping[Ref, Any]) -> list[Any]:

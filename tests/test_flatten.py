@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Mapping, Sequence
 
-import keras
 import numpy as np
 import pytest
-from flat_programs import Steps, assert_same_training, mixed_model, recurrent_model
+from flat_programs import Steps, assert_same_training
 from programs import (
     FLOAT,
     HOST,
     apply,
-    in_float64,
     layout,
     node,
     staged,
@@ -22,16 +19,13 @@ from programs import (
     step_of,
     updated,
 )
-from step_programs import Case, complete, of_model, plan, sampled
+from step_programs import Case, complete, plan
 
-import dapple_tf as dapple
-from dapple_tf.measuring.example_batch import ExampleBatch
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import (
     CALL_ATTR,
     LAYER_ATTR,
-    PHASE_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -86,59 +80,33 @@ def test_what_becomes_of_a_step(golden: Callable[[str, str], None], keep_tasks: 
     golden(f"flatten_{'tasks' if keep_tasks else 'operators'}.txt", f"{graph_text(flat.graph)}\n{library_text(flat)}")
 
 
-def test_nothing_is_left_of_calls() -> None:
-    flat = apply(complete(ONE_DEVICE), Flatten())
+def test_nothing_is_left_of_calls_but_their_attributes() -> None:
+    program = complete(ONE_DEVICE)
+    flat = apply(program, Flatten())
     assert not calls(flat) and not flat.graph.library.function
     step = step_of(flat)
     assert not step.entry and not step.exit and step.dissolved == {0}
-    refs = [*step.feeds.values(), *step.values.values(), *step.gradients.values(), step.loss]
-    refs += [
-        ref for parts in (*step.metric_results.values(), *step.metric_feeds.values(), *step.outputs) for ref in parts
-    ]
-    names = {each.name for each in flat.graph.node}
-    assert {ref.node for ref in refs if ref is not None} <= names
-    assert {step.train, *(name for reads in step.reads.values() for name in reads)} <= names
-    verify(flat, complete=True)
-
-
-def test_operators_have_what_their_call_has_and_their_layer() -> None:
-    program = complete(ONE_DEVICE)
-    flat = apply(program, Flatten())
+    named = (*step.metric_results.values(), *step.metric_feeds.values(), *step.outputs, step.feeds.values())
+    refs = [*itertools.chain(*named), *step.values.values(), *step.gradients.values(), step.loss]
+    reads = itertools.chain(*step.reads.values())
+    assert {step.train, *reads, *(ref.node for ref in refs if ref is not None)} <= {
+        each.name for each in flat.graph.node
+    }
     dense = node(flat, "stage0/replica0/forward0/m_1/dense_1_1/MatMul")
-    assert dense.attr[CALL_ATTR].s == b"stage0/replica0/forward0"
-    assert (dense.attr[PHASE_ATTR].s, dense.attr[LAYER_ATTR].s) == (b"forward", b"dense_1")
-    assert dense.device == HOST
+    assert (dense.attr[CALL_ATTR].s, dense.attr[LAYER_ATTR].s) == (b"stage0/replica0/forward0", b"dense_1")
     called = {each.name: each for each in program.graph.node}
     for each in flat.graph.node:
-        call = each.attr[CALL_ATTR].s.decode() if CALL_ATTR in each.attr else ""
-        if call:
-            assert each.name.startswith(f"{call}/")
-            assert all(
-                each.attr[key] == called[call].attr[key] for key in called[call].attr if key.startswith("_dapple")
-            )
-            assert "_class" not in each.attr
+        if call := each.attr[CALL_ATTR].s.decode() if CALL_ATTR in each.attr else "":
+            kept = {key: value for key, value in called[call].attr.items() if key.startswith("_dapple")}
+            assert each.name.startswith(f"{call}/") and "_class" not in each.attr
+            assert all(each.attr[key] == value for key, value in kept.items())
 
 
-def test_gradients_go_to_the_update_without_an_accumulator() -> None:
-    flat = apply(complete(ONE_DEVICE), Flatten())
-    assert not [each for each in flat.graph.node if "/gradient/stage" in each.attr["shared_name"].s.decode()]
+def test_gradients_are_accumulated_over_micro_batches() -> None:
+    flat = apply(complete(Case("mlp", plan("mlp", 1, [[0]], 2, 4, "gpipe"))), Flatten())
+    assert "dense_0/kernel/gradient/stage0" in {each.attr["shared_name"].s.decode() for each in flat.graph.node}
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        plan("mlp", 1, [[0]], 2, 4, "gpipe"),
-        plan("mlp", 2, [[0], [1]], 1, 4, "dapple_a", carried_updates=1),
-    ],
-    ids=["micro-batches", "carried"],
-)
-def test_gradients_are_accumulated_over_micro_batches_and_for_the_next_step(own: dapple.Plan) -> None:
-    flat = apply(complete(Case("mlp", own)), Flatten())
-    kept = {each.attr["shared_name"].s.decode() for each in flat.graph.node}
-    assert "dense_0/kernel/gradient/stage0" in kept
-
-
-@pytest.mark.slow
 def test_tasks_stay_in_order() -> None:
     program = complete(PIPELINE)
     flat = apply(program, Flatten(keep_tasks=True))
@@ -158,20 +126,7 @@ def test_tasks_stay_in_order() -> None:
         assert all(f"{call}/entry" in before[name] for name in names)
         read = {name for other in flat.graph.node for name in before[other.name] if other.name in names}
         assert set(names) - read <= before[f"{call}/exit"]
-
-
-def test_calls_of_other_stages_stay() -> None:
-    program = complete(PIPELINE)
-    flat = apply(program, Flatten(stages=frozenset({1}), keep_tasks=True))
-    here = {each.name for each in program.graph.node if each.device.endswith(":1") and each.op in CALLS}
-    assert here and set(calls(flat)) == set(calls(program)) - here
-    assert_same_training(program, flat, batches(program), 3)
-
-
-@pytest.mark.parametrize("options", [Flatten(), Flatten(keep_tasks=True)], ids=["operators", "tasks"])
-def test_what_is_flat_stays_as_it_is(options: Flatten) -> None:
-    flat = options.run(complete(PIPELINE))
-    again = options.run(flat)
+    again = Flatten(keep_tasks=True).run(flat)
     assert {each.name: each for each in again.graph.node} == {each.name: each for each in flat.graph.node}
     assert again.step == flat.step
 
@@ -183,15 +138,6 @@ def test_compiled_stages_cant_be_taken_apart() -> None:
     next(each for each in graph.node if each.op in CALLS).attr["_XlaMustCompile"].b = True
     with pytest.raises(PassError, match=r"call 'stage0/replica0/\w+' .* set jit_compile=False"):
         Flatten().run(program.replace(graph=graph))
-
-
-@pytest.mark.parametrize("mode", ["test", "predict"])
-def test_steps_without_training_become_flat(mode: str) -> None:
-    program = complete(Case(mode, plan(mode, 2, [[0], [1]], 2, 4, "gpipe")))
-    for options in (Flatten(), Flatten(keep_tasks=True)):
-        flat = apply(program, options)
-        assert not calls(flat)
-        assert_same_training(program, flat, batches(program), 2)
 
 
 # ---- the order of what touches a variable
@@ -282,32 +228,20 @@ def test_the_end_waits_for_effects_of_all_calls_before_it() -> None:
 # ---- numbers
 
 
-MODELS: dict[str, Callable[[], keras.Model]] = {"mixed": mixed_model, "recurrent": recurrent_model}
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_flat_step_is_the_step_to_the_last_bit(name: str) -> None:
-    with in_float64():
-        model = MODELS[name]()
-        program = of_model(model, dapple.Plan.manual([], [[0]], 1, 4, "gpipe"), dapple.Cluster.local(1, kind="cpu"))
-        batch = ExampleBatch.of(model).batch(4)
-    for options in (Flatten(), Flatten(keep_tasks=True)):
-        flat = options.run(program)
-        verify(flat, complete=True)
-        assert not set(calls(flat)) & set(calls(program))
-        assert_same_training(program, flat, [batch] * 3)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_pipelines_become_flat(seed: int) -> None:
-    case = sampled(seed)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (PIPELINE, Flatten(frozenset({1}), keep_tasks=True)),
+        (Case("stateful", plan("stateful", 2, [[0, 1], [2]], 3, 7, "dapple_b")), Flatten()),
+        (Case("mlp", plan("mlp", 2, [[0], [1]], 1, 4, "dapple_a", carried_updates=1)), Flatten()),
+        (Case("test", plan("test", 2, [[0], [1]], 2, 4, "gpipe")), Flatten(keep_tasks=True)),
+    ],
+    ids=str,
+)
+def test_pipelines_become_flat(case: Case, options: Flatten) -> None:
     program = complete(case)
-    stages = frozenset(random.Random(seed).sample(range(case.plan.num_stages), 1))
-    for options in (Flatten(), Flatten(keep_tasks=True), Flatten(stages, keep_tasks=True)):
-        flat = options.run(program)
-        verify(flat, complete=True)
-        assert_same_training(program, flat, batches(program), 9)
+    flat = options.run(program)
+    verify(flat, complete=True)
+    here = {each.name for each in program.graph.node if each.device.endswith(":1") and each.op in CALLS}
+    assert set(calls(flat)) == (set(calls(program)) - here if options.stages else set())
+    assert_same_training(program, flat, batches(program), 3)

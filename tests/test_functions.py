@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,6 +10,7 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same_training, pair, pipeline, use_float64
 from models_for_tests import with_layer
+from step_programs import of_model
 
 import dapple_tf as dapple
 from graph_passes.ir.call_order import CALLS
@@ -21,8 +21,6 @@ layers = keras.layers
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(7, 4)), rng.normal(size=(7, 2))
 IDS = rng.integers(0, 5, size=(7, 3))
-# Of slices of one size: for each size XLA compiles anew.
-IMAGES, TARGETS = rng.normal(size=(8, 5, 5, 4)), rng.normal(size=(8, 2))
 
 
 class Compiled(layers.Layer):
@@ -66,19 +64,6 @@ class CompiledLookup(layers.Layer):
         return tf.tanh(tf.gather(self.table, ids) * 2)
 
 
-class Converted(layers.Layer):
-    """Python's control flow over tensors, which AutoGraph converts."""
-
-    def build(self, shape: Any) -> None:
-        self.scale = self.add_weight(shape=(4, 4), name="scale")
-
-    @tf.function
-    def call(self, x: Any) -> Any:
-        if tf.reduce_sum(self.scale) > 1e9:
-            x = x * 2
-        return tf.tanh(x @ self.scale)
-
-
 class Methods(keras.Model):
     """A subclassed model whose methods are functions; `first` and `last` are called inside."""
 
@@ -118,73 +103,28 @@ def grouped() -> keras.Model:
     return model
 
 
-slow = pytest.mark.slow
 CASES = {
-    "grouped": (grouped, "first", IMAGES, {}),
-    "grouped, recomputed": (grouped, "first", IMAGES, {"recompute": "boundary"}),
-    "grouped, all compiled": (grouped, "first", IMAGES, {"jit_compile": True}),
-    "compiled": (lambda: with_layer(lambda: Compiled(name="own")), "own", X, {}),
-    "compiled in a loop": (lambda: with_layer(lambda: InLoop(name="own")), "own", X, {}),
-    "compiled lookup": (lookup, "flat", IDS, {}),
-    "converted": (lambda: with_layer(lambda: Converted(name="own")), "own", X, {}),
-    "methods": (subclassed, "first", X, {}),
+    "in a loop": (lambda: with_layer(lambda: InLoop(name="own")), "own", X),
+    "lookup": (lookup, "flat", IDS),
+    "methods": (subclassed, "first", X),
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "case", [case if case in ("grouped", "methods") else pytest.param(case, marks=slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_functions_train_as_in_plain_keras(case: str) -> None:
     """They had no gradient (SymbolicGradient), or read variables by a graph that was traced before (refused)."""
-    build, cut, x, options = CASES[case]
+    build, cut, x = CASES[case]
     use_float64()
     model, plain = pair(build)
-    y = TARGETS if x is IMAGES else Y
-    assert_same_training(pipeline(model, [cut], (2, 1), 2, len(x), **options), plain, [(x, y, None)] * 2)
-
-
-@pytest.mark.thorough
-@slow
-@pytest.mark.parametrize("inner", [lambda: layers.Dropout(0.5, seed=3), layers.BatchNormalization])
-def test_state_that_a_compiled_function_assigns_is_kept(inner: Callable[[], keras.layers.Layer]) -> None:
-    class Stateful(layers.Layer):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.inner = inner()
-
-        def build(self, shape: Any) -> None:
-            self.inner.build(shape)
-
-        @tf.function(jit_compile=True)
-        def compiled(self, x: Any, training: bool) -> Any:
-            return 2 * self.inner(x, training=training)
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            return self.compiled(x, training)
-
-    use_float64()
-    model, plain = pair(lambda: with_layer(lambda: Stateful(name="own")))
-    assert_same_training(pipeline(model, ["second"], (1, 1), 1, 7), plain, [(X, Y, None)] * 2)
+    assert_same_training(pipeline(model, [cut], (2, 1), 2, len(x)), plain, [(x, Y, None)])
 
 
 def test_a_grouped_convolution_is_one_compiled_call_forward_and_one_backward() -> None:
-    model = grouped()
-    pipelined = pipeline(model, ["first"], (1, 1), 1, 8)
-    pipelined.train_on_batch(IMAGES, TARGETS)
-    (source,) = pipelined._engine.builder.sources
-    for stage in source.built.program.stages:
-        assert stage.forward is not None and stage.backward is not None
-        for function in (stage.forward, stage.backward):
+    program = of_model(grouped(), dapple.Plan.manual(["first"], [[0], [1]], 1, 8), dapple.Cluster.local(2, kind="cpu"))
+    for stage in program.stages:
+        for function in (stage.own_forward, stage.own_backward):
             calls = [node for node in function.function.node_def if node.op in CALLS]
             assert [node.attr[COMPILED_ATTR].b for node in calls] == [True], function.name
-
-
-@pytest.mark.thorough
-def test_a_grouped_convolution_is_profiled() -> None:
-    """The profiler ended with TensorFlow's own NotFoundError: no SymbolicGradient on this device."""
-    profile = dapple.profile(grouped(), 4, repeats=1, cache=False, progress=False)
-    assert all(layer.backward.per_sample >= 0 for layer in profile.layers)
 
 
 def test_the_gradient_of_a_loop_inside_a_function_brings_its_functions() -> None:

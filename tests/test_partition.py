@@ -22,25 +22,20 @@ from programs import (
     RESIDUAL,
     apply,
     attention,
-    call_graph,
     captured,
     chain,
     compiled,
     copied,
     dense,
-    in_float64,
     meanings,
     mlp,
-    run,
     sent,
     staged,
     stateful_layers,
-    tied_layers,
     two_layers,
 )
 
 import dapple_tf as dapple
-from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr, make_node
 from graph_passes.ir.outline import dtype_of
@@ -52,7 +47,7 @@ from graph_passes.passes import build_backward, partition
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
-from graph_passes.passes.partition import _CHEAP, POLICIES, Partition
+from graph_passes.passes.partition import POLICIES, Partition
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 
@@ -64,10 +59,6 @@ def functions(stage: Stage) -> tuple[StageFunction, StageFunction]:
 
 def residuals(stage: Stage) -> list[Ref]:
     return [value.ref for value in functions(stage)[0].outputs if value.kind is RESIDUAL]
-
-
-def bytes_kept(program: Program, samples: int = 4) -> int:
-    return sum(stage.residual_bytes * samples + stage.fixed_residual_bytes for stage in program.stages)
 
 
 # ---- structure
@@ -86,31 +77,19 @@ def test_each_stage_may_recompute_something_else() -> None:
     for stage, policy in enumerate(("boundary", "none")):
         alike = staged(stateful_layers(), "a", recompute=policy)
         assert functions(mixed.stages[stage]) == functions(alike.stages[stage])
-    with pytest.raises(PassError, match="recompute='everything' is unknown"):
-        staged(stateful_layers(), "a", recompute=("none", "everything"))
-
-
-PROGRAMS: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
-    "mlp": (mlp, ("dense_0",)),
-    "attention": (attention, ("norm", "residual")),
-    "tied in a stage": (tied_layers, ()),
-    "tied over stages": (tied_layers, ("layer_0",)),
-    "stateful": (stateful_layers, ("a",)),
-}
+    with pytest.raises(PassError, match="recompute='all' is unknown; use one of none, boundary, min_cut, offload"):
+        staged(stateful_layers(), "a", recompute=("none", "all"))
 
 
 @functools.cache
-def partitioned(name: str, policy: str, *cuts: str) -> Program:
-    """One of :data:`PROGRAMS` with stage functions; with its usual cuts unless others are given."""
-    program, usual = PROGRAMS[name]
-    return staged(program(), *(cuts or usual), recompute=policy)
+def attention_stages(policy: str) -> Program:
+    return staged(attention(), "norm", "residual", recompute=policy)
 
 
 @policies
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_forward_and_backward_together_are_the_whole(policy: str, name: str) -> None:
+def test_forward_and_backward_together_are_the_whole(policy: str) -> None:
     """The type equation: arguments and results of both are the stage's and residuals, each where it belongs."""
-    for stage in partitioned(name, policy).stages:
+    for stage in (*attention_stages(policy).stages, *staged(stateful_layers(), "a", recompute=policy).stages):
         forward, backward = functions(stage)
         arguments = {kind: {value for value in stage.arguments if value.kind is kind} for kind in ValueKind}
         results = {kind: {value for value in stage.results if value.kind is kind} for kind in ValueKind}
@@ -118,15 +97,14 @@ def test_forward_and_backward_together_are_the_whole(policy: str, name: str) -> 
         measured = set(stage.metrics.inputs) if stage.metrics is not None else set()
         # F: (params, state, x) -> (y, state', residuals), and what metrics read
         assert set(forward.inputs) <= arguments[ValueKind.FORWARD]
-        assert results[ValueKind.FORWARD] <= set(forward.outputs)
-        assert set(forward.outputs) - kept - results[ValueKind.FORWARD] <= measured
+        assert results[ValueKind.FORWARD] <= set(forward.outputs) <= results[ValueKind.FORWARD] | kept | measured
         # B: (residuals, params, x, dy) -> (dx, dparams)
-        assert set(backward.inputs) <= arguments[ValueKind.FORWARD] | arguments[GRADIENT] | kept
         assert arguments[GRADIENT] | kept <= set(backward.inputs)
+        assert set(backward.inputs) <= arguments[ValueKind.FORWARD] | arguments[GRADIENT] | kept
         assert set(backward.outputs) == results[GRADIENT]
-        # Nothing of the whole is lost.
+        # Nothing of the whole is lost, and constants aren't kept.
         assert arguments[ValueKind.FORWARD] <= {*forward.inputs, *backward.inputs, *measured}
-        assert len(set(forward.outputs)) == len(forward.outputs)
+        assert all(Graph(stage.own_graph).nodes[ref.node].op != "Const" for ref in residuals(stage))
 
 
 def test_the_split_is_by_data_flow_and_not_by_names() -> None:
@@ -136,124 +114,79 @@ def test_the_split_is_by_data_flow_and_not_by_names() -> None:
     assert not {"gradients/matmul", "gradients/tanh"} & {each.name for each in backward.function.node_def}
 
 
-def beside(control: bool, of: str, reader: str, *, late: str = "") -> Program:
-    """`stateful_layers` in two stages, with a node that nothing in a function needs but ``late``: minus ``of``.
-
-    Args:
-        control: whether it must run before ``reader``.
-        of: a tensor of the stage of ``reader``.
-        reader: a node.
-        late: a node that reads the sum of its first input and that.
-    """
+def beside(control: bool, of: str, reader: str) -> Program:
+    """`stateful_layers` in two stages; with ``control``, ``reader`` waits for minus ``of``, which nothing reads."""
     program = copied(apply(stateful_layers(), AssignStages(("a",)), BuildForward(), BuildBackward()))
-    for stage in program.stages:
-        graph = stage.own_graph
-        if reader not in {each.name for each in graph.node}:
-            continue
-        nodes, dtype = list(copied(program).stages[stage.index].own_graph.node), dtype_of(Graph(graph), Ref(of))
-        del graph.node[:]
-        for each in nodes:
-            if each.name == reader:
-                graph.node.append(make_node("beside", "Neg", [Ref(of)], attrs={"T": dtype_attr(dtype)}))
-                each.input.extend(["^beside"] * control)
-            if each.name == late:
-                inputs = [Ref(each.input[0]), Ref("beside")]
-                graph.node.append(make_node("sum", "AddV2", inputs, attrs={"T": dtype_attr(dtype)}))
-                each.input[0] = "sum"
-            graph.node.append(each)
+    for graph in (stage.own_graph for stage in program.stages):
+        place = [each.name for each in graph.node].index(reader) if reader in Graph(graph) else None
+        if place is not None:
+            kind = {"T": dtype_attr(dtype_of(Graph(graph), Ref(of)))}
+            graph.node[place].input.extend(["^beside"] * control)
+            graph.node.insert(place, make_node("beside", "Neg", [Ref(of)], attrs=kind))
     return program
 
 
 @pytest.mark.parametrize(
-    ("of", "reader", "late"),
+    ("of", "reader"),
     [
-        # Forward, of which the backward reads the other node; backward; metrics.
-        ("b/matmul", "loss", "gradients/b/matmul_grad/MatMul"),
-        ("loss", "gradients/b/matmul_grad/MatMul", ""),
-        ("a/counted", "sum", ""),
-        # Bx, of which Bw reads the other node; Bw; an argument that nothing else reads.
-        ("gradients/loss_grad/mul", "gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1"),
-        ("gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1", ""),
-        ("v", "b/matmul", ""),
-        ("w", "gradients/a/matmul_grad/MatMul_1", ""),
+        ("b/matmul", "loss"),  # forward
+        ("loss", "gradients/b/matmul_grad/MatMul"),  # backward, or Bx
+        ("a/counted", "sum"),  # metrics
+        ("gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1"),  # Bw
+        ("w", "gradients/a/matmul_grad/MatMul_1"),  # an argument that nothing else reads
     ],
 )
-@pytest.mark.parametrize("split", [False, True])
-def test_what_only_has_to_run_before_is_in_no_function(of: str, reader: str, late: str, split: bool) -> None:
+@pytest.mark.parametrize("split", [(), (0, 1)])
+def test_what_only_has_to_run_before_is_in_no_function(of: str, reader: str, split: tuple[int, ...]) -> None:
     """It has its order from the step; results and arguments are those without it."""
     plain, ordered = (
         [
-            function and (meanings(function.inputs), meanings(function.outputs), len(function.function.node_def))
-            for stage in apply(beside(control, of, reader, late=late), Partition(split=(0, 1) if split else ())).stages
-            for function in (stage.forward, stage.backward, stage.input_grad, stage.weight_grad, stage.metrics)
+            (meanings(function.inputs), meanings(function.outputs), len(function.function.node_def))
+            for stage in apply(beside(control, of, reader), Partition(split=split)).stages
+            for function in stage.functions
         ]
         for control in (False, True)
     )
     assert ordered == plain
 
 
-def test_a_function_takes_only_the_arguments_that_it_needs() -> None:
-    forward, backward = functions(staged(two_layers(), "a").stages[0])
-    assert meanings(forward.inputs) == ["x", "w"]
-    assert meanings(value for value in backward.inputs if value.kind is ValueKind.FORWARD) == ["x"]
-
-
 def test_without_training_there_is_no_backward_function() -> None:
-    program = staged(mlp(mode=Mode.TEST), "dense_0", training=False)
-    assert [stage.backward for stage in program.stages] == [None, None]
-    assert bytes_kept(program) == 0
-    assert not any(
-        value.kind is RESIDUAL for stage in program.stages for value in (stage.forward or functions(stage)[0]).outputs
-    )
+    for stage in staged(two_layers(), "a", training=False).stages:
+        assert stage.backward is None and stage.forward is not None
+        assert not any(value.kind is RESIDUAL for value in stage.forward.outputs)
 
 
 def test_a_stage_without_gradients_has_an_empty_backward_function() -> None:
     program = read_program("x[?, 2], v[2]\na/tanh = Tanh(x)\nb/scaled = Mul(a/tanh, v)\nloss = L2Loss(b/scaled)")
-    first = staged(program, "a").stages[0]
-    backward = functions(first)[1]
+    backward = functions(staged(program, "a").stages[0])[1]
     assert (backward.inputs, backward.outputs, len(backward.function.node_def)) == ((), (), 0)
-    assert first.residual_bytes == 0
 
 
-def test_metrics_read_tensors_of_the_forward_function() -> None:
-    stage = staged(stateful_layers(), "a").stages[1]
-    assert stage.metrics is not None
-    assert meanings(stage.metrics.inputs) == ["total", "b/matmul"]
-    assert meanings(stage.metrics.outputs) == ["total_update"]
-    assert Value(Ref("b/matmul")) in functions(stage)[0].outputs
-
-
-def test_functions_are_compiled_with_xla_when_that_is_asked_for_and_metrics_never() -> None:
-    built = apply(mlp(), AssignStages(("dense_0",)), BuildForward(), BuildBackward())
-    compiled_stages = apply(built, Partition(jit_compile=True, prefix="p_")).stages
-    for stage in compiled_stages:
-        for function in functions(stage):
-            assert function.function.attr["_XlaMustCompile"].b
-            assert function.name.startswith("p_stage")
-    metrics = compiled_stages[1].metrics
-    assert metrics is not None and "_XlaMustCompile" not in metrics.function.attr
-    for stage in apply(built, Partition()).stages:
-        assert all("_XlaMustCompile" not in function.function.attr for function in functions(stage))
-
-
-def test_f_and_b_are_one_function_for_xla_where_nothing_comes_between() -> None:
+def test_functions_are_compiled_with_xla_and_metrics_never_and_the_last_f_and_b_are_one() -> None:
     """Residuals that XLA had to put into memory and to read again took a tenth of a GPT's step."""
-    built = apply(mlp(), AssignStages(("dense_0",)), BuildForward(), BuildBackward())
-    first, last = apply(built, Partition(jit_compile=True, fuse={0, 1})).stages
+    built = apply(stateful_layers(), AssignStages(("a",)), BuildForward(), BuildBackward())
+    first, last = apply(built, Partition(jit_compile=True, prefix="p_", fuse={0, 1})).stages
     assert first.fused is None  # Its B needs the gradient that the last stage's B gives.
-    assert last.fused is not None and last.forward is not None and last.backward is not None
-    assert last.fused.function.attr["_XlaMustCompile"].b
-    forward = [value for value in last.forward.outputs if value.kind is not RESIDUAL]
-    assert list(last.fused.outputs) == [*forward, *last.backward.outputs]
+    assert last.fused is not None and last.metrics is not None
+    for function in (*functions(first), *functions(last), last.fused):
+        assert function.function.attr["_XlaMustCompile"].b
+        assert function.name.startswith("p_stage")
+    assert "_XlaMustCompile" not in last.metrics.function.attr
+    forward, backward = functions(last)
+    assert [*last.fused.outputs] == [
+        *(each for each in forward.outputs if each.kind is not RESIDUAL),
+        *backward.outputs,
+    ]
     assert last.phases == ((Phase.FORWARD, last.fused), (Phase.BACKWARD, None))
     for options in ({"fuse": {0}}, {"fuse": {1}, "split": {1}}, {"fuse": {1}, "jit_compile": False}):
         stages = apply(built, Partition(**{"jit_compile": True, **options})).stages
         assert [stage.fused for stage in stages] == [None, None]
+    assert "_XlaMustCompile" not in functions(stages[0])[0].function.attr
 
 
 def test_functions_for_slices_of_one_size_hand_over_no_shapes() -> None:
     """They were handed from F to B, which kept TensorFlow from leaving out sums over no axes: 106 of 176 in a GPT."""
-    program = partitioned("attention", "none")
+    program = attention_stages("none")
     sized = apply(program, Partition(samples=[4, None, 4]))
     for stage, before, samples in zip(sized.stages, program.stages, (4, None, 4), strict=True):
         pairs = list(zip(functions(stage), functions(before), strict=True))
@@ -286,177 +219,49 @@ def test_stages_on_gpus_take_seeds_and_rows_of_tables_from_their_hosts() -> None
     assert read == set(stage.integers.outputs)
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
-    built = apply(two_layers(), AssignStages(), BuildForward(), BuildBackward())
-    before = copied(built)
-    with pytest.raises(PassError) as caught:
-        Partition("everything").run(built)
-    assert str(caught.value) == "recompute='everything' is unknown; use one of none, boundary, min_cut"
-    assert built == before
-
-
 # ---- what is kept
 
 
-def test_none_keeps_every_tensor_that_backward_reads_of_forward() -> None:
-    first, second = staged(two_layers(), "a").stages
-    assert residuals(first) == [Ref("a/tanh")]
-    assert residuals(second) == [Ref("b/matmul")]
+def test_boundary_keeps_what_enters_a_stage_and_min_cut_less_than_none() -> None:
+    def kept(policy: str) -> int:
+        return sum(stage.residual_bytes for stage in attention_stages(policy).stages)
 
-
-@pytest.mark.parametrize("cuts", [("norm",), ("norm", "residual")])
-def test_boundary_keeps_nothing_but_what_enters_the_stage(cuts: tuple[str, ...]) -> None:
-    program = partitioned("attention", "boundary", *cuts)
-    assert [residuals(stage) for stage in program.stages] == [[]] * (len(cuts) + 1)
+    program = attention_stages("boundary")
+    assert [residuals(stage) for stage in program.stages] == [[]] * 3
     received = [boundary for boundary in program.boundaries for _ in boundary.consumers]
-    assert sum(stage.residual_bytes for stage in program.stages) == sum(
-        8 * np.prod([size for size in boundary.shape if size], dtype=int) for boundary in received
-    )
-    assert all(stage.fixed_residual_bytes == 0 for stage in program.stages)
-
-
-@pytest.mark.parametrize("cuts", [("norm",), ("norm", "residual")])
-def test_min_cut_keeps_no_more_bytes_than_none(cuts: tuple[str, ...]) -> None:
-    kept = {policy: bytes_kept(partitioned("attention", policy, *cuts)) for policy in POLICIES}
-    assert kept["boundary"] < kept["min_cut"] < kept["none"]
-
-
-def test_min_cut_computes_only_cheap_ops_again() -> None:
-    for stage in partitioned("attention", "min_cut", "norm").stages:
-        forward, backward = functions(stage)
-        again = {each.name for each in forward.function.node_def} & {each.name for each in backward.function.node_def}
-        ops = {each.op for each in backward.function.node_def if each.name in again}
-        assert ops <= _CHEAP | {"Const"}
+    assert kept("boundary") == sum(8 * np.prod([n for n in each.shape if n], dtype=int) for each in received)
+    assert kept("boundary") < kept("min_cut") < kept("none")
 
 
 def test_bytes_are_counted_per_sample_and_apart_from_what_every_slice_keeps() -> None:
     first, second = staged(two_layers(), "a").stages
     assert (first.residual_bytes, first.fixed_residual_bytes) == (3 * 8, 0)  # tanh
     assert (second.residual_bytes, second.fixed_residual_bytes) == ((3 + 1) * 8, 0)  # what it received, and its result
-
-
-def test_of_a_tensor_of_which_only_the_shape_is_read_a_few_integers_are_kept() -> None:
+    # Of a tensor of which only the shape is read a few integers are kept.
     stage = staged(sent("scalar"), "a").stages[0]
-    assert stage.graph is not None
-    graph = Graph(stage.graph)
-    kept = residuals(stage)
-    assert kept
-    assert all(dtype_of(graph, ref) not in FLOAT_DTYPES for ref in kept)
-    assert stage.residual_bytes == 0
-    assert 0 < stage.fixed_residual_bytes <= 64
-
-
-def test_constants_are_no_residuals() -> None:
-    for stage in partitioned("attention", "none", "norm").stages:
-        assert stage.graph is not None
-        graph = Graph(stage.graph)
-        assert all(graph.nodes[ref.node].op != "Const" for ref in residuals(stage))
-
-
-# ---- random draws
-
-
-@functools.cache
-@in_float64()
-def noisy() -> Program:
-    """``(x w + b) * draw``, with a draw that no seed repeats."""
-
-    class Noise(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x * tf.random.normal(tf.shape(x), dtype=x.dtype)
-
-    x = keras.Input((2,), name="x")
-    h = Noise(name="noise")(dense("a", 3)(x))
-    program = captured(compiled(x, dense("head", 1)(h)), np.zeros((4, 2)), np.zeros((4, 1)))
-    for each in program.graph.node:
-        if each.op == "RandomStandardNormal":  # tests seed everything
-            each.attr["seed"].i = each.attr["seed2"].i = 0
-    return program
+    graph = Graph(stage.own_graph)
+    assert all(dtype_of(graph, ref) not in FLOAT_DTYPES for ref in residuals(stage))
+    assert stage.residual_bytes == 0 < stage.fixed_residual_bytes <= 64
 
 
 @policies
 def test_a_stateful_op_runs_in_forward_and_never_again_in_backward(policy: str) -> None:
-    (stage,) = staged(noisy(), recompute=policy).stages
+    program = read_program("""
+        x[?, 2], w[2], v[2]
+        a/scaled = Mul(x, w)
+        a/shape = Shape(a/scaled)
+        a/drawn = RandomStandardNormal(a/shape, dtype=float64)
+        a/noisy = Mul(a/scaled, a/drawn)
+        a/head = Mul(a/noisy, v)
+        loss = L2Loss(a/head)
+    """)
+    (stage,) = staged(program, recompute=policy).stages
     forward, backward = functions(stage)
     assert [each.op for each in forward.function.node_def if is_stateful(each.op)] == ["RandomStandardNormal"]
     assert not [each.op for each in backward.function.node_def if is_stateful(each.op)]
     assert forward.function.signature.is_stateful and not backward.function.signature.is_stateful
-
-
-def test_boundary_keeps_the_results_of_stateful_ops_only() -> None:
-    (stage,) = staged(noisy(), recompute="boundary").stages
-    assert stage.graph is not None
-    assert [Graph(stage.graph).nodes[ref.node].op for ref in residuals(stage)] == ["RandomStandardNormal"]
-
-
-@policies
-def test_backward_uses_the_draw_that_forward_made(policy: str) -> None:
-    """With labels and biases of 0 the loss is a square in ``head``, so that head * d(head) is twice the loss."""
-    program = staged(noisy(), recompute=policy)
-    (stage,) = program.stages
-    assert stage.graph is not None and program.roles.loss is not None
-    forward, backward = functions(stage)
-    _, runner = call_graph({"F": forward, "B": backward}, stage.graph)
-    (_, y) = program.roles.inputs
-    values = random_arguments(stage) | {Value(y): np.zeros((4, 1)), Value(program.roles.loss, GRADIENT): 1.0}
-    parameters = {v.name: v.value or Ref("") for v in program.roles.variables}
-    values[Value(parameters["head/bias"])] = np.zeros(1)
-    values[Value(program.roles.slice.weight)] = 1.0
-    losses = []
-    for _ in range(2):
-        results = runner("F", {value: values[value] for value in forward.inputs})
-        known = values | results
-        gradients = runner("B", {value: known[value] for value in backward.inputs})
-        losses.append(float(results[Value(program.roles.loss)]))
-        head = parameters["head/kernel"]
-        assert np.sum(values[Value(head)] * gradients[Value(head, GRADIENT)]) == pytest.approx(
-            2 * losses[-1], rel=1e-10
-        )
-    assert losses[0] != losses[1]
-    assert min(losses) > 0
-
-
-# ---- numbers
-
-
-def random_arguments(stage: Stage, samples: int = 4) -> dict[Value, Any]:
-    """A value for each argument of a stage."""
-    assert stage.graph is not None
-    graph = Graph(stage.graph)
-    rng = np.random.default_rng(stage.index)
-    values: dict[Value, Any] = {}
-    for value, ref in stage.arguments.items():
-        attrs = graph.nodes[ref.node].attr
-        shape = [samples if dim.size < 0 else dim.size for dim in attrs["shape"].shape.dim]
-        values[value] = samples if attrs["dtype"].type == INT32 else rng.normal(size=shape)
-    return values
-
-
-@pytest.mark.few(3)
-@pytest.mark.slow
-@policies
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("samples", [None, 4], ids=["any size", "4 samples"])
-def test_forward_then_backward_computes_what_the_stages_graph_computes(
-    policy: str, name: str, samples: int | None
-) -> None:
-    program = partitioned(name, policy)
-    if samples is not None:
-        program = apply(program, Partition(policy, samples=[samples] * len(program.stages)))
-    for stage in program.stages:
-        assert stage.graph is not None
-        forward, backward = functions(stage)
-        values = random_arguments(stage)
-        feeds = {place: values[value] for value, place in stage.arguments.items()}
-        expected = dict(zip(stage.results, run(stage.graph, list(stage.results.values()), feeds), strict=True))
-        _, runner = call_graph({"F": forward, "B": backward}, stage.graph)
-        first = runner("F", {value: values[value] for value in forward.inputs})
-        known = values | first
-        got = first | runner("B", {value: known[value] for value in backward.inputs})
-        for value, result in expected.items():
-            np.testing.assert_allclose(got[value], result, rtol=1e-12, atol=1e-12, err_msg=f"{policy} {value}")
-        gradients = [result for value, result in expected.items() if value.kind is GRADIENT]
-        assert gradients and all(np.abs(gradient).max() > 0 for gradient in gradients)
+    assert Ref("a/drawn") in residuals(stage)
+    assert policy != "boundary" or len(residuals(stage)) == 1
 
 
 # ---- optimality
@@ -507,8 +312,7 @@ def fewest_bytes(nodes: list[tuple[str, tuple[int, ...], int]], read: list[int])
     return min(8 * sum(nodes[i][2] for i in kept) for kept in sets if all(follows(i, kept) for i in read))
 
 
-@pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(graph=graphs())
 def test_min_cut_keeps_the_fewest_bytes_of_all_sets(
     graph: tuple[list[tuple[str, tuple[int, ...], int]], list[int]],
@@ -520,20 +324,6 @@ def test_min_cut_keeps_the_fewest_bytes_of_all_sets(
     (plain,) = Partition("none").run(program).stages
     assert plain.fixed_residual_bytes == 8 * sum(nodes[index][2] for index in read)
     assert stage.fixed_residual_bytes <= plain.fixed_residual_bytes
-
-
-def test_min_cut_keeps_a_small_tensor_from_which_large_ones_follow_cheaply() -> None:
-    nodes = [("given", (), 4), (EXPENSIVE, (0,), 4), (JOINED, (1, 1), 8), (NEGATION, (2,), 8), (HEAD, (3,), 1)]
-    (stage,) = apply(stage_of(nodes, [2, 3]), Partition("min_cut")).stages
-    assert residuals(stage) == [Ref("t1")]
-    (stage,) = apply(stage_of(nodes, [4]), Partition("min_cut")).stages
-    assert residuals(stage) == [Ref("t4")]
-
-
-def test_what_follows_cheaply_from_arguments_is_not_kept_at_all() -> None:
-    nodes = [("given", (), 4), (NEGATION, (0,), 4), (HEAD, (1,), 2)]
-    (stage,) = apply(stage_of(nodes, [1, 2]), Partition("min_cut")).stages
-    assert residuals(stage) == []
 
 
 def test_a_stage_with_branches_is_not_compiled_and_trains() -> None:

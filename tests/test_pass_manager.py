@@ -1,21 +1,41 @@
-"""Passes in order, with the verifier and instruments between them."""
+"""Passes in order, a user's own among them, with the verifier and instruments between them."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import ClassVar
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 from google.protobuf import text_format
-from programs import HOST, apply, copied, layout, owners, staged, step_of, two_layers, two_stages, unchanged
+from models_for_tests import classifier, samples, transform
+from programs import (
+    DOUBLE,
+    FLOAT,
+    HOST,
+    apply,
+    connected,
+    copied,
+    layout,
+    owners,
+    replicated,
+    show_changes,
+    staged,
+    two_layers,
+    two_stages,
+    unchanged,
+)
 
+import dapple_tf as dapple
 from dapple_tf.execution.step_passes import PASSES, pipeline
+from dapple_tf.operators.op_costs import OperatorCosts
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import GraphDef
-from graph_passes.ir.program import Program
+from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, reroute
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.text import graph_text
-from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
+from graph_passes.pass_manager import After, Before, Dump, Pass, Timing, run_passes
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -23,92 +43,108 @@ from graph_passes.passes.partition import Partition
 from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.split_concat import SplitConcat
 
-STAGE_PASSES: tuple[Pass, ...] = (AssignStages(("a",)), BuildForward(), BuildBackward(), Partition())
+ROOT = pathlib.Path(__file__).parents[1]
+X, Y, _ = samples(7)
+LAYOUT = layout([1, 1], 2)
+STAGES: tuple[Pass, ...] = (AssignStages(("a",)), BuildForward(), BuildBackward(), Partition())
 
 
 @dataclasses.dataclass(frozen=True)
-class Fails:
-    """Can't do what it was asked to."""
+class Looks:
+    """Changes nothing; notes what it is given."""
 
-    name: ClassVar[str] = "fails"
+    seen: list[Program] = dataclasses.field(default_factory=list)
+    name: str = "looks"
 
     def run(self, program: Program) -> Program:
-        raise PassError("it can't")
+        self.seen.append(program)
+        return program
 
 
 @dataclasses.dataclass(frozen=True)
-class Breaks:
-    """Leaves a node behind that reads nothing that exists."""
+class Does:
+    """Does as it is told."""
 
-    name: ClassVar[str] = "breaks"
+    change: Callable[[Program], Any]
+    requires: tuple[Fact, ...] = ()
+    ensures: tuple[Fact, ...] = ()
+    name: ClassVar[str] = "does"
 
-    def run(self, program: Program) -> Program:
-        broken = copied(program)
-        broken.graph.node.add(name="broken", op="Identity", input=["nowhere"])
-        return broken
+    def run(self, program: Program) -> Any:
+        return self.change(program)
+
+
+def broken(program: Program) -> Program:
+    changed = copied(program)
+    changed.graph.node.add(name="broken", op="Identity", input=["nowhere"])
+    return changed
+
+
+def fails(program: Program) -> Program:
+    raise PassError("it can't")
+
+
+# ---- running passes
 
 
 def test_passes_run_one_after_another_and_the_input_stays() -> None:
     program = two_layers()
-    with unchanged(program):
-        result = run_passes(program, STAGE_PASSES)
-    assert result == staged(program, "a")
-
-
-def test_no_passes_give_the_program_itself() -> None:
-    assert run_passes(two_layers(), []) is two_layers()
-
-
-def test_an_error_names_the_pass_and_those_that_had_run() -> None:
-    with pytest.raises(PassError) as caught:
-        run_passes(two_layers(), [*STAGE_PASSES[:2], Fails(), *STAGE_PASSES[2:]])
-    assert str(caught.value) == "pass fails (after assign_stages, build_forward): it can't"
-    assert str(caught.value.__cause__) == "it can't"
-
-
-def test_an_error_of_the_first_pass_names_it_alone() -> None:
-    with pytest.raises(PassError) as caught:
-        run_passes(two_layers(), [AssignStages(("c",))])
-    assert str(caught.value) == "pass assign_stages: cut 'c' names no layer of the model; its layers are 'a', 'b'"
-
-
-def test_a_pass_that_breaks_an_invariant_is_named() -> None:
-    text = "node 'broken' (Identity) reads nowhere, but there is no node 'nowhere'"
-    with pytest.raises(PassError) as caught:
-        run_passes(two_layers(), [STAGE_PASSES[0], Breaks()])
-    assert str(caught.value) == f"pass breaks (after assign_stages): {text}"
-
-
-def test_verification_may_be_left_out() -> None:
-    assert graph_text(run_passes(two_layers(), [Breaks()], verified=False).graph).endswith(
-        "broken = Identity(nowhere)\n"
-    )
-
-
-def test_instruments_see_each_pass_in_order_with_its_number_result_and_seconds() -> None:
     seen: list[tuple[int, str, int, bool]] = []
 
     def note(number: int, item: Pass, program: Program, seconds: float) -> None:
         seen.append((number, item.name, len(program.stages), seconds >= 0))
 
-    run_passes(two_layers(), STAGE_PASSES, instruments=[note], first=3)
-    names = ("assign_stages", "build_forward", "build_backward", "partition")
-    assert seen == [(number, name, 2, True) for number, name in enumerate(names, start=3)]
+    with unchanged(program):
+        result = run_passes(program, STAGES, instruments=[note], first=3)
+    assert result == staged(program, "a")
+    assert seen == [(number, item.name, 2, True) for number, item in enumerate(STAGES, start=3)]
+    assert run_passes(program, []) is program
 
 
-def test_instruments_do_not_see_a_pass_that_failed() -> None:
+BROKEN = "node 'broken' (Identity) reads nowhere, but there is no node 'nowhere'"
+LACKS = "what it returns isn't that:"
+
+
+def claims(**facts: Any) -> Does:
+    """A pass that changes nothing, whatever it says of itself."""
+    return Does(lambda program: program, **facts)
+
+
+@pytest.mark.parametrize(
+    ("program", "passes", "text"),
+    [
+        (two_layers(), [*STAGES[:2], Does(fails)], "pass does (after assign_stages, build_forward): it can't"),
+        (two_layers(), [AssignStages(("c",))], "pass assign_stages: cut 'c' names no layer of the model"),
+        (two_layers(), [STAGES[0], Does(broken)], f"pass does (after assign_stages): {BROKEN}"),
+        (two_layers(), [Does(lambda program: None)], "pass does: run() returned None; let it return the new program"),
+        (two_layers(), [Does(lambda program: program.graph)], "returned an object of type GraphDef; let it return"),
+        (two_layers(), [claims(requires=("COMPLETE",))], "its requires is ('COMPLETE',); give a tuple of facts"),
+        (two_layers(), [claims(ensures=Fact.STEP)], "its ensures is <Fact.STEP"),
+        (two_layers(), [claims(requires=(Fact.CONNECTED,))], "connected over stages; run it after split_concat"),
+        (two_layers(), [claims(ensures=(Fact.STAGES,))], f"it ensures stages; {LACKS} its stages are empty"),
+        (two_layers(), [STAGES[0], claims(ensures=(Fact.GRAPHS,))], f"{LACKS} stages[0].graph is None"),
+        (two_stages(), [claims(ensures=(Fact.STEP,))], f"{LACKS} its step is None"),
+        (replicated(two_stages(), LAYOUT), [claims(ensures=(Fact.CONNECTED,))], f"{LACKS} step.pending has "),
+        (connected(two_stages(), LAYOUT), [claims(ensures=(Fact.ORDERED,))], f"{LACKS} step.schedule is None"),
+        (connected(two_stages(), LAYOUT), [claims(ensures=(Fact.COMPLETE,))], f"{LACKS} step.train is None"),
+    ],
+)
+def test_an_error_names_the_pass_and_those_that_had_run(program: Program, passes: list[Pass], text: str) -> None:
     timing = Timing()
-    with pytest.raises(PassError):
-        run_passes(two_layers(), [STAGE_PASSES[0], Breaks()], instruments=[timing])
-    assert list(timing.seconds) == ["assign_stages"]
+    with pytest.raises(PassError, match=re.escape(text)):
+        run_passes(program, passes, instruments=[timing])
+    assert list(timing.seconds) == [item.name for item in passes[:-1]]
+
+
+def test_verification_may_be_left_out() -> None:
+    assert "broken" in graph_text(run_passes(two_layers(), [Does(broken)], verified=False).graph)
 
 
 def test_timing_adds_up_the_seconds_of_passes_of_one_name() -> None:
     timing = Timing()
-    for seconds in (1.0, 2.0):
-        timing(1, Fails(), two_layers(), seconds)
-    timing(2, Breaks(), two_layers(), 0.5)
-    assert timing.seconds == {"fails": 3.0, "breaks": 0.5}
+    for name, seconds in (("a", 1.0), ("a", 2.0), ("b", 0.5)):
+        timing(1, Looks(name=name), two_layers(), seconds)
+    assert timing.seconds == {"a": 3.0, "b": 0.5}
 
 
 def parsed(path: pathlib.Path) -> GraphDef:
@@ -117,8 +153,8 @@ def parsed(path: pathlib.Path) -> GraphDef:
 
 def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_built(tmp_path: pathlib.Path) -> None:
     target = tmp_path / "new" / "folder"
-    program = run_passes(two_layers(), STAGE_PASSES, instruments=[Dump(target)])
-    step = Replicate(layout([1, 1], 2), HOST, owners(program))
+    program = run_passes(two_layers(), STAGES, instruments=[Dump(target)])
+    step = Replicate(LAYOUT, HOST, owners(program))
     run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=pipeline().number(step))
     names = sorted(path.name for path in target.iterdir())
     assert names == [
@@ -140,14 +176,6 @@ def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_buil
     assert parsed(target / "05_replicate.pbtxt").library.function
 
 
-def test_a_dumped_graph_tells_layers_and_stages() -> None:
-    text = text_format.MessageToString(apply(two_layers(), AssignStages(("a",))).graph)
-    again = text_format.Parse(text, GraphDef())
-    roles = {each.name: (each.attr["_dapple_layer"].s, each.attr["_dapple_stage"].i) for each in again.node}
-    assert roles["a/tanh"] == (b"a", 0)
-    assert roles["b/matmul"] == (b"b", 1)
-
-
 def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
     for slot in PASSES:
         assert dataclasses.is_dataclass(slot.pass_type)
@@ -155,6 +183,152 @@ def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
         assert f"graph_passes.passes.{slot.name}" == slot.pass_type.__module__
 
 
-def test_the_step_that_passes_build_has_no_schedule_before_one_is_given() -> None:
-    program = apply(two_stages(), Replicate(layout([1, 1], 2), HOST, owners(two_stages())))
-    assert step_of(program).schedule is None
+# ---- places
+
+
+def test_own_passes_stand_before_and_after_those_that_they_name_in_the_order_given() -> None:
+    first, second, last, early = (Looks(name=name) for name in ("first", "second", "last", "early"))
+    after = [After("split_concat", first), After("split_concat", second)]
+    order = pipeline([*after, Before("accumulate", last), Before("replicate", early)])
+    assert [item.name for item in order.placed([SplitConcat()])] == ["split_concat", "first", "second"]
+    assert [order.number(own) for own in (early, first, second, last)] == [5, 9, 10, 11]
+
+
+def test_what_comes_before_a_pass_that_runs_again_does_not() -> None:
+    order = pipeline([Before("partition", Looks(name="before")), After("partition", Looks(name="after"))])
+    assert [item.name for item in order.placed([Partition()])] == ["before", "partition", "after"]
+    assert [item.name for item in order.placed([Partition()], again=True)] == ["partition", "after"]
+
+
+@pytest.mark.parametrize(
+    ("passes", "kind", "text"),
+    [
+        (
+            [After("split", Looks())],
+            PassError,
+            r"After\('split', ...\) names no pass; use one of assign_stages, .*, join",
+        ),
+        ([Before("update", object())], PassError, r"isn't a pass: give an object that has a name and run\(program\)"),
+        ([After("update", Looks(name="join"))], PassError, "there is a pass 'join' already; give yours a name of its"),
+        ([After("update", Looks()), Before("update", Looks())], PassError, "there is a pass 'looks' already"),
+        ([Looks()], TypeError, r"passes is \[Looks\(.*; give a list such as \[After\('split_concat', MyPass\(\)\)\]"),
+        (After("update", Looks()), TypeError, "give a list such as"),
+    ],
+)
+def test_wrong_passes_are_refused_before_anything_is_done(passes: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        transform(classifier(), passes=passes)
+
+
+# ---- as the others
+
+
+def test_an_own_pass_is_dumped_timed_and_run_for_each_step(tmp_path: pathlib.Path) -> None:
+    looks, staged = Looks(), Looks(name="staged")
+    pipelined = transform(classifier(), passes=[After("split_concat", looks), Before("partition", staged)])
+    pipelined.train_on_batch(X, Y)
+    assert (len(looks.seen), len(staged.seen)) == (1, 1)
+    pipelined.train_on_batch(X[:3], Y[:3])  # slices of another size: partition runs again
+    assert (len(looks.seen), len(staged.seen)) == (2, 1)
+    pipelined.predict_on_batch(X)
+    assert (len(looks.seen), len(staged.seen)) == (3, 2)
+    assert {"looks", "staged"} <= pipelined._engine.timing.seconds.keys()
+    pipelined.compile(optimizer="sgd", loss=classifier().loss)
+    pipelined.train_on_batch(X, Y)
+    assert (len(looks.seen), len(staged.seen)) == (4, 3)
+    pipelined.close()
+    pipelined.train_on_batch(X, Y)  # by a new engine, as after a fault
+    assert (len(looks.seen), len(staged.seen)) == (5, 4)
+    pipelined.dump(tmp_path)
+    names = {path.name for path in tmp_path.glob("train*/*.pbtxt")}
+    assert {"04_staged.pbtxt", "05_partition.pbtxt", "07_split_concat.pbtxt", "08_looks.pbtxt"} <= names
+    assert {"09_accumulate.pbtxt", "11_update.pbtxt"} <= names
+    assert "after looks: Changes nothing; notes what it is given." in (tmp_path / "index.html").read_text()
+    pipelined.close()
+
+
+def test_own_passes_run_where_operators_are_placed() -> None:
+    looks = Looks()
+    cluster, own = dapple.Cluster.local(2, kind="cpu"), dapple.Plan.by_operators(2, 7)
+    passes = [After("flatten", looks)]
+    pipelined = dapple.transform(classifier(), cluster, own, operator_costs=OperatorCosts(), passes=passes)
+    pipelined.train_on_batch(X, Y)
+    (flat,) = looks.seen
+    assert flat.own_step.dissolved and not flat.own_step.placed_on
+    pipelined.close()
+
+
+def test_the_twin_that_verifies_has_them_too() -> None:
+    looks = Looks()
+    pipelined = transform(classifier(), passes=[After("update", looks)])
+    pipelined.verify(X, Y, steps=1, float64=True)
+    assert {variable.dtype for program in looks.seen for variable in program.roles.variables} >= {FLOAT, DOUBLE}
+    pipelined.close()
+
+
+# ---- facts
+
+
+def test_an_exception_in_a_pass_names_the_pass() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_passes(two_layers(), [Looks(), Does(lambda program: 1 // 0)])
+    assert caught.value.__notes__ == ["in pass does (after looks)"]
+
+
+def test_every_pass_says_what_it_requires_and_ensures_and_each_fact_has_its_maker() -> None:
+    for slot in PASSES:
+        assert isinstance(slot.pass_type.requires, tuple) and slot.pass_type.ensures  # type: ignore[attr-defined]
+    makers = {fact.made_by: fact for fact in Fact}
+    kinds = {slot.name: slot.pass_type for slot in PASSES}
+    assert all(fact in kinds[name].ensures for name, fact in makers.items())  # type: ignore[attr-defined]
+    facts = two_layers().facts
+    assert not facts
+    for item in STAGES:
+        facts = run_passes(two_layers(), STAGES[: STAGES.index(item) + 1]).facts
+    assert facts == {Fact.STAGES, Fact.GRAPHS, Fact.FUNCTIONS}
+
+
+def test_programs_and_stages_tell_what_they_lack() -> None:
+    program = apply(two_layers(), AssignStages(("a",)))
+    for ask, text in (
+        (lambda: program.own_step, "the program has no step yet; run replicate before"),
+        (lambda: program.stages[1].own_graph, "stage 1 has no graph yet; run build_forward before"),
+        (lambda: program.stages[1].own_backward, "stage 1 has no function B"),
+    ):
+        with pytest.raises(PassError, match=text):
+            ask()
+
+
+def test_a_chain_of_nodes_is_put_behind_a_tensor() -> None:
+    graph = copied(two_layers()).graph
+    before = graph_text(graph)
+    builder, double = Builder(graph), {"T": dtype_attr(2)}
+    negated = builder.add("negated", "Neg", [Ref("a/tanh")], **double)
+    back = builder.add("back", "AddV2", [builder.add("again", "Neg", [negated], **double), Ref("a/tanh")], **double)
+    reroute(graph, {Ref("a/tanh"): back})
+    assert show_changes(before, graph_text(graph)) == (
+        "- b/matmul = MatMul(a/tanh, v)\n+ b/matmul = MatMul(back, v)\n"
+        "+ negated = Neg(a/tanh)\n+ again = Neg(negated)\n+ back = AddV2(again, a/tanh)\n"
+    )
+
+
+# ---- documents
+
+
+def test_the_table_of_passes_is_the_pipeline() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert [(int(number), name) for number, name in rows] == [
+        (pipeline().number(Looks(name=slot.name)), slot.name) for slot in PASSES
+    ]
+
+
+def test_the_documented_pass_is_that_of_the_example() -> None:
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```\n", text, flags=re.DOTALL | re.MULTILINE)
+    (documented,) = (block for block in blocks if "class CompressGradients" in block)
+    imports, _, definition = documented.strip().partition("\n\n\n")
+    example = (ROOT / "docs/examples/bfloat16_gradients.py").read_text(encoding="utf-8")
+    assert definition in example
+    for line in filter(None, imports.replace("import ClassVar", "import Any, ClassVar").splitlines()):
+        assert line in example

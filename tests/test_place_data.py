@@ -34,22 +34,15 @@ def source(program: Program, call: str) -> list[NodeDef]:
     raise AssertionError(f"{call} doesn't read the batch")
 
 
-def test_the_only_feed_is_a_number() -> None:
-    program = placed(replicated(two_stages(), layout((1, 1), 4)))
-    step = step_of(program)
-    assert step.feeds == {}
-    assert step.taken is not None
-    (fed,) = (node for node in program.graph.node if node.op == "Placeholder" and not node.name.startswith("pending/"))
-    assert fed.name == step.taken.number.node
-    assert fed.device == HOST
-
-
-def test_each_worker_cuts_its_own_batch() -> None:
+def test_each_worker_cuts_its_own_batch_and_the_only_feed_is_a_number() -> None:
     program = placed(replicated(two_stages(), layout((2, 1), 4)))
+    step = step_of(program)
     for replica in range(2):
         cut, taken = source(program, f"stage0/replica{replica}/forward0")
         assert cut.device == taken.device == f"/worker{replica}"
-    assert set(step_of(program).taken.arrays) == {"/worker0", "/worker1"}
+    assert step.feeds == {} and step.taken is not None and set(step.taken.arrays) == {"/worker0", "/worker1"}
+    (fed,) = (node for node in program.graph.node if node.op == "Placeholder" and not node.name.startswith("pending/"))
+    assert (fed.name, fed.device) == (step.taken.number.node, HOST)
 
 
 def test_devices_of_one_worker_share_its_batch() -> None:

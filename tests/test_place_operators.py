@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
-import keras
-import numpy as np
 import pytest
-import tensorflow as tf
-from flat_programs import Steps, assert_same_training, mixed_model, random_placement, recurrent_model
-from programs import FLOAT, HOST, INT32, apply, in_float64, layout, node, staged, step_of, two_layers, updated
+from flat_programs import assert_same_training, random_placement, recurrent_model
+from program_text import read_program
+from programs import FLOAT, HOST, INT32, apply, copied, in_float64, layout, node, staged, step_of, two_layers, updated
 from step_programs import device_names, of_model
 from tensorflow.core.framework import types_pb2
 
@@ -56,13 +53,20 @@ def of_graph(graph: GraphDef, loss: Ref) -> Program:
     return Program(graph, Roles((), (), Slice(Ref("w"), Ref("n"), Ref("s"))), step=step)
 
 
+def of_text(text: str, loss: str) -> Program:
+    """A flat step on one device."""
+    graph = copied(read_program(text)).graph
+    for each in graph.node:
+        each.device = ZERO
+    return of_graph(graph, Ref(loss))
+
+
 def chain() -> Program:
     """a -> b -> c -> d, each of which also reads the constant."""
-    builder = Builder(empty_graph())
-    one = tensor = builder.const(1.0, FLOAT, device=ZERO)
-    for name in "abcd":
-        tensor = builder.add(name, "AddV2", [tensor, one], device=ZERO, T=dtype_attr(FLOAT))
-    return of_graph(builder.graph, tensor)
+    return of_text("a = AddV2(1.0, 1.0)\nb = AddV2(a, 1.0)\nc = AddV2(b, 1.0)\nd = AddV2(c, 1.0)", "d")
+
+
+NEGATED = "x[2]\na = Neg(x)\nb = Neg(x)\nc = Neg(x)\nd = AddN(a, b, c)"
 
 
 def placed(program: Program, devices: dict[str, str], order: str | Sequence[str], *, chained: bool = True) -> Program:
@@ -80,35 +84,19 @@ def all_on(device: str, program: Program) -> tuple[dict[str, str], list[str]]:
 
 
 def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
-    builder = Builder(empty_graph())
-    x = builder.add("x", "Placeholder", device=ZERO, dtype=dtype_attr(FLOAT))
-    for name in "abc":
-        builder.add(name, "Neg", [x], device=ZERO, T=dtype_attr(FLOAT))
-    total = builder.add("d", "AddN", [Ref("a"), Ref("b"), Ref("c")], device=ZERO, T=dtype_attr(FLOAT), N=3)
-    program = placed(of_graph(builder.graph, total), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd")
-    assert {each.name: each.device for each in program.graph.node} == {
-        "x": ZERO,
-        "a": ZERO,
-        "b": ONE,
-        "c": ZERO,
-        "d": ONE,
-    }
+    program = placed(of_text(NEGATED, "d"), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd")
+    assert [node(program, name).device for name in "xabcd"] == [ZERO, ZERO, ONE, ZERO, ONE]
     # d reads b itself.
-    waits = {each.name: control_inputs(each) for each in program.graph.node}
-    assert waits == {"x": [], "a": [], "b": [], "c": ["a"], "d": []}
+    assert {name: control_inputs(node(program, name)) for name in "abcd"} == {"a": [], "b": [], "c": ["a"], "d": []}
     assert step_of(program).placed_on == {ZERO, ONE}
 
 
 def test_operators_of_outputs_and_metrics_take_their_turns() -> None:
-    builder = Builder(empty_graph())
-    x = builder.add("x", "Placeholder", device=ZERO, dtype=dtype_attr(FLOAT))
-    for name in "abcd":
-        builder.add(name, "Neg", [x], device=ZERO, T=dtype_attr(FLOAT))
-    program = of_graph(builder.graph, Ref("a"))
+    program = of_text(f"{NEGATED}\ne = Neg(x)", "a")
     step = dataclasses.replace(step_of(program), outputs=((Ref("b"),),), metric_results={"accuracy": (Ref("c"),)})
-    program = placed(program.replace(step=step), dict.fromkeys("abcd", ZERO), "dabc")
-    waits = {name: control_inputs(node(program, name)) for name in "abcd"}
-    assert waits == {"a": [], "b": ["a"], "c": ["b"], "d": []}  # nobody needs d
+    program = placed(program.replace(step=step), dict.fromkeys("eabc", ZERO), "eabc")
+    waits = {name: control_inputs(node(program, name)) for name in "eabc"}
+    assert waits == {"a": [], "b": ["a"], "c": ["b"], "e": []}  # nobody needs e
 
 
 def test_without_a_chain_operators_start_when_they_can() -> None:
@@ -130,23 +118,12 @@ def test_each_device_that_reads_a_constant_has_one() -> None:
     ]
 
 
-def test_a_constant_moves_to_its_only_device() -> None:
+def test_a_constant_moves_to_its_only_device_unless_others_wait_for_it() -> None:
     program = placed(chain(), dict.fromkeys("abcd", TWO), "abcd")
-    assert {each.name: each.device for each in program.graph.node} == dict.fromkeys(["constant", *"abcd"], TWO)
-
-
-def test_a_constant_that_others_wait_for_stays() -> None:
-    program = chain()
-    graph = GraphDef()
-    graph.CopyFrom(program.graph)
-    for each in graph.node[1:]:
-        each.input[1] = each.input[0]
-    graph.node[1].input[:] = ["other", "other", "^constant"]
-    graph.node.add().CopyFrom(graph.node[0])
-    graph.node[-1].name = "other"
-    placed_program = placed(program.replace(graph=graph), {"a": ONE, "b": TWO, "c": ONE, "d": TWO}, "abcd")
-    constants = {each.name: each.device for each in placed_program.graph.node if each.op == "Const"}
-    assert constants == {"constant": ZERO, "other": ONE}
+    assert {node(program, name).device for name in ["constant", *"abcd"]} == {TWO}
+    waited = of_text("constant = Const() 2.0\na = AddV2(1.0, 1.0) ^constant\nb = AddV2(a, 1.0)", "b")
+    program = placed(waited, dict.fromkeys("ab", ONE), "ab")
+    assert {each.device for each in program.graph.node if each.op == "Const"} == {ZERO, ONE}
 
 
 def test_what_has_no_place_goes_with_its_variable_or_what_it_reads() -> None:
@@ -192,13 +169,11 @@ def test_what_gpus_have_no_kernel_for_is_on_their_host_with_its_variable() -> No
 @pytest.mark.parametrize(
     ("devices", "order", "message"),
     [
-        ({"a": ZERO, "x": ONE}, "ax", "operator 'x' is to be placed, but the step has no such node"),
         ({"a": ZERO}, "ax", "operator 'x' is to be placed, but the step has no such node"),
         ({"a": ZERO, "b": ONE}, "a", "operator 'b' has a device but no place in the order"),
         ({"a": ZERO}, "ab", "operator 'b' has a place in the order but no device"),
         ({"a": ZERO, "b": ONE}, "aab", "operator 'a' is twice in the order"),
         (dict.fromkeys("abcd", ZERO), "acbd", r"isn't topological: 'c' \(number 1\) needs 'b' \(number 2\)"),
-        (dict.fromkeys("ad", ZERO), "da", r"isn't topological: 'd' \(number 0\) needs 'a' \(number 1\)"),
     ],
 )
 def test_what_cant_be_placed(devices: dict[str, str], order: str, message: str) -> None:
@@ -219,56 +194,16 @@ def test_what_touches_a_variable_is_on_one_device() -> None:
 # ---- numbers
 
 
-def program_of(model: keras.Model) -> tuple[Program, list[np.ndarray]]:
-    """The training step of a model, and a batch for it."""
-    program = of_model(model, dapple.Plan.manual([], [[0]], 1, 4, "gpipe"), dapple.Cluster.local(1, kind="cpu"))
-    return program, ExampleBatch.of(model).batch(4)
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("keep_tasks", [False, True], ids=["operators", "tasks"])
-def test_a_placed_step_is_the_step_to_the_last_bit(keep_tasks: bool) -> None:
+def test_flat_and_placed_steps_are_the_step_to_the_last_bit() -> None:
     with in_float64():
-        program, batch = program_of(recurrent_model() if keep_tasks else mixed_model())
-    start = Flatten(keep_tasks=keep_tasks).run(program)
+        model = recurrent_model()
+        program = of_model(model, dapple.Plan.manual([], [[0]], 1, 4, "gpipe"), dapple.Cluster.local(1, kind="cpu"))
+        batch = ExampleBatch.of(model).batch(4)
+    tasks, start = Flatten(keep_tasks=True).run(program), Flatten().run(program)
     where, order = random_placement(start, [ZERO, ONE, TWO])
-    placed_program = PlaceOperators(where, order).run(start)
-    verify(placed_program, complete=True)
-    assert_same_training(program, placed_program, [batch] * 3, 3)
-
-
-def test_devices_run_their_operators_in_the_order() -> None:
-    program = flat()
-    program = program.replace(step=dataclasses.replace(step_of(program), gradients={}))
-    where, order = random_placement(program, [ZERO, ONE, TWO], seed=1)
-    placed_program = placed(program, where, order)
-    stats = tf.compat.v1.RunMetadata()
-    with Steps(placed_program, 3) as steps:
-        steps.load()
-        steps.run([np.ones((2, 2))])
-        steps.run([np.ones((2, 2))], stats=stats)
-    ran = {
-        device.device: [each.node_name for each in sorted(device.node_stats, key=lambda each: each.all_start_nanos)]
-        for device in stats.step_stats.dev_stats
-    }
-    loss = step_of(program).loss
-    assert loss is not None
-    needed = Graph(program.graph).ancestors([Ref("train"), loss])
-    for device in (ZERO, ONE, TWO):
-        planned = [name for name in order if where[name] == device and name in needed]
-        assert planned and [name for name in ran[device] if name in where] == planned
-
-
-def test_gradients_can_be_fetched_without_what_comes_before_them_in_the_order() -> None:
-    where, order = all_on(ZERO, flat())
-    program = placed(flat(), where, order)
-    step, view = step_of(program), Graph(program.graph)
-    assert step.loss is not None
-    before_loss = view.ancestors([*step.gradients.values(), step.loss])
-    assert step.gradients and not [name for name in before_loss if "apply" in name]
-    waits = list(itertools.chain.from_iterable(control_inputs(each) for each in program.graph.node))
-    assert not [name for name in waits if "gradients/result" in name]
+    for made in (tasks, PlaceOperators(where, order).run(start)):
+        verify(made, complete=True)
+        assert_same_training(program, made, [batch] * 2, 3)
 
 
 # ---- all-reduces

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from program_text import read_program
+from programs import copied, show_changes
 
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -20,7 +21,7 @@ from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tasks import Phase, Task
-from graph_passes.ir.tensorflow_bridge import constant_value
+from graph_passes.ir.text import graph_text
 from graph_passes.passes.split_operators import SplitGraph, SplitOperators, split_operators
 
 TOPOLOGY = Topology(("/device:CPU:0",), np.full((1, 1), np.inf), np.zeros((1, 1)), np.full(1, np.inf))
@@ -28,16 +29,6 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 # ---- structure
-
-
-def traced(build: Callable[[], Any]) -> GraphDef:
-    with tf.Graph().as_default() as graph:
-        build()
-    return graph.as_graph_def()
-
-
-def x(shape: Sequence[int] = (6, 4), name: str = "x") -> Any:
-    return tf.compat.v1.placeholder(tf.float32, shape, name=name)
 
 
 def split(graph: GraphDef, splits: Mapping[str, tuple[str, int]], fetched: Sequence[Ref] = ()) -> SplitGraph:
@@ -50,112 +41,59 @@ def split(graph: GraphDef, splits: Mapping[str, tuple[str, int]], fetched: Seque
     return split_graph
 
 
-def show(graph: GraphDef) -> list[str]:
-    """``name = op(inputs)`` of each node; constants are shown as values where they are read."""
-    view = Graph(graph)
-
-    def value(text: str) -> str:
-        node = view.nodes.get(text)
-        return text if node is None or node.op != "Const" else str(constant_value(node).tolist()).replace(" ", "")
-
-    return [f"{n.name} = {n.op}({', '.join(map(value, n.input))})" for n in graph.node if n.op != "Const"]
-
-
-def test_an_operator_is_cut_and_joined_for_its_neighbours() -> None:
-    def build() -> None:
-        a = tf.nn.relu(x(), name="a")
-        b = tf.raw_ops.MatMul(a=a, b=x((4, 5), "w"), name="b")
-        tf.nn.relu(b, name="c")
-
-    assert show(split(traced(build), {"b": ("batch", 4)}).graph) == [
-        "x = Placeholder()",
-        "a = Relu(x)",
-        "a/split_0_0_4_of_6 = SplitV(a, [2,2,1,1], 0)",
-        "w = Placeholder()",
-        "b/part0 = MatMul(a/split_0_0_4_of_6, w)",
-        "b/part1 = MatMul(a/split_0_0_4_of_6:1, w)",
-        "b/part2 = MatMul(a/split_0_0_4_of_6:2, w)",
-        "b/part3 = MatMul(a/split_0_0_4_of_6:3, w)",
-        "b/joined_0 = ConcatV2(b/part0, b/part1, b/part2, b/part3, 0)",
-        "c = Relu(b/joined_0)",
-    ]
-
-
-def test_chains_stay_split_and_sums_are_added() -> None:
-    def build() -> None:
-        a = tf.nn.relu(x(), name="a")
-        b = tf.nn.relu(a, name="b")
-        tf.raw_ops.MatMul(a=b, b=x((6, 2), "dy"), transpose_a=True, name="c")
-
-    graph = traced(build)
-    fetched = [Ref("c")]
-    split_graph = split(graph, dict.fromkeys("abc", ("batch", 2)), fetched)
-    assert split_graph.joined == {Ref("c"): Ref("c/joined_0")}
-    assert show(split_graph.graph) == [
-        "x = Placeholder()",
-        "x/split_0_0_2 = SplitV(x, [3,3], 0)",
-        "a/part0 = Relu(x/split_0_0_2)",
-        "a/part1 = Relu(x/split_0_0_2:1)",
-        "b/part0 = Relu(a/part0)",
-        "b/part1 = Relu(a/part1)",
-        "dy = Placeholder()",
-        "dy/split_0_0_2 = SplitV(dy, [3,3], 0)",
-        "c/part0 = MatMul(b/part0, dy/split_0_0_2)",
-        "c/part1 = MatMul(b/part1, dy/split_0_0_2:1)",
-        "c/joined_0 = AddN(c/part0, c/part1)",
-    ]
+CHAIN = """
+    x[6, 4], dy[6, 2], w[4, 5]
+    a = Relu(x)
+    b = Relu(a)
+    c = MatMul(b, dy, transpose_a=True)
+    d = MatMul(b, w)
+"""
+FORMS: dict[str, tuple[str, dict[str, tuple[str, int]]]] = {
+    "uneven parts": (CHAIN, {"d": ("batch", 4)}),
+    "a chain stays split, and sums are added": (CHAIN, dict.fromkeys("abc", ("batch", 2))),
+    "constants are cut beforehand, and shapes are constants": (
+        """
+        x[6, 4], y[2, 12]
+        a = Mul(x, [0., 1., 2., 3.])
+        s = Shape(y)
+        b = Reshape(a, s)
+        """,
+        {"a": ("channel", 2), "b": ("batch", 2)},
+    ),
+    "nodes wait for parts": (
+        """
+        x[6, 4], y[6, 4]
+        a = Relu(x)
+        b = Relu(y) ^a
+        c = Relu(a) ^a
+        d = Identity(c) ^b
+        """,
+        {"a": ("batch", 2), "b": ("channel", 2)},
+    ),
+}
 
 
-def test_constants_are_cut_beforehand_and_shapes_are_constants() -> None:
-    def build() -> None:
-        a = tf.raw_ops.Mul(x=x(), y=tf.constant(np.arange(4.0, dtype=np.float32), name="c"), name="a")
-        tf.raw_ops.Reshape(tensor=a, shape=tf.shape(x((2, 12), "y"), name="s"), name="b")
-
-    graph = traced(build)
-    for node in graph.node:
-        node.attr["_dapple_layer"].s = node.name.encode()
-    split_graph = split(graph, {"a": ("channel", 2), "b": ("batch", 2)})
-    lines = show(split_graph.graph)
-    assert "a/part1 = Mul(x/split_0_1_2:1, [2.0,3.0])" in lines
-    assert "b/part1 = Reshape(a/split_0_0_2:1, [1,12])" in lines
-    assert Graph(split_graph.graph).nodes["c/split_0_0_2/part1"].attr["_dapple_layer"].s == b"c"
+def test_what_becomes_of_operators_and_their_neighbours(golden: Callable[[str, str], None]) -> None:
+    texts = []
+    for title, (text, splits) in FORMS.items():
+        before = read_program(text).graph
+        made = split(before, splits, [Ref("c")] if text == CHAIN else [])
+        texts.append(f"{title}\n{show_changes(graph_text(before), graph_text(made.graph))}")
+        assert made.joined.get(Ref("c")) == (Ref("c/joined_0") if "c" in splits else None)
+    golden("split_operators_forms.txt", "\n".join(texts))
 
 
-def test_nodes_wait_for_parts_and_keep_device_and_roles() -> None:
-    def build() -> None:
-        with tf.device(CPU):
-            a, y = tf.nn.relu(x(), name="a"), x(name="y")
-            with tf.control_dependencies([a]):
-                b = tf.nn.relu(y, name="b")
-                c = tf.nn.relu(a, name="c")
-            with tf.control_dependencies([b]):
-                tf.identity(c, name="d")
-
-    graph = traced(build)
-    for node in graph.node:
-        node.attr["_dapple_layer"].s = node.name.encode()
-        if node.name == "d":
-            node.attr["_class"].list.s.extend([b"loc:@a", b"loc:@x"])
-    split_graph = split(graph, {"a": ("batch", 2), "b": ("channel", 2)})
-    assert show(split_graph.graph) == [
-        "x = Placeholder()",
-        "x/split_0_0_2 = SplitV(x, [3,3], 0)",
-        "a/part0 = Relu(x/split_0_0_2)",
-        "a/part1 = Relu(x/split_0_0_2:1)",
-        "a/joined_0 = ConcatV2(a/part0, a/part1, 0)",
-        "y = Placeholder()",
-        "y/split_0_1_2 = SplitV(y, [2,2], 1)",
-        "b/part0 = Relu(y/split_0_1_2, ^a/part0, ^a/part1)",
-        "b/part1 = Relu(y/split_0_1_2:1, ^a/part0, ^a/part1)",
-        "c = Relu(a/joined_0)",
-        "d = Identity(c, ^b/part0, ^b/part1)",
-    ]
-    nodes = Graph(split_graph.graph).nodes
-    assert {node.device for node in nodes.values()} == {CPU}
-    for name in ("a/part0", "a/part1", "a/joined_0"):
-        assert nodes[name].attr["_dapple_layer"].s == b"a"
-    assert nodes["x/split_0_0_2"].attr["_dapple_layer"].s == b"x"
-    assert list(nodes["d"].attr["_class"].list.s) == [b"loc:@x"]
+def test_parts_keep_device_layer_and_colocation() -> None:
+    graph = copied(read_program("x[6, 4]\na = Relu(x)\nb = Identity(a)")).graph
+    for each in graph.node:
+        each.device = CPU
+        each.attr["_dapple_layer"].s = each.name.encode()
+    graph.node[-1].attr["_class"].list.s.extend([b"loc:@a", b"loc:@x"])
+    nodes = Graph(split(graph, {"a": ("batch", 2)}).graph).nodes
+    assert {each.device for each in nodes.values()} == {CPU}
+    layers = {name: nodes[name].attr["_dapple_layer"].s for name in ("a/part0", "a/joined_0", "x/split_0_0_2")}
+    assert [*layers.values()] == [b"a", b"a", b"x"]
+    assert list(nodes["b"].attr["_class"].list.s) == [b"loc:@x"]
 
 
 @pytest.mark.parametrize(
@@ -169,22 +107,13 @@ def test_nodes_wait_for_parts_and_keep_device_and_roles() -> None:
     ],
 )
 def test_impossible_splits_are_told(splits: dict[str, tuple[str, int]], text: str) -> None:
-    def build() -> None:
-        a = tf.nn.relu(x(), name="a")
-        tf.nn.relu(a, name="b")
-        tf.nn.relu(a, name="b/part0")
-
     with pytest.raises(PassError, match=text):
-        split(traced(build), splits)
+        split(read_program("x[6, 4]\na = Relu(x)\nb = Relu(a)\nb/part0 = Relu(a)").graph, splits)
 
 
 def test_the_steps_tensors_are_redirected() -> None:
-    def build() -> None:
-        a = tf.nn.relu(x(), name="a")
-        tf.nn.relu(a, name="b")
-        tf.no_op(name="train")
-
-    graph, task, other = traced(build), Task(0, Phase.FORWARD, 0, 0), Task(0, Phase.BACKWARD, 0, 0)
+    graph = read_program("x[6, 4]\na = Relu(x)\nb = Relu(a)\ntrain = NoOp()").graph
+    task, other = Task(0, Phase.FORWARD, 0, 0), Task(0, Phase.BACKWARD, 0, 0)
     layout = Layout(((CPU,),), 6, 6, 1)
     step = Step(
         layout,
@@ -235,43 +164,6 @@ def conv_net() -> list[Any]:
     logits = tf.matmul(h, dense, name="dense") * 0.01
     loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
     return [loss, logits, *tf.gradients(loss, parameters)]
-
-
-def norm_net() -> list[Any]:
-    """Depthwise and plain convolutions with both kinds of batch normalisation, branches that are concatenated."""
-    images = tf.identity(tf.constant(np.random.default_rng(9).normal(size=(6, 8, 8, 4)).astype(np.float32)))
-    ws = [
-        tf.cast(weights(*shape, seed=n), tf.float32) for n, shape in enumerate([(3, 3, 4, 2), (1, 1, 8, 6), (6,), (6,)])
-    ]
-    depthwise, pointwise, gamma, beta = ws
-    h = tf.nn.conv2d(tf.nn.depthwise_conv2d(images, depthwise, [1, 1, 1, 1], "SAME"), pointwise, 1, "SAME")
-    fused, *_ = tf.compat.v1.nn.fused_batch_norm(h, gamma, beta)
-    mean, variance = tf.nn.moments(h, [0, 1, 2])
-    plain = tf.nn.batch_normalization(h, mean, variance, beta, gamma, 1e-3)
-    h = tf.concat([tf.nn.avg_pool2d(fused, 2, 2, "SAME"), tf.nn.relu(plain)[:, ::2, 1::2, :]], axis=3)
-    h = tf.reduce_mean(tf.nn.swish(h), [1, 2])
-    loss = tf.reduce_sum(tf.square(h)) / 72
-    return [loss, h, *tf.gradients(loss, ws)]
-
-
-def attention() -> list[Any]:
-    """Attention with einsum, transposed batched products, softmax and an embedding."""
-    tokens = tf.identity(tf.constant(np.random.default_rng(9).integers(0, 9, (4, 5)).astype(np.int32)))
-    table, q, k, v, out = ws = [
-        tf.cast(weights(*s, seed=n), tf.float32) * 0.1
-        for n, s in enumerate([(9, 6), (6, 2, 3), (6, 2, 3), (6, 6), (6, 9)])
-    ]
-    h = tf.gather(table, tokens)
-    query, key = (tf.einsum("bth,hnd->btnd", h, w) for w in (q, k))
-    value = tf.reshape(tf.matmul(tf.reshape(h, [-1, 6]), v), [4, 5, 2, 3])
-    scores = tf.nn.softmax(tf.einsum("btnd,bsnd->bnts", query, key))
-    mixed = tf.transpose(tf.matmul(scores, tf.transpose(value, [0, 2, 1, 3])), [0, 2, 1, 3])
-    logits = tf.matmul(tf.reshape(mixed, [20, 6]), out)
-    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.reshape(tokens, [20]), logits))
-    return [loss, logits, *(tf.convert_to_tensor(g) for g in tf.gradients(loss, ws))]
-
-
-NETS = {"conv_net": conv_net, "norm_net": norm_net, "attention": attention}
 
 
 class Net:
@@ -340,41 +232,23 @@ def sizes_of(graph: OpGraph) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def nets() -> dict[str, Net]:
-    return {name: Net(build) for name, build in NETS.items()}
+def net() -> Net:
+    return Net(conv_net)
 
 
-@pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dimension", ["batch", "channel"])
-def test_networks_of_which_every_operator_is_split_train_alike(nets: dict[str, Net], name: str, dimension: str) -> None:
-    net = nets[name]
-    for parts in (2, 3):
-        wanted = {
-            op: Split(dimension, parts) for op, options in net.options().items() if Split(dimension, parts) in options
-        }
-        assert len(wanted) > 20
-        net.check(wanted)
+def test_a_network_of_which_every_operator_is_split_trains_alike(net: Net, dimension: str) -> None:
+    wanted = {op: Split(dimension, 3) for op, options in net.options().items() if Split(dimension, 3) in options}
+    assert len(wanted) > 20
+    net.check(wanted)
 
 
-@pytest.mark.parametrize("seed", range(9))
-def test_any_splits_give_the_same_results(nets: dict[str, Net], seed: int) -> None:
-    net, share = nets[list(NETS)[seed % 3]], (0.2, 0.6, 1.0)[seed // 3]
+@pytest.mark.parametrize("seed", range(3))
+def test_any_splits_give_the_same_results(net: Net, seed: int) -> None:
     generator = np.random.default_rng(seed)
     splits = {
         name: options[generator.integers(len(options))]
         for name, options in net.options().items()
-        if options and generator.random() < share
+        if options and generator.random() < (0.2, 0.6, 1.0)[seed]
     }
     net.check(splits)
-
-
-def test_split_alike_a_chain_has_no_joins_within(nets: dict[str, Net]) -> None:
-    net = nets["conv_net"]
-    view = Graph(net.graph)
-    chain = [name for name in ("conv1", "bias", "Relu", "pool", "conv2", "Relu_1") if name in view]
-    split_graph = split_operators(net.graph, dict.fromkeys(chain, Split("batch", 3)), net.shapes)
-    names = [node.name for node in split_graph.graph.node]
-    for before, after in itertools.pairwise(chain):
-        for part in range(3):
-            assert f"{before}/part{part}" in Graph(split_graph.graph).nodes[f"{after}/part{part}"].input
-    assert "conv1/joined_0" not in names

@@ -282,37 +282,6 @@ def test_parts_give_what_the_whole_gives(case: Case) -> None:
     assert_same(definition, [{"op": Split(rule.dimension, number)} for rule, number in parts], refs, case.tolerance)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_convolutions_and_their_gradients_in_all_forms(seed: int) -> None:
-    """Odd sizes, strides, paddings and dilations; each operator is split along another dimension."""
-    draw = np.random.default_rng(seed)
-
-    def some(low: int, high: int) -> int:
-        return int(draw.integers(low, high + 1))
-
-    batch, rows, columns, inputs, outputs = some(2, 6), some(6, 11), some(6, 11), some(2, 5), some(2, 5)
-    # Of TensorFlow's CPU kernels only oneDNN's have gradients of dilated convolutions: forward alone.
-    stride, dilation = [(1, 1), (2, 1), (3, 1), (1, 2)][seed % 4]
-    explicit = [[0, 0], [some(0, 2), some(0, 2)], [some(0, 2), some(0, 2)], [0, 0]]
-    padding: Any = ["SAME", "VALID", "SAME" if dilation > 1 else explicit][seed % 3]
-    with tf.Graph().as_default() as graph:
-        x = tf.constant(tensor((batch, rows, columns, inputs), 1))
-        w = tf.constant(tensor((some(1, 3), some(1, 3), inputs, outputs), 2))
-        operation = tf.nn.depthwise_conv2d if seed >= 8 else tf.nn.conv2d
-        y = operation(x, w, [1, stride, stride, 1], padding, dilations=[dilation] * 2, name="y")
-        results = [y, *(tf.gradients(y, [x, w], tf.constant(tensor(y.shape, 3))) if dilation == 1 else [])]
-    definition = graph.as_graph_def()
-    refs = [Ref.parse(result.name.removesuffix(":0")) for result in results]
-    splits = {}
-    for ref in refs:
-        options = rules_of(definition, ref.node)
-        assert options or dilation > 1
-        if options:
-            rule = options[draw.integers(len(options))]
-            splits[ref.node] = Split(rule.dimension, some(2, min(4, rule.length)))
-    assert_same(definition, [splits], refs)
-
-
 def test_asking_how_an_operator_can_be_split_leaves_it_as_it_was() -> None:
     """An attribute of a newer version of the operator was added to it by looking it up."""
     node = make_node("op", "BatchMatMulV2", [Ref("x"), Ref("y")], attrs={"T": dtype_attr(types_pb2.DT_FLOAT)})

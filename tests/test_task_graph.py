@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 import keras
 import numpy as np
 import pytest
-from programs import HOST, captured, compiled, dense, in_float64, layout, replicated, staged, two_stages, updated
+from programs import HOST, captured, compiled, dense, in_float64, layout, replicated, sent, staged, two_stages, updated
 from step_programs import Case, complete, names_for, of_model, plan, sampled
-from zoo import ZOO
 
 import dapple_tf as dapple
 from dapple_tf.view.step_graph import task_graph
@@ -25,22 +24,16 @@ UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
 
 CASES = [
     UNEVEN,
-    Case("mlp", plan("mlp", 1, [[0]], 1, 3, "dapple_a")),
-    Case("mlp", plan("mlp", 1, [[0, 1, 2]], 2, 7, "gpipe")),
-    Case("mlp", plan("mlp", 4, [[0], [1], [2], [3]], 6, 12, "zb_h1")),
-    Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
     Case("mlp", plan("mlp", 4, [[0], [1], [1], [0]], 4, 8, "zb_v")),
-    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
-    Case("tied", plan("tied", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a")),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
     Case("tied", plan("tied", 4, [[0, 1], [2], [0, 1], [2]], 2, 8, "modulo", bucket_bytes=8)),
     Case("stateful", plan("stateful", 2, [[0, 1], [2]], 3, 7, "dapple_b")),
     Case("mlp", plan("mlp", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a", carried_updates=2), head=True),
     Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"), samples=2),
-    Case("test", plan("test", 2, [[0, 1], [2]], 3, 9, "dapple_a")),
     Case("predict", plan("predict", 3, [[0, 1], [2], [0]], 2, 8, "modulo")),
     Case("attention", plan("attention", 4, [[0], [1, 2], [3], [4, 5, 6]], 2, 7, "zb_h1")),
 ]
-ALL = [*CASES, *(sampled(seed) for seed in range(16))]
+ALL = [*CASES, *(sampled(seed) for seed in range(4))]
 
 
 def drawn(case: Case) -> tuple[Program, TaskGraph]:
@@ -97,20 +90,18 @@ def test_a_drawing_says_what_the_graph_says(case: Case) -> None:
     check(*drawn(case))
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cnn", "lstm"])
-def test_losses_optimizers_and_their_scales_are_drawn(name: str) -> None:
-    model = ZOO[name].build()
+def test_losses_optimizers_and_their_scales_are_drawn() -> None:
+    x = keras.Input((3, 2))
+    a = keras.layers.Dense(3, name="a")(keras.layers.Masking()(x))
+    model = keras.Model(x, keras.layers.Dense(1, name="c")(keras.layers.Dense(3, name="b")(a)))
     inner = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
-    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=model.loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
     cluster = dapple.Cluster.local(5, kind="cpu")
-    own = dapple.Plan.manual(ZOO[name].cuts_for(3), [[0, 1], [2], [3, 4]], 3, 12, "zb_h1")
-    program = of_model(model, own, cluster)
+    program = of_model(model, dapple.Plan.manual(["a", "b"], [[0, 1], [2], [3, 4]], 3, 12, "zb_h1"), cluster)
     drawing = task_graph(program, cluster.device_names)
     check(program, drawing)
     labels = Counter(node.label for node in of_kind(drawing, "other"))
-    assert (labels["loss scale"], labels["totals"], labels["normalizers"]) == (2, 2, int(name == "lstm"))
+    assert (labels["loss scale"], labels["totals"], labels["normalizers"]) == (2, 2, 1)
     assert labels["statistics"] == len({node.stage for node in of_kind(drawing, "apply")})
 
 
@@ -186,43 +177,10 @@ def test_a_pipeline_of_three_and_one(golden: Callable[[str, str], None]) -> None
     golden("task_graph.txt", "\n".join(lines) + "\n")
 
 
-def test_the_tensors_of_a_slice_have_its_samples() -> None:
-    program, drawing = drawn(UNEVEN)  # slices of 2 samples in stage 0, of 6 in stage 1
-    assert program.step is not None
-    by_label = {node.label: node for node in drawing.nodes}
-    sent = by_label["0F1.r2"].outputs[0]
-    assert (sent.dtype, sent.shape, sent.bytes) == ("float64", "[2, 3]", 48.0)
-    assert by_label["1F1"].outputs[1].shape == "[6, 3]"
-    gradients = {text.name: text.shape for text in by_label["1B0"].outputs}
-    assert gradients["gradient(dense_2/kernel)"] == "[3, 3]"
-    assert gradients[f"gradient({sent.name})"] == "[6, 3]"
-    concat = of_kind(drawing, "concat")
-    assert [node.outputs[0].shape for node in concat] == ["[6, 3]"] * 4
-    assert [[text.shape for text in node.outputs] for node in of_kind(drawing, "split") if node.device is not None] == [
-        ["[2, 3]"] * 3
-    ] * 4
-    edges = {(drawing.nodes[e.source].label, drawing.nodes[e.target].label): e for e in drawing.edges if not e.control}
-    assert edges["0F1.r2", "concat"].tensors == (sent.name,)
-    assert edges["0F1.r2", "concat"].bytes == 48.0
-    assert sent.name in edges["concat", "1F1"].tensors
-
-
 def test_an_unknown_length_stays_unknown() -> None:
-    from programs import apply, schedule_of, sent, sgd_updates, staged
-    from programs import owners as owners_of
-
-    from graph_passes.passes.accumulate import Accumulate
-    from graph_passes.passes.replicate import Replicate
-    from graph_passes.passes.schedule import OrderTasks
-    from graph_passes.passes.split_concat import SplitConcat
-    from graph_passes.passes.update import Update
-
     own = layout([2, 1], 6, 2)
-    names = tuple(itertools.chain.from_iterable(own.devices))
-    program = staged(sent("merged_unknown"), "a")
-    made = apply(program, Replicate(own, HOST, owners_of(program)), SplitConcat(), Accumulate())
-    ordered = OrderTasks(schedule_of(own), names)
-    drawing = task_graph(apply(made, ordered, Update(sgd_updates(program), owners_of(program), HOST, 64)), names)
+    program = updated(staged(sent("merged_unknown"), "a"), own, bucket_bytes=64)
+    drawing = task_graph(program, [name for names in own.devices for name in names])
     forward = next(node for node in drawing.nodes if node.label == "0F0")
     assert (forward.outputs[0].shape, forward.outputs[0].bytes) == ("[?]", None)
     concat = of_kind(drawing, "concat")[0]
@@ -264,17 +222,9 @@ def test_carried_updates_come_before_the_forwards_that_read_their_variables() ->
         assert any((edge.source, edge.target) == pair and edge.control for edge in drawing.edges)
 
 
-def test_layers_are_the_outermost_that_are_whole_in_a_stage() -> None:
-    _, drawing = drawn(Case("attention", plan("attention", 2, [[0], [1]], 1, 4, "dapple_a")))
-    layers = {node.label: node.layers for node in drawing.nodes}
-    assert layers["0F0"] == ("embed",)
-    assert layers["1F0"] == ("norm", "attention", "residual", "wide", "head")
-    assert layers["0F0"] == layers["0B0"] == layers["Apply 0"]
-
-
-def test_device_labels_tell_stages_and_replicas() -> None:
-    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")))
-    assert drawing.devices == {0: "device 0: stages 0, 1"}
+def test_device_labels_tell_stages_replicas_and_what_only_computes_weight_gradients() -> None:
+    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])))
+    assert drawing.devices == {0: "device 0: stages 0, 1", 1: "device 1: stages 0 (Bw), 1 (Bw)"}
     _, drawing = drawn(UNEVEN)
     assert list(drawing.devices.values())[::3] == ["device 0: stage 0.r0", "device 3: stage 1"]
 

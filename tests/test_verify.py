@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +14,8 @@ from programs import (
     FLOAT,
     FORWARD,
     GRADIENT,
+    INT32,
     RESIDUAL,
-    apply,
     connected,
     copied,
     layout,
@@ -30,26 +31,30 @@ from programs import (
     two_stages,
     updated,
 )
-from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.connections import connected_shape
-from graph_passes.ir.graph import AttrValue, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr
+from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, dtype_attr
 from graph_passes.ir.program import Layout, Program, Stage, StageFunction, Value
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import _verify_collectives, verify
 
 
-def refused(program: Program, *, complete: bool = False) -> str:
+def refused(program: Program) -> str:
     with pytest.raises(PassError) as caught:
-        verify(program, complete=complete)
+        verify(program, complete=True)
     return str(caught.value)
 
 
-def step_program() -> Program:
-    """A step of two stages, of two replicas and one, that may be broken."""
-    return copied(updated(two_stages(), layout([2, 1], 4, 2)))
+@functools.cache
+def _stepped(*counts: int, batch: int) -> Program:
+    return updated(two_stages(), layout(counts, batch, 2 if batch == 4 else 1))
+
+
+def step_program(*counts: int, batch: int = 4) -> Program:
+    """A step of two stages, of two replicas and one unless told otherwise, that may be broken."""
+    return copied(_stepped(*(counts or (2, 1)), batch=batch))
 
 
 def test_programs_are_right_after_every_pass_and_the_verifier_leaves_them_as_they_are() -> None:
@@ -58,244 +63,69 @@ def test_programs_are_right_after_every_pass_and_the_verifier_leaves_them_as_the
         before = copied(program)
         verify(program)
         assert program == before
-    verify(updated(two_stages(), cut), complete=True)
+    evaluation = connected(staged(two_layers(), "a", training=False), layout([1, 1], 2))
+    assert {each.phase for each in step_of(evaluation).entry} == {FORWARD}
+    verify(evaluation, complete=True)
+    tied = updated(staged(tied_layers(2), "layer_0"), layout([2, 1], 4))
+    assert [each.op for each in tied.graph.node].count("CollectiveReduceV2") == 3
 
 
 # ---- the graph
 
 
-def flat_with(change: Callable[[GraphDef], object]) -> str:
+@pytest.mark.parametrize(
+    ("name", "op", "inputs", "text"),
+    [
+        ("loss", "NoOp", [], "node names are not unique: ['loss']"),
+        ("n", "Identity", ["nowhere:1"], "node 'n' (Identity) reads nowhere:1, but there is no node 'nowhere'"),
+        ("n", "Identity", ["loss:1"], "node 'n' (Identity) reads loss:1, but 'loss' has 1 outputs"),
+        ("n", "NoOp", ["^nowhere"], "node 'n' (NoOp) waits for 'nowhere', which doesn't exist"),
+    ],
+)
+def test_every_input_is_there_and_names_are_unique(name: str, op: str, inputs: list[str], text: str) -> None:
     program = copied(two_layers())
-    change(program.graph)
-    return refused(program)
-
-
-def test_node_names_are_unique() -> None:
-    assert flat_with(lambda graph: graph.node.add(name="loss", op="NoOp")) == "node names are not unique: ['loss']"
-
-
-def test_every_input_exists() -> None:
-    text = flat_with(lambda graph: graph.node.add(name="n", op="Identity", input=["nowhere:1"]))
-    assert text == "node 'n' (Identity) reads nowhere:1, but there is no node 'nowhere'"
-
-
-def test_every_output_that_is_read_exists() -> None:
-    text = flat_with(lambda graph: graph.node.add(name="n", op="Identity", input=["loss:1"]))
-    assert text == "node 'n' (Identity) reads loss:1, but 'loss' has 1 outputs"
-
-
-def test_every_node_that_is_waited_for_exists() -> None:
-    text = flat_with(lambda graph: graph.node.add(name="n", op="NoOp", input=["^nowhere"]))
-    assert text == "node 'n' (NoOp) waits for 'nowhere', which doesn't exist"
+    program.graph.node.add(name=name, op=op, input=inputs)
+    assert refused(program) == text
 
 
 def test_there_is_no_cycle_of_data_and_control_edges() -> None:
-    text = flat_with(lambda graph: node(graph, "a/matmul").input.append("^loss"))
-    assert text == "the graph has a cycle: a/matmul -> loss -> b/matmul -> a/tanh -> a/matmul"
+    program = copied(two_layers())
+    node(program, "a/matmul").input.append("^loss")
+    assert refused(program) == "the graph has a cycle: a/matmul -> loss -> b/matmul -> a/tanh -> a/matmul"
 
 
-# ---- calls
+# ---- calls and nodes of a step
+
+CALL = "stage0/replica0/forward0"
 
 
-def call_of(program: Program, name: str = "stage0/replica0/forward0") -> NodeDef:
-    return node(program, name)
+def call_of(program: Program) -> NodeDef:
+    return node(program, CALL)
 
 
-def test_a_call_names_a_function_of_the_library() -> None:
-    program = step_program()
-    call_of(program).attr["f"].func.name = "missing"
-    assert refused(program) == "node 'stage0/replica0/forward0' calls function 'missing', which isn't in the library"
-
-
-def test_a_call_gives_as_many_inputs_as_its_function_takes() -> None:
-    program = step_program()
-    del call_of(program).input[1:]
-    assert refused(program) == (
-        "call 'stage0/replica0/forward0' gives 1 inputs to function 'stage0_forward', which takes 2"
-    )
-
-
-def test_a_call_gives_inputs_of_its_functions_dtypes() -> None:
-    program = step_program()
-    (function,) = [f for f in program.graph.library.function if f.signature.name == "stage0_forward"]
+def retyped(program: Program) -> None:
+    (function,) = (f for f in program.graph.library.function if f.signature.name == "stage0_forward")
     function.signature.input_arg[1].type = FLOAT
-    assert refused(program) == (
-        "call 'stage0/replica0/forward0' gives 2 inputs to function 'stage0_forward', which takes 2 "
-        "(input 1: float32 wanted, float64 given)"
-    )
 
 
-def test_a_call_has_results_of_its_functions_dtypes() -> None:
-    program = step_program()
-    call_of(program).attr["Tout"].list.type[0] = FLOAT
-    name = "stage0/replica0/forward0"
-    assert refused(program) == f"call '{name}' and function 'stage0_forward' disagree about the results' types"
+def added(op: str, *, device: str | None = None, **kinds: int) -> Callable[[Program], None]:
+    """Adds a node, which reads a forward's first result."""
 
+    def change(program: Program) -> None:
+        where = call_of(program).device if device is None else device
+        attrs = {name: dtype_attr(kind) for name, kind in kinds.items()}
+        Builder(program.graph).add("added", op, [Ref(CALL)], device=where, **attrs)
 
-# ---- stages
-
-
-def with_stage(index: int, change: Callable[[Stage], Stage]) -> Program:
-    """A copy of the program with stage functions, with one stage changed."""
-    program = copied(two_stages())
-    stages = list(program.stages)
-    stages[index] = change(stages[index])
-    return program.replace(stages=tuple(stages))
-
-
-def backward_of(stage: Stage) -> StageFunction:
-    assert stage.backward is not None
-    return stage.backward
-
-
-def test_every_argument_of_a_function_is_described() -> None:
-    def change(stage: Stage) -> Stage:
-        backward = backward_of(stage)
-        return dataclasses.replace(stage, backward=dataclasses.replace(backward, inputs=backward.inputs[1:]))
-
-    assert refused(with_stage(0, change)) == "function 'stage0_backward' has 3 arguments but 2 are described"
-
-
-def test_every_result_of_a_function_is_described() -> None:
-    def change(stage: Stage) -> Stage:
-        return dataclasses.replace(stage, backward=dataclasses.replace(backward_of(stage), outputs=()))
-
-    assert refused(with_stage(0, change)) == "function 'stage0_backward' has 1 results but 0 are described"
-
-
-@pytest.mark.parametrize("side", ["argument", "result"])
-def test_functions_agree_with_the_stages_graph_about_dtypes(side: str) -> None:
-    def change(stage: Stage) -> Stage:
-        signature = backward_of(stage).function.signature
-        (signature.input_arg if side == "argument" else signature.output_arg)[0].type = FLOAT
-        return stage
-
-    value = "x" if side == "argument" else Value(Ref("w"), GRADIENT)
-    assert refused(with_stage(0, change)) == (
-        f"function 'stage0_backward': {side} {value} is float32 but the stage's graph says float64"
-    )
-
-
-def test_backward_reads_residuals_that_forward_keeps() -> None:
-    def change(stage: Stage) -> Stage:
-        forward = stage.forward
-        assert forward is not None
-        kept = [value for value in forward.outputs if value.kind is not RESIDUAL]
-        function = copied(two_stages()).stages[0].forward
-        assert function is not None
-        del function.function.signature.output_arg[len(kept) :]
-        return dataclasses.replace(stage, forward=StageFunction(function.function, forward.inputs, tuple(kept)))
-
-    residual = Value(Ref("a/tanh"), RESIDUAL)
-    assert refused(with_stage(0, change)) == (
-        f"function 'stage0_backward' reads {residual}, which no function before it gives"
-    )
-
-
-def test_a_tensor_and_its_gradient_have_one_dtype() -> None:
-    def change(stage: Stage) -> Stage:
-        assert stage.graph is not None
-        value = Value(Ref("a/tanh"), GRADIENT)
-        backward = backward_of(stage)
-        backward.function.signature.input_arg[backward.inputs.index(value)].type = FLOAT
-        node(stage.graph, stage.arguments[value].node).attr["dtype"].type = FLOAT
-        return stage
-
-    value = Value(Ref("a/tanh"), GRADIENT)
-    assert refused(with_stage(0, change)) == f"function 'stage0_backward': {value} and a/tanh differ in dtype"
-
-
-# ---- the step
+    return change
 
 
 def with_step(program: Program, **changes: object) -> Program:
     return program.replace(step=dataclasses.replace(step_of(program), **changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["/job:localhost/replica:0/task:0/device:CPU:7", "/device:GPU:0", ""])
-def test_every_call_is_on_a_device_of_the_plan(device: str) -> None:
-    """Any CPU was taken for legal, so that on a cluster of CPU devices nothing was checked."""
-    program = step_program()
-    call_of(program).device = device
-    assert refused(program) == "call 'stage0/replica0/forward0' " + (
-        f"is on {device!r}, which is none of the plan's devices"
-        if device
-        else "has no device; give it that of a node that it reads or that reads it"
-    )
-
-
-def with_node(op: str, *, device: str | None = None, **attrs: AttrValue) -> Program:
-    """A step with one more node, which reads a forward's first result."""
-    program = step_program()
-    own = call_of(program)
-    where = own.device if device is None else device
-    Builder(program.graph).add("added", op, [Ref(own.name)], device=where, **attrs)
-    return program
-
-
-def test_every_node_of_a_step_has_a_device_of_the_plan() -> None:
-    double = dtype_attr(DOUBLE)
-    verify(with_node("Identity", T=double), complete=True)
-    assert refused(with_node("Identity", device="", T=double)) == (
-        "Identity node 'added' has no device; give it that of a node that it reads or that reads it"
-    )
-    assert refused(with_node("Identity", device="/device:GPU:0", T=double)) == (
-        "Identity node 'added' is on '/device:GPU:0', which is none of the plan's devices"
-    )
-
-
-def test_nodes_of_a_step_read_what_their_attributes_say() -> None:
-    assert refused(with_node("Identity", T=dtype_attr(FLOAT))) == (
-        "node 'added' (Identity) is for float32 as input 0, but 'stage0/replica0/forward0' is float64; cast it, or "
-        "change the node's attributes"
-    )
-    assert refused(with_node("Identity")) == ("node 'added' (Identity) has no attribute T, which its op needs; give it")
-    assert refused(with_node("Cast")) == (
-        "node 'added' (Cast) has no attribute SrcT and DstT, which its op needs; give it"
-    )
-    assert refused(with_node("AddV2", T=dtype_attr(DOUBLE))) == (
-        "node 'added' (AddV2) reads 1 tensors, but its op and attributes want 2"
-    )
-
-
-def test_operators_may_be_placed_on_more_devices() -> None:
-    program = step_program()
-    call_of(program).device = "/device:GPU:0"
-    verify(with_step(program, placed_on=frozenset({"/device:GPU:0"})), complete=True)
-
-
-def test_stages_that_were_dissolved_have_no_tasks() -> None:
-    program = step_program()
-    left = {own: name for own, name in step_of(program).entry.items() if own.stage != 1}
-    dissolved = frozenset({1})
-    verify(with_step(program, entry=left, dissolved=dissolved), complete=True)
-    assert "they differ in" in refused(with_step(program, dissolved=dissolved))
-
-
-def test_each_task_is_there() -> None:
-    program = step_program()
-    entry = dict(step_of(program).entry)
-    del entry[task("1B0")]
-    assert refused(with_step(program, entry=entry)) == ("the step has 11 tasks instead of 12; they differ in ['1B0']")
-
-
-def test_there_are_no_tasks_without_samples() -> None:
-    program = step_program()
-    entry = {**step_of(program).entry, task("1F2"): "loss"}
-    assert refused(with_step(program, entry=entry)) == ("the step has 13 tasks instead of 12; they differ in ['1F2']")
-
-
-def test_evaluation_has_no_backward_tasks() -> None:
-    program = staged(two_layers(), "a", training=False)
-    program = connected(program, layout([1, 1], 2))
-    assert {each.phase for each in step_of(program).entry} == {FORWARD}
-    verify(program, complete=True)
-
-
-def test_each_task_has_a_call_of_its_own() -> None:
-    program = step_program()
-    entry = {**step_of(program).entry, task("0F1"): "stage0/replica0/forward0"}
-    assert refused(with_step(program, entry=entry)) == "node 'stage0/replica0/forward0' serves several tasks"
+def with_entry(program: Program, name: str, call: str | None) -> Program:
+    entry = {each: own for each, own in step_of(program).entry.items() if str(each) != name}
+    return with_step(program, entry={**entry, task(name): call} if call else entry)
 
 
 class Overlapping(Layout):
@@ -305,109 +135,192 @@ class Overlapping(Layout):
         return (self.micro_batch_intervals[micro_batch],) * len(self.devices[stage])
 
 
-def test_slices_hold_each_sample_once() -> None:
+NO_DEVICE = "has no device; give it that of a node that it reads or that reads it"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda program: setattr(call_of(program).attr["f"].func, "name", "missing"),
+            f"node '{CALL}' calls function 'missing', which isn't in the library",
+        ),
+        (
+            lambda program: call_of(program).input.pop(),
+            f"call '{CALL}' gives 1 inputs to function 'stage0_forward', which takes 2",
+        ),
+        (
+            retyped,
+            f"call '{CALL}' gives 2 inputs to function 'stage0_forward', which takes 2 (input 1: float32 wanted, "
+            f"float64 given)",
+        ),
+        (
+            lambda program: call_of(program).attr["Tout"].list.type.__setitem__(0, FLOAT),
+            f"call '{CALL}' and function 'stage0_forward' disagree about the results' types",
+        ),
+        # Any CPU was taken for legal, so that on a cluster of CPU devices nothing was checked.
+        *(
+            (
+                lambda program, device=device: setattr(call_of(program), "device", device),
+                f"call '{CALL}' is on '{device}', which is none of the plan's devices",
+            )
+            for device in ("/job:localhost/replica:0/task:0/device:CPU:7", "/device:GPU:0")
+        ),
+        (lambda program: setattr(call_of(program), "device", ""), f"call '{CALL}' {NO_DEVICE}"),
+        (added("Identity", device="", T=DOUBLE), f"Identity node 'added' {NO_DEVICE}"),
+        (
+            added("Identity", T=FLOAT),
+            f"node 'added' (Identity) is for float32 as input 0, but '{CALL}' is float64; cast it, or change the "
+            f"node's attributes",
+        ),
+        (added("Cast"), "node 'added' (Cast) has no attribute SrcT and DstT, which its op needs; give it"),
+        (
+            added("AddV2", T=DOUBLE),
+            "node 'added' (AddV2) reads 1 tensors, but its op and attributes want 2",
+        ),
+        (
+            lambda program: with_entry(program, "1B0", None),
+            "the step has 11 tasks instead of 12; they differ in ['1B0']",
+        ),
+        (
+            lambda program: with_entry(program, "1F2", "loss"),
+            "the step has 13 tasks instead of 12; they differ in ['1F2']",
+        ),
+        (lambda program: with_entry(program, "0F1", CALL), f"node '{CALL}' serves several tasks"),
+        (
+            lambda program: with_step(program, layout=Overlapping(step_of(program).layout.devices, 4, 4, 2)),
+            "slices of micro-batch 0 hold [4, 2] samples instead of 2",
+        ),
+        (
+            lambda program: connected(two_stages(), layout([1, 1], 2)),
+            f"1 arguments are not connected, among them {Value(Ref('loss'), GRADIENT)} of task 1B0",
+        ),
+    ],
+)
+def test_a_broken_step_is_refused(change: Callable[[Program], Program | None], text: str) -> None:
     program = step_program()
-    given = step_of(program).layout
-    wrong = Overlapping(given.devices, given.batch, given.global_batch_size, given.micro_batches)
-    assert refused(with_step(program, layout=wrong)) == "slices of micro-batch 0 hold [4, 2] samples instead of 2"
+    changed = change(program)
+    assert refused(changed if isinstance(changed, Program) else program) == text
 
 
-def test_nothing_is_pending_at_the_end() -> None:
-    program = connected(two_stages(), layout([1, 1], 2))
-    verify(program)
-    assert refused(program, complete=True) == (
-        f"1 arguments are not connected, among them {Value(Ref('loss'), GRADIENT)} of task 1B0"
-    )
+def test_operators_may_be_placed_on_more_devices_and_dissolved_stages_have_no_tasks() -> None:
+    program = step_program()
+    added("Identity", T=DOUBLE)(program)
+    call_of(program).device = "/device:GPU:0"
+    verify(with_step(program, placed_on=frozenset({"/device:GPU:0"})), complete=True)
+    program = step_program()
+    left = {own: name for own, name in step_of(program).entry.items() if own.stage != 1}
+    dissolved = frozenset({1})
+    verify(with_step(program, entry=left, dissolved=dissolved), complete=True)
+    assert "they differ in" in refused(with_step(program, dissolved=dissolved))
+
+
+# ---- stages
+
+
+def undescribed(stage: Stage, **side: tuple[Value, ...]) -> Stage:
+    return dataclasses.replace(stage, backward=dataclasses.replace(stage.own_backward, **side))
+
+
+def retyped_result(stage: Stage) -> None:
+    stage.own_backward.function.signature.output_arg[0].type = FLOAT
+
+
+def without_residuals(stage: Stage) -> Stage:
+    forward = stage.forward
+    assert forward is not None
+    kept = tuple(value for value in forward.outputs if value.kind is not RESIDUAL)
+    del forward.function.signature.output_arg[len(kept) :]
+    return dataclasses.replace(stage, forward=StageFunction(forward.function, forward.inputs, kept))
+
+
+def retyped_gradient(stage: Stage) -> None:
+    value, backward = Value(Ref("a/tanh"), GRADIENT), stage.own_backward
+    backward.function.signature.input_arg[backward.inputs.index(value)].type = FLOAT
+    node(stage.own_graph, stage.arguments[value].node).attr["dtype"].type = FLOAT
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda stage: undescribed(stage, inputs=stage.own_backward.inputs[1:]),
+            " has 3 arguments but 2 are described",
+        ),
+        (lambda stage: undescribed(stage, outputs=()), " has 1 results but 0 are described"),
+        (
+            retyped_result,
+            f": result {Value(Ref('w'), GRADIENT)} is float32 but the stage's graph says float64",
+        ),
+        (without_residuals, f" reads {Value(Ref('a/tanh'), RESIDUAL)}, which no function before it gives"),
+        (retyped_gradient, f": {Value(Ref('a/tanh'), GRADIENT)} and a/tanh differ in dtype"),
+    ],
+)
+def test_functions_agree_with_each_other_and_with_the_stage(change: Callable[[Stage], Stage | None], text: str) -> None:
+    program = copied(two_stages())
+    first, second = program.stages
+    message = refused(program.replace(stages=(change(first) or first, second)))
+    assert message == f"function 'stage0_backward'{text}"
 
 
 # ---- collectives
 
 
-def collective_program() -> Program:
-    """Two groups: the tied weight's over both stages, and stage 0's own."""
-    return copied(updated(staged(stateful_layers(), "a"), layout([2, 2], 4), bucket_bytes=16))
-
-
-def reductions(program: Program, device: str) -> list[NodeDef]:
-    return [each for each in program.graph.node if each.op == "CollectiveReduceV2" and each.device == device]
+def collective_program() -> tuple[Program, list[list[NodeDef]]]:
+    """Two all-reduces of stage 0, on each of two devices."""
+    program = copied(updated(staged(stateful_layers(), "a"), layout([2, 2], 4), bucket_bytes=16))
+    sums = [each for each in program.graph.node if each.op == "CollectiveReduceV2"]
+    return program, [[each for each in sums if each.device == own] for own in step_of(program).layout.devices[0]]
 
 
 def test_collectives_of_a_device_wait_for_each_other() -> None:
-    program = collective_program()
-    device = step_of(program).layout.devices[0][1]
-    first, second, *_ = reductions(program, device)
+    program, (_, (first, second, *_)) = collective_program()
     assert second.input[-1] == f"^{first.name}"
     del second.input[-1]
-    assert refused(program) in {
-        f"all-reduce {name!r} isn't ordered after the one before it on {device}" for name in (first.name, second.name)
+    text = refused(program)
+    assert text in {
+        f"all-reduce {one.name!r} isn't ordered after the one before it on {one.device}" for one in (first, second)
     }
 
 
-def test_collectives_have_as_many_members_as_their_group() -> None:
-    program = collective_program()
-    device = step_of(program).layout.devices[0][1]
-    last = reductions(program, device)[-1]
-    instance = node(program, last.input[3]).attr["value"].tensor.int_val[0]
-    readers = [each for each in program.graph.node if last.name in each.input or f"^{last.name}" in each.input]
-    for each in readers:
-        inputs = [text for text in each.input if text not in (last.name, f"^{last.name}")]
-        del each.input[:]
-        if each.op in ("PartitionedCall", "StatefulPartitionedCall"):
-            each.op, inputs = "NoOp", [text for text in inputs if text.startswith("^")]
-        each.input.extend(inputs)
-    program.graph.node.remove(last)
-    assert refused(program) == f"all-reduce {instance} has a group of 2 but 1 members"
-
-
 def test_collectives_run_in_one_order_on_all_members() -> None:
-    program = collective_program()
-    devices = step_of(program).layout.devices[0]
-    first, second, *_ = reductions(program, devices[1])
+    program, (_, (first, second, *_)) = collective_program()
     for place in (0, 3):
         first.input[place], second.input[place] = second.input[place], first.input[place]
     numbers = [node(program, each.input[3]).attr["value"].tensor.int_val[0] for each in (second, first)]
     text = refused(program)
     assert text.startswith("all-reduces wait for each other in a circle: ")
     for one, other in (numbers, numbers[::-1]):
-        assert any(f"{one} before {other} on {device!r}" in text for device in devices)
+        assert any(f"{one} before {other} on {device!r}" in text for device in step_of(program).layout.devices[0])
+
+
+def all_reduces(*ordered: tuple[str, int]) -> Graph:
+    """All-reduces of two members on devices, in this order on each."""
+    builder = Builder(empty_graph())
+    value, size, key = (builder.const(number, INT32) for number in (7, 2, 1))
+    made: dict[str, str] = {}
+    for device, instance in ordered:
+        inputs = [value, size, key, builder.const(instance, INT32)]
+        waits = [made[device]] if device in made else []
+        made[device] = builder.add("reduce", "CollectiveReduceV2", inputs, device=device, control=waits).node
+    return Graph(builder.graph)
 
 
 def test_collectives_of_three_groups_do_not_wait_for_each_other_in_a_circle() -> None:
     """Any two of them share one device only, so that none is ordered otherwise elsewhere: yet all would wait."""
-    program = collective_program()
-    graph = empty_graph()
-    builder = Builder(graph)
-    value, size, key = (builder.const(number, types_pb2.DT_INT32) for number in (7, 2, 1))
-    made: dict[str, str] = {}
-    for device, instance in (("a", 1), ("a", 3), ("b", 2), ("b", 1), ("c", 3), ("c", 2)):
-        inputs = [value, size, key, builder.const(instance, types_pb2.DT_INT32)]
-        waits = [made[device]] if device in made else []
-        made[device] = builder.add("reduce", "CollectiveReduceV2", inputs, device=device, control=waits).node
     with pytest.raises(PassError, match="in a circle: ") as error:
-        _verify_collectives(Graph(graph))
+        _verify_collectives(all_reduces(("a", 1), ("a", 3), ("b", 2), ("b", 1), ("c", 3), ("c", 2)))
     for step in ("1 before 3 on 'a'", "2 before 1 on 'b'", "3 before 2 on 'c'"):
         assert step in str(error.value)
-    _verify_collectives(Graph(program.graph))
-
-
-def test_stages_that_share_a_weight_reduce_it_together() -> None:
-    program = updated(staged(tied_layers(2), "layer_0"), layout([2, 1], 4))
-    reduced = [each for each in program.graph.node if each.op == "CollectiveReduceV2"]
-    assert len(reduced) == 3
-    assert {each.attr["T"].type for each in reduced} == {DOUBLE}
-    apply(program)
+    with pytest.raises(PassError, match="all-reduce 1 has a group of 2 but 1 members"):
+        _verify_collectives(all_reduces(("a", 1)))
 
 
 # ---- what goes from stage to stage
 
 
-def connected_step(counts: list[int], batch: int) -> Program:
-    """A step in which each task reads its slice, that may be broken."""
-    return copied(connected(two_stages(), layout(counts, batch, 1)))
-
-
 def test_a_split_has_as_many_rows_as_what_it_cuts() -> None:
-    program = connected_step([1, 2], 5)
+    program = step_program(1, 2, batch=5)
     split = next(each for each in program.graph.node if each.op == "SplitV" and each.name.startswith("split/"))
     sizes = node(program, split.input[1])
     sizes.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([3, 3], tf.int32))
@@ -417,21 +330,11 @@ def test_a_split_has_as_many_rows_as_what_it_cuts() -> None:
     )
 
 
-def test_a_slice_is_of_rows_that_are_there() -> None:
-    builder = Builder(empty_graph())
-    tensor = builder.add("x", "Placeholder", dtype=dtype_attr(BOOL))
-    part = builder.split("split", tensor, BOOL, [1, 2], 1)[1]
-    graph = Graph(builder.graph)
-    assert connected_shape(graph, part, lambda _: (4, 3)) == connected_shape(graph, part, lambda _: (4, None)) == (4, 2)
-    with pytest.raises(PassError, match=r"slice 'split/part1' cuts 'x' with shape \[4, 2\] from 1 to 3 along axis 1, "):
-        connected_shape(graph, part, lambda _: (4, 2))
-
-
 @pytest.mark.parametrize(
     ("counts", "reader"), [([1, 2], "stage1/replica1/forward0"), ([2, 1], "stage0/replica1/backward0")]
 )
 def test_a_task_reads_a_tensor_of_the_size_of_its_slice(counts: list[int], reader: str) -> None:
-    program = connected_step(counts, 5)
+    program = step_program(*counts, batch=5)
     call = node(program, reader)
     place = next(index for index, text in enumerate(call.input) if text.startswith("split/"))
     call.input[place] = str(Ref(Ref.parse(call.input[place]).node))  # the slice of the other replica
@@ -440,9 +343,9 @@ def test_a_task_reads_a_tensor_of_the_size_of_its_slice(counts: list[int], reade
 
 
 def test_a_concat_joins_tensors_that_differ_along_its_axis_only() -> None:
-    program = connected_step([2, 1], 5)
+    program = step_program(2, 1, batch=5)
     concat = next(each for each in program.graph.node if each.op == "ConcatV2")
-    concat.input[-1] = str(Builder(program.graph).const(1, types_pb2.DT_INT32))
+    concat.input[-1] = str(Builder(program.graph).const(1, INT32))
     assert "joins shapes [3, 3] and [2, 3] along axis 1" in refused(program)
 
 
@@ -450,11 +353,12 @@ def test_shapes_of_what_connects_tasks_are_known_as_far_as_its_inputs() -> None:
     builder = Builder(empty_graph())
     numbers = {"T": dtype_attr(FLOAT)}
     x, y = (builder.add(name, "Placeholder", dtype=dtype_attr(FLOAT)) for name in "xy")
-    place = builder.add("axis", "Placeholder", dtype=dtype_attr(types_pb2.DT_INT32))
+    place = builder.add("axis", "Placeholder", dtype=dtype_attr(INT32))
     total = builder.add("total", "AddN", [x, y], N=2, **numbers)
     first, _ = builder.split("first", x, FLOAT, [1, 2], 0)
     last = builder.split("last", x, FLOAT, [1, 2], 0)[1]
     Graph(builder.graph).nodes[last.node].input[2] = str(place)
+    part = builder.split("slice", x, BOOL, [1, 2], 1)[1]
     graph = Graph(builder.graph)
 
     def shape(ref: Ref, known: dict[Ref, tuple[int | None, ...]]) -> tuple[int | None, ...] | None:
@@ -467,18 +371,6 @@ def test_shapes_of_what_connects_tasks_are_known_as_far_as_its_inputs() -> None:
     assert shape(first, {x: (3, 2)}) == (1, 2)
     assert shape(first, {}) is None
     assert shape(last, {x: (3, 2)}) is None
-
-
-def test_what_connects_tasks_is_for_the_dtype_that_it_is_given() -> None:
-    program = connected_step([2, 1], 5)
-    concat = next(each for each in program.graph.node if each.op == "ConcatV2")
-    concat.attr["T"].type = FLOAT
-    assert refused(program).startswith("call 'stage1/replica0/forward0' gives ")
-    for each in program.graph.node:
-        for place, text in enumerate(each.input):
-            if text == concat.name:
-                each.input[place] = concat.input[0]
-    assert refused(program) == (
-        f"node {concat.name!r} (ConcatV2) is for float32 as input 0, but {concat.input[0]!r} is float64; cast it, or "
-        f"change the node's attributes"
-    )
+    assert shape(part, {x: (4, 3)}) == shape(part, {x: (4, None)}) == (4, 2)
+    with pytest.raises(PassError, match=r"slice 'slice/part1' cuts 'x' with shape \[4, 2\] from 1 to 3 along axis 1, "):
+        shape(part, {x: (4, 2)})

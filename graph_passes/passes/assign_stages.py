@@ -39,6 +39,8 @@ from graph_passes.passes.metric_stages import metric_stages
 _NOT_DIFFERENTIABLE = frozenset({"StopGradient", "Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 _CARRIES_GRADIENTS = COUNTABLE_DTYPES | {types_pb2.DT_VARIANT}
 _UNSENDABLE = frozenset({types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE})
+_DRAWING = ("Random", "Multinomial", "Shuffle")
+"""What the names of ops that draw random numbers have in them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +226,7 @@ def _node_stages(
     position = -1
     original = _original_positions(graph, roles)
     in_model: set[str] = set()
-    drawn = {roles.slice.number.node}  # the source of random numbers, which differ between slices
+    drawn = {roles.slice.number.node}  # random numbers, and the source of those that differ between slices
     for node in graph:
         position = original.get(node.name, position)
         if position < roles.model_end:
@@ -236,7 +238,7 @@ def _node_stages(
         earliest[node.name] = max((earliest.get(name, 0) for name in producers), default=0)
         read = producers & variables
         free = not staged and not read
-        if producers & drawn:
+        if producers & drawn or any(word in node.op for word in _DRAWING):
             drawn.add(node.name)
         if position < roles.model_end:
             if free and not COUNTABLE_DTYPES.intersection(output_dtypes(node)):
