@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,6 @@ from dapple_tf.schedules.schedules import make_schedule
 from dapple_tf.simulation.simulated_offloads import absences
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools.evaluation import check_memory
-from dapple_tf.view.text import timeline_text
-from dapple_tf.view.timeline import Lane
-from dapple_tf.view.trace_events import trace_events
 from graph_passes.ir.graph import Graph, control_inputs, data_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.offloading import AGAIN, AWAY, MOST_SLICES, trip
@@ -133,18 +129,6 @@ def test_full_page_locked_memory_is_told_with_the_way_out() -> None:
     assert not more_page_locked(dataclasses.replace(own, recompute="none"), full)
 
 
-def test_gpus_hand_tensors_on_without_copying_them_again() -> None:
-    cut = layout([1, 1], 4, 4)
-    gpus = tuple((name.replace("CPU", "GPU"),) for (name,) in cut.devices)
-    cut = dataclasses.replace(cut, devices=gpus)
-    program = staged(tied_layers(4), "layer_1", recompute="offload")
-    after = apply(ordered(program, cut, "gpipe"), Offload({name: HOST for (name,) in gpus}))
-    kinds = {NodeKind.of(node): (node.op, node.device[-5:]) for node in after.graph.node if node.op == "IdentityN"}
-    assert {kind: device[:3] for kind, (_, device) in kinds.items() if kind} == {
-        NodeKind.OFFLOAD: "CPU", NodeKind.HOLD: "CPU", NodeKind.FETCH: "GPU",
-    }  # fmt: skip
-
-
 def test_where_nothing_is_far_enough_nothing_changes() -> None:
     cut = layout([1, 1], 4, 4)
     before, after = offloaded(cut, "dapple_a", hosts_of(cut))
@@ -214,15 +198,6 @@ def test_a_slow_link_delays_tasks_and_steps_that_follow_each_other_find_what_an_
     assert max(following.peak_bytes.values()) <= fast.costs.needed_bytes(0, 8) * 1.001
 
 
-def test_drawings_show_the_ways_to_the_host_and_back_beside_what_is_sent() -> None:
-    timeline = run("gpipe", "offload").drawn()
-    assert {span.kind for span in timeline.lanes[Lane(0, "send")]} == {"send", "offload", "fetch"}
-    text = timeline_text([timeline])
-    assert "offload" not in text and "send" in text
-    names = {event["name"] for event in trace_events([timeline])["traceEvents"]}
-    assert {"to the host", "from the host"} <= names
-
-
 def test_stages_offload_where_the_link_takes_less_than_computing_again() -> None:
     def modes(memory: int, **links: Any) -> Any:
         cluster = cluster_of(4, memory=memory, **links)
@@ -234,18 +209,6 @@ def test_stages_offload_where_the_link_takes_less_than_computing_again() -> None
     assert modes(7 * 10**6, host_bandwidth=2e7) == ("boundary", "none", "none", "none")
     assert modes(4 * 10**6) == ("boundary", "boundary", "boundary", "none")
     assert modes(10**9) == "none"
-
-
-def test_plans_offload_only_where_they_are_asked_to() -> None:
-    cluster = cluster_of(4, memory=7 * 10**6)
-    assert "offload" not in PlanRequest.of(layers(), cluster, 80).modes
-    model = dataclasses.replace(layers(), tensors=())
-    plan = dapple.plan(
-        model, cluster, 80, micro_batches=8, schedule="dapple_b", recompute=["none", "offload", "boundary"]
-    )
-    assert plan.report is not None and all(
-        own.memory_limit is None or own.memory_bytes <= own.memory_limit for own in plan.report.stages
-    )
 
 
 def test_micro_batches_that_fit_are_counted_without_what_waits_on_the_host() -> None:
@@ -309,11 +272,10 @@ def test_devices_need_less_memory_by_allocation_records() -> None:
         plan = Plan.straight(model.cuts[2], 1536, 6, "gpipe", recompute=mode)
         x, y = model.batch(1536)
         pipelined = dapple.transform(model.build(), cluster, plan)
-        for _ in range(2):
-            pipelined.train_on_batch(x, y)
-        steps = [pipelined.profile_step(x, y, warm_up=0, train=True) for _ in range(2)]
+        pipelined.train_on_batch(x, y)
+        step = pipelined.profile_step(x, y, warm_up=0, train=True)
         pipelined.close()
-        peaks[mode] = [statistics.median(step.peak_bytes[device] for step in steps) for device in (0, 1)]
+        peaks[mode] = [step.peak_bytes[device] for device in (0, 1)]
     # Stage 0: eight layers, of which seven results of 256 x 512 are inside; relu's backward reads them.
     slice_bytes = 7 * 256 * 512 * 4
     saved = [kept - sent for kept, sent in zip(peaks["none"], peaks["offload"], strict=True)]
