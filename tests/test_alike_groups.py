@@ -1,45 +1,23 @@
-"""One trace of an optimizer for equal layers, in a group or in several: what it gives is what a trace of all would."""
+"""One trace of an optimizer for equal layers gives what a trace of all would; which gradients an update reads."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend import optimizer as optimizers
-from dapple_tf.frontend.alike_groups import AlikeGroups
 from dapple_tf.frontend.variables import VariableTable
+from graph_passes.analysis.gradient_flow import gradients_behind
 from graph_passes.analysis.repeated_update import repeated_update
-from graph_passes.ir.graph import COLOCATION, Graph, Ref, control_inputs
+from graph_passes.ir.graph import Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate
-
-_OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "sgd": lambda: keras.optimizers.SGD(0.1),
-    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "rmsprop": lambda: keras.optimizers.RMSprop(momentum=0.5, centered=True),
-    "adam": lambda: keras.optimizers.Adam(amsgrad=True),
-    "adamw": lambda: keras.optimizers.AdamW(weight_decay=0.1),
-    "adadelta": keras.optimizers.Adadelta,
-    "adagrad": keras.optimizers.Adagrad,
-    "adamax": keras.optimizers.Adamax,
-    "nadam": keras.optimizers.Nadam,
-    "ftrl": keras.optimizers.Ftrl,
-    "lion": keras.optimizers.Lion,
-    "adafactor": keras.optimizers.Adafactor,
-    "lamb": keras.optimizers.Lamb,
-    "average": lambda: keras.optimizers.Adam(use_ema=True),
-    "accumulates": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2),
-    "clips each": lambda: keras.optimizers.Adam(clipnorm=1.0),
-    "clips all": lambda: keras.optimizers.Adam(global_clipnorm=1.0),
-    "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 10)),
-    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
-}
+from graph_passes.ir.program import Variable, VariableKind
 
 
 def _groups(
@@ -69,29 +47,21 @@ def _equal_layers(**options: Any) -> keras.Model:
     return keras.Sequential([keras.Input((4,)), *layers])
 
 
-def _content(update: GroupUpdate) -> list[str]:
-    """Returns the nodes and functions of an update without the counters that TensorFlow puts into names."""
-    nodes, functions = update.apply.graph.node, update.apply.graph.library.function
-    return [*map(_plain, nodes), *sorted(map(_plain, functions))]
-
-
-def _plain(part: object) -> str:
-    return re.sub(r"[-_]\d+", "", str(part))
-
-
-@pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_a_renamed_part_is_what_a_trace_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = _equal_layers(), _OPTIMIZERS[name]()
-    _, updates, traced = _groups(optimizer, monkeypatch, model)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.AdamW(weight_decay=0.1, use_ema=True),
+        lambda: keras.optimizers.Adam(clipnorm=1.0, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(global_clipnorm=1.0)),
+    ],
+)
+def test_equal_layers_are_traced_once(
+    make: Callable[[], keras.optimizers.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others' updates compute is compared with plain Keras' in test_random_plans.py."""
+    groups, updates, traced = _groups(make(), monkeypatch, _equal_layers())
     assert traced == 1
-    monkeypatch.undo()
-    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace, in_shards: trace(names))
-    _, expected, traced = _groups(optimizer, monkeypatch, model)
-    assert traced == 4
-    for one, other in zip(updates, expected, strict=True):
-        assert _content(one) == _content(other)
-        assert dict(one.apply.variables) == dict(other.apply.variables)
-        assert (one.apply.gradients, one.apply.effects) == (other.apply.gradients, other.apply.effects)
+    assert [list(update.apply.gradients) for update in updates] == groups
 
 
 def test_what_decays_otherwise_has_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,56 +107,6 @@ def test_constraints_and_own_optimizers_are_traced_for_each_group(monkeypatch: p
     assert _groups(keras.optimizers.SGD(), monkeypatch, _equal_layers(kernel_constraint="non_neg"))[2] == 4
 
 
-def test_groups_of_unlike_parameters_have_their_own_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [keras.layers.Dense(units, name=f"layer_{units}") for units in (4, 5, 6)]
-    assert _groups(keras.optimizers.Adam(), monkeypatch, keras.Sequential([keras.Input((4,)), *layers]))[2] == 3
-
-
-def _writes(captured: Captured) -> Mapping[str, int]:
-    """Returns what is written, and how often: the variable, and all that is computed and waited for, in words."""
-    graph = Graph(captured.graph)
-    names = {ref.node: variable.name for ref, variable in captured.variables.items()}
-    names |= {ref.node: f"gradient of {name}" for name, ref in captured.gradients.items()}
-    texts: dict[str, str] = {}
-
-    def read(ref: Ref) -> str:
-        node = graph.nodes[ref.node]
-        return read(graph.inputs(ref.node)[ref.output]) if node.op == "IdentityN" else f"{texts[ref.node]}:{ref.output}"
-
-    for name in graph.topological():
-        node = graph.nodes[name]
-        reads = list(map(read, graph.inputs(name)))
-        waits = sorted({texts[waited] for waited in control_inputs(node)})
-        attrs = [f"{key}={node.attr[key]}" for key in sorted(node.attr) if key != COLOCATION]
-        text = names.get(name) or _plain(f"{node.op}({reads}, after {waits}, {attrs})")
-        texts[name] = text if len(text) < 500 else hashlib.sha256(text.encode()).hexdigest()
-    return Counter(texts[effect] for effect in captured.effects if graph.nodes[effect].op != "ReadVariableOp")
-
-
-@pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_a_trace_of_one_parameter_of_each_kind_gives_what_a_trace_of_all_does(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = _equal_layers(), _OPTIMIZERS[name]()
-    optimizer.build(model.trainable_variables)
-    table = VariableTable(model)
-    table.add_optimizer(optimizer)
-    names = [table.name_of(variable) for variable in model.trainable_variables]
-
-    def traced() -> Captured:
-        (update,) = optimizers.capture_updates(optimizer, table, {(0,): names}, {}, tf.float32)
-        return update.apply
-
-    whole_needed = name in ("accumulates", "clips all", "loss scale")
-    repeated = traced()
-    monkeypatch.setattr(AlikeGroups, "captured", lambda self, names, trace, in_shards: trace(names))
-    whole = traced()
-    assert (len(repeated.graph.node) == len(whole.graph.node)) == whole_needed
-    assert _writes(repeated) == _writes(whole)
-    assert list(repeated.gradients) == names
-    assert set(repeated.variables.values()) == set(whole.variables.values())
-
-
 def test_what_is_written_once_for_each_parameter_is_not_repeated() -> None:
     class Counts(keras.optimizers.SGD):
         """Counts parameters, too."""
@@ -204,3 +124,85 @@ def test_what_is_written_once_for_each_parameter_is_not_repeated() -> None:
         captured = optimizers._capture_apply(optimizer, table, names, {}, None, guarded=False)
         owners = {ref: variable.name for ref, variable in captured.variables.items() if variable.name in names}
         assert (repeated_update(captured, owners, {}) is not None) == apart
+
+
+# ---- which gradients are in a variable's new value
+
+Update = Callable[[tf.Variable, tf.Variable, tf.Tensor, tf.Tensor], object]
+
+
+def captured(update: Update) -> Captured:
+    """An update of variables v and w by gradients g and h."""
+    variables = {name: tf.Variable(np.ones(2), name=name) for name in "vw"}
+    spec = tf.TensorSpec([2], tf.float64)
+
+    @tf.function(autograph=False)
+    def traced(g: tf.Tensor, h: tf.Tensor) -> None:
+        update(variables["v"], variables["w"], g, h)
+
+    graph = traced.get_concrete_function(spec, spec).graph
+    names = {id(variable.handle): name for name, variable in variables.items()}
+    places = {
+        Ref.parse(inner.name): Variable(names[id(outer)], types_pb2.DT_DOUBLE, (2,), VariableKind.PARAMETER)
+        for outer, inner in graph.captures
+    }
+    gradients = {name: Ref.parse(own.name) for name, own in zip("vw", graph.inputs, strict=False)}
+    return Captured(graph.as_graph_def(), gradients, places)
+
+
+def apart(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    first, second = tf.identity_n([g, h])
+    v.assign_sub(first)
+    w.assign_sub(second * w)
+
+
+def by_a_norm(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    v.assign_sub(g / tf.linalg.global_norm([g, h]))
+    w.assign_sub(h)
+
+
+def through_a_variable(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    v.assign_sub(g)
+    w.assign_sub(h + v)
+
+
+def read_before(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    old = v.read_value()
+    v.assign_sub(g)
+    w.assign_sub(h + old)
+
+
+def in_a_branch(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    def both() -> tf.Tensor:
+        v.assign_sub(g)
+        return w.assign_sub(h)
+
+    tf.cond(w[0] > 0, both, lambda: w.read_value())
+
+
+def which_branch(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    tf.cond(h[0] > 0, lambda: v.assign_sub(g), lambda: v.read_value())
+    w.assign_sub(h)
+
+
+def in_a_function(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
+    both = tf.function(lambda a, b: (a, a + b), autograph=False)
+    one, other = both(g, h)
+    v.assign_sub(one)
+    w.assign_sub(other)
+
+
+@pytest.mark.parametrize(
+    ("update", "first", "second"),
+    [
+        (apart, "v", "w"),
+        (by_a_norm, "vw", "w"),
+        (through_a_variable, "v", "vw"),
+        (read_before, "v", "w"),
+        (in_a_branch, "v", "w"),
+        (which_branch, "vw", "w"),
+        (in_a_function, "v", "vw"),
+    ],
+)
+def test_gradients_are_followed(update: Update, first: str, second: str) -> None:
+    assert gradients_behind(captured(update)) == {"v": frozenset(first), "w": frozenset(second)}

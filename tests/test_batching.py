@@ -1,6 +1,7 @@
 """One rule cuts batches into micro-batches and these into slices."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from graph_passes.ir.batching import (
     split_evenly,
 )
 
-deterministic = settings(derandomize=True, deadline=None)
+deterministic = settings(derandomize=True, deadline=None, max_examples=50)
 
 sizes = st.integers(0, 300)
 counts = st.integers(1, 40)
@@ -29,10 +30,19 @@ def test_examples_from_the_documentation() -> None:
     assert slice_intervals(Interval(4, 9), 2) == ((4, 7), (7, 9))
 
 
-@pytest.mark.parametrize(("samples", "parts"), [(-1, 2), (4, 0), (4, -1)])
-def test_an_impossible_split_is_refused_with_both_numbers(samples: int, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"can't split {samples} samples into {parts} parts"):
-        split_evenly(samples, parts)
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        (lambda: split_evenly(-1, 2), "can't split -1 samples into 2 parts"),
+        (lambda: split_evenly(4, 0), "can't split 4 samples into 0 parts"),
+        (lambda: split_by_shares(-1, (1,)), "can't split .* by shares"),
+        (lambda: split_by_shares(1, ()), "can't split .* by shares"),
+        (lambda: split_by_shares(1, (1, 0)), "can't split .* by shares"),
+    ],
+)
+def test_impossible_splits_are_refused(split: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        split()
 
 
 @deterministic
@@ -46,15 +56,6 @@ def test_parts_differ_by_at_most_one_with_the_larger_first_and_none_lost(samples
 
 
 @deterministic
-@given(lengths=st.lists(sizes, max_size=10), start=sizes)
-def test_intervals_are_contiguous_and_have_the_given_sizes(lengths: list[int], start: int) -> None:
-    parts = intervals(lengths, start)
-    assert [part.size for part in parts] == lengths
-    edges = [start, *itertools.chain.from_iterable(parts), start + sum(lengths)]
-    assert edges[::2] == edges[1::2]
-
-
-@deterministic
 @given(a=st.tuples(sizes, sizes), b=st.tuples(sizes, sizes))
 def test_overlap_holds_just_the_samples_in_both(a: tuple[int, int], b: tuple[int, int]) -> None:
     first, second = Interval(*sorted(a)), Interval(*sorted(b))
@@ -62,14 +63,6 @@ def test_overlap_holds_just_the_samples_in_both(a: tuple[int, int], b: tuple[int
     assert set(range(*overlap)) == set(range(*first)) & set(range(*second))
     assert overlap.size == len(range(*overlap))
     assert overlap.size == second.overlap(first).size
-
-
-@deterministic
-@given(micro_batches=counts, extra=sizes)
-def test_a_full_batch_has_the_plans_number_of_micro_batches(micro_batches: int, extra: int) -> None:
-    batch = micro_batches + extra
-    parts = micro_batch_intervals(batch, batch, micro_batches)
-    assert tuple(part.size for part in parts) == split_evenly(batch, micro_batches)
 
 
 @deterministic
@@ -91,18 +84,6 @@ def test_an_empty_batch_is_one_empty_micro_batch() -> None:
     assert micro_batch_intervals(0, 8, 4) == ((0, 0),)
 
 
-@deterministic
-@given(start=sizes, size=sizes, senders=counts, receivers=counts)
-def test_the_overlaps_of_two_ways_to_slice_a_micro_batch_cover_each_sample_once(
-    start: int, size: int, senders: int, receivers: int
-) -> None:
-    micro_batch = Interval(start, start + size)
-    sent, received = slice_intervals(micro_batch, senders), slice_intervals(micro_batch, receivers)
-    pieces = [piece for a, b in itertools.product(sent, received) if (piece := a.overlap(b)).size]
-    samples = sorted(itertools.chain.from_iterable(range(*piece) for piece in pieces))
-    assert samples == list(range(*micro_batch))
-
-
 # ---- by shares
 
 
@@ -116,28 +97,10 @@ def test_splits_by_shares() -> None:
     assert slice_intervals(Interval(4, 9), 2, (2, 3)) == ((4, 6), (6, 9))
 
 
-@pytest.mark.parametrize(("samples", "own"), [(-1, (1,)), (1, ()), (1, (1, 0))])
-def test_wrong_shares_are_refused(samples: int, own: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"can't split .* by shares"):
-        split_by_shares(samples, own)
-
-
 @deterministic
 @given(samples=sizes, parts=counts, times=st.integers(1, 5))
 def test_equal_shares_split_evenly(samples: int, parts: int, times: int) -> None:
     assert split_by_shares(samples, (times,) * parts) == split_evenly(samples, parts)
-
-
-@deterministic
-@given(own=shares, times=st.integers(0, 5))
-def test_multiples_of_the_shares_are_split_exactly(own: tuple[int, ...], times: int) -> None:
-    assert split_by_shares(times * sum(own), own) == tuple(times * share for share in own)
-
-
-@deterministic
-@given(samples=sizes, own=shares, times=st.integers(2, 4))
-def test_only_the_proportion_of_shares_counts(samples: int, own: tuple[int, ...], times: int) -> None:
-    assert split_by_shares(samples, tuple(times * share for share in own)) == split_by_shares(samples, own)
 
 
 @deterministic
@@ -160,8 +123,7 @@ def test_no_split_has_a_smaller_largest_size_for_its_share(samples: int, own: tu
     assert largest(split_by_shares(samples, own)) == min(map(largest, others))
 
 
-@pytest.mark.parametrize("samples", [1, 7, 24])
-@pytest.mark.parametrize("parts", [(1, 5), (3, 4), (8, 8), (9, 2)])
+@pytest.mark.parametrize(("samples", "parts"), [(7, (3, 4)), (7, (8, 8)), (24, (9, 2))])
 def test_overlaps_are_those_of_all_pairs(samples: int, parts: tuple[int, int]) -> None:
     """With empty parts, too, where there are fewer samples than parts."""
     cuts = [intervals(split_evenly(samples, count)) for count in parts]

@@ -80,22 +80,15 @@ CONSTANT: dict[str, Made] = {
     "random numbers of a fixed seed": lambda ids, fixed, samples: (
         tf.random.stateless_uniform([4], [1, 2], maxval=9, dtype=tf.int32) * fixed[0]
     ),
-    "unique constants": lambda ids, fixed, samples: tf.unique(fixed)[0],
 }
 SAMPLES: dict[str, Made] = {
     "ids": lambda ids, fixed, samples: flat(ids + 1),
-    "transposed": lambda ids, fixed, samples: flat(tf.transpose(ids)),
-    "a variable broadcast": lambda ids, fixed, samples: tf.broadcast_to(fixed, [samples, 3]),
     "random numbers of samples": lambda ids, fixed, samples: tf.random.uniform([samples], maxval=9, dtype=tf.int32),
     "a broadcast variable": lambda ids, fixed, samples: tf.tile(fixed[None], [tf.shape(ids)[0], 1]),
-    "a token before all": lambda ids, fixed, samples: tf.concat([tf.fill([samples, 1], 5), ids], 1),
     "two lookups": lambda ids, fixed, samples: tf.concat([flat(ids), ids[:, 0]], 0),
     "a mask": lambda ids, fixed, samples: tf.boolean_mask(ids, ids > 2) + 1,
-    "places in a sample": lambda ids, fixed, samples: tf.where(ids > 2)[:, 1],
     "by places in the batch": lambda ids, fixed, samples: tf.gather(flat(ids), tf.range(samples) * 4 + ids[:, 0] % 4),
     "a vocabulary": lambda ids, fixed, samples: tf.gather(fixed, ids % 3),
-    "by the largest logit": lambda ids, fixed, samples: tf.argmax(tf.one_hot(ids, 5) * 2.0, -1),
-    "running sums of a sample": lambda ids, fixed, samples: tf.cumsum(ids, axis=1),
     "a loop": lambda ids, fixed, samples: tf.map_fn(lambda row: row[:2], ids),
     "python": lambda ids, fixed, samples: tf.numpy_function(larger, [ids], tf.int32),
     "parts by data": lambda ids, fixed, samples: tf.dynamic_partition(flat(ids), flat(ids) % 2, 2)[1],
@@ -106,21 +99,14 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
         lambda ids, fixed, samples: tf.unique(tf.concat([fixed, flat(ids)], 0))[0] + 1,
         Origin.DISTINCT,
     ),
-    "up to the largest": (lambda ids, fixed, samples: tf.range(tf.reduce_max(ids) + 1), Origin.DISTINCT),
     "largest of the batch": (lambda ids, fixed, samples: tf.reduce_max(ids, 0), Origin.COUPLED),
     "unique, without equals": (lambda ids, fixed, samples: tf.unique(tf.unique(flat(ids))[0] // 2)[0], Origin.DISTINCT),
     "unique, gathered": (lambda ids, fixed, samples: tf.gather(fixed, tf.unique(flat(ids))[0] % 3), Origin.COUPLED),
-    "some samples": (lambda ids, fixed, samples: ids[:2], Origin.COUPLED),
     "pairs of samples": (lambda ids, fixed, samples: ids[:, :1] - tf.transpose(ids[:, :1]), Origin.COUPLED),
     "places of samples": (lambda ids, fixed, samples: tf.range(samples), Origin.PLACES),
-    "ids by place": (lambda ids, fixed, samples: ids + tf.range(samples)[:, None], Origin.PLACES),
     "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
     "running sums of the batch": (lambda ids, fixed, samples: tf.cumsum(ids, axis=0), Origin.PLACES),
     "random numbers": (lambda ids, fixed, samples: tf.random.uniform([4], maxval=9, dtype=tf.int32), Origin.DRAWN),
-    "some samples beside constants": (
-        lambda ids, fixed, samples: flat(tf.concat([tf.constant([[1], [2]]), ids[:2]], 1)),
-        Origin.COUPLED,
-    ),
     "the size": (lambda ids, fixed, samples: tf.stack([samples, samples // 2]), Origin.SIZE),
 }
 
@@ -154,19 +140,8 @@ def test_what_indices_belong_to_follows_from_data_flow(name: str) -> None:
 
 def test_calls_are_looked_into() -> None:
     assert origins_of(called(CONSTANT["positions"])) == [Origin.CONSTANT]
-    assert origins_of(called(SAMPLES["transposed"])) == [Origin.SAMPLES]
+    assert origins_of(called(SAMPLES["ids"])) == [Origin.SAMPLES]
     assert origins_of(called(OTHERS["largest of the batch"][0])) == [Origin.COUPLED]
-
-
-def test_gradients_of_sparse_segments_have_a_row_for_each_different_index() -> None:
-    def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
-        sparse = tf.sparse.from_dense(ids)
-        table = tf.ones((9, 2), tf.float64) * tf.cast(fixed[0], tf.float64)
-        embeddings = tf.nn.safe_embedding_lookup_sparse(table, sparse, None, combiner="sum")
-        (gradient,) = tf.gradients([embeddings], [table])
-        return gradient.indices
-
-    assert origins_of(made) == [Origin.DISTINCT]
 
 
 def test_parts_of_a_concatenation_are_told_apart_through_maps_and_shapes() -> None:

@@ -6,9 +6,7 @@ and how values go between plans.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +29,6 @@ from equivalence import (
 from keras import layers, ops
 from references import SAMPLES, reference
 from test_policy import RUN_AHEAD
-from test_random_plans import chosen, trained_orders
 from zoo import ZOO, Specimen
 
 import dapple_tf as dapple
@@ -80,12 +77,11 @@ def test_each_option_trains_as_plain_keras(name: str, monkeypatch: pytest.Monkey
     assert_equal_training(specimen, cluster, plan, reference(EXAMPLES[name][0]), monkeypatch, steps=steps)
 
 
-@pytest.mark.parametrize("name", ["unlike slices of replicas", "skip tensors by way of stages"])
-def test_evaluation_and_prediction_are_as_in_plain_keras(name: str) -> None:
+def test_evaluation_and_prediction_are_as_in_plain_keras() -> None:
     use_float64()
-    specimen, plan = plan_of(name)
+    specimen, plan = plan_of("skip tensors by way of stages")
     own, plain = pair(specimen.build)
-    pipelined = dapple.transform(own, dapple.Cluster.local(6, kind="cpu"), plan)
+    pipelined = dapple.transform(own, dapple.Cluster.local(4, kind="cpu"), plan)
     assert_same_inference(pipelined, plain, *specimen.batch(np.random.default_rng(0), 11))
 
 
@@ -94,18 +90,6 @@ def assert_same_inference(pipelined: dapple.PipelinedModel, plain: keras.Model, 
     assert losses[0] == pytest.approx(losses[1], rel=2e-5), "Keras' metrics are float32 whatever the model is"
     outputs = [own.predict(x, batch_size=8, verbose=0) for own in (pipelined, plain)]
     assert largest_difference(*outputs) <= TOLERANCE["float64"]
-
-
-CASES = [drawn for drawn in chosen() if drawn.cluster.num_devices == 4 and not drawn.plan.compiled]
-"""Plans for four devices."""
-
-
-@pytest.mark.parametrize("feature", ["relays", "row_shards"])
-def test_four_workers_train_as_plain_keras(feature: str, workers: LocalWorkers) -> None:
-    use_float64()
-    drawn = next(drawn for drawn in CASES if getattr(drawn.plan, feature))
-    links = {"intra_bandwidth": 1e10, "inter_bandwidth": 1e10, "intra_latency": 1e-6, "inter_latency": 1e-6}
-    trained_orders(drawn, dataclasses.replace(dapple.Cluster.of_servers(workers.addresses), **links))
 
 
 # ---- updates that are carried over
@@ -357,79 +341,33 @@ def test_each_replica_holds_its_part_and_trains_as_plain_keras(rows: bool) -> No
     assert kept[VariableKind.OPTIMIZER] == pytest.approx(2 * slots, rel=0.05)
 
 
-class Head(layers.Layer):
-    """The product with an embedding's table."""
-
-    def __init__(self, embedding: layers.Embedding) -> None:
-        super().__init__(name="head")
-        self.embedding = embedding
-
-    def call(self, x: Any) -> Any:
-        return ops.matmul(x, ops.transpose(self.embedding.embeddings))[:, :3]
-
-
-def with_head() -> keras.Model:
-    words = keras.Input((6,), dtype="int32")
-    embedding = layers.Embedding(WORDS, 3, name="embedding")
-    model = keras.Model(words, Head(embedding)(layers.GlobalAveragePooling1D(name="mean")(embedding(words))))
-    model.compile("adam", "mse")
-    return model
-
-
-class Chosen(layers.Layer):
-    """Rows of a table by what is computed from parameters."""
-
-    def build(self, shape: Any) -> None:
-        self.table = self.add_weight(shape=(WORDS, 3), name="table")
-
-    def call(self, x: Any) -> Any:
-        return ops.take(self.table, ops.argmax(x, axis=-1), axis=0)
-
-
-def choosing() -> keras.Model:
-    words = keras.Input((6,), dtype="int32")
-    x = layers.Dense(7, name="hidden")(layers.Flatten()(layers.Embedding(30, 3, name="embedding")(words)))
-    model = keras.Model(words, Chosen(name="chosen")(x) + layers.Dense(3, name="logits")(x))
-    model.compile("sgd", "mse")
-    return model
-
-
 class OwnAdam(keras.optimizers.Adam):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         super().update_step(gradient, variable, learning_rate)
 
 
 @pytest.mark.parametrize(
-    ("build", "messages"),
+    ("build", "message"),
     [
-        (with_head, [r"'embedding/embeddings': layer 'head' reads all of it \(Transpose\)"]),
-        (
-            choosing,
-            [
-                r"'chosen/table': layer 'chosen' looks up rows that depend on .*isn't of the batch",
-                r"'embedding/embeddings': it has 30 rows, fewer than 20 for each of 2 devices",
-            ],
-        ),
         (
             lambda: table(embeddings_constraint=keras.constraints.MaxNorm(0.1, axis=0)),
-            [r"'embedding/embeddings': its constraint, MaxNorm, may compare rows"],
+            "'embedding/embeddings': its constraint, MaxNorm, may compare rows",
         ),
         (
             lambda: table(OwnAdam()),
-            [r"'embedding/embeddings': the optimizer isn't known to update each of its row"],
+            "'embedding/embeddings': the optimizer isn't known to update each of its row",
         ),
     ],
-    ids=["head", "chosen", "constraint", "optimizer"],
+    ids=["constraint", "optimizer"],
 )
 def test_tables_that_stay_whole_are_told_and_train_as_before(
-    build: Callable[[], keras.Model], messages: list[str], caplog: pytest.LogCaptureFixture
+    build: Callable[[], keras.Model], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_float64()
     model, plain = pair(build)
     x, y, _ = of_words(np.random.default_rng(0), 12)
     assert_same_variables_after(2, pipeline(model, (), [2], 2, 12, row_shards=True), plain, x % 30, y)
-    for message in messages:
-        assert re.search(f"row_shards: each replica keeps all rows of .*{message}", caplog.text), caplog.text
+    assert f"row_shards: each replica keeps all rows of {message}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -477,14 +415,8 @@ def if_finite(_: Any, gradient: Any) -> Any:
     return ops.where(ops.all(ops.isfinite(gradient)), gradient, ops.zeros_like(gradient))
 
 
-def by_their_number(_: Any, gradient: Any) -> Any:
-    """Steps failed while they ran: ones had a shard's shape in one place and not in another."""
-    ones = ops.ones_like(gradient)
-    return gradient * ones / ops.sum(ones)
-
-
 def or_random(optimizer: Any, gradient: Any) -> Any:
-    """A branch's tensor had one, too."""
+    """Steps failed while they ran: a branch's tensor had a shard's shape in one place and not in another."""
     drawn = lambda: keras.random.normal(gradient.shape, dtype=gradient.dtype, seed=1)  # noqa: E731
     return ops.cond(optimizer.iterations % 2 == 0, lambda: gradient, drawn)
 
@@ -499,12 +431,10 @@ def or_zeros(optimizer: Any, gradient: Any) -> Any:
     ("optimizer", "constraint", "text"),
     [
         (lambda: own_optimizer(lambda _, g: g / ops.mean(ops.abs(g))), None, "optimizer Own computes Mean of .*only"),
-        (lambda: own_optimizer(if_finite), None, "optimizer Own computes All of elements of .*only"),
         (
             *(lambda: keras.optimizers.LossScaleOptimizer(own_optimizer(if_finite)), None),
             "optimizer Own computes All of elements of .*only",
         ),
-        (lambda: own_optimizer(by_their_number), None, "optimizer Own computes Sum of a number"),
         (lambda: own_optimizer(or_random), None, "optimizer Own computes (Stateless)?If of elements of"),
         (
             *(lambda: "sgd", keras.constraints.UnitNorm()),
@@ -589,14 +519,6 @@ def test_devices_without_rows_of_an_infinite_gradient_skip_the_step_too() -> Non
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
-def test_words_that_a_table_lacks_are_errors_as_in_keras() -> None:
-    """Padding follows the last row, which nobody may look up."""
-    x, y, _ = of_words(np.random.default_rng(0), 12)
-    x[3, 2] = WORDS
-    with pytest.raises(Exception, match="is not in"):
-        pipeline(table(), (), [3], 1, 12, row_shards=True).train_on_batch(x, y)
-
-
 def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: pathlib.Path) -> None:
     """Checkpoints don't tell that there were shards, and values can be read and assigned one by one."""
     x, y, _ = of_words(np.random.default_rng(0), 12)
@@ -610,18 +532,17 @@ def test_values_go_from_shards_to_other_shards_by_files_and_by_hand(tmp_path: pa
         other = pipeline(table(), (), [replicas], 1, 12, **options)
         other.train_on_batch(x, y)
         other.restore_checkpoint(tmp_path)
-        for values in (other.model.variables, other.model.optimizer.variables[2:]):
-            variable = values[0]
-            np.testing.assert_array_equal(
-                np.asarray(variable.value), expected[variables_of(other.model).index(variable)]
-            )
+        table_and_slot = 0, len(other.model.variables) + 2
+        variables = variables_of(other.model)
+        for place in table_and_slot:
+            np.testing.assert_array_equal(np.asarray(variables[place].value), expected[place])
         other.sync()
-        for variable, value in zip(variables_of(other.model), expected, strict=True):
+        for variable, value in zip(variables, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(variable.value), value)
-        for variable in (other.model.variables[0], other.model.optimizer.variables[2]):
-            variable.assign(ops.zeros(variable.shape))
+        for place in table_and_slot:
+            variables[place].assign(ops.zeros(variables[place].shape))
             other.sync()
-            assert not np.any(np.asarray(variable.value))
+            assert not np.any(np.asarray(variables[place].value))
 
 
 def test_workers_exchange_shards_and_write_whole_values(tmp_path: pathlib.Path, workers: LocalWorkers) -> None:
@@ -648,16 +569,3 @@ def test_deferred_models_are_made_in_shards() -> None:
     pipelined = pipeline(model, (), [3], 1, 12, **BOTH)
     for _ in range(2):
         assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-4)
-
-
-def test_traces_and_drawings_show_the_exchanges(tmp_path: pathlib.Path) -> None:
-    """All-gathers had no number by which a trace finds the other devices' part, and tracing a step failed."""
-    x, y, _ = of_words(np.random.default_rng(0), 12)
-    pipelined = pipeline(table(), (), [3], 2, 12, optimizer_shards=True, bucket_bytes=512)
-    spans = pipelined.profile_step(x, y, warm_up=0).step.timeline.spans
-    spans = [span for span in spans if span.kind == "all_reduce"]
-    assert {span.device for span in spans} == {0, 1, 2}
-    assert len(spans) >= 2 * 3 * 2, "several buckets, and for each of them a reduce-scatter and an all-gather"
-    pipelined.dump(tmp_path / "dump")
-    drawings = "".join(path.read_text() for path in (tmp_path / "dump").rglob("*.dot"))
-    assert "ReduceScatter 0" in drawings and "AllGather 0" in drawings

@@ -18,7 +18,7 @@ from step_programs import of_model
 
 import dapple_tf as dapple
 from dapple_tf.clusters.session import collective_hint
-from dapple_tf.execution.gpu_check import check_kernels, gpu_text
+from dapple_tf.execution.gpu_check import check_kernels
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.models import gpt
 from dapple_tf.tools import command, dump_graph
@@ -86,15 +86,6 @@ def recurrent(kind: type[layers.Layer]) -> keras.Model:
     return compiled(words, layers.Dense(1, name="logit")(kind(4, name="recurrent")(x)))
 
 
-def recommendation() -> keras.Model:
-    ids = keras.Input((2,), dtype="int64"), keras.Input((3,), dtype="int32")
-    tables = [layers.Embedding(30, 4, name=f"table_{number}")(own) for number, own in enumerate(ids)]
-    x = layers.Concatenate(axis=1, name="joined")(tables)
-    x = layers.Dense(4, activation="relu", name="hidden")(layers.Flatten()(x))
-    y = layers.Dense(1, activation="sigmoid", name="click")(x)
-    return compiled(ids, y, keras.optimizers.Adagrad(0.1), "binary_crossentropy")
-
-
 def routed() -> keras.Model:
     x = keras.Input((4,))
     h = layers.Dense(4, name="first")(x)
@@ -136,12 +127,10 @@ TOGETHER = [[1, 2], [1, 2]]
 # without a device, and operators of functions that run on the CPU. Numbers may only fall: write what is left of them.
 STEPS: dict[str, tuple[Callable[[], keras.Model], dapple.Plan, Mapping[str, int]]] = {
     "recompute": (small_gpt, plan("embedding", TWO, "zero_bubble", recompute="boundary"), {}),
-    "slot_shards": (small_gpt, plan("embedding", FOUR, optimizer_shards=True, jit_compile=True), {}),
     "placed": (routed, dapple.Plan.by_operators(2, 8), {}),
     "mixed_precision": (mixed_convolutions, plan("block_0", ONE_TO_TWO), {"apply": 4}),
     "synchronized": (lambda: convolutions(synchronized=True), plan("block_0", TOGETHER), {}),
     "lstm": (lambda: recurrent(layers.LSTM), plan("embedding", TWO), {"backward": 1}),
-    "embeddings": (recommendation, plan("joined", [[0, 1], [2]]), {}),
     "integers_over_a_cut": (routed, plan("route", ONE_TO_TWO), {}),
     "integer_state": (counted, plan("counting", ONE_TO_TWO), {"read": 1}),
 }
@@ -204,10 +193,6 @@ def shared(builder: Builder, *gpus: str) -> None:
         called(builder, gpu, body, [read(body, "calls", INT32, [2])])
 
 
-def alone(builder: Builder, gpu: str, _: str) -> None:
-    shared(builder, gpu, GPUS.device_names[2])
-
-
 def called(builder: Builder, gpu: str, body: Builder, results: Sequence[Ref]) -> None:
     arguments = [Ref(node.name) for node in body.graph.node if node.op == "Placeholder"]
     function = outline("function", Graph(body.graph), arguments, results)
@@ -241,7 +226,6 @@ DEFECTS = {
     refused: (REFUSED, {"SplitV(bool)": 1}),
     on_the_cpu: (ON_CPU, {"SplitV(bool)": 1}),
     shared: (SHARED, {"VarHandleOp(int32)": 1}),
-    alone: (SHARED, {}),
     unplaced: (UNPLACED, {"Const(float32)": 1}),
     waiting: (TO_HOST, {"Const -> SplitV (int64)": 1}),
     unordered: (UNORDERED, {f"{gpu} 1 | {gpu} 2": 1 for gpu in GPUS.device_names[:2]}),
@@ -360,13 +344,3 @@ def test_the_tools_print_the_report(
     assert printed.count("GPU to host  read") == 2
     last = max((tmp_path / "dump/train").glob("*_update.pbtxt"))
     assert COMPILED_ATTR in last.read_text(encoding="utf-8")
-
-
-def test_the_report_is_a_table() -> None:
-    graph = of_model(small_gpt(), plan("embedding", TWO), GPUS).graph
-    lines = gpu_text(graph, GPUS).splitlines()
-    assert lines[0] == "All operators have kernels there, in one order."
-    assert lines[1].split() == ["on", "GPUs", "part", "of", "the", "step", "number", "most", "often", "first", "in"]
-    forward = next(line for line in lines if line.startswith("host to GPU  forward"))
-    assert "StatelessRandomGetKeyCounter -> StatelessRandomUniformV2" in forward and "layer 'embedding/dro" in forward
-    assert gpu_text(graph, dapple.Cluster.local(2, kind="cpu")) == ""

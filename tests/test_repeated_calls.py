@@ -20,7 +20,6 @@ from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.layer_calls import LayerCalls
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.models import bert
-from graph_passes.ir.graph import renamed_input
 from graph_passes.ir.program import Program
 
 _GRADIENT_TYPE = "_gradient_op_type"
@@ -148,28 +147,18 @@ def _attention() -> keras.Model:
     ("build", "shared"),
     [
         (_bert, 2 * 5),
-        (_convolutional, 2 * 4 + 1),
         (lambda: _convolutional(dtype="mixed_bfloat16"), 2 * 4 + 1),
         (_masked, 2),
         (_twice, 3),
         (_attention, 2),
     ],
-    ids=["bert", "convolutional", "mixed precision", "masked", "twice", "attention"],
+    ids=["bert", "mixed precision", "masked", "twice", "attention"],
 )
 def test_the_graph_is_that_of_a_trace_of_each_call(
     build: Callable[[], keras.Model], shared: int, traces: _Traces
 ) -> None:
     """Names, order, attributes, calls of layers and updates of variables included."""
     assert len(_both(traces, build())) >= shared
-
-
-def test_calls_inside_a_stand_in_are_recorded(traces: _Traces) -> None:
-    """Cuts may name them."""
-    program = traces.of(_bert(), training=False)
-    paths = [call.path for call in program.roles.calls]
-    attention = [path for path in paths if path.endswith("attention/query")]
-    assert len(attention) == 3
-    assert any("attention" in name for name in traces.stand_ins)
 
 
 class _OwnDense(keras.layers.Dense):
@@ -239,8 +228,6 @@ def test_a_layer_of_the_users_inside_one_of_keras_is_traced_each_time(traces: _T
     [
         {"use_bias": False},
         {"activation": "relu"},
-        {"dtype": "float64"},
-        {"units": 5},
         {"trainable": False},
     ],
     ids=str,
@@ -253,40 +240,12 @@ def test_layers_that_differ_are_traced(changed: dict[str, Any], traces: _Traces)
     assert not traces.stand_ins
 
 
-def test_arguments_of_other_shapes_are_traced(traces: _Traces) -> None:
-    inputs = [keras.Input((length, 4)) for length in (2, 3)]
-    dense = keras.layers.Dense(4, activation="tanh")
-    traces.of(keras.Model(inputs, [dense(each) for each in inputs]), training=True)
-    assert not traces.stand_ins
-
-
-class _Slope(keras.layers.Layer):
-    """Differentiates what other layers have computed, by the graph."""
-
-    def compute_output_spec(self, pair: Any) -> Any:
-        return keras.KerasTensor(pair[0].shape)
-
-    def call(self, pair: Any) -> Any:
-        inputs, result = pair
-        return tf.gradients(result, [inputs])[0]
-
-
-def test_a_layer_may_differentiate_what_others_have_computed(traces: _Traces) -> None:
-    """`tf.gradients` met nodes without a gradient."""
-    inputs = x = keras.Input((4,))
-    for _ in range(3):
-        x = keras.layers.Dense(4, activation="tanh")(x)
-    _both(traces, keras.Model(inputs, _Slope()([inputs, x])))
-
-
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-def test_losses_find_the_logits(activation: str, traces: _Traces) -> None:
+def test_losses_find_the_logits(traces: _Traces) -> None:
     """Keras notes them at the outputs of these activations."""
     inputs = keras.Input((4,))
-    outputs = [keras.layers.Dense(3, activation=activation)(inputs) for _ in range(3)]
+    outputs = [keras.layers.Dense(3, activation="softmax")(inputs) for _ in range(3)]
     model = keras.Model(inputs, outputs)
-    loss = "categorical_crossentropy" if activation == "softmax" else "binary_crossentropy"
-    model.compile("sgd", [loss] * 3)
+    model.compile("sgd", ["categorical_crossentropy"] * 3)
     logits: list[Any] = []
     original = model.compute_loss
 
@@ -313,9 +272,9 @@ class Inside(keras.layers.Layer):
 class Calls(keras.layers.Layer):
     """Calls equal convolutions, whose activation inherits ``training``, under other layers."""
 
-    def __init__(self, activation: Callable[[], keras.layers.Layer]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.convolutions = [keras.layers.Conv1D(4, 1, activation=activation()) for _ in range(4)]
+        self.convolutions = [keras.layers.Conv1D(4, 1, activation=keras.layers.Dropout(0.5)) for _ in range(4)]
         self.outer = [Inside(layer) for layer in self.convolutions]
 
     def build(self, shape: Any) -> None:
@@ -328,31 +287,10 @@ class Calls(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("activation", [lambda: keras.layers.Dropout(0.5), keras.layers.BatchNormalization])
-def test_layers_inside_inherit_arguments(activation: Callable[[], keras.layers.Layer], traces: _Traces) -> None:
+def test_layers_inside_inherit_arguments(traces: _Traces) -> None:
     """``Conv1D.call`` takes no ``training``, the activation does: a third convolution dropped out in prediction."""
     inputs = keras.Input((3, 4))
-    _both(traces, keras.Model(inputs, Calls(activation)(inputs)))
-
-
-def test_a_step_with_losses_and_metrics(traces: _Traces) -> None:
-    """Regularizers of activities make nodes of equal names in turns."""
-    inputs = x = keras.Input((4,))
-    for _ in range(3):
-        x = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(x)
-    model = keras.Model(inputs, x)
-    model.compile("sgd", "mse", metrics=["mae"])
-    spec = spec_of(model, np.zeros((2, 4), "float32"), np.zeros((2, 4), "float32"))
-    programs = [traces.of(model, training=True, share=share, spec=spec, mode=Mode.TRAIN) for share in (True, False)]
-    numbered = []
-    for program in programs:
-        names = {node.name: f"n{number}" for number, node in enumerate(program.graph.node)}
-        for node in program.graph.node:
-            node.name = names[node.name]
-            node.input[:] = [renamed_input(text, names) for text in node.input]
-        numbered.append(list(program.graph.node))
-    assert numbered[0] == numbered[1]
-    assert programs[0].roles.calls == programs[1].roles.calls
+    _both(traces, keras.Model(inputs, Calls()(inputs)))
 
 
 class Perturbed(keras.layers.Layer):
@@ -378,15 +316,6 @@ def test_a_scope_of_the_users_has_its_own_values(traces: _Traces) -> None:
     inputs = keras.Input((4,))
     _both(traces, keras.Model(inputs, Perturbed()(inputs)))
     assert not traces.stand_ins
-
-
-@pytest.mark.parametrize("make", [keras.constraints.UnitNorm, keras.constraints.NonNeg])
-def test_constraints_may_be_activations(make: Callable[[], Any], traces: _Traces) -> None:
-    """All constraints were one and the same."""
-    inputs = x = keras.Input((4,))
-    for activation in (keras.constraints.MaxNorm(2.0), make(), keras.constraints.MaxNorm(0.5)):
-        x = keras.layers.Dense(4, activation=activation)(x)
-    _both(traces, keras.Model(inputs, x))
 
 
 class Shaped(keras.layers.Layer):
@@ -439,12 +368,8 @@ def _slope(inputs: Any, outputs: Any) -> Any:
 
 @pytest.mark.parametrize(
     "look",
-    [
-        lambda _, outputs: outputs * float(len(outputs.op.type)),
-        lambda _, outputs: outputs + outputs.op.inputs[0],
-        _slope,
-    ],
-    ids=["type", "inputs", "gradients"],
+    [lambda _, outputs: outputs * float(len(outputs.op.type)), _slope],
+    ids=["type", "gradients"],
 )
 def test_who_looks_behind_a_tensor_finds_the_operation(look: Callable[[Any, Any], Any], traces: _Traces) -> None:
     """A stand-in, or none, was there, and where the error was caught, nobody knew."""
@@ -479,11 +404,10 @@ class _Scoped(keras.layers.Layer):
     [
         lambda tensor: tf.control_dependencies([tensor]),
         lambda tensor: tf.xla.experimental.jit_scope(),
-        lambda tensor: tf.compat.v1.get_default_graph().gradient_override_map({"Relu": "Other"}),
         lambda tensor: tf.compat.v1.colocate_with(tensor),
         lambda tensor: tf.GradientTape(),
     ],
-    ids=["control inputs", "attributes", "gradients", "places", "tape"],
+    ids=["control inputs", "attributes", "places", "tape"],
 )
 def test_scopes_are_for_each_call(
     scope: Callable[[Any], contextlib.AbstractContextManager[Any]], traces: _Traces

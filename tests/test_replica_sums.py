@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -15,23 +13,19 @@ from programs import (
     compiled,
     copied,
     dense,
-    devices,
     in_float64,
     layout,
     node,
     replicated,
-    schedule_of,
     step_of,
     task,
     updated,
 )
-from schedule_runs import straight_only
 
-from dapple_tf.schedules.schedules import POLICIES
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, control_inputs
-from graph_passes.ir.program import Layout, Program, StageFunction, Value, ValueKind
-from graph_passes.ir.replica_sums import key_nodes, sums_of, without_sums
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.program import Program, StageFunction, Value, ValueKind
+from graph_passes.ir.replica_sums import key_nodes, sums_of
 from graph_passes.ir.verify import _verify_meetings, verify
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
@@ -91,24 +85,6 @@ def test_nothing_is_added_up_twice(recompute: str, split: tuple[int, ...]) -> No
         assert len(keys) == 6 and not keys & {ref.node for ref in handed_on}, "keys are arguments"
 
 
-def test_sums_of_a_function_have_one_order() -> None:
-    for stage in staged((2, 2)).stages:
-        for part in stage.functions:
-            nodes = sums_of(part.function.node_def)
-            for before, after in itertools.pairwise(nodes):
-                assert before.name in control_inputs(after)
-
-
-def test_a_graph_without_sums_gives_what_it_was_given() -> None:
-    graph = differentiated().stages[0].graph
-    assert graph is not None
-    alone = without_sums(graph)
-    assert len(sums_of(graph.node)) == 6 and not sums_of(alone.node)
-    for before in sums_of(graph.node):
-        after = next(each for each in alone.node if each.name == before.name)
-        assert after.op == "Identity" and list(after.input) == list(before.input[:1])
-
-
 def numbers(program: Program, text: str) -> list[int]:
     """Count, group and first key that a task is called with."""
     peers = program.roles.peers
@@ -141,10 +117,6 @@ def test_each_task_has_keys_of_its_own() -> None:
     assert firsts == [1, 13, 25, 37] and sum_keys(program, where) == 48
 
 
-def test_a_complete_step_is_verified() -> None:
-    updated(staged((2, 2)), layout([2, 2], 8, 2))
-
-
 def test_replicas_that_never_meet_are_refused() -> None:
     """Device 0 runs 0F0 before 0F1, device 1 the other way round: each waits for the other in the midst of a task."""
     program = copied(updated(staged((2, 2)), layout([2, 2], 8, 2)))
@@ -162,26 +134,3 @@ def test_a_sum_lacks_a_member() -> None:
     call.op = "NoOp"
     with pytest.raises(PassError, match="add up over 2 replicas, but are 1 calls"):
         _verify_meetings(program, Graph(program.graph))
-
-
-def meets(counts: Sequence[int], batch: int, samples: int, micro_batches: int, policy: str) -> bool:
-    """Whether the order of tasks lets all replicas of all stages meet in each of their tasks."""
-    where = Layout(devices(*counts), samples, batch, micro_batches)
-    orders = list(schedule_of(where, policy).orders.values())
-    orders = [[(each.stage, each.phase, each.micro_batch) for each in tasks] for tasks in orders]
-    while any(orders):
-        heads = {tasks[0] for tasks in orders if tasks}
-        ready = [each for each in heads if all(each not in tasks or tasks[0] == each for tasks in orders)]
-        if not ready:
-            return False
-        orders = [tasks[1:] if tasks and tasks[0] in ready else tasks for tasks in orders]
-    return True
-
-
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if straight_only(policy)])
-def test_all_schedules_let_replicas_meet(policy: str) -> None:
-    """Also those of smaller batches, of which some replicas have no sample."""
-    for counts in ([3], [2, 1], [1, 3], [3, 2], [2, 3, 1]):
-        for micro_batches in (1, 3, 5):
-            for samples in (4 * micro_batches, 2 * micro_batches + 1, 1):
-                assert meets(counts, 4 * micro_batches, samples, micro_batches, policy)

@@ -81,20 +81,6 @@ def test_every_replica_with_samples_runs_each_micro_batch_forwards_and_backwards
     assert len(set(step.entry.values())) == len(step.entry)
 
 
-def test_a_call_has_the_device_of_its_replica_and_tells_what_it_is() -> None:
-    cut = layout([2, 1], 6, 2)
-    program = replicated(two_stages(), cut)
-    for task, name in step_of(program).entry.items():
-        call = node(program, name)
-        phase = "forward" if task.phase is FORWARD else "backward"
-        assert name == f"stage{task.stage}/replica{task.replica}/{phase}{task.micro_batch}"
-        assert call.attr["f"].func.name == f"stage{task.stage}_{phase}"
-        assert call.device == cut.devices[task.stage][task.replica]
-        assert call.attr["_dapple_phase"].s.decode() == phase
-        numbers = [call.attr[f"_dapple_{role}"].i for role in ("stage", "micro_batch", "replica")]
-        assert numbers == [task.stage, task.micro_batch, task.replica]
-
-
 def test_one_call_gives_the_results_of_f_and_b_where_they_are_one_function() -> None:
     stages = apply(two_stages(), Partition(jit_compile=True, fuse={1}))
     program = replicated(stages, layout([2, 1], 4, 2))
@@ -111,11 +97,6 @@ def test_one_call_gives_the_results_of_f_and_b_where_they_are_one_function() -> 
     }
     names = [f.signature.name for f in program.graph.library.function]
     assert "stage1_fused" in names and not {"stage1_forward", "stage1_backward"} & set(names)
-
-
-def test_the_top_level_grows_with_tasks_and_not_with_layers() -> None:
-    few, many = (replicated(staged(tied_layers(n), "layer_0"), layout([2, 1], 8, 4)) for n in (2, 12))
-    assert len(many.graph.node) == len(few.graph.node)
 
 
 def test_names_of_functions_begin_with_the_prefix() -> None:

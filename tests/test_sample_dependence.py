@@ -1,4 +1,4 @@
-"""How tensors of a slice relate to those of the whole batch."""
+"""How tensors of a slice relate to those of the whole batch, and their axes to the batch and to open lengths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 
 from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
+from graph_passes.analysis.slice_shapes import Axis, Dependence, SliceShapes
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import Ref
 from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.ir.spreads import Coupling, Spread, degree_of
@@ -63,27 +65,22 @@ def interpreted(function: Callable[[Any, Any], Any], loss_nodes: frozenset[str] 
 
 SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "samples": (lambda x, w: tf.tanh(x) * w, Spread(0, varies=True, known=False)),
-    "of inputs alone": (lambda x, w: x + 1, Spread(0, varies=True)),
     "two batches in one axis": (lambda x, w: tf.concat([x, x], 0), Spread(0, outer=2, varies=True)),
     "a sum": (lambda x, w: tf.reduce_sum(x), Spread(varies=True, degree=1)),
     "a mean": (lambda x, w: tf.reduce_mean(x * w), Spread(varies=True, known=False)),
-    "a number of samples": (lambda x, w: tf.cast(tf.shape(x)[0], tf.float32), Spread(degree=1)),
     "a sum over a number": (
         lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
         Spread(varies=True),
     ),
     "a mean behind a loop": (lambda x, w: mean_by_size(behind_a_loop(x, w)), Spread(varies=True, known=False)),
     "a mean behind Python code": (lambda x, w: mean_by_size(behind_python(x, w)), Spread(varies=True, known=False)),
-    "a sum of both": (lambda x, w: tf.reduce_sum(x) + tf.reduce_mean(x), Spread(varies=True, degree=None)),
     "a regularizer": (lambda x, w: tf.nn.l2_loss(w), Spread(known=False)),
-    "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
-    "a mask's number": (lambda x, w: tf.reduce_sum(tf.cast(x > 0, tf.float32)), Spread(varies=True, degree=1)),
     "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
+    "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
     "the first of two batches": (
         lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]],
         Spread(0, varies=True),
     ),
-    "a variable for each sample": (lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1]), Spread(0, known=False)),
     "how often a value is there": (
         lambda x, w: tf.unique_with_counts(x[:, 0]).count,
         Spread(0, outer=None, varies=True, partial=True),
@@ -103,14 +100,6 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     ),
     "features before samples": (lambda x, w: tf.reshape(tf.transpose(x), [-1]), Spread(0, outer=5, varies=True)),
     "each sample three times": (lambda x, w: tf.repeat(x, 3, 0), Spread(0, varies=True)),
-    "two batches by their places": (
-        lambda x, w: tf.gather(x, tf.range(2 * tf.shape(x)[0]) % tf.shape(x)[0]),
-        Spread(0, outer=2, varies=True),
-    ),
-    "blocks of an image": (
-        lambda x, w: tf.space_to_batch(x[:, :4, None, None], [2, 1], [[0, 0], [0, 0]]),
-        Spread(0, outer=2, varies=True),
-    ),
     "joined again": (
         lambda x, w: tf.batch_to_space(tf.tile(x[:, :4, None, None], [4, 1, 1, 1]), [2, 1], [[0, 0], [0, 0]]),
         Spread(0, outer=2, varies=True),
@@ -118,10 +107,6 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "two batches, some of repeated samples": (
         lambda x, w: tf.concat([tf.repeat(x, 2, 0), x], 0),
         Spread(0, outer=None, varies=True),
-    ),
-    "one of two orders": (
-        lambda x, w: tf.cond(w[0] > 0, lambda: tf.repeat(x, 2, 0), lambda: tf.tile(x, [2, 1])),
-        Spread(0, outer=None, varies=True, known=False),
     ),
     "rows where data say": (
         lambda x, w: tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0], tf.int32), 2 * tf.shape(x)[0]),
@@ -232,3 +217,78 @@ def test_a_branch_with_a_sum_over_samples_is_a_coupling() -> None:
 def test_the_power_that_a_value_grows_with(few: list[float], many: list[float], degree: int | None) -> None:
     """Nothing finite is near infinity."""
     assert degree_of(np.array(few), np.array(many), 2.0) == degree
+
+
+# ---- what the axes of tensors depend on: the batch, lengths that the model leaves open, both, nothing
+
+FIXED, LENGTH, BATCH, BOTH, UNKNOWN = Dependence
+
+
+def traced(make: Callable[[tf.Tensor], tf.Tensor], length: int | None) -> Program:
+    """A program that computes ``y`` of sequences x of vectors of 8; those of the batch at hand have that length."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (None, None, 8), name="x")
+        scalars = [tf.compat.v1.placeholder(tf.int32, [], name=name).op.name for name in ("w", "n", "s")]
+        tf.identity(make(x), name="y")
+    examples = () if length is None else ((None, length, 8),)
+    return Program(graph.as_graph_def(), Roles((Ref("x"),), (), Slice(*map(Ref, scalars)), example_shapes=examples))
+
+
+def axes(make: Callable[[tf.Tensor], tf.Tensor], length: int | None = 20) -> list[tuple[Dependence, int | None]] | None:
+    """What the axes of ``y`` depend on."""
+    program = traced(make, length)
+    y_axes = SliceShapes.of(program).through_functions(program, [Ref("y")]).axes(Ref("y"))
+    return None if y_axes is None else [tuple(axis) for axis in y_axes]
+
+
+def strided(x: tf.Tensor) -> tf.Tensor:
+    return tf.nn.conv1d(x, np.zeros((3, 8, 4), "float32"), stride=2, padding="VALID")
+
+
+def test_a_length_is_what_the_arithmetic_of_strides_says() -> None:
+    assert axes(strided) == [(BATCH, 1), (LENGTH, 9), (FIXED, 4)]
+    assert axes(lambda x: tf.nn.max_pool1d(strided(x), 2, 2, "VALID")) == [(BATCH, 1), (LENGTH, 4), (FIXED, 4)]
+
+
+def test_axes_that_are_merged_depend_on_both() -> None:
+    assert axes(lambda x: tf.reshape(strided(x), (-1,))) == [(BOTH, 36)]
+    assert axes(lambda x: tf.reshape(x, (-1, 2))) == [(BOTH, 80), (FIXED, 2)]
+    assert axes(lambda x: tf.transpose(x, (1, 0, 2))) == [(LENGTH, 20), (BATCH, 1), (FIXED, 8)]
+
+
+def test_without_a_batch_at_hand_nothing_is_made_up() -> None:
+    assert axes(strided, None) == [(BATCH, 1), (UNKNOWN, None), (FIXED, 4)]
+    assert axes(lambda x: tf.reshape(x, (-1, 2)), None) == [(UNKNOWN, None), (FIXED, 2)]
+    known = SliceShapes.of(traced(strided, None)).lengths_known
+    assert not known and SliceShapes.of(traced(strided, 20)).lengths_known
+
+
+def pairs(x: tf.Tensor) -> tf.Tensor:
+    """Pairs of samples, of sequences of 4 at most: for even numbers of samples."""
+    return tf.reshape(tf.reduce_sum(x, 1), (tf.shape(x)[0] // 2, 2, 8))
+
+
+def test_models_that_take_samples_by_twos_are_asked_for_even_numbers() -> None:
+    program = traced(lambda x: tf.reshape(pairs(x), (-1, 8)), 4)
+    shapes = SliceShapes.of(program)
+    assert shapes.samples == (84, 132) and shapes.axes(Ref("y")) == [Axis(BATCH, 1), Axis(FIXED, 8)]
+    assert "Reshape" in shapes.contradiction
+
+
+def test_a_model_for_one_number_of_samples_is_asked_before_what_fixes_it() -> None:
+    program = traced(lambda x: tf.reshape(tf.identity(strided(x), name="before"), (5, -1)), 4)
+    shapes = SliceShapes.of(program)
+    assert shapes.samples is None
+    known = shapes.through_functions(program, [Ref("before")]).axes(Ref("before"))
+    assert known == [Axis(BATCH, 1), Axis(LENGTH, 1), Axis(FIXED, 4)]
+    unknown = shapes.through_functions(program, [Ref("y")]).axes(Ref("y"))
+    assert unknown == [Axis(FIXED, 5), Axis(UNKNOWN, None)]
+
+
+def test_lengths_that_no_batch_may_have_are_refused_with_the_shapes() -> None:
+    with pytest.raises(PassError) as caught:
+        SliceShapes.of(traced(strided, 2))
+    assert str(caught.value) == (
+        "node 'conv1d' can't compute Conv2D of tensors of shapes [?,1,2,8], [1,3,8,4]: Negative dimension size caused "
+        "by subtracting 3 from 2, for x of shape (?, 2, 8)"
+    )

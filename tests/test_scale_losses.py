@@ -15,10 +15,8 @@ from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_fl
 from test_sample_dependence import program_of
 
 from dapple_tf.execution.notes import NoteKind
-from graph_passes.analysis.chosen_rows import with_counted_rows
-from graph_passes.analysis.sample_dependence import sample_dependence
 from graph_passes.ir.graph import Ref
-from graph_passes.ir.program import Program, Variable, VariableKind
+from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.spreads import Coupling
 from graph_passes.passes.scale_losses import scale_losses
 
@@ -42,11 +40,7 @@ def mean_of_chosen_rows(y: Any, p: Any) -> Any:
 
 
 EXACT: dict[str, Callable[[Any, Any], Any]] = {
-    "a sum": lambda y, p: tf.reduce_sum(tf.square(y - p)),
-    "a sum over a constant": lambda y, p: tf.reduce_sum(tf.square(y - p)) / 40.0,
     "a sum over the number of samples": lambda y, p: tf.reduce_sum(tf.abs(y - p)) / tf.cast(tf.shape(y)[0], p.dtype),
-    "half of the squares": lambda y, p: tf.nn.l2_loss(y - p),
-    "einsum": lambda y, p: tf.einsum("ij,ij->", y - p, y - p),
     "tensordot": lambda y, p: tf.tensordot(y - p, y - p, 2),
     "a product that contracts the batch": lambda y, p: tf.linalg.trace(tf.matmul(y - p, y - p, transpose_a=True)),
     "a mean and a tenth of a sum": lambda y, p: tf.reduce_mean(tf.abs(y - p)) + 0.1 * tf.reduce_sum(tf.square(y - p)),
@@ -106,28 +100,9 @@ def by_mask(y: Any, p: Any) -> Any:
     return tf.reduce_mean(tf.abs(y[y > 0] - p[y > 0]))
 
 
-def by_index(y: Any, p: Any) -> Any:
-    """Hits at the places where labels are positive, by a function for each."""
-    places = tf.where(y > 0)
-    return tf.reduce_mean(tf.cast(tf.gather_nd(p, places) > tf.gather_nd(y, places), p.dtype))
-
-
-def of_chosen_samples(y: Any, p: Any) -> Any:
-    """Losses of samples by their numbers, as ``keras.ops`` finds these."""
-    rows = keras.ops.nonzero(y[:, 0] > 0)[0]
-    classes = tf.argmax(tf.gather(y, rows), -1)
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(classes, keras.ops.take(p, rows, 0)))
-
-
 def by_share(y: Any, p: Any) -> Any:
     """A vector, divided by the share of positive labels."""
     return tf.reduce_mean(mask(y, p.dtype) * tf.square(y - p), -1) / tf.reduce_mean(mask(y, p.dtype))
-
-
-def safe(y: Any, p: Any) -> Any:
-    """A masked mean that may have no entries."""
-    chosen = tf.where(y > 0, tf.square(y - p), tf.zeros_like(p))
-    return tf.math.divide_no_nan(tf.reduce_sum(chosen), tf.reduce_sum(mask(y, p.dtype)))
 
 
 def balanced(y: Any, p: Any) -> Any:
@@ -152,7 +127,7 @@ def chosen_total(y: Any, p: Any) -> Any:
     return tf.reduce_sum(mask(y, p.dtype))
 
 
-LOGGED = (by_mask, by_index, of_chosen_samples, by_share, safe, balanced, by_largest, total, chosen_total, masked_mean)
+LOGGED = (by_mask, by_share, balanced, by_largest, total, chosen_total, masked_mean)
 
 
 class OneNumber(keras.losses.Loss):
@@ -380,38 +355,6 @@ def test_state_that_slices_cannot_add_up_is_told() -> None:
 
 
 # ---- programs without Keras
-
-
-def counted_rows(function: Callable[[Any, Any], Any]) -> tuple[Program, Program | None]:
-    """A program with a mean ``part``, and the one that `with_counted_rows` makes of it."""
-    program = program_of(function)
-    dependence = sample_dependence(program, {"part", "result"})
-    assert dependence is not None
-    return program, with_counted_rows(program, dependence, {"part", "result"})
-
-
-def result_of(program: Program, x: np.ndarray) -> np.ndarray:
-    with tf.Graph().as_default() as graph:
-        tf.graph_util.import_graph_def(program.graph, name="")
-        with tf.compat.v1.Session(graph=graph) as session:
-            value: np.ndarray = session.run("result:0", {"x:0": x, "w:0": np.arange(5.0)})
-    return value
-
-
-def test_a_mean_over_chosen_rows_becomes_a_sum_over_their_number() -> None:
-    def mean(x: Any, w: Any) -> Any:
-        return tf.reduce_mean(tf.square(tf.boolean_mask(x * w, x[:, 0] > 0)), name="part")
-
-    program, counted = counted_rows(mean)
-    assert counted is not None
-    x = np.random.default_rng(0).normal(size=(7, 5))
-    np.testing.assert_allclose(result_of(counted, x), result_of(program, x), rtol=1e-5)
-    nodes = {node.name: node.op for node in counted.graph.node}
-    assert nodes["part"] == "RealDiv" and "Mean" not in nodes.values()
-
-
-def test_a_mean_over_all_samples_stays() -> None:
-    assert counted_rows(lambda x, w: tf.reduce_mean(tf.square(x * w), name="part"))[1] is None
 
 
 @pytest.mark.parametrize(

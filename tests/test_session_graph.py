@@ -104,9 +104,7 @@ def stored(*, shards: int = 1) -> list[Variable]:
 @pytest.mark.parametrize(
     "function",
     [
-        read_function("read", stored()),
         read_function("read_shards", stored(shards=2)),
-        load_function("load", stored()),
         load_function("load_shards", stored(shards=2)),
         save_function("save", stored()),
         *(accumulate_function(mode, stored(), mode) for mode in ("first", "next", "none")),

@@ -62,14 +62,6 @@ def test_a_read_that_waits_may_see_another_value() -> None:
     assert names(shared, "ReadVariableOp") == ["a/read", "b/read"]
 
 
-def test_variables_of_two_names_differ() -> None:
-    builder = Builder(empty_graph())
-    variable(builder, "a", "rate")
-    variable(builder, "b", "momentum")
-    shared = share_values(builder.graph, shapes_of(builder.graph))
-    assert len(names(shared, "ReadVariableOp")) == 2
-
-
 @pytest.mark.parametrize("shape", [(1025,), (None,), None])
 def test_large_and_unknown_values_are_computed_again(shape: tuple[int | None, ...] | None) -> None:
     graph = two_updates()
@@ -85,15 +77,6 @@ def test_random_numbers_are_drawn_for_each() -> None:
         builder.add(name, "RandomUniform", [dims], **kind)
     shared = share_values(builder.graph, shapes_of(builder.graph))
     assert names(shared, "RandomUniform") == ["a", "b"]
-
-
-def test_control_edges_follow() -> None:
-    graph = two_updates()
-    builder = Builder(graph)
-    builder.add("end", "NoOp", control=["a/scaled", "b/scaled"])
-    shared = share_values(graph, shapes_of(graph))
-    (scaled,) = names(shared, "Neg")
-    assert list(Graph(shared).nodes["end"].input) == [f"^{scaled}"]
 
 
 def test_tasks_that_are_ordered_share_nothing() -> None:

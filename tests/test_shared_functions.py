@@ -1,4 +1,4 @@
-"""Functions that differ in names only: graphs that come one after the other have each once, and compute the same."""
+"""Functions and graphs that differ in names only: each is there once, and done once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, make_const, make_node
+from graph_passes.ir.graph import (
+    COLOCATION,
+    LAYER_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    NodeDef,
+    Ref,
+    attr,
+    dtype_attr,
+    make_const,
+    make_node,
+)
 from graph_passes.ir.outline import FunctionDef, call_node, outline
 from graph_passes.ir.shared_functions import SharedFunctions
+from graph_passes.ir.twin import Twin
 
 FLOAT = dtype_attr(types_pb2.DT_FLOAT)
 
@@ -82,18 +95,6 @@ def test_functions_that_differ_in_more_than_names_stay(other: FunctionDef) -> No
     result = shared(graph)
     assert names(result) == ["one", "other"]
     assert results(result) == results(graph)
-
-
-def test_which_result_is_which_matters() -> None:
-    def split(name: str, order: Sequence[int]) -> FunctionDef:
-        body = GraphDef()
-        builder = Builder(body)
-        x = builder.append(make_node("x", "Placeholder", attrs={"dtype": FLOAT}))
-        more = builder.add("more", "AddV2", [x, x], T=FLOAT)
-        less = builder.add("less", "Sub", [more, x], T=FLOAT)
-        return outline(name, Graph(body), [x], [[more, less][place] for place in order])
-
-    assert names(shared(of_functions([split("one", (0, 1)), split("other", (1, 0))]))) == ["one", "other"]
 
 
 def test_what_waits_is_part_of_a_function() -> None:
@@ -180,14 +181,6 @@ def test_a_function_that_was_left_out_comes_back_where_it_is_known_by_name() -> 
     assert (names(last), called(last)) == ([], ["other", "one"])
 
 
-def test_functions_that_called_ones_are_given_are_renamed_too() -> None:
-    graph = of_functions([affine("one", "a"), affine("other", "b"), affine("third", "c", factor=7.0)])
-    graph.node[-1].attr["f"].func.attr["given"].func.name = "other"
-    result = shared(graph)
-    assert names(result) == ["one", "third"]
-    assert result.node[-1].attr["f"].func.attr["given"].func.name == "one"
-
-
 def test_branches_are_renamed_too() -> None:
     """They are a list of functions."""
     graph = of_functions([affine("one", "a"), affine("other", "b")], [0])
@@ -195,23 +188,6 @@ def test_branches_are_renamed_too() -> None:
     node.attr["branches"].list.func.add(name="one")
     node.attr["branches"].list.func.add(name="other")
     assert [f.name for f in shared(graph).node[-1].attr["branches"].list.func] == ["one", "one"]
-
-
-def test_functions_that_call_each_other_in_turn_call_what_is_there() -> None:
-    def calling(name: str, *others: str) -> FunctionDef:
-        function = affine(name, name)
-        for other in others:
-            call = call_node(f"{name}/{other}", affine(other, other), [Ref("x0")], device="")
-            function.node_def.add().CopyFrom(call)
-        return function
-
-    g, h, f = calling("g", "f"), calling("h", "f"), calling("f", "g", "h")
-    for order in ([h, f, g], [f, g, h], [g, h, f]):
-        result = shared(of_functions(order, [0]))
-        bodies = [node for function in result.library.function for node in function.node_def]
-        calls = {node.attr["f"].func.name for node in bodies if "f" in node.attr}
-        assert {*names(result)} >= {*calls, *called(result)}
-        assert len(names(result)) == 3  # Whether one of them has state isn't known before the others.
 
 
 def test_functions_that_call_one_with_state_stay() -> None:
@@ -226,3 +202,67 @@ def test_functions_that_call_one_with_state_stay() -> None:
         return function
 
     assert names(shared(of_functions([drawn, branching("one"), branching("other")]))) == ["drawn", "one", "other"]
+
+
+# ---- twins: what is done to one of graphs that differ in names only is taken over for all
+
+
+def _graph(scope: str, layer: str) -> GraphDef:
+    graph = GraphDef()
+    graph.node.append(make_node(f"{scope}/x", "Placeholder", attrs={"dtype": attr(1)}))
+    graph.node.append(make_node(f"{scope}/y", "Split", [f"{scope}/x"], attrs={LAYER_ATTR: attr(layer.encode())}))
+    graph.node.append(make_node(f"{scope}/z", "Add", [f"{scope}/y", f"{scope}/y:1", f"^{scope}/x"]))
+    graph.node[2].attr[COLOCATION].list.s.append(f"loc:@{scope}/x".encode())
+    return graph
+
+
+def test_what_a_node_computes_makes_a_difference() -> None:
+    graph = _graph("a", "first")
+    graph.node[1].attr["num_split"].i = 3
+    assert Twin(graph).serialized != Twin(_graph("a", "first")).serialized
+
+
+def test_the_twin_itself_has_the_graphs_names_again() -> None:
+    graph = _graph("a", "first")
+    twin = Twin(graph)
+    same, named = twin.named(GraphDef.FromString(twin.serialized))
+    assert same == graph
+    assert named(Ref("n2")) == Ref("a/z")
+
+
+def test_new_nodes_are_called_after_those_they_come_from() -> None:
+    graph = _graph("a", "first")
+    graph.node.append(make_node("gradients/a/z_grad", "NoOp"))
+    changed = GraphDef.FromString(Twin(graph).serialized)
+    changed.node.append(make_node("gradients/n2_grad", "Neg", ["n2"]))
+    changed.node.append(make_node("n1/output1", "Neg", ["gradients/n2_grad"]))
+    changed.node.append(make_node("n1x", "Neg", ["n1/output1", "^n0"]))
+    changed.node[5].attr[COLOCATION].list.s.append(b"loc:@n0")
+    named_graph, named = Twin(graph).named(changed)
+    new = list(named_graph.node)[4:]
+    assert [node.name for node in new] == ["gradients/a/z_grad_1", "a/y/output1", "n1x"]
+    assert [list(node.input) for node in new] == [["a/z"], ["gradients/a/z_grad_1"], ["a/y/output1", "^a/x"]]
+    assert not any(COLOCATION in node.attr for node in new)
+    assert named(Ref("n1/output1", 2)) == Ref("a/y/output1", 2)
+
+
+def test_a_node_that_became_a_constant_keeps_what_is_noted_but_no_place() -> None:
+    graph = _graph("a", "first")
+    graph.node[1].attr[COLOCATION].list.s.append(b"loc:@a/x")
+    changed = GraphDef.FromString(Twin(graph).serialized)
+    constant: NodeDef = make_const("n1", 3, 3)
+    changed.node[1].CopyFrom(constant)
+    node = Twin(graph).named(changed)[0].node[1]
+    assert (node.name, node.op, node.attr[LAYER_ATTR].s) == ("a/y", "Const", b"first")
+    assert COLOCATION not in node.attr
+
+
+def test_a_constant_for_a_further_output_has_what_is_noted_at_its_node() -> None:
+    """Messages said "(no layer)"."""
+    graph = _graph("a", "first")
+    changed = GraphDef.FromString(Twin(graph).serialized)
+    changed.node.append(make_const("n1/output1", 3, 3))
+    changed.node.append(make_node("n1/other", "Neg", ["n1/output1"]))
+    constant, other = list(Twin(graph).named(changed)[0].node)[3:]
+    assert (constant.name, constant.attr[LAYER_ATTR].s) == ("a/y/output1", b"first")
+    assert LAYER_ATTR not in other.attr

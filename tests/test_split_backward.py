@@ -107,12 +107,3 @@ def test_bytes_between_bx_and_bw_are_those_that_bw_reads() -> None:
     assert (second.delayed_bytes, second.fixed_delayed_bytes) == ((3 + 1) * 8, 0)
     assert second.residual_bytes == (3 + 1) * 8
     assert (first.delayed_bytes, first.fixed_delayed_bytes) == ((3 + 3) * 8, 0)
-
-
-def test_partial_results_of_recomputed_forwards() -> None:
-    """With ``boundary`` Bx hands on what it has computed again; with ``min_cut`` Bw computes cheap things itself."""
-    program = split("tied in a stage", "boundary")
-    second = program.stages[1]
-    assert second.weight_grad is not None and second.input_grad is not None
-    assert operations(second.weight_grad).isdisjoint(operations(second.input_grad))
-    assert any(value.kind is ValueKind.PARTIAL for value in second.weight_grad.inputs)

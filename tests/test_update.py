@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from flat_programs import Steps
 from program_text import read_program
 from programs import (
     DOUBLE,
     FLOAT,
     HOST,
-    Machine,
     apply,
     chain,
     connected,
@@ -59,42 +59,6 @@ def collectives(program: Program) -> dict[str, list[tuple[int, int, int]]]:
             size, group, instance = (int(value) for value in interpret(program.graph, data_inputs(each)[1:4], {}))
             by_device.setdefault(each.device, []).append((size, group, instance))
     return by_device
-
-
-class Training:
-    """A complete step with its devices."""
-
-    def __init__(self, program: Program, values: Mapping[str, Any]) -> None:
-        self.program, self.step = program, step_of(program)
-        self.owner_devices = {
-            name: [device for stage in stages for device in self.step.layout.devices[stage]]
-            for name, stages in owners(program).items()
-        }
-        count = sum(map(len, self.step.layout.devices))
-        self.machine = Machine(program.graph, count)
-        for name, value in values.items():
-            for device in self.owner_devices.get(name, ()):
-                self.machine.load(device, [program.variables[name]], [value])
-
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.machine.__exit__()
-
-    def train(self, **batch: Any) -> float:
-        """One step; returns the loss."""
-        feeds = {self.step.feeds[Ref(name)]: value for name, value in batch.items()}
-        feeds |= {ref: 0.0 for pair in self.step.metric_feeds.values() for ref in pair}
-        assert self.step.loss is not None and self.step.train is not None
-        return float(self.machine.run([self.step.loss], feeds, after=[self.step.train])[0])
-
-    def value(self, name: str) -> np.ndarray:
-        """The value of a variable, which all devices that keep it must agree on to the last bit."""
-        values = [self.machine.read(device, self.program.variables[name])[0] for device in self.owner_devices[name]]
-        for other in values[1:]:
-            np.testing.assert_array_equal(other, values[0])
-        return np.asarray(values[0])
 
 
 # ---- structure
@@ -204,53 +168,30 @@ def test_what_is_carried_over_needs_accumulators() -> None:
 # ---- numbers
 
 
-def plain_step(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """Loss and gradients of ``programs.two_layers``."""
-    h = np.tanh(x @ w)
-    return np.sum((h @ v) ** 2) / 2, x.T @ ((h @ v @ v.T) * (1 - h**2)), h.T @ h @ v
-
-
 @pytest.mark.parametrize(
-    ("cut", "limit", "accumulated"),
+    ("flat", "cuts", "cut", "options"),
     [
-        (layout([2, 1], 5, 2), 1, True),
-        (layout([2, 1], 3, 4, global_batch_size=8), 1 << 20, True),
-        (layout([3, 1], 2), 1 << 20, False),
+        (two_layers(), ("a",), layout([2, 1], 5, 2), {"bucket_bytes": 1}),
+        (two_layers(), ("a",), layout([2, 1], 3, 4, global_batch_size=8), {}),
+        (two_layers(), ("a",), layout([3, 1], 2), {"accumulated": False}),
+        (stateful_layers(), ("a",), layout([2, 1], 5, 2), {}),
     ],
-    ids=["two buckets", "a short batch", "a replica without samples, at once"],
+    ids=["two buckets", "a short batch", "a replica without samples, at once", "moving averages and counters"],
 )
-def test_three_replicas_train_like_one_device(cut: Layout, limit: int, accumulated: bool) -> None:
-    rng = np.random.default_rng(0)
-    w, v = rng.normal(size=(2, 3)), rng.normal(size=(3, 1))
-    program = two_stages() if len(cut.devices) == 2 else staged(two_layers())
-    complete = updated(program, cut, bucket_bytes=limit, rate=0.1, accumulated=accumulated)
-    with Training(complete, {"w": w, "v": v}) as training:
-        for _ in range(2):
-            x = rng.normal(size=(cut.batch, 2))
-            expected, dw, dv = plain_step(x, w, v)
-            assert np.abs(dw).min() > 0 and np.abs(dv).min() > 0
-            assert training.train(x=x) == pytest.approx(expected, rel=1e-12)
-            w, v = w - 0.1 * dw, v - 0.1 * dv
-            np.testing.assert_allclose(training.value("w"), w, rtol=1e-11)
-            np.testing.assert_allclose(training.value("v"), v, rtol=1e-11)
-
-
-def test_moving_averages_are_those_of_the_batch_and_counters_count_steps() -> None:
-    rng = np.random.default_rng(0)
-    values: dict[str, Any] = {"w": rng.normal(size=(2, 2)), "v": rng.normal(size=(2, 2))}
-    values |= {"average": rng.normal(size=2), "count": np.int32(5)}
-    program = updated(staged(stateful_layers(), "a"), layout([2, 1], 5, 2), rate=0.0)
-    average = values["average"]
-    with Training(program, values) as training:
-        for step in (1, 2):
-            x = rng.normal(size=(5, 2))
-            training.train(x=x)
-            average = average + (x @ values["w"]).mean(axis=0)
-            np.testing.assert_allclose(training.value("average"), average, rtol=1e-12)
-            assert training.value("count") == 5 + step
-
-
-# ---- what optimizers must know of all gradients
+def test_any_layout_trains_like_one_device(
+    flat: Program, cuts: Sequence[str], cut: Layout, options: dict[str, Any]
+) -> None:
+    x = np.random.default_rng(0).normal(size=(cut.batch, 2))
+    results = []
+    for program in (updated(staged(flat), layout([1], cut.batch)), updated(staged(flat, *cuts), cut, **options)):
+        with Steps(program, sum(map(len, step_of(program).layout.devices))) as steps:
+            steps.load()
+            for _ in range(2):
+                steps.run([x])
+            results.append(steps.values())
+    for name, (expected,) in results[0].items():
+        for value in results[1][name]:
+            np.testing.assert_allclose(value, expected, rtol=1e-11)
 
 
 # ---- stages that share devices, and the order of reductions
