@@ -313,7 +313,7 @@ def test_no_cuts_have_a_shorter_longest_stage(seed: int) -> None:
 def test_cuts_by_time_and_by_memory_name_the_last_layer_of_each_stage_but_the_last() -> None:
     profile = profile_of([1, 1, 1, 3])
     assert [by_time(profile, stages) for stages in (1, 2, 4)] == [[], ["l2"], ["l0", "l1", "l2"]]
-    sizes = zip(profile.layers, (3e8, 1e8, 1e8, 1e8), strict=True)
+    sizes = zip(profile.layers, (4e8, 1e8, 1e8, 1e8), strict=True)
     stored = tuple(dataclasses.replace(layer, parameter_bytes=int(size)) for layer, size in sizes)
     assert by_memory(dataclasses.replace(profile, layers=stored), 2) == ["l0"]
     none = tuple(dataclasses.replace(layer, parameter_bytes=10**9 * (layer.name == "l3")) for layer in profile.layers)
