@@ -251,24 +251,12 @@ VALID: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"weight_devices": None},
-            "joint runs Bw on a sub-stream, but device 0 stands in the devices and in the weight_",
-        ),
-        (
-            {"weight_devices": [[1], [2], [1]]},
-            "one sub-stream for each device, but weight_devices of stage 0 are [1] and",
-        ),
-        (
-            {"devices": [[0], [0], [2]]},
-            "schedules the two streams of one device, but stage 0 is on devices [0] and stage",
-        ),
+        ({"weight_devices": None}, "joint runs Bw on a sub-stream, but device 0 stands in the devices and in the"),
+        ({"weight_devices": [[1], [2], [1]]}, "one sub-stream for each device, but weight_devices of stage 0 are [1]"),
+        ({"devices": [[0], [0], [2]]}, "schedules the two streams of one device, but stage 0 is on devices [0] and"),
         ({"weight_regions": [0]}, "weight_regions has 1 entries for 3 stages; give one for each"),
         ({"weight_regions": [0, 2, 0]}, "but the Bx of stage 2 runs before that of stage 1; give a stage from 0 to 1"),
-        (
-            {"weight_regions": [0, -1, 0]},
-            "beside the Bx of stage -1, but there is no such stage; give a stage from 0 to",
-        ),
+        ({"weight_regions": [0, -1, 0]}, "beside the Bx of stage -1, but there is no such stage; give a stage from 0"),
         ({"weight_regions": "012"}, "weight_regions is '012'; give a list, such as [0, 1]"),
         ({"weight_regions": [0, 0.5, 0]}, "weight_regions: 0.5 isn't a whole number"),
         ({"schedule": "fast_forward", "weight_regions": [0, 0, 0]}, "are given for fast_forward, which has no regions"),
