@@ -329,67 +329,25 @@ ORDERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def heads(x: Any) -> Any:
-    """Two heads of sequences of any length, each before the samples."""
-    length = tf.shape(x)[1]
-    return tf.reshape(tf.transpose(tf.reshape(x, (-1, length, 2, 2)), (2, 0, 1, 3)), (-1, length, 2))
-
-
-SEQUENCES = ((heads, lambda x: tf.concat(tf.split(x, 2), -1)),)
-
-
-@keras.saving.register_keras_serializable("unlike_replicas")
-class Part(layers.Layer):
-    """One of three stages: it sends rows in every order, works on rows, or puts together what belongs to a sample."""
-
-    def __init__(self, part: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.part = part
-        rows = [*ORDERS.values(), *SEQUENCES]
-        self.dense = [layers.Dense((6 if order in ORDERS.values() else 4, 4, 3)[part], "tanh") for order in rows]
-        self.built = True
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "part": self.part}
-
-    def call(self, tensors: Any) -> Any:
-        both = [*ORDERS.values(), *SEQUENCES]
-        if self.part == 0:
-            given = [tensors[0]] * len(ORDERS) + [tensors[1]] * len(SEQUENCES)
-            return [send(dense(x)) for (send, _), dense, x in zip(both, self.dense, given, strict=True)]
-        if self.part == 1:
-            return [dense(x) for dense, x in zip(self.dense, tensors, strict=True)]
-        joined = [back(x) for (_, back), x in zip(both, tensors, strict=True)]
-        means = [x if len(x.shape) == 2 else tf.reduce_mean(x, 1) for x in joined]
-        return sum(dense(x) for dense, x in zip(self.dense, means, strict=True))
-
-
-class Rows(keras.Model):
-    """Tensors with several rows for each sample, in all orders, between three stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = [Part(part, name=name) for part, name in enumerate(("first", "second", "third"))]
-
-    def call(self, tensors: Any) -> Any:
-        for part in self.parts:
-            tensors = part(tensors)
-        return tensors
-
-
-def rows() -> keras.Model:
-    model = Rows()
-    model((np.zeros((2, 6)), np.zeros((2, 5, 4))))
-    model.compile(keras.optimizers.Adam(1e-2), "mse")
-    return model
-
-
 def test_rows_of_samples_in_every_order() -> None:
+    """The first stage sends rows, the second works on rows, and the third puts together the rows of a sample."""
+
+    def rows() -> keras.Model:
+        features = keras.Input((6,))
+        x = layers.Dense(6, "tanh")(features)
+        sent = [Computed(send, name=f"send{number}")(x) for number, (send, _) in enumerate(ORDERS.values())]
+        mid = [layers.Dense(4, "tanh", name=f"row{number}")(own) for number, own in enumerate(sent)]
+        joined = [Computed(join)(own) for (_, join), own in zip(ORDERS.values(), mid, strict=True)]
+        model = keras.Model(features, layers.Add()([layers.Dense(3)(own) for own in joined]))
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        return model
+
     use_float64()
     model, plain = pair(rows)
-    pipelined = pipeline(model, ["first", "second"], (1, 2, 3), 1, 11)
+    last = len(ORDERS) - 1
+    pipelined = pipeline(model, [f"send{last}", f"row{last}"], (1, 2, 3), 1, 11)
     draw = np.random.default_rng(1)
-    x, y = (draw.normal(size=(11, 6)), draw.normal(size=(11, 5, 4))), draw.normal(size=(11, 3))
+    x, y = draw.normal(size=(11, 6)), draw.normal(size=(11, 3))
     assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=EXACT)
     pipelined.sync()
     assert_same_variables(model, plain, EXACT)
