@@ -1,38 +1,47 @@
-"""The steps of the planner's local search."""
+"""The steps of the planner's local search, and its simulations that end early or go on from where plans differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hardware import cluster_of, profile_of
 
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.layer_profile import Cost
+from dapple_tf.describe.plan import ALL_REDUCE, Plan, PlanError
+from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
+from dapple_tf.planning.early_reductions import early_reductions
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.stage_cuts import by_time
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.least_times import LeastTimes
+from dapple_tf.simulation.simulator import run, tried
+
+PLAN = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
 
 
-def request(plan: Plan, layers: int, *servers: int, **options: Any) -> PlanRequest:
-    batch = plan.global_batch_size
-    return PlanRequest.of(profile_of(layers), cluster_of(*servers), batch, (1, 2, 4, 8), **options)
+def request(layers: int = 4, *servers: int, batch: int = 8, **options: Any) -> PlanRequest:
+    return PlanRequest.of(profile_of(layers), cluster_of(*(servers or (3,))), batch, (1, 2, 4, 8), **options)
 
 
 def changed(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], int]]:
-    plans = neighbours(plan, request(plan, layers, *servers))
+    plans = [*neighbours(plan, request(layers, *servers))]
+    assert all(max(other.replicas) <= 8 // other.micro_batches for other in plans)
     return {(other.cuts, other.devices, other.micro_batches) for other in plans}
 
 
-def test_cuts_move_by_up_to_two_layers_and_never_empty_a_stage() -> None:
-    plan = Plan.manual(["layer_1"], [[0], [1]], 2, 8)
-    cuts = {cuts for cuts, devices, count in changed(plan, 4, 2) if devices == plan.devices and count == 2}
-    assert cuts == {("layer_0",), ("layer_2",)}
-
-
-def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
-    devices = {devices for cuts, devices, count in changed(plan, 4, 3, 2) if cuts == plan.cuts and count == 2}
+def test_cuts_micro_batches_and_devices_move() -> None:
+    straight = Plan.manual(["layer_1"], [[0], [1]], 2, 8)
+    others = changed(straight, 4, 2)
+    cuts = {cuts for cuts, devices, count in others if devices == straight.devices and count == 2}
+    assert cuts == {("layer_0",), ("layer_2",)}, "by up to two layers, and no stage is empty"
+    assert {count for *same, count in others if same == [straight.cuts, straight.devices]} == {1, 4}
+    devices = {devices for cuts, devices, count in changed(PLAN, 4, 3, 2) if cuts == PLAN.cuts and count == 2}
     assert devices == {
         ((0,), (1, 2)),  # from the first stage to the second
         ((0,), (2,)),  # one less
@@ -44,49 +53,36 @@ def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
     }
 
 
-def test_micro_batches_double_and_halve() -> None:
-    plan = Plan.manual(["layer_1"], [[0], [1]], 2, 8)
-    same = {count for cuts, devices, count in changed(plan, 4, 2) if (cuts, devices) == (plan.cuts, plan.devices)}
-    assert same == {1, 4}
-
-
 def test_stages_are_merged_and_split() -> None:
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
-    others = changed(plan, 4, 4)
+    others = changed(PLAN, 4, 4)
     assert ((), ((0, 1, 2),), 2) in others
     assert (("layer_0", "layer_1"), ((0,), (1,), (2,)), 2) in others  # shares its devices
     assert (("layer_1", "layer_2"), ((0, 1), (2,), (3,)), 2) in others  # gets the free one
 
 
-def test_all_are_legal_and_none_has_more_replicas_than_samples() -> None:
-    plan = Plan.manual(["layer_0"], [[0, 1], [2]], 4, 8)
-    for other in neighbours(plan, request(plan, 3, 5)):
-        assert max(other.replicas) <= 8 // other.micro_batches
+# ---- moves of one's own
 
 
-def exchange(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
-    yield {"devices": plan.devices[::-1]}
+def yielding(made: Any) -> Move:
+    def mine(plan: Plan, request: PlanRequest) -> Any:
+        return made
+
+    return mine
 
 
-def test_moves_of_ones_own_come_last() -> None:
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
-    *built_in, last = neighbours(plan, request(plan, 4, 3, moves=[exchange]))
-    assert last.devices == ((2,), (0, 1))
-    assert built_in == [*neighbours(plan, request(plan, 4, 3))]
-
-
-def test_what_moves_may_not_change_is_refused() -> None:
-    def smaller(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
-        yield {"global_batch_size": 1, "cut": ()}
-
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
-    with pytest.raises(
-        PlanError, match=r"^move smaller changes cut, global_batch_size; a move may .*devices"
-    ) as caught:
-        [*neighbours(plan, request(plan, 4, 3, moves=[smaller]))]
-    assert "report" not in str(caught.value)
-    with pytest.raises(PlanError, match="moves has 'left'; give functions"):
-        request(plan, 4, 3, moves=["left"])
+def test_moves_of_ones_own_come_last_and_impossible_plans_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    changes: list[Changes] = [
+        {"devices": ((), (2,))},
+        {"devices": ((0, 1), (3,))},  # There are three devices.
+        {"cuts": ("layer_3",)},  # The last layer.
+        {"micro_batches": 100},
+        {"devices": ((2,), (0, 1)), "warm_up": (3, 1), "micro_batches": 4},
+    ]
+    with caplog.at_level("DEBUG", logger="dapple_tf"):
+        *built_in, last = neighbours(PLAN, request(moves=[yielding(changes)]))
+    assert (last.devices, last.micro_batches, last.warm_up) == (((2,), (0, 1)), 4, (3, 1))
+    assert built_in == [*neighbours(PLAN, request())]
+    assert caplog.messages == ["move mine changed a plan in 5 ways, 1 of them legal"]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +90,8 @@ def test_what_moves_may_not_change_is_refused() -> None:
     [
         (None, "move mine returned None; let it yield dicts of a plan's fields, such as {'micro_batches': 8}"),
         ({"micro_batches": 4}, "move mine returned {'micro_batches': 4}; let it yield dicts"),
-        ([None], "move mine yields None; let it yield dicts of a plan's fields"),
         ([5], "move mine yields 5; let it yield dicts"),
+        ([{"global_batch_size": 1, "cut": ()}], "move mine changes cut, global_batch_size; a move may change "),
         ([{"devices": "nonsense"}], "move mine yields {'devices': 'nonsense'}: devices is 'nonsense'; give a list"),
         ([{"micro_batches": "a"}], "move mine yields {'micro_batches': 'a'}: micro_batches: 'a' isn't a whole number"),
         ([{"schedule": "nosuch"}], "move mine yields {'schedule': 'nosuch'}: unknown schedule 'nosuch'; use one of"),
@@ -105,56 +101,29 @@ def test_what_moves_may_not_change_is_refused() -> None:
     ],
 )
 def test_a_wrong_move_is_named(made: Any, text: str) -> None:
-    def mine(plan: Plan, request: PlanRequest) -> Any:
-        return made
-
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
     with pytest.raises(PlanError) as caught:
-        [*neighbours(plan, request(plan, 4, 3, moves=[mine]))]
+        [*neighbours(PLAN, request(moves=[yielding(made)]))]
     assert str(caught.value).startswith(text)
-
-
-def test_what_makes_no_legal_plan_of_this_model_and_cluster_is_skipped_and_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def mine(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
-        yield {"devices": ((), (2,))}
-        yield {"devices": ((0, 1), (3,))}  # There are three devices.
-        yield {"cuts": ("layer_3",)}  # The last layer.
-        yield {"micro_batches": 100}
-        yield {"micro_batches": 4, "warm_up": (3, 1)}
-
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
-    with caplog.at_level("DEBUG", logger="dapple_tf"):
-        *_, last = neighbours(plan, request(plan, 4, 3, moves=[mine]))
-    assert (last.micro_batches, last.warm_up) == (4, (3, 1))
-    assert caplog.messages == ["move mine changed a plan in 5 ways, 1 of them legal"]
+    assert "report" not in str(caught.value)
+    with pytest.raises(PlanError, match="moves has 'left'; give functions"):
+        request(moves=["left"])
 
 
 def test_an_exception_in_a_move_names_the_move() -> None:
     def mine(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
         yield {"micro_batches": 1 // 0}
 
-    plan = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
     with pytest.raises(ZeroDivisionError) as caught:
-        [*neighbours(plan, request(plan, 4, 3, moves=[mine]))]
+        [*neighbours(PLAN, request(moves=[mine]))]
     assert caught.value.__notes__ == ["in the move mine, of a plan of 2 stages"]
 
 
-@pytest.mark.parametrize("changes", [{"micro_batches": 2}, {"micro_batches": 100}])
-def test_a_move_without_end_ends(changes: Changes) -> None:
-    def endless(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
-        while True:
-            yield changes
-
-    find_plan(profile_of(2), cluster_of(2), 8, micro_batches=2, moves=[endless])
-
-
-def test_moves_may_change_what_the_planner_leaves_alone() -> None:
+def test_moves_may_change_fields_that_the_planner_leaves_alone_and_end_though_they_dont() -> None:
     """Plans that differed in such a field only counted as simulated already."""
 
     def more_in_flight(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
-        yield {"warm_up": tuple(2 * (plan.num_stages - stage) for stage in range(plan.num_stages))}
+        while True:
+            yield {"warm_up": tuple(2 * (plan.num_stages - stage) for stage in range(plan.num_stages))}
 
     def asked(*moves: Move) -> Plan:
         profile, cluster = profile_of(4, size=1e6, parameters=10**8), cluster_of(1, 1, inter_bandwidth=1e9)
@@ -163,3 +132,112 @@ def test_moves_may_change_what_the_planner_leaves_alone() -> None:
     without, own = asked(), asked(more_in_flight)
     assert without.num_stages == 2 and without.warm_up is None and own.warm_up == (4, 2)
     assert own.report is not None and without.report is not None and own.report.latency < without.report.latency
+
+
+# ---- trials: the same numbers as whole simulations
+
+POLICIES = ("gpipe", "dapple_a", "dapple_b", "fast_forward_a", "modulo", "interleaved", "zb_h1", "zb_h2", "zb_v")
+
+
+def some_of(kind: Callable[[random.Random], CostModel], seeds: range) -> list[CostModel]:
+    """The costs of random plans that are possible."""
+    made = []
+    for seed in seeds:
+        try:
+            costs = kind(random.Random(seed))
+            run(costs)
+        except PlanError:
+            continue
+        made.append(costs)
+    return made
+
+
+def simple(rng: random.Random) -> CostModel:
+    profile = profile_of(rng.randint(4, 12), parameters=10 ** rng.randint(4, 8), size=10 ** rng.uniform(4, 7))
+    servers = rng.choice([(4,), (2, 2), (1, 1, 1, 1), (4, 4)])
+    cluster = cluster_of(*servers, intra_bandwidth=1e10, inter_bandwidth=10 ** rng.uniform(7, 10), intra_latency=1e-5)
+    devices, places = sum(servers), rng.choice([1, 2, 4])
+    each = devices // places
+    groups = [range(place * each, (place + 1) * each) for place in range(places)] * rng.choice([1, 1, 2])
+    cuts, carried = by_time(profile, len(groups)), rng.choice([0, 0, 0, 1])
+    plan = Plan.manual(cuts, groups, rng.choice([1, 3, 4, 8]), 64, rng.choice(POLICIES), carried_updates=carried)
+    return CostModel(plan, profile, cluster)
+
+
+def combined(draw: random.Random) -> CostModel:
+    """Relays, unlike slices and all-reduces by server; some layers have no parameters."""
+    count = draw.randint(4, 9)
+    layers = [
+        dataclasses.replace(
+            layer,
+            forward=Cost(0.0, draw.uniform(1, 5) * 1e-3),
+            backward=Cost(0.0, draw.uniform(2, 10) * 1e-3),
+            parameter_bytes=draw.choice([0, 4 * 10**4, 4 * 10**6, 4 * 10**8]),
+        )
+        for layer in profile_of(count).layers
+    ]
+    tensors = [Tensor(index, (index + 1,), Cost(0.0, 10 ** draw.uniform(3, 6))) for index in range(count - 1)]
+    tensors.append(Tensor(0, tuple(range(1, count)), Cost(0.0, 10 ** draw.uniform(4, 6)), draw.random() < 0.7))
+    shared = (SharedParameters((0, count - 1), 4 * 10**6),) if draw.random() < 0.4 else ()
+    profile = Profile("skips", "none", (1,), tuple(layers), tuple(tensors), shared)
+    servers = draw.choice([(2, 2), (3, 3), (4,), (1, 2, 1)])
+    speeds = [draw.choice([1.0, 1.0, 0.5]) for _ in range(sum(servers))]
+    links = {"intra_bandwidth": 1e10, "inter_bandwidth": 10 ** draw.uniform(8, 10), "inter_latency": 1e-4}
+    places, micro_batches = draw.choice([1, 2]), draw.choice([1, 2, 5])
+    each = sum(servers) // places
+    groups = [range(place * each, (place + 1) * each) for place in range(places)] * draw.choice([1, 2])
+    plan = Plan.manual(
+        by_time(profile, len(groups)),
+        groups,
+        micro_batches,
+        micro_batches * each * draw.randint(2, 5) + draw.randint(0, 3),
+        draw.choice(POLICIES),
+        relays=[stage for stage in range(len(groups)) if draw.random() < 0.5],
+        shares=[[draw.randint(1, 3) for _ in group] for group in groups],
+        all_reduce=[draw.choice(ALL_REDUCE) for _ in groups],
+    )
+    return CostModel(plan, profile, cluster_of(*servers, speeds=speeds, **links))
+
+
+def least(costs: CostModel) -> float:
+    delaying = {stage for stage in range(costs.plan.num_stages) if costs.delays(stage)}
+    return LeastTimes(costs, delaying, carried=range(costs.plan.num_stages * costs.plan.carried_updates)).busiest()
+
+
+def test_a_step_within_its_limit_is_simulated_as_without_and_none_is_given_up_wrongly() -> None:
+    known = some_of(simple, range(40))
+    assert len(known) > 20
+    for costs in known:
+        whole = run(costs)
+        within = tried(costs, whole.latency)
+        assert within.simulation is not None and within.simulation.spans == whole.spans
+        computed = max(span.end for span in whole.spans if span.kind in ("F", "B", "Bx", "Bw"))
+        assert within.tail == pytest.approx(whole.latency - computed)
+        assert tried(costs, 0.1 * computed).simulation is None  # all-reduces may end during backwards
+        assert 0 < least(costs) <= whole.latency * (1 + 1e-9)
+
+
+def test_steps_with_other_cuts_go_on_from_where_they_differ() -> None:
+    resumed = 0
+    for costs in some_of(simple, range(40)):
+        whole = tried(costs)
+        for plan in () if costs.plan.carried_updates else early_reductions(costs):
+            cut = CostModel(plan, costs.profile, costs.cluster)
+            simulation, own = run(cut), whole.with_cuts(cut).simulation
+            assert own is not None and (own.latency, own.spans) == (simulation.latency, simulation.spans)
+            assert tried(costs, simulation.latency).simulation is not None, "a limit is for the best way to cut"
+            resumed += 1
+        assert whole.simulation is not None and whole.simulation.spans == run(costs).spans
+    assert resumed > 5
+
+
+def test_no_plan_that_is_fast_enough_once_cut_is_given_up() -> None:
+    """All-reduces hold up tasks, and may be over before the backwards during which they run."""
+    for costs in some_of(combined, range(80)):
+        for plan in early_reductions(costs):
+            cut = CostModel(plan, costs.profile, costs.cluster)
+            latency = run(cut).latency
+            assert all(tried(own, latency).simulation is not None for own in (costs, cut))
+            assert least(cut) <= latency * (1 + 1e-9)
+        waiting = dataclasses.replace(costs.plan, wait_free=False)
+        assert not [*early_reductions(CostModel(waiting, costs.profile, costs.cluster))]

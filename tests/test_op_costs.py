@@ -1,4 +1,4 @@
-"""Costs of operators: work by their shapes, rooflines, averages of measurements, files, and times of real steps."""
+"""Costs of operators: work by their shapes, rooflines, averages of measurements, files, and times from step stats."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from tensorflow.core.framework.step_stats_pb2 import StepStats
 
 from dapple_tf.measuring.measure_operators import add_step_stats
 from dapple_tf.operators import flops
-from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
 from dapple_tf.operators.flops import Work, work
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError, device_kind
-from dapple_tf.operators.op_graph import Topology
 from dapple_tf.operators.rooflines import CPU, P100, Roofline
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
-from graph_passes.analysis.operator_shapes import operator_shapes
-from graph_passes.ir.graph import GraphDef, dtype_name, make_node
+from graph_passes.ir.graph import dtype_name, make_node
 from graph_passes.ir.tensorflow_bridge import op_def, output_dtypes
 
 parse = OpSignature.parse
@@ -407,45 +404,3 @@ def test_a_gpu_that_tells_nothing_of_kernels_counts_as_not_measured(caplog: pyte
     assert add_step_stats(costs, stats(gpu="relu 10000-14000", cpu="tanh 0-1000"), _SIGNATURES) == 1
     assert costs.measured(_RELU, "GPU") is None and costs.measured(_SIGNATURES["tanh"], "CPU") is not None
     assert "1 operators ran on GPUs, but the trace has no times of kernels" in caplog.text
-
-
-def traced_step(runs: int) -> tuple[GraphDef, list[StepStats]]:
-    """A small training step that runs in a session under the name ``step``."""
-    with tf.Graph().as_default() as own:
-        x = tf.compat.v1.placeholder(tf.float32, [16, 12, 12, 8], name="x")
-        filters = tf.ones([3, 3, 8, 8])
-        y = tf.nn.relu(tf.nn.conv2d(x, filters, 1, "SAME", name="conv"))
-        body = lambda i, h: (i + 1, tf.tanh(h @ h))  # noqa: E731
-        _, state = tf.while_loop(lambda i, h: i < 5, body, [0, y[0, :8, 0]], maximum_iterations=5, name="loop")
-        rows = tf.boolean_mask(state[:, 0], state[:, 0] > 0, name="rows")
-        loss = tf.reduce_sum(y, name="loss") + tf.reduce_sum(state) + tf.reduce_sum(rows)
-        tf.identity(tf.gradients(loss, filters)[0], name="gradient")
-        graph = own.as_graph_def()
-    with tf.Graph().as_default() as scope:
-        tf.graph_util.import_graph_def(graph, name="step")
-        config = tf.compat.v1.ConfigProto()
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        config.graph_options.optimizer_options.opt_level = -1
-        options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
-        feed = {"step/x:0": np.random.default_rng(0).normal(size=[16, 12, 12, 8]) / 100}
-        told = [tf.compat.v1.RunMetadata() for _ in range(runs)]
-        with tf.compat.v1.Session(graph=scope, config=config) as session:
-            for metadata in told:
-                session.run(["step/gradient:0", "step/loss:0"], feed, options=options, run_metadata=metadata)
-    return graph, [metadata.step_stats for metadata in told]
-
-
-def test_a_traced_step_measures_its_operators() -> None:
-    graph, runs = traced_step(3)
-    shapes = operator_shapes(graph, {})
-    made = operator_signatures(graph, shapes)
-    costs = OperatorCosts()
-    (count,) = {add_step_stats(costs, run, made, prefix="step") for run in runs[1:]}
-    assert count > 10
-    names = [name for name, signature in made.items() if signature.op == "Conv2DBackpropFilter"]
-    for name in ("conv", "loop", *names):
-        mean = costs.measured(made[name], "CPU")
-        assert mean is not None and 0 < mean.seconds < 5 and mean.times == 2, name
-    op_graph = build_op_graph(graph, Topology(("CPU:0",), *3 * [None]), costs, shapes)  # type: ignore[arg-type]
-    seconds = dict(zip(op_graph.names, op_graph.seconds[:, 0], strict=True))
-    assert all(seconds[name] == costs.seconds(made[name], "CPU") for name in ("conv", "loop", "Relu"))

@@ -162,19 +162,7 @@ def test_memory_and_options_are_asked_of_an_own_policy() -> None:
     assert str(last) == "0Bw3"
 
 
-def backwards_first(request: ScheduleRequest) -> Orders:
-    return {device: [Job(0, B, 0), Job(0, F, 0)] for device in request.devices[0]}
-
-
-def of_another(request: ScheduleRequest) -> Orders:
-    return {request.devices[0][0]: [Job(2, F, 0)]}
-
-
 def too_many(request: ScheduleRequest) -> Orders:
-    return make_orders(request, request.micro_batches)
-
-
-def make_orders(request: ScheduleRequest, ahead: int) -> Orders:
     numbers = range(request.micro_batches)
     return {
         device: [Job(stage, phase, number) for phase in (F, B) for number in numbers]
@@ -183,71 +171,58 @@ def make_orders(request: ScheduleRequest, ahead: int) -> Orders:
     }
 
 
-WRONG = Policy("wrong", backwards_first)
-OF_ANOTHER = Policy("wrong", of_another)
+AHEAD, NUMBER, OTHER = [Job(0, B, 0), Job(0, F, 0)], [Job(0, "F", 0)], [Job(2, F, 0)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: plan_of(SPLIT_FIRST, reverse_first_k=2), "split_first doesn't split the backward of stage 1; set it"),
+        (lambda: plan_of(RUN_AHEAD, weight_devices=[[4], [5, 6], [7]]), "run_ahead runs Bw on a stage's own devices"),
+        (lambda: plan_of(RUN_AHEAD, weight_regions=[0, 0, 0]), "are given for run_ahead, which has no regions"),
         (
-            lambda: plan_of(SPLIT_FIRST, reverse_first_k=2),
-            "split_first doesn't split the backward of stage 1; set it to",
+            lambda: returning({0: AHEAD}),
+            r"^schedule 'wrong': device 0 runs 0B0 before 0F0; a backward needs its forward",
         ),
+        (lambda: returning({0: OTHER}), r"wrong has device 0 run 2F0, but stages are 0 to 0"),
         (
-            lambda: Plan.data_parallel(1, 8, schedule=WRONG),
-            r"^schedule 'wrong': device 0 runs 0B0 before 0F0; a backward",
+            lambda: plan_of(Policy("wrong", lambda _: {0: OTHER})),
+            r"0 run 2F0, but stage 2 is on \[3\]; give each stage",
         ),
-        (lambda: Plan.data_parallel(1, 8, schedule=OF_ANOTHER), r"wrong has device 0 run 2F0, but stages are 0 to 0"),
-        (lambda: plan_of(OF_ANOTHER), r"wrong has device 0 run 2F0, but stage 2 is on \[3\]; give each stage"),
-        (
-            lambda: plan_of(Policy("greedy", too_many), warm_up=[2, 2, 2]),
-            r"device 0 has 3 micro-batches in flight after",
-        ),
+        (lambda: plan_of(Policy("greedy", too_many), warm_up=[2] * 3), "device 0 has 3 micro-batches in flight after"),
         (
             lambda: plan_of(Policy("gpipe", too_many)),
             "a built-in schedule is called gpipe too; give yours another name",
         ),
-        *(
-            (lambda name=name: Policy(name, too_many), "give a text without a colon and sl")
-            for name in ("", "a:b", "a/b")
-        ),
+        (lambda: Policy("", too_many), "give a text without a colon and slashes"),
+        (lambda: Policy("a:b", too_many), "give a text without a colon and slashes"),
         (lambda: Policy(3, too_many), "give a text without a colon and slashes"),  # type: ignore[arg-type]
         (lambda: returning(None), "policy wrong returned None; let it return a dict: device -> its jobs"),
         (lambda: returning([Job(0, F, 0)]), r"policy wrong returned \[Job"),
         (lambda: returning({0: Job}), "policy wrong gives device 0 <class .*; give a list of its jobs"),
         (lambda: returning({0: iter(())}), "policy wrong gives device 0 <.*; give a list of its jobs"),
         (lambda: returning({0: [(0, F, 0)]}), r"wrong has \(0, .* among the jobs of device 0; give each as Job\(stage"),
-        (lambda: returning({0: [Job(0, "F", 0)]}), r"policy wrong has Job\(.* among the jobs of device 0"),  # type: ignore[arg-type]
-        *(
-            (
-                lambda answer=answer: plan_of(dataclasses.replace(RUN_AHEAD, check=lambda request: answer)),
-                f"check of policy run_ahead returned {answer!r}; let it raise a Schedule",
-            )
-            for answer in (False, "too many stages")
-        ),
+        (lambda: returning({0: NUMBER}), r"policy wrong has Job\(.* among the jobs of device 0"),
+        (lambda: plan_of(checking(False)), "check of policy run_ahead returned False; let it raise a Schedule"),
+        (lambda: plan_of(checking("no")), "check of policy run_ahead returned 'no'; let it raise a Schedule"),
         (lambda: Policy("mine", None), "order of policy mine is None; give a function of a request"),  # type: ignore[arg-type]
-        (
-            lambda: plan_of(run_ahead),
-            r"the schedule is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run",
-        ),  # type: ignore[arg-type]
+        (lambda: Policy("mine", run_ahead, waits=3), "waits of policy mine is 3; give a function of a request"),  # type: ignore[arg-type]
+        (lambda: plan_of(run_ahead), r"is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run_ahead\)"),  # type: ignore[arg-type]
         (lambda: planned_by(run_ahead), r"the schedule is the function run_ahead; wrap it: dapple.Policy"),
         (lambda: planned_by(Policy("gpipe", too_many)), "a built-in schedule is called gpipe too"),
         (lambda: plan_of("nowhere:MINE"), "'nowhere:MINE' is of a module that isn't imported; import its module, or"),
-        (
-            lambda: plan_of(f"{__name__}:PROFILE"),
-            "isn't a Policy of that module; import its module, or give the policy",
-        ),
+        (lambda: plan_of(f"{__name__}:PROFILE"), "isn't a Policy of that module; import its module, or give the pol"),
         (lambda: planned_by("nowhere:MINE"), "'nowhere:MINE' is of a module that isn't imported"),
-        (
-            lambda: Plan.straight(CUTS, 8, 4, devices=[[0], [1], [2]]),
-            r"stage i on device i; choose devices by Plan.man",
-        ),  # type: ignore[call-arg]
+        (lambda: Plan.straight([], 8, 4, devices=[[0]]), r"stage i on device i; choose devices by Plan.manual"),  # type: ignore[call-arg]
     ],
 )
 def test_wrong_policies_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises((PlanError, ScheduleError), match=text):
         make()
+
+
+def checking(answer: object) -> Policy:
+    return dataclasses.replace(RUN_AHEAD, check=lambda request: answer)
 
 
 def returning(made: Any) -> Plan:

@@ -45,21 +45,9 @@ def activations(schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "devices", "message"),
     [
-        (
-            "interleaved",
-            [[0], [1], [0]],
-            "has 3 groups of stages on 2 lists of devices, which doesn't divide them; use",
-        ),
-        (
-            "interleaved",
-            [[0], [1], [0], [2]],
-            "repeat every 2 stages, but stage 3 is on [2] where stage 1 is on [1]; use",
-        ),
-        (
-            "interleaved",
-            [[0, 1], [1]],
-            "has device 1 in stages 0 and 1, which have different lists of devices; use the",
-        ),
+        ("interleaved", [[0], [1], [0]], "has 3 groups of stages on 2 lists of devices, which doesn't divide them;"),
+        ("interleaved", [[0], [1], [0], [2]], "repeat every 2 stages, but stage 3 is on [2] where stage 1 is on [1];"),
+        ("interleaved", [[0, 1], [1]], "has device 1 in stages 0 and 1, which have different lists of devices; use"),
         ("zb_v", [[0], [1], [0]], "zb_v wants stages i and 3 - 1 - i on the same devices"),
         ("zb_v", [[0], [1], [0], [0], [1], [0]], "zb_v wants stages i and 6 - 1 - i on the same devices"),
         ("zb_v", [[0, 1], [1], [1], [0, 1]], "zb_v wants stages i and 4 - 1 - i on the same devices"),
@@ -131,10 +119,10 @@ def test_less_memory_makes_a_step_no_shorter_down_to_one_micro_batch(
     """D counts slices of any stage of a device in V schedules; K, if given, takes the place of the policy's limit."""
     stages, before = len(devices), float("inf")
     summed = policy in ("v_min", "v_half", "dualpipe_v")
-    for limit in range(2, 12, 2) if summed else range(1, 2 * stages + 1):
+    for limit in (1, 2, 4, 6, 8, 10) if summed else range(1, 2 * stages + 1):
         schedule = make_schedule(policy, devices, micro_batches, holds=[limit] * stages)
         validate(schedule, devices, micro_batches, holds=[limit] * stages)
-        assert (max(activations(schedule)) if summed else max(in_flight(schedule))) <= limit
+        assert max(in_flight(schedule)) <= limit and (not summed or max(activations(schedule)) <= max(limit, 2))
         if policy not in ("modulo", "interleaved"):
             time = execute(schedule, [UNIT] * stages).makespan
             assert time <= before

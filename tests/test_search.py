@@ -60,6 +60,11 @@ def test_a_network_stage_can_be_the_pivot() -> None:
     assert phases.latency == 6 + 20 + 6
 
 
+def test_the_pivot_moves_twice() -> None:
+    """Of M - 1 = 3 rounds: 12 of stage 1 against 6 and 1 between, then 12.6 of stage 0 against 12 and nothing."""
+    assert pivot_stage([StageTime(t, t) for t in (2.1, 2.0, 0.5, 1.0)], 4) == 0
+
+
 @pytest.mark.parametrize(("all_reduce", "ending"), [(4.5, 4.0), (20.0, 20.0 - 5.0)])
 def test_an_all_reduce_behind_the_pivot_hides_behind_the_backwards_before_it(all_reduce: float, ending: float) -> None:
     """Formula 2: minus B from Q to s."""
@@ -313,7 +318,7 @@ def test_no_cuts_have_a_shorter_longest_stage(seed: int) -> None:
 def test_cuts_by_time_and_by_memory_name_the_last_layer_of_each_stage_but_the_last() -> None:
     profile = profile_of([1, 1, 1, 3])
     assert [by_time(profile, stages) for stages in (1, 2, 4)] == [[], ["l2"], ["l0", "l1", "l2"]]
-    sizes = zip(profile.layers, (3e8, 1e8, 1e8, 1e8), strict=True)
+    sizes = zip(profile.layers, (4e8, 1e8, 1e8, 1e8), strict=True)
     stored = tuple(dataclasses.replace(layer, parameter_bytes=int(size)) for layer, size in sizes)
     assert by_memory(dataclasses.replace(profile, layers=stored), 2) == ["l0"]
     none = tuple(dataclasses.replace(layer, parameter_bytes=10**9 * (layer.name == "l3")) for layer in profile.layers)
