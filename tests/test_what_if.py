@@ -68,11 +68,8 @@ def test_stages_as_text() -> None:
     ("text", "message"),
     [
         ("", "there are 0 stages; write a line for each"),
-        ("block_3\n(last): 3", "stage 0 is 'block_3'; write its last layer, a colon and its devices"),
-        ("block_3: x\n(last): 3", "the devices of stage 0 are 'x'; write numbers"),
         ("block_3: 3-1\n(last): 3", "the devices of stage 0 have 3-1; write the smaller number first"),
         ("block_3: 0\nlogits: 1", "the last stage is 'logits: 1'; write '(last): ' and its devices"),
-        ("(last): 0\n(last): 1", "stage 0 goes to the (last) layer, but it isn't the last stage"),
         ("a: 1\n" * 1001, "there are 1001 stages"),
     ],
 )
@@ -82,15 +79,6 @@ def test_wrong_stages_are_told(text: object, message: str) -> None:
 
 
 # --- questions ---
-
-
-def test_questions_parse_back() -> None:
-    question = Question.of(given.plan(schedule="zb_h1", recompute="boundary"))
-    assert Question.parse(json.loads(json.dumps(question.as_json()))) == question
-    assert question.plan(given.plan()) == given.plan(schedule="zb_h1", recompute="boundary")
-    assert Question.of(given.plan()).plan(given.plan()) == given.plan()
-    changed = Question.parse(asked(inter_bandwidth=5e9, speed=2))
-    assert changed.hardware == Hardware(inter_bandwidth=5e9, speed=2.0)
 
 
 @pytest.mark.parametrize(
@@ -253,12 +241,8 @@ def test_other_pages_may_not_ask(server: what_if.WhatIfServer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status"),
     [
-        ("GET", "/answer", None, {}, 404),
         ("GET", "/../../etc/passwd", None, {}, 404),
-        ("DELETE", "/", None, {}, 501),
         ("POST", "/answer", b"no JSON", JSON, 400),
-        ("POST", "/answer", b"[1]", JSON, 400),
-        ("POST", "/answer", b"{}", JSON, 400),
         ("POST", "/answer", b"[" * 60_000, JSON, 400),
         ("POST", "/answer", b" " * (what_if.MOST_BYTES + 1), JSON, 413),
         ("POST", "/answer", None, JSON | {"Content_Length": "9" * 50}, 413),
