@@ -45,7 +45,7 @@ docs: $(STAMP)-docs ## build the site of the documentation in build/site and che
 
 pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
 	$(BIN)/python -m tools.evaluation.run_document --write docs/concepts.md docs/tutorial.md docs/timelines.md docs/dumps.md
-	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
+	$(BIN)/python -m pytest tests/test_pages.py tests/test_what_if.py --screenshots=docs/pictures
 
 results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has, half an hour
 

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from selenium import webdriver
@@ -16,18 +16,9 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 _OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--force-color-profile=srgb",
-    "--hide-scrollbars",
-    "--window-size=1400,900",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    *("--force-color-profile=srgb", "--hide-scrollbars", "--window-size=1400,900"),
 )
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
@@ -127,26 +118,21 @@ class Page:
 
     def click_at(self, place: dict[str, float]) -> None:
         """Clicks at a place in the window."""
-        pointer = ActionChains(self.driver, duration=0)
-        pointer.w3c_actions.pointer_action.move_to_location(round(place["x"]), round(place["y"]))
-        pointer.w3c_actions.pointer_action.click()
-        pointer.perform()
+        self._at(place, lambda action: action.click())
 
     def hover_at(self, place: dict[str, float]) -> None:
         """Moves the pointer to a place in the window."""
+        self._at(place, lambda action: None)
+
+    def _at(self, place: dict[str, float], act: Callable[[Any], object]) -> None:
         pointer = ActionChains(self.driver, duration=0)
-        pointer.w3c_actions.pointer_action.move_to_location(round(place["x"]), round(place["y"]))
+        act(pointer.w3c_actions.pointer_action.move_to_location(round(place["x"]), round(place["y"])))
         pointer.perform()
 
-    def drag(self, place: dict[str, float], dx: int, dy: int = 0) -> None:
-        """Drags what is at a place in the window by so many pixels."""
-        pointer = ActionChains(self.driver, duration=0)
-        action = pointer.w3c_actions.pointer_action
-        action.move_to_location(round(place["x"]), round(place["y"])).pointer_down()
-        for part in (0.25, 0.5, 0.75, 1):
-            action.move_to_location(round(place["x"] + part * dx), round(place["y"] + part * dy))
-        action.pointer_up()
-        pointer.perform()
+    def drag(self, place: dict[str, float], dx: int) -> None:
+        """Drags what is at a place in the window by so many pixels to the right."""
+        x, y = round(place["x"]), round(place["y"])
+        self._at(place, lambda action: action.pointer_down().move_to_location(x + dx, y).pointer_up())
 
     def wheel(self, place: dict[str, float], dy: int) -> None:
         """Turns the mouse wheel at a place in the window; down is positive."""
@@ -157,21 +143,6 @@ class Page:
     def errors(self) -> list[str]:
         """What the browser has complained of since the page was opened or this was last asked."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
-
-    def pixels(self, x: float, y: float, width: int, height: int) -> list[tuple[int, ...]]:
-        """Colours (red, green, blue) of the drawing in a part of the window, row by row."""
-        values = self.run(
-            """
-            const [x, y, width, height] = arguments;
-            const canvas = document.querySelector("#chart canvas");
-            const place = canvas.getBoundingClientRect();
-            const copy = new OffscreenCanvas(width, height).getContext("2d", {willReadFrequently: true});
-            copy.drawImage(canvas, x - place.left, y - place.top, width, height, 0, 0, width, height);
-            return [...copy.getImageData(0, 0, width, height).data];
-            """,
-            *(x, y, width, height),
-        )
-        return [tuple(values[i : i + 3]) for i in range(0, len(values), 4)]
 
     def prefer(self, scheme: str) -> None:
         """Has the page drawn for a ``dark`` or ``light`` background."""

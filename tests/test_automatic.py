@@ -12,7 +12,6 @@ import pytest
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf.automatic import slice_sizes
 from dapple_tf.execution.planned_steps import with_compiler
 from dapple_tf.measuring import measured_steps
 
@@ -25,12 +24,6 @@ def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def data(samples: int = 16) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(0)
     return draw.normal(size=(samples, 4)).astype("float32"), draw.integers(0, 3, samples)
-
-
-def test_slices_are_measured_around_those_of_the_plans() -> None:
-    assert slice_sizes(64, 4) == (4, 16, 32)
-    assert slice_sizes(1, 8) == (1,)
-    assert slice_sizes(256, 1) == (64, 128, 256)
 
 
 def test_a_model_is_planned_and_trained_and_keeps_its_values_until_then() -> None:
@@ -134,12 +127,6 @@ def test_a_plan_by_estimates_when_time_is_short() -> None:
     assert 1 <= pipelined.cluster.capacity(0) <= 2
     x, y = data(16)
     pipelined.fit(x, y, batch_size=8, verbose=0)
-
-
-@pytest.mark.parametrize("seconds", [0, "20"])
-def test_a_budget_that_is_none_is_refused_before_anything_is_measured(seconds: object) -> None:
-    with pytest.raises(dapple.PlanError, match=r"profile_seconds is .*; give seconds above 0, or None"):
-        dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, profile_seconds=seconds)
 
 
 def test_clusters_of_several_types_of_devices_are_refused() -> None:

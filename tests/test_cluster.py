@@ -93,50 +93,27 @@ def test_a_wrong_description_is_refused(change: dict[str, Any], message: str) ->
     assert str(caught.value).startswith(f"mine: {message}")
 
 
+ONE, TWO = Device("a", 0), Device("b", 1)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         (lambda: Cluster.local(-3), "a local cluster of -3 devices was asked for; ask for at least 1"),
         (lambda: Cluster.local(1, kind="tpu"), "unknown kind of device 'tpu'; use one of auto, cpu, gpu"),
         (lambda: Cluster.from_json("{}", source="mine"), "mine: key 'format' is missing"),
-        (
-            lambda: Cluster((Device("a", 0), Device("b", 1)), servers=(Server(),)),
-            "the description has 1 server, but the devices are in 2",
-        ),
-        (
-            lambda: two_on_each_machine(4).with_workers_per_server(3),
-            "4 workers can't be divided into servers of 3; give a divisor of 4",
-        ),
-        (
-            lambda: Cluster.local(2, kind="cpu").with_workers_per_server(3),
-            "no workers to put together on servers of 3",
-        ),
-        (
-            lambda: two_on_each_machine(4).with_workers_per_server(2).with_workers_per_server(2),
-            "put workers together before links are measured",
-        ),
+        (lambda: Cluster((ONE, TWO), servers=(Server(),)), "the description has 1 server, but the devices are in 2"),
+        (lambda: Cluster((ONE, ONE)), "devices 0 and 1 are both 'a'"),
+        (lambda: Cluster((TWO,)), "device 0 is in server 1, where 0 is expected; number the servers from 0 without"),
+        (lambda: two_on_each_machine(4).with_workers_per_server(3), "4 workers can't be divided into servers of 3"),
+        (lambda: Cluster.local(2, kind="cpu").with_workers_per_server(3), "no workers to put together on servers of"),
+        (lambda: two_on_each_machine(4).with_workers_per_server(2).with_workers_per_server(2), "before links are"),
     ],
 )
 def test_wrong_calls_are_refused(call: Callable[[], Cluster], text: str) -> None:
     with pytest.raises(ClusterError) as caught:
         call()
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        ([], "the cluster has no devices; give it at least one"),
-        ([Device("a", 0), Device("a", 0)], "devices 0 and 1 are both 'a'"),
-        ([Device("a", 1)], "device 0 is in server 1, where 0 is expected; number the servers from 0 without gaps"),
-        ([Device("a", 0), Device("b", 2)], "device 1 is in server 2, where 0 or 1 is expected"),
-        ([Device("a", 0), Device("b", 1), Device("c", 0)], "device 2 is in server 0, where 1 or 2 is expected"),
-    ],
-)
-def test_inconsistent_devices_are_refused(devices: list[Device], message: str) -> None:
-    with pytest.raises(ClusterError) as caught:
-        Cluster(tuple(devices))
-    assert message in str(caught.value)
 
 
 def test_a_link_is_the_servers_or_the_slower_network_card() -> None:
@@ -176,16 +153,6 @@ def test_workers_of_one_server_dont_share_memory() -> None:
     local = Cluster.local(2, kind="cpu")
     assert local.shares_memory(0, 1) and not two_on_each_machine(2).shares_memory(0, 1)
     assert not Cluster.from_json(json.dumps(DESCRIPTION)).shares_memory(0, 1), "GPUs have memory of their own"
-
-
-def test_a_description_of_several_workers_has_their_servers(tmp_path: Path) -> None:
-    own = Cluster.of_servers(two_on_each_machine(4).addresses, devices_per_server=2).with_workers_per_server(2)
-    measured = dataclasses.replace(own, intra_bandwidth=2e9, inter_bandwidth=6e6)
-    measured.save(tmp_path / "cluster.json")
-    described = Cluster.load(tmp_path / "cluster.json")
-    assert [device.server for device in described.devices] == [device.server for device in own.devices]
-    assert described.link(1, 2) == measured.link(1, 2) and described.link(0, 4) == measured.link(0, 4)
-    assert described.devices_of_worker(1) == described.devices_of(1) == (4, 5, 6, 7), "it knows of no workers"
 
 
 def test_a_cluster_prints_a_summary() -> None:

@@ -163,27 +163,6 @@ def test_the_two_gradients_of_a_layer_are_half_of_b_each_unless_the_profile_know
     assert [whole.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [7.0, 1.0]  # c has no parameters
 
 
-def test_a_gradient_that_there_is_not_takes_no_time() -> None:
-    """Nor the time to start a task; the other gradient is the whole backward."""
-    model = profile([layer("a", parameter_bytes=4), layer("b")], task_seconds=0.5)
-    costs = CostModel(Plan.straight([*"a"], 2, 2), model, cluster(2))
-    assert [costs.seconds(Task(0, phase, 0)) for phase in GRADIENTS] == [0.0, 2.5]
-    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [2.5, 0.0]
-    indices = Tensor(0, (1,), Cost(0.0, 4.0), differentiable=False)
-    costs = CostModel(costs.plan, profile(letters(2, parameter_bytes=4), [indices]), cluster(2))
-    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [0.0, 2.0]
-
-
-def test_input_gradients_are_what_is_recomputed_for() -> None:
-    model = profile(letters(2, parameter_bytes=4, residual_bytes=Cost(0.0, 100.0)))
-    costs = CostModel(Plan.straight([*"a"], 1, 1, recompute="boundary"), model, cluster(2))
-    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [2.0, 1.0]
-    assert [costs.working_bytes(1, 1, phase) for phase in GRADIENTS] == [100.0, 0.0]
-    assert (costs.residual_bytes(1, 1), costs.delayed_bytes(1, 1)) == (10.0, 110.0)
-    assert [costs.working_bytes(0, 1, phase) for phase in GRADIENTS] == [0.0, 100.0]
-    assert (costs.residual_bytes(0, 1), costs.delayed_bytes(0, 1)) == (0.0, 0.0)
-
-
 def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
     layers = letters(2, residual_bytes=Cost(0.0, 100.0), min_cut_residual_bytes=Cost(0.0, 30.0))
     model = profile(layers)
@@ -320,12 +299,6 @@ def test_needed_bytes_are_what_is_stored_and_k_times_the_residuals_and_the_runni
     costs = heavy(None)
     assert [costs.needed_bytes(0, k) for k in (1, 2, 4)] == [260 + k * 60 + 7 for k in (1, 2, 4)]
     assert [costs.needed_bytes(1, k) for k in (1, 2, 4)] == [260 + k * 80 + 7 for k in (1, 2, 4)]
-
-
-def test_a_reduction_during_a_backward_needs_memory_beside_it() -> None:
-    model = profile(letters(2, residual_bytes=Cost(0.0, 15.0), parameter_bytes=50))
-    plan = Plan.data_parallel(2, 2, backward_cuts=["a"])
-    assert CostModel(plan, model, cluster(2)).needed_bytes(0, 1) == 200 + 100 + 30
 
 
 def test_stages_of_one_device_share_its_memory() -> None:

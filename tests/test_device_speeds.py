@@ -86,11 +86,6 @@ def test_a_class_has_the_median_of_its_ratios(
         assert all(np.array_equal(old, new) for old, new in zip(before, own.get_weights(), strict=True))
 
 
-def test_the_reference_is_the_device_of_speed_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_times(monkeypatch, [4.0] * 3, [1.0] * 3)
-    assert [device.speed for device in measure_speeds(unlike(), reference=2).devices] == [0.25, 0.25, 1.0]
-
-
 def test_workers_of_one_server_are_measured_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's second worker, on slower cores, had the speed of the first one."""
     own = two_on_each_machine(4).with_workers_per_server(2)
@@ -114,13 +109,6 @@ def test_real_measurements_are_above_0() -> None:
 def test_numbers_out_of_range(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(dapple.ClusterError, match=told):
         measure_speeds(unlike(), **arguments)
-
-
-def test_sizes_of_memory_that_vary_a_little_are_alike() -> None:
-    assert gpus((0, "A100", 40), (0, "A100", 41)).alike
-    assert not gpus((0, "A100", 40), (0, "A100", 80)).alike
-    assert not gpus((0, "A100", 40), (0, "A100", None)).alike
-    assert gpus((0, "A100", None), (1, "A100", None)).alike
 
 
 # ---- in transform

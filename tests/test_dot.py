@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import itertools
-import json
 import pathlib
 import shutil
-import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -130,32 +128,6 @@ def test_the_text_of_a_small_step(golden: Callable[[str, str], None]) -> None:
     golden("figure.dot", dot_text(graph, title="a step"))
 
 
-def test_names_are_quoted() -> None:
-    name = 'a"b\\c\nd'
-    graph = TaskGraph((node(name, "split", 0, 0),), (), {0: name})
-    assert 'label="a\\"b\\\\c\\nd"' in dot_text(graph)
-
-
-@needs_graphviz
-def test_graphviz_reads_the_text_and_keeps_the_places() -> None:
-    graph = graph_of(UNEVEN)
-    text = dot_text(graph, title='3 : 1, "dapple_a"')
-    done = subprocess.run(["dot", "-Tjson"], input=text, text=True, capture_output=True, check=True)
-    assert done.stderr == ""
-    drawn = json.loads(done.stdout)
-    objects = {each["name"]: each for each in drawn["objects"]}
-    shown = figure(graph)
-    moved = set()
-    for index, (each, box) in enumerate(zip(shown.graph.nodes, shown.boxes, strict=True)):
-        drawn_node = objects[f"n{index}"]
-        x, y = (float(number) for number in drawn_node["pos"].split(","))
-        moved.add((round(x - box.x), round(y - box.y)))
-        assert drawn_node["fillcolor"] == COLOURS[each.kind]
-    assert len(moved) == 1  # all of them by as much
-    dotted = [edge for edge in drawn["edges"] if edge.get("style") == "dotted"]
-    assert len(dotted) == 1 + sum(edge.control for edge in shown.graph.edges)  # one in the legend
-
-
 # ---- pictures
 
 
@@ -197,11 +169,6 @@ def test_a_failing_graphviz_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(DrawingError, match=r"graph\.svg isn't drawn: Graphviz failed: no luck"):
         draw_graph(many(2), tmp_path / "graph.svg")
-
-
-def test_other_suffixes_are_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(DrawingError, match=r"graph\.gif isn't drawn: use a name that ends with \.svg, \.png, \.pdf"):
-        draw_graph(many(2), tmp_path / "graph.gif")
 
 
 def test_labels_can_be_read_on_their_colours() -> None:

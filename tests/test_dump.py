@@ -133,14 +133,6 @@ def test_a_described_cluster_will_do_and_a_profile_adds_the_simulated_step(tmp_p
         dump_model(tmp_path, classifier(), cluster, plan(devices=[[0], [3]]))
 
 
-def test_before_the_first_step_operators_are_placed_as_they_would_be(tmp_path: pathlib.Path) -> None:
-    own = dapple.Plan.by_operators(2, 7)
-    dump_model(tmp_path, classifier(), dapple.Cluster.local(2, kind="cpu"), own)
-    text = (tmp_path / "train/operators.txt").read_text()
-    assert text.startswith("stage 0 on devices 0 1: ")
-    assert "stage0/replica0/forward0/" in text
-
-
 # ---- what stays as it is
 
 

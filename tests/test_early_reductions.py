@@ -11,7 +11,7 @@ import pytest
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.early_reductions import reduced_early
 from dapple_tf.planning.planner import plan as planned
@@ -69,19 +69,6 @@ def test_no_plan_becomes_slower(seed: int) -> None:
     assert dataclasses.replace(early, backward_cuts=()) == plan
 
 
-def test_a_heavy_last_layer_is_reduced_during_all_others() -> None:
-    layers = [
-        LayerProfile(f"l{index}", Cost(0.0, 1.0), Cost(0.0, 2.0), parameter_bytes=size)
-        for index, size in enumerate([1, 1, 1, 1, 60])
-    ]
-    tensors = tuple(Tensor(index, (index + 1,), Cost(0.0, 1.0)) for index in range(4))
-    profile = Profile("heavy end", "none", (1,), tuple(layers), tensors)
-    cluster = Cluster((Device("a", 0), Device("b", 0)), intra_bandwidth=10.0, real=False)
-    early = reduced_early(Plan.data_parallel(2, 2), profile, cluster)
-    assert early.backward_cuts[-1] == "l3"
-    assert simulate(early, profile, cluster).latency < simulate(Plan.data_parallel(2, 2), profile, cluster).latency - 5
-
-
 def test_what_gains_nothing_isn_t_cut() -> None:
     draw = random.Random(0)
     profile = profile_of(draw, 5)
@@ -93,28 +80,6 @@ def test_what_gains_nothing_isn_t_cut() -> None:
     assert reduced_early(last, profile, cluster_of(draw, 1, 1)).backward_cuts == ()
     straight = Plan.straight(["l1"], 8, 2)
     assert reduced_early(straight, profile, cluster_of(draw, 1, 1)).backward_cuts == ()
-
-
-def test_memory_for_a_reduction_beside_a_backward_is_needed() -> None:
-    draw = random.Random(3)
-    profile = profile_of(draw, 5)
-    roomy = cluster_of(random.Random(1), 1, 1)
-    plan = Plan.data_parallel(2, 64)
-    assert reduced_early(plan, profile, roomy).backward_cuts
-    least = next(
-        size
-        for size in range(10**7, 10**9, 10**6)
-        if fits(plan, profile, cluster_of(random.Random(1), 1, 1, memory=size))
-    )
-    tight = cluster_of(random.Random(1), 1, 1, memory=least)
-    simulate(reduced_early(plan, profile, tight), profile, tight)
-
-
-def fits(plan: Plan, profile: Profile, cluster: Cluster) -> bool:
-    try:
-        return simulate(plan, profile, cluster).fits
-    except PlanError:
-        return False
 
 
 # One of each kind of schedule, and a search for k.

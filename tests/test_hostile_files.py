@@ -33,52 +33,25 @@ STATM = pathlib.Path("/proc/self/statm")
 
 
 def a_plan() -> str:
-    plan = Plan.manual(
-        ["block_3"],
-        [[0, 1], [2]],
-        4,
-        64,
-        "fast_forward",
-        recompute="min_cut",
-        warm_up=(3, 2),
-        reverse_first_k=1,
-        carried_updates=1,
-        task_seconds=((1.0, 2.0, 3.0), (0.5, 1, 1)),
-        backward_cuts=("block_1",),
-        all_reduce=("flat", "hierarchical"),
-        shares=((2, 1), (1,)),
-    )
+    options = {"warm_up": (3, 2), "reverse_first_k": 1, "carried_updates": 1, "backward_cuts": ("block_1",)}
+    options |= {"task_seconds": ((1.0, 2.0, 3.0), (0.5, 1, 1)), "weight_devices": ((0, 1), (3,))}
+    options |= {"recompute": "min_cut", "all_reduce": ("flat", "hierarchical"), "shares": ((2, 1), (1,))}
+    plan = Plan.manual(["block_3"], [[0, 1], [2]], 4, 64, "fast_forward", **options)
     stages = (StageReport(3, 0.5, 0.1, 3, 1e9, None), StageReport(2, 0.5, 0.2, 2, 2e9, 2**34))
-    report = PlanReport(
-        *(1.0, 1.1, 2.5, None, "too large", 1.2, "3:1", "stage 0", "compute", stages),
-        fingerprint=plan.fingerprint,
-        out_of_order="fast_forward, k = 1",
-        dapple=1.5,
-        dapple_text="2:1",
-    )
-    return replace(plan, report=report).to_json()
+    numbers = (1.0, 1.1, 2.5, None, "too large", 1.2, "3:1", "stage 0", "compute", stages)
+    texts = {"out_of_order": "fast_forward, k = 1", "dapple": 1.5, "dapple_text": "2:1"}
+    return replace(plan, report=PlanReport(*numbers, fingerprint=plan.fingerprint, **texts)).to_json()
 
 
 def a_profile() -> str:
     some = Cost(1e-3, 2e-4)
+    sizes = {"parameter_bytes": 100, "slot_bytes": 200, "state_bytes": 8, "apply_seconds": 1e-5, "spread": 0.1}
     buffers = LayerBuffers(some, some, some, 100, some, 50)
-    full = LayerProfile(
-        *("a", some, some, some, some, some, some, some, some),
-        parameter_bytes=100,
-        slot_bytes=200,
-        state_bytes=8,
-        apply_seconds=1e-5,
-        spread=0.1,
-        buffers=buffers,
-    )
+    full = LayerProfile("a", *[some] * 8, **sizes, buffers=buffers)
+    layers = (full, LayerProfile("b", some, some), LayerProfile("c", some, some))
     tensors = (Tensor(0, (1, 2), some, True, (0, 1), (1,), True), Tensor(1, (2,), some, differentiable=False))
-    return Profile(
-        *("model", "cpu", (2, 8), (full, LayerProfile("b", some, some), LayerProfile("c", some, some)), tensors),
-        shared=(SharedParameters((0, 2), 400, 800),),
-        step_seconds=1e-3,
-        task_seconds=1e-5,
-        key="0123",
-    ).to_json()
+    times = {"step_seconds": 1e-3, "task_seconds": 1e-5, "key": "0123"}
+    return Profile("model", "cpu", (2, 8), layers, tensors, (SharedParameters((0, 2), 400, 800),), **times).to_json()
 
 
 def a_cluster() -> str:

@@ -56,17 +56,6 @@ def test_plans_take_turns_and_the_model_keeps_its_values() -> None:
         np.testing.assert_array_equal(own, other)
 
 
-def test_models_that_cannot_be_pipelined_are_refused_as_by_transform() -> None:
-    model = mlp()
-    example = ExampleBatch.of(model)
-    uncompiled = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="first")], name="raw")
-    with pytest.raises(dapple.CaptureError, match="model 'raw' isn't compiled: call compile"):
-        measured_steps.measure_steps(uncompiled, CLUSTER, [PLAN], example)
-    model.optimizer.build(model.trainable_variables[:1])
-    with pytest.raises(dapple.CaptureError, match="the optimizer was built for other variables"):
-        measured_steps.measure_steps(model, CLUSTER, [PLAN], example)
-
-
 def test_the_plan_that_really_is_the_fastest_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,27 +103,6 @@ def test_buckets_are_there_from_packing_to_the_update() -> None:
     assert carried == dict.fromkeys((0, 1), 2 * GRADIENTS + APPLY)
 
 
-def test_rows_of_embeddings_are_kept_to_the_update() -> None:
-    model = profile(2)
-    first = dataclasses.replace(model.layers[0], buffers=LayerBuffers(rows=Cost(20.0)), parameter_bytes=0)
-    rows = dataclasses.replace(model, layers=(first, model.layers[1]))
-    bare = dataclasses.replace(model, layers=(dataclasses.replace(first, buffers=LayerBuffers()), model.layers[1]))
-    with_rows, without = (peaks(m, ["l0"], [[0], [1]], 4, schedule="gpipe") for m in (rows, bare))
-    assert with_rows[0] - without[0] == 3 * 20.0  # those of the last come when its residuals go
-
-
-def test_what_is_inside_a_stage_and_what_crosses() -> None:
-    model = profile(4)
-    own = stage_buffers(model, 1, 3)
-    assert own is not None
-    assert own.residual == Cost(2 * KEPT + OUT)
-    assert own.delayed == Cost(2 * LATE + OUT)
-    assert own.kept == Cost(2 * KEPT + 3 * OUT)
-    assert own.gradients == 2 * GRADIENTS
-    again = stage_buffers(model, 1, 3, "boundary")
-    assert again is not None and again.residual == ZERO
-
-
 def test_what_b_computes_again_goes_layer_by_layer() -> None:
     """All of it was taken to be there beside all gradients: up to 21 % more than allocation records show."""
     model = profile(4)
@@ -197,15 +176,6 @@ def test_bx_and_bw_each_compute_again_what_a_min_cut_does_not_keep() -> None:
     assert again.residual == again.delayed == Cost(2 * 60 - OUT)
     assert again.partial == Cost(2 * PARTIAL)
     assert again.working_weight(1) == 2 * GRADIENTS + (2 * LATE + OUT) - (2 * 60 - OUT)
-
-
-def test_a_profile_without_buffers_is_counted_by_its_sums() -> None:
-    model = profile(2)
-    plain = dataclasses.replace(
-        model, layers=(model.layers[0], dataclasses.replace(model.layers[1], buffers=None, residual_bytes=Cost(3.0)))
-    )
-    assert not plain.has_buffers and stage_buffers(plain, 0, 2) is None
-    assert peaks(plain, ["l0"], [[0], [1]])[1] == 3.0 + OUT + GRADIENTS  # its temporaries
 
 
 @pytest.mark.parametrize("devices", [[[0], [1], [2]], [[0, 1], [2], [3, 4]], [[0, 1], [0, 1], [0, 1]]])

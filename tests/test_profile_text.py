@@ -94,19 +94,9 @@ def test_a_getitem_reads_one_tensor_of_gnmts_lstm() -> None:
 # ---- order and names
 
 
-def test_order_is_the_files_as_far_as_edges_allow() -> None:
-    profile = parsed([line(9, "loss"), line(3, "a"), line(7, "b"), line(1, "c")], "1-7 7-9 3-9")
-    assert names(profile) == ["a", "c", "b", "loss"]
-
-
 def test_names_are_made_unique_and_an_empty_one_is_the_nodes_id() -> None:
     profile = parsed([line(1, "x"), line(2, ""), line(3, "x"), line(4, "x#2"), line(5, "x"), line(6, "y (a, b) [c]")])
     assert names(profile) == ["x", "node2", "x#3", "x#2", "x#4", "y (a, b) [c]"]
-
-
-def test_descriptions_may_hold_what_lines_are_made_of() -> None:
-    profile = parsed([line(1, "a -- b=1, [2; 3]"), line(2, "node1"), line(3) + " -- stage_id=2"])
-    assert names(profile) == ["a -- b=1, [2; 3]", "node1", "node3"]
 
 
 def test_a_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -243,17 +233,3 @@ def test_a_wrong_text_is_refused_with_its_line(content: str, message: str) -> No
     with pytest.raises(ProfileError) as caught:
         parse_text(content, batch_size=1, model="m", source="file")
     assert str(caught.value).startswith(message)
-
-
-def test_a_long_cycle_is_shown_in_part() -> None:
-    edges = " ".join(f"{number}-{(number + 1) % 40}" for number in range(40))
-    with pytest.raises(ProfileError, match=r"a cycle: node\d+ -- .* -- \.\.\. \(40 nodes\) -- node\d+; remove one"):
-        parsed([line(number) for number in range(40)], edges)
-
-
-@pytest.mark.parametrize("size", [0, 1.5])
-def test_a_batch_is_a_whole_number_of_samples(size: int) -> None:
-    with pytest.raises(ProfileError, match=f"batch_size is {size}; it must be a whole number of at least 1"):
-        parsed(GOOD, batch_size=size)
-    with pytest.raises(ProfileError, match=f"samples is {size}; it must be a whole number of at least 1"):
-        to_text(RICH, samples=size)

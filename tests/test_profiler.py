@@ -137,24 +137,6 @@ def test_the_model_keeps_its_values() -> None:
     assert "call" not in vars(model.layers[1])
 
 
-def test_a_subclassed_model_needs_examples() -> None:
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__(name="own")
-            self.first, self.second = layers.Dense(4, name="first"), layers.Dense(1, name="second")
-
-        def call(self, x: Any) -> Any:
-            return self.second(self.first(x))
-
-    model = Own()
-    model(np.zeros((1, 3), "float32"))
-    model.compile("sgd", "mse")
-    with pytest.raises(ProfileError, match=r"doesn't declare its inputs: give examples to transform"):
-        measured(model)
-    model_profile = measured(model, x=np.zeros((2, 3), "float32"), y=np.zeros((2, 1), "float32"))
-    assert [layer.name for layer in model_profile.layers] == ["first", "second"]
-
-
 def test_wrong_arguments() -> None:
     model = mlp()
     with pytest.raises(ProfileError, match=r"batch_size is 0"):

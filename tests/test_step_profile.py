@@ -94,13 +94,6 @@ def hand_made(factors: dict[int, float], **changes: object) -> StepProfile:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_errors_are_those_of_the_mean_times() -> None:
-    phases = {(phase.stage, phase.phase.value): phase for phase in hand_made({1: 2.0}).phases}
-    assert phases[0, "F"].error == pytest.approx(0.0)
-    assert phases[1, "F"].error == phases[1, "B"].error == pytest.approx(-0.5)
-    assert phases[1, "F"].measured == pytest.approx(2 * 3.5 * (4 + 3) / 2 * MS)
-
-
 def test_a_host_that_was_held_up_in_the_traced_step() -> None:
     """The machine was busy just then: devices' times were taken for 100 times too long, and bubbles were 99%."""
     step = hand_made({}).step

@@ -143,15 +143,6 @@ def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: An
     }
 
 
-def test_replicas_are_reduced_together(uneven: Run) -> None:
-    reductions = kinds(uneven.found.timeline, "all_reduce")
-    assert sorted(span.device for span in reductions) == [0, 1, 2]
-    assert len({span.start for span in reductions}) == 1  # It begins when the last one takes part.
-    assert {span.bytes for span in reductions} == {4 * (4 * 6 + 6)}
-    assert {span.stage for span in reductions} == {0}
-    assert sorted(span.replica for span in reductions) == [0, 1, 2]
-
-
 def test_gradients_are_accumulated_after_each_backward(uneven: Run) -> None:
     measured_step = uneven.found
     tasks = tasks_of(measured_step.timeline)
@@ -180,12 +171,6 @@ def test_transfers_have_their_ends_and_bytes(pipeline: Any) -> None:
     for (_, micro_batch, _, _, target), send in forward.items():
         assert send.start >= tasks[Task(0, Phase.FORWARD, micro_batch)].end
         assert send.end <= tasks[Task(1, Phase.FORWARD, micro_batch, target - 1)].start
-
-
-def test_a_short_batch_and_replicas_without_samples(uneven: Run) -> None:
-    measured_step, traced, step = run(uneven.pipelined, 2)
-    assert_whole(measured_step, traced, step, uneven.pipelined.plan)
-    assert {span.device for span in kinds(measured_step.timeline, "F")} == {0, 1, 3}
 
 
 def test_the_first_accumulation_of_each_replica_frees_the_gradients_of_the_step_before(uneven: Run) -> None:

@@ -7,7 +7,7 @@ import json
 import numbers
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hardware import slow_network
@@ -16,9 +16,6 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Span, Timeline
 from dapple_tf.view.trace_events import trace_events
-
-if TYPE_CHECKING:
-    pass
 
 # --- the format, as its description has it ---
 
@@ -152,28 +149,6 @@ def test_traces_keep_to_the_format(schedule: str, devices: Sequence[Sequence[int
             events = boxes(trace, pid, kind)
             assert len(events) == len(drawn)
             assert sorted(event["ts"] for event in events) == pytest.approx(sorted(scale * s.start for s in drawn))
-
-
-def test_each_timeline_is_a_process_and_each_lane_a_thread() -> None:
-    trace = trace_events(steps())
-    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert names == {1: "planned (1 F is drawn as 1 ms)", 2: "planned", 3: "simulated"}
-    threads = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 3]
-    assert threads == [
-        "step",
-        "device 0: stage 0.r0",
-        "device 0 sends",
-        "device 0 all-reduce",
-        "device 1: stage 0.r1",
-        "device 1 sends",
-        "device 1 all-reduce",
-        "device 2: stage 0.r2",
-        "device 2 sends",
-        "device 2 all-reduce",
-        "device 3: stage 1",
-        "device 3 sends",
-        "device 3 sends (2)",
-    ]
 
 
 def test_boxes_tell_what_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from browser import Page
     from selenium.webdriver import Chrome
 
-BANDWIDTH = "--inter_bandwidth=2.5e+10"
 SOURCES = ("--profile=profile.json", "--cluster=cluster.json")
 
 
@@ -68,11 +68,8 @@ def test_stages_as_text() -> None:
     ("text", "message"),
     [
         ("", "there are 0 stages; write a line for each"),
-        ("block_3\n(last): 3", "stage 0 is 'block_3'; write its last layer, a colon and its devices"),
-        ("block_3: x\n(last): 3", "the devices of stage 0 are 'x'; write numbers"),
         ("block_3: 3-1\n(last): 3", "the devices of stage 0 have 3-1; write the smaller number first"),
         ("block_3: 0\nlogits: 1", "the last stage is 'logits: 1'; write '(last): ' and its devices"),
-        ("(last): 0\n(last): 1", "stage 0 goes to the (last) layer, but it isn't the last stage"),
         ("a: 1\n" * 1001, "there are 1001 stages"),
     ],
 )
@@ -82,15 +79,6 @@ def test_wrong_stages_are_told(text: object, message: str) -> None:
 
 
 # --- questions ---
-
-
-def test_questions_parse_back() -> None:
-    question = Question.of(given.plan(schedule="zb_h1", recompute="boundary"))
-    assert Question.parse(json.loads(json.dumps(question.as_json()))) == question
-    assert question.plan(given.plan()) == given.plan(schedule="zb_h1", recompute="boundary")
-    assert Question.of(given.plan()).plan(given.plan()) == given.plan()
-    changed = Question.parse(asked(inter_bandwidth=5e9, speed=2))
-    assert changed.hardware == Hardware(inter_bandwidth=5e9, speed=2.0)
 
 
 @pytest.mark.parametrize(
@@ -190,21 +178,18 @@ def server() -> Iterator[what_if.WhatIfServer]:
         yield started
 
 
-class serving:  # noqa: N801  # used as a function
-    """A desk's server, in a thread, for the time of a block."""
-
-    def __init__(self, served: Desk) -> None:
-        self.server = what_if.WhatIfServer(served)
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    def __enter__(self) -> what_if.WhatIfServer:
-        self.thread.start()
-        return self.server
-
-    def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+@contextlib.contextmanager
+def serving(served: Desk) -> Iterator[what_if.WhatIfServer]:
+    """A desk's server, in a thread."""
+    started = what_if.WhatIfServer(served)
+    thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield started
+    finally:
+        started.shutdown()
+        thread.join()
+        started.server_close()
 
 
 def ask(
@@ -256,12 +241,8 @@ def test_other_pages_may_not_ask(server: what_if.WhatIfServer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status"),
     [
-        ("GET", "/answer", None, {}, 404),
         ("GET", "/../../etc/passwd", None, {}, 404),
-        ("DELETE", "/", None, {}, 501),
         ("POST", "/answer", b"no JSON", JSON, 400),
-        ("POST", "/answer", b"[1]", JSON, 400),
-        ("POST", "/answer", b"{}", JSON, 400),
         ("POST", "/answer", b"[" * 60_000, JSON, 400),
         ("POST", "/answer", b" " * (what_if.MOST_BYTES + 1), JSON, 413),
         ("POST", "/answer", None, JSON | {"Content_Length": "9" * 50}, 413),
@@ -282,48 +263,37 @@ def test_bad_requests(
 # --- the program ---
 
 
-def run(*arguments: str) -> int:
-    return command.run(what_if.main, what_if.FLAGS, ["--nobrowser", *arguments])
-
-
 def test_the_program_serves(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: what_if.WhatIfServer,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     served: list[what_if.WhatIfServer] = []
 
-    def serve(server: what_if.WhatIfServer, *_: object) -> None:
-        served.append(server)
+    def serve(own: what_if.WhatIfServer, *_: object) -> None:
+        served.append(own)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(what_if.WhatIfServer, "serve_forever", serve)
+    def run(*arguments: str) -> int:
+        return command.run(what_if.main, what_if.FLAGS, ["--nobrowser", *arguments])
+
     opened: list[str] = []
+    monkeypatch.setattr(what_if.WhatIfServer, "serve_forever", serve)
     monkeypatch.setattr(what_if.webbrowser, "open", opened.append)
     monkeypatch.setenv("DISPLAY", ":0")
     files = given.write(tmp_path)
     assert run(*files.flags, "--browser") == 0
-    (server,) = served
-    assert opened == [server.address]
-    assert f"The page is at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)" in capsys.readouterr().out
-    assert server.desk.plan == given.plan()
-    assert server.desk.plan_path == str(files.plan)
-    assert run(*files.flags[:2], "--global_batch_size=24") == 0
-    assert served[1].desk.plan == dapple.plan(given.profile(), given.cluster(), 24)
-    assert served[1].desk.plan_path is None
-    assert run(*files.flags, "--schedule=gpipe", "--profile_batch_size=4") == 0
-    assert served[2].desk.plan_path is None  # The file has another schedule.
-    assert "--profile_batch_size=4" in served[2].desk.sources
+    assert opened == [served[0].address]
+    assert f"The page is at http://127.0.0.1:{served[0].server_port}/ (Ctrl-C ends it)" in capsys.readouterr().out
+    assert (served[0].desk.plan, served[0].desk.plan_path) == (given.plan(), str(files.plan))
     monkeypatch.delenv("DISPLAY")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    assert run(*files.flags, "--browser") == 0
-    assert len(served) == 4 and len(opened) == 1
-
-
-def test_a_port_that_is_taken(
-    server: what_if.WhatIfServer, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*given.write(tmp_path).flags, f"--port={server.server_port}") == 1
-    message = f"--port={server.server_port}: Address already in use; leave it out for any that is free"
-    assert message in capsys.readouterr().err
+    assert run(*files.flags, "--schedule=gpipe", "--browser") == 0 and len(opened) == 1
+    assert served[1].desk.plan_path is None  # The file has another schedule.
+    assert run(*files.flags, f"--port={server.server_port}") == 1
+    text = f"--port={server.server_port}: Address already in use; leave it out for any that is free"
+    assert text in capsys.readouterr().err
 
 
 def test_browsers_that_go_before_their_answer(server: what_if.WhatIfServer, capfd: pytest.CaptureFixture[str]) -> None:
@@ -346,103 +316,73 @@ def test_browsers_that_go_before_their_answer(server: what_if.WhatIfServer, capf
 # --- in a browser ---
 
 
-class WhatIfPage:
-    """The page, open in a browser."""
-
-    def __init__(self, driver: Chrome, server: what_if.WhatIfServer) -> None:
-        from browser import Page
-
-        self.page: Page = Page(driver, server.address)
-        assert self.page.run("return 'whatIf' in window"), self.page.errors()
-        self.settle()
-
-    def settle(self) -> None:
-        """Waits until there is an answer, and it is drawn."""
-        deadline = time.monotonic() + 60
-        while self.page.run("return whatIf.busy()"):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self.page.settle()
-
-    def set(self, name: str, value: str) -> None:
-        """Changes a setting as a person does, and waits for the answer."""
-        field = self.page.find(f"#set-{name}")
-        before = self.page.run("return whatIf.asked()")
-        if field.tag_name == "select":
-            field.find_element("css selector", f"option[value='{value}']").click()
-        else:
-            field.send_keys("\ue009a\ue000\ue017", value)  # Ctrl and A, then Delete
-        self.settle()
-        assert self.page.run("return whatIf.asked()") > before
-
-    def click(self, button: str) -> None:
-        self.page.click(f"#{button}")
-        self.settle()
-
-    def results(self) -> dict[str, list[str]]:
-        """What is shown of the base, of what would be, and of the difference."""
-        rows: list[list[str]] = self.page.run(
-            "return [...document.querySelectorAll('#what-if .results tbody tr')].map("
-            "(row) => [...row.children].map((cell) => cell.textContent))"
-        )
-        return {title: cells for title, *cells in rows}
-
-    def error(self) -> str:
-        return self.page.text("#what-if-error")
-
-    def timelines(self) -> list[str]:
-        return list(self.page.ask("timelines()"))
-
-
-@pytest.fixture
-def open_page(browser: Chrome) -> Iterator[Callable[[what_if.WhatIfServer], WhatIfPage]]:
-    """Opens a server's page; the browser must have had nothing to complain of in the end."""
-    opened: list[WhatIfPage] = []
-
-    def open_one(server: what_if.WhatIfServer) -> WhatIfPage:
-        opened.append(WhatIfPage(browser, server))
-        return opened[-1]
-
-    yield open_one
-    for page in opened:
-        assert page.page.errors() == []
-
-
-def test_the_page_answers_errs_and_resets(
-    open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
-) -> None:
+def test_the_page_answers_errs_and_resets(browser: Chrome, picture: Callable[[Page, str], None]) -> None:
     """BERT-48 as the DAPPLE authors measured it, on two servers of two; the docs show this page."""
+    from browser import Page
+
     profile = load_profile("bert-48")
     links = {"intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
     machines = given.cluster((2, 2), memory=16 * 2**30, **links)
     plan = dapple.Plan.straight(cuts_by_profile(profile, (1, 1, 1, 1)), 64, 8)
+    faster = dapple.simulate(
+        dataclasses.replace(plan, schedule="zb_h1"), profile, Hardware(inter_bandwidth=25e9).of(machines)
+    )
     with serving(Desk(profile, machines, plan, SOURCES, "plan.json")) as started:
-        page = open_page(started)
-        page.set("schedule", "zb_h1")
-        page.set("inter_bandwidth", "25")  # GB/s
-        picture(page.page, "what_if.png")
-        faster = dataclasses.replace(plan, schedule="zb_h1")
-        hardware = Hardware(inter_bandwidth=25e9).of(machines)
-        before, after, change = page.results()["step time"]
-        assert before == f"{dapple.simulate(plan, profile, machines).latency:.4g} s"
-        assert after == f"{dapple.simulate(faster, profile, hardware).latency:.4g} s"
-        assert change.startswith("\u2212")
-        assert page.page.text("tr.changed td.base") == "dapple_a"
-        command_line = page.page.run("return whatIf.answer().cases[1].command")
-        assert shlex.split(command_line)[3:] == ["--plan=plan.json", "--schedule=zb_h1", *SOURCES, BANDWIDTH]
-        assert page.timelines() == ["what if", "base"]
-        page.click("use-as-base")
-        assert page.results()["step time"] == [after, after, "same"]
-        page.click("reset")
-        assert page.results()["step time"][0] == before
+        page = Page(browser, started.address)
 
-        page.set("stages", "block_9: 0-2\n(last): 3")
-        assert "cuts after 'block_9', which isn't a layer" in page.error()
-        assert page.timelines() == ["base"]
-        assert page.results()["step time"][1] == "\u2014"
-        assert not page.page.find("#copy-plan").is_enabled()
-        page.click("reset")
-        assert page.error() == ""
-        page.page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));")
-        page.set("micro_batches", "16")
-        assert page.error() == "The server doesn't answer; is the program that opened this page still running?"
+        def settle() -> None:
+            deadline = time.monotonic() + 60
+            while page.run("return whatIf.busy()"):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            page.settle()
+
+        def enter(name: str, value: str) -> None:
+            """Changes a setting as a person does, and waits for the answer."""
+            field = page.find(f"#set-{name}")
+            before = page.run("return whatIf.asked()")
+            if field.tag_name == "select":
+                field.find_element("css selector", f"option[value='{value}']").click()
+            else:
+                field.send_keys("\ue009a\ue000\ue017", value)  # Ctrl and A, then Delete
+            settle()
+            assert page.run("return whatIf.asked()") > before
+
+        def click(button: str) -> None:
+            page.click(f"#{button}")
+            settle()
+
+        def step_time() -> list[str]:
+            """Of the base, of what would be, and the difference."""
+            rows = "[...document.querySelectorAll('#what-if .results tbody tr')]"
+            row = f"{rows}.find((row) => row.textContent.startsWith('step time'))"
+            return list(page.run(f"return [...{row}.children].map((cell) => cell.textContent)"))[1:]
+
+        settle()
+        enter("schedule", "zb_h1")
+        enter("inter_bandwidth", "25")  # GB/s
+        picture(page, "what_if.png")
+        before, after, change = step_time()
+        assert before == f"{dapple.simulate(plan, profile, machines).latency:.4g} s"
+        assert after == f"{faster.latency:.4g} s" and change.startswith("\u2212")
+        assert page.text("tr.changed td.base") == "dapple_a"
+        command_line = page.run("return whatIf.answer().cases[1].command")
+        expected = ["--plan=plan.json", "--schedule=zb_h1", *SOURCES, "--inter_bandwidth=2.5e+10"]
+        assert shlex.split(command_line)[3:] == expected
+        assert [*page.ask("timelines()")] == ["what if", "base"]
+        click("use-as-base")
+        assert step_time() == [after, after, "same"]
+        click("reset")
+        assert step_time()[0] == before
+
+        enter("stages", "block_9: 0-2\n(last): 3")
+        assert "cuts after 'block_9', which isn't a layer" in page.text("#what-if-error")
+        assert [*page.ask("timelines()")] == ["base"] and step_time()[1] == "\u2014"
+        assert not page.find("#copy-plan").is_enabled()
+        click("reset")
+        assert page.text("#what-if-error") == ""
+        page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));")
+        enter("micro_batches", "16")
+        text = "The server doesn't answer; is the program that opened this page still running?"
+        assert page.text("#what-if-error") == text
+        assert page.errors() == []

@@ -125,9 +125,3 @@ def test_speedups_of_fast_forwarding_and_modulo_allocation() -> None:
     assert whole / modulo == pytest.approx(1.44, abs=0.005)
     step = simulated(CROSS_LAYER[2])
     assert sum(step.busy.values()) - 8 > 0.9 * 2 * (modulo - 8)  # "utilized for more than 90% of the backpropagation"
-
-
-def test_zero_bubble_has_a_third_of_the_bubbles() -> None:
-    for example, idle in zip(ZERO_BUBBLE, (9, 3), strict=True):
-        step = simulated(example)
-        assert {step.latency - busy for busy in step.busy.values()} == {idle}
