@@ -132,13 +132,13 @@ def functional(cls: type[keras.Model], **options: Any) -> Callable[[], keras.Mod
 
 
 class Scaled(keras.Model):
-    """Scales its loss itself, and logs nothing."""
+    """Scales its loss itself, and logs something else."""
 
     def train_step(self, data: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = self.optimizer.scale_loss(self.compute_loss(data[0], data[1], self(data[0])))
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        return {}
+        return {"two": 2.0}
 
 
 def parts() -> keras.Model:
