@@ -133,15 +133,6 @@ def test_batches_of_any_sizes(free: keras.Model) -> None:
     assert [batch.samples for batch in batches] == lengths
 
 
-def test_first_batch_takes_an_earlier_spec_if_it_fits(sequences: keras.Model, free: keras.Model) -> None:
-    wide = BatchSpec(Leaf("x", "float32", (None, None)))
-    assert next(Batches(free, [floats(2, 5)], known=wide)).spec is wide
-    other = next(Batches(free, [floats(2, 5, 1)], known=wide)).spec
-    assert str(other) == "x float32 (?, 5, 1)"
-    # Without a dataset's word on what varies, lengths may: the spec widens.
-    assert str(next(Batches(free, [floats(2, 5)], known=spec_of(free, floats(2, 6)))).spec) == "x float32 (?, ?)"
-
-
 def test_datasets_say_which_axes_vary(free: keras.Model) -> None:
     def dataset(shape: list[int | None], *lengths: int) -> Any:
         spec = tf.TensorSpec(shape, tf.float32)

@@ -1,4 +1,7 @@
-"""What a model does with strings and tables runs on the client, as a whole, before the first stage."""
+"""What a model does with strings, tables and Python code.
+
+Strings and tables are on the client, as a whole, before the first stage; Python code is on devices of this process.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_training, assert_same_variables, pair, pipeline, use_float64
+from models_for_tests import with_layer
 
 import dapple_tf as dapple
-from dapple_tf.frontend.batch import declared_spec
+from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.host_part import CapturedProgram
+from dapple_tf.frontend.py_functions import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 
 layers = keras.layers
@@ -24,6 +29,7 @@ WORDS = ["a pipeline of stages", "stages of a model", "words", "a b", "unknown h
 TEXTS = tf.constant(WORDS)
 Y = rng.normal(size=(7, 2))
 NUMBERS = rng.normal(size=(7, 3))
+X = rng.normal(size=(7, 4))
 IDS = rng.integers(0, 9, size=(7, 2))
 
 
@@ -53,14 +59,12 @@ def features() -> keras.Model:
 
 
 CASES: dict[str, tuple[Callable[[], keras.Model], Any]] = {
-    "vectorized": (vectorized, TEXTS),
     "as long as the longest": (lambda: vectorized(None), TEXTS),
     "features": (features, [TEXTS[:, None], NUMBERS, IDS]),
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["vectorized", *(pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:])])
+@pytest.mark.parametrize("case", CASES)
 def test_models_that_take_strings_train_as_in_plain_keras(case: str) -> None:
     """They were refused: strings can't be fed to the devices."""
     use_float64()
@@ -73,14 +77,13 @@ def test_models_that_take_strings_train_as_in_plain_keras(case: str) -> None:
     assert np.allclose(pipelined.predict_on_batch(x), plain.predict_on_batch(x))
 
 
-@pytest.mark.thorough
 def test_strings_of_a_dataset_are_fitted_evaluated_predicted_and_saved(tmp_path: pathlib.Path) -> None:
     use_float64()
     model, plain = pair(vectorized)
     pipelined = pipeline(model, ["first"], (1, 1), 2, 4)
     data = tf.data.Dataset.from_tensor_slices((WORDS, Y)).batch(4)
-    own, other = (each.fit(data, epochs=2, verbose=0).history["loss"] for each in (pipelined, plain))
-    np.testing.assert_allclose(own, other, rtol=2e-5)
+    for each in (pipelined, plain):
+        each.fit(data, verbose=0)
     pipelined.sync()
     assert_same_variables(model, plain, TOLERANCE["float64"])
     np.testing.assert_allclose(pipelined.evaluate(data, verbose=0), plain.evaluate(data, verbose=0), rtol=2e-5)
@@ -99,14 +102,9 @@ def test_devices_get_numbers_for_all_that_follows_from_strings_alone() -> None:
     assert ids.tolist() == [[3, 3, 4, 0], [5, 1, 0, 0]]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_a_model_that_takes_strings_is_profiled_with_examples_of_them() -> None:
     with pytest.raises(dapple.ProfileError, match=r"x takes strings, which can't be made up: give examples"):
         dapple.profile(vectorized(), 4, cache=False, progress=False)
-    options = {"cache": False, "progress": False, "repeats": 1}
-    profile = dapple.profile(vectorized(), 4, x=TEXTS, y=Y, **options)
-    assert "first" in [layer.name for layer in profile.layers]
 
 
 def test_generators_that_keras_does_not_know_are_refused() -> None:
@@ -140,3 +138,37 @@ def test_strings_that_depend_on_weights_are_refused() -> None:
     pipelined = pipeline(compiled([text, numbers], x), ["second"], (1, 1), 1, 7)
     with pytest.raises(dapple.CaptureError, match=r"layer 'shown' .* works on strings or by a table with what isn't"):
         pipelined.train_on_batch([TEXTS, NUMBERS], Y)
+
+
+# ---- Python code
+
+
+class Sine(layers.Layer):
+    """A result with a gradient and one without, of Python code."""
+
+    def call(self, x: Any) -> Any:
+        def python(x: Any) -> Any:
+            return tf.sin(x) * 2, tf.cast(x.numpy() > 0, "int32")
+
+        sine, positive = tf.py_function(python, [x], [x.dtype, tf.int32])
+        return tf.ensure_shape(sine, x.shape) + tf.cast(tf.ensure_shape(positive, x.shape), x.dtype)
+
+
+def with_python() -> keras.Model:
+    return with_layer(lambda: Sine(name="waves"), Sine)
+
+
+def test_a_py_function_has_the_gradient_of_its_own_slice() -> None:
+    """TensorFlow's is that of the slice that ran last, once: steps of several micro-batches were cancelled."""
+    use_float64()
+    model, plain = pair(with_python)
+    assert_same_training(pipeline(model, ["second"], (2, 1), 3, 7), plain, [(X, Y, None)] * 2)
+
+
+def test_python_code_is_refused_where_devices_are_in_other_processes() -> None:
+    model = with_python()
+    spec = BatchSpec(Leaf("x", "float32", (None, 4)))
+    program = capture(model, VariableTable(model), Mode.PREDICT, spec)
+    check_py_functions(program.graph, ())
+    with pytest.raises(dapple.CaptureError, match=r"layer 'waves' calls tf.py_function .*workers \(there:1\)"):
+        check_py_functions(program.graph, ("there:1",))

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import zoo
-from equivalence import assert_same_variables, pair, pipeline, use_float64
+from equivalence import assert_same_variables_after, pair, pipeline, use_float64
 from profiled import captured, mlp
+from programs import HOST, layout, staged, step_of, two_layers, updated
+from tensorflow.core.framework import step_stats_pb2, types_pb2
 
-from dapple_tf.frontend.batch import BatchSpec
-from dapple_tf.frontend.capture import Mode, capture
-from dapple_tf.frontend.layer_cuts import cut_name, innermost_calls, layer_stages, legal_cuts, with_gradients
+import dapple_tf as dapple
+from dapple_tf.describe.layer_profile import ProfileError
+from dapple_tf.frontend.batch import BatchSpec, declared_spec
+from dapple_tf.frontend.capture import Mode, build, capture
+from dapple_tf.frontend.functional import cuts_are_safe, outputs_as_declared
+from dapple_tf.frontend.layer_cuts import (
+    cut_name,
+    innermost_calls,
+    layer_stages,
+    legal_cuts,
+    with_functions,
+    with_gradients,
+)
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.layer_memory import StepTrace, kept_tensors, static_sizes, variable_bytes
+from dapple_tf.measuring.timed_step import LAST
+from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.errors import PassError
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.pass_manager import run_passes
+from graph_passes.passes.assign_stages import AssignStages
 
 layers = keras.layers
 
@@ -44,7 +64,6 @@ def test_branches_are_laid_out_in_order_and_skips_have_all_their_consumers() -> 
     assert [layer_names[consumer] for consumer in stem.consumers] == ["left_0", "right_0", "long_skip"]
 
 
-@pytest.mark.slow
 def test_calls_of_one_layer_are_told_apart() -> None:
     assert names(zoo.tied()) == ("embedding", "shared#0", "middle", "shared#1", "last", "logits")
 
@@ -118,34 +137,235 @@ class OwnCall(keras.Model):
         return self.own(keras.ops.concatenate([super().call(x, training=training), x[:, :3]], -1))
 
 
-def adapted(mode: str) -> keras.Model:
-    """A model of few bits, of which low-rank adapters are trained."""
-    model = keras.Sequential([keras.Input((4,)), *(layers.Dense(2, name=name) for name in ("a", "b"))])
-    for layer in model.layers:
-        layer.quantize(mode)
-        layer.enable_lora(2)
-    for variable in model.trainable_variables:
-        variable.assign(np.linspace(-1, 1, np.prod(variable.shape)).reshape(variable.shape))
-    return model
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "make", [OwnCall, lambda: adapted("int8"), lambda: adapted("int4")], ids=["own call", "int8", "int4"]
-)
-def test_what_else_than_call_computes_a_layer_is_cut(make: Any) -> None:
-    """``quantized_call``; and a functional model's own call, for which losses were built by declared outputs."""
+def test_a_functional_model_s_own_call_is_cut() -> None:
+    """Losses were built by declared outputs."""
     use_float64()
 
     def build() -> keras.Model:
-        model = make()
+        model = OwnCall()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         return model
 
     model, plain = pair(build)
-    pipelined = pipeline(model, ["a"], (1, 1), 2, 6)
     x, y = np.random.default_rng(0).normal(size=(2, 6, 4))
-    for own in (pipelined, plain, pipelined, plain):
-        own.train_on_batch(x, y[:, :2])
-    pipelined.sync()
-    assert_same_variables(model, plain, 1e-6 if make is not OwnCall else 1e-10)  # Scales are float32.
+    assert_same_variables_after(2, pipeline(model, ["a"], (1, 1), 2, 6), plain, x, y[:, :2])
+
+
+# ---- What is known of a functional model without tracing it agrees with what tracing it shows
+
+
+def dense(name: str) -> keras.layers.Layer:
+    return keras.layers.Dense(4, name=name)
+
+
+def chain() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), dense("a"), keras.layers.ReLU(name="relu"), dense("b"), dense("c")])
+
+
+def branches() -> keras.Model:
+    x = keras.Input((4,))
+    a = dense("a")(x)
+    b = dense("b")(a)
+    c = dense("c")(keras.layers.add([a, b], name="sum"))
+    return keras.Model(x, [c, keras.layers.concatenate([b, c], name="both")])
+
+
+def shared() -> keras.Model:
+    x = keras.Input((4,))
+    layer = dense("a")
+    return keras.Model(x, dense("c")(layer(dense("b")(layer(x)))))
+
+
+def nested() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), keras.Sequential([dense("a"), dense("b")], name="inner"), dense("c")])
+
+
+def mixing() -> keras.Model:
+    """A tensor whose first axis isn't the batch."""
+    x = keras.Input((4,))
+    turned = keras.ops.transpose(dense("a")(x))
+    return keras.Model(x, dense("c")(keras.ops.transpose(turned)) + dense("b")(x))
+
+
+def free_length() -> keras.Model:
+    x = keras.Input((None, 4))
+    return keras.Model(x, dense("c")(dense("b")(dense("a")(x))))
+
+
+@pytest.mark.parametrize("make", [chain, branches, shared, nested, mixing, free_length])
+def test_what_counts_as_safe_passes_the_whole_check(make) -> None:
+    model = make()
+    spec = declared_spec(model)
+    assert spec is not None
+    program = capture(model, VariableTable(model), Mode.PREDICT, spec)
+    names = ["a", "b", "c", "relu", "sum", "inner", "unknown"]
+    safe = 0
+    for cuts in [cuts for count in (0, 1, 2) for cuts in itertools.permutations(names, count)]:
+        if cuts_are_safe(model, cuts):
+            run_passes(program, [AssignStages(cuts)])  # raises nothing
+            safe += 1
+        elif make is chain and "relu" not in cuts:  # A chain of dense layers has nothing that would need a trace.
+            with pytest.raises(PassError):
+                run_passes(program, [AssignStages(cuts)])
+    assert safe >= (6 if make is chain else 1)
+
+
+def test_subclassed_models_are_traced() -> None:
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    class OwnCall(keras.Sequential):
+        def call(self, inputs, training=None, mask=None):
+            return super().call(inputs) * 2.0
+
+    assert not cuts_are_safe(Own(), [])
+    assert not cuts_are_safe(OwnCall([keras.Input((4,)), dense("a"), dense("b")]), ["a"])
+
+
+def listed() -> keras.Model:
+    """One output, in a list."""
+    x = keras.Input((4,))
+    return keras.Model([x], [dense("b")(dense("a")(x))])
+
+
+ANY_STRUCTURE = pytest.mark.filterwarnings("ignore:The structure of `inputs`")
+"""Keras warns where a list of one input was declared and the input itself comes."""
+
+
+@ANY_STRUCTURE
+@pytest.mark.parametrize("make", [chain, branches, listed])
+def test_outputs_as_declared(make) -> None:
+    model = make()
+
+    def traced():
+        function = tf.function(lambda x: model(x)).get_concrete_function(tf.TensorSpec((None, 4)))
+        return function.structured_outputs, len(function.graph.as_graph_def().node)
+
+    with outputs_as_declared(model):
+        outputs, few = traced()
+    expected, many = traced()
+    assert keras.tree.map_structure(str, outputs) == keras.tree.map_structure(str, expected)
+    assert few < many
+    assert "call" not in vars(model)
+    model(np.zeros((2, 4), "float32"))
+
+
+@ANY_STRUCTURE
+@pytest.mark.parametrize("plan", [dapple.Plan.straight(["a"], 6, 2), dapple.Plan.data_parallel(2, 6)])
+def test_one_output_in_a_list_is_trained_as_that_output(plan: dapple.Plan) -> None:
+    """Losses were built for a list, and read the first sample of each slice; the user's model did so ever after."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = listed() if plan.num_stages == 1 else keras.Model.from_config(listed().get_config())
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model
+
+    model, plain = pair(build)
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 4))
+    y = [y] if plan.num_stages == 1 else y
+    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
+    assert_same_variables_after(1, pipelined, plain, x, y)
+    expected = plain.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(pipelined.evaluate(x, y, verbose=0), expected, rtol=1e-6)
+    np.testing.assert_allclose(model.evaluate(x, y, verbose=0), expected, rtol=1e-6)
+    for own, other in zip(*(keras.tree.flatten(one.predict(x, verbose=0)) for one in (pipelined, plain)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-10)
+
+
+# ---- Memory from a trace: each buffer once, peaks beyond what stays, and no tensor taken for another
+
+SAMPLES, ADDRESS = 3, 100
+
+
+class Written:
+    """A trace of ``two_layers`` cut in two, written by hand: a task every 100 microseconds, from 1000 on."""
+
+    def __init__(self) -> None:
+        self.program = updated(staged(two_layers(), "a"), layout([1, 1], 4, 2))
+        self.step = step_of(self.program)
+        self.stats = step_stats_pb2.StepStats()
+        self.device = self.stats.dev_stats.add(device=HOST)
+        tasks = ((0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD))
+        self.start = {Task(*task, LAST): 1000 + 100 * index for index, task in enumerate(tasks)}
+        self.nodes = {}
+        for task, start in self.start.items():
+            node = self.device.node_stats.add(node_name=f"x/{self.step.entry[task]}", all_start_micros=start)
+            node.all_end_rel_micros = 90
+            self.nodes[task] = node
+            stage = self.program.stages[task.stage]
+            forward = task.phase is Phase.FORWARD
+            function = stage.forward if forward else stage.backward
+            assert function is not None
+            for slot in range(len(function.outputs)):
+                tensor = node.output.add(slot=slot).tensor_description
+                tensor.dtype = types_pb2.DT_FLOAT
+                tensor.shape.dim.add(size=10)
+                tensor.allocation_description.ptr = ADDRESS + forward * task.stage  # all of a task share one buffer
+
+    def allocate(self, task: Task, after: int, size: int) -> None:
+        used = self.nodes[task].memory.add(allocator_name="cpu")
+        used.allocation_records.add(alloc_micros=self.start[task] + after, alloc_bytes=size)
+
+    def read(self) -> StepTrace:
+        return StepTrace(self.stats, self.program, self.step, HOST, "x", SAMPLES)
+
+
+def test_a_buffer_counts_for_the_first_stage_that_keeps_it() -> None:
+    written = Written()
+    kept = [kept_tensors(written.program, stage) for stage in (0, 1)]
+    assert all(kept)
+    assert written.read().kept_bytes(kept) == [40, 40]
+    for output in written.nodes[Task(1, Phase.FORWARD, LAST)].output:  # The second only hands on what it was given.
+        output.tensor_description.allocation_description.ptr = ADDRESS
+    assert written.read().kept_bytes(kept) == [40, 0]
+
+
+def test_peaks_are_beyond_what_stays_and_what_is_handed_on() -> None:
+    written = Written()
+    forward, backward = Task(1, Phase.FORWARD, LAST), Task(1, Phase.BACKWARD, LAST)
+    for after, size in ((0, 1000), (10, 300), (20, -1000)):  # 300 stay
+        written.allocate(forward, after, size)
+    assert written.read().temporary_bytes(1) == 1000
+    for after, size in ((0, 2000), (10, 40), (20, -2000)):  # a gradient of 40 bytes goes to the first stage
+        written.allocate(backward, after, size)
+    assert written.read().temporary_bytes(1) == 2000
+    assert written.read().temporary_bytes(0) == 0
+
+
+def test_results_that_were_removed_are_not_mistaken_for_others() -> None:
+    written = Written()
+    del written.nodes[Task(1, Phase.FORWARD, LAST)].output[0]
+    with pytest.raises(ProfileError, match=r"'stage1_forward' has \d+ results, but a trace shows \d+"):
+        written.read()
+
+
+def test_a_trace_of_another_device_tells_nothing() -> None:
+    written = Written()
+    written.device.device = "/job:localhost/replica:0/task:0/device:GPU:7"
+    with pytest.raises(ProfileError, match="doesn't tell the size"):
+        written.read().kept_bytes([kept_tensors(written.program, 0)])
+
+
+def test_static_sizes_are_those_of_the_slice() -> None:
+    program = staged(two_layers(), "a", recompute="min_cut")
+    few, many = (static_sizes(program, [(2,)], samples) for samples in (2, 4))
+    assert few and few.keys() == many.keys()
+    assert all(size <= many[key] <= 2 * size for key, size in few.items())
+
+
+def test_each_variable_counts_once() -> None:
+    model = zoo.tied()
+    spec = ExampleBatch.of(model).spec
+    table = VariableTable(model)
+    build(model, table, spec)
+    cuts = ("embedding", "shared#0", "middle", "shared#1", "last")
+    program = with_functions(with_gradients(captured(model), cuts), "stages_")
+    counted = variable_bytes(program, group_updates(model, table, program), table)
+    sizes = [4 * int(variable.value.numpy().size) for variable in model.trainable_variables]
+    assert sum(counted.parameters) + sum(group.parameter_bytes for group in counted.shared) == sum(sizes)
+    # Adagrad has one slot for each, and scalars of its own that belong to no layer.
+    assert sum(counted.slots) + sum(group.slot_bytes for group in counted.shared) == sum(sizes)
+    assert [group.layers for group in counted.shared] == [(0, 5), (1, 3)]
+    assert sum(counted.state) == 0

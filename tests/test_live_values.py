@@ -32,9 +32,14 @@ from dapple_tf.frontend.watching import watchers_of
 X, Y, W = samples(21)
 
 
+def build() -> keras.Model:
+    rate = keras.optimizers.schedules.ExponentialDecay(0.02, 2, 0.5)
+    return classifier(optimizer=keras.optimizers.Adam(rate, epsilon=1e-3), metrics=["accuracy"])
+
+
 @pytest.fixture(scope="module")
 def shared() -> Pair:
-    return Pair(lambda: classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
+    return Pair(build)
 
 
 @pytest.fixture
@@ -94,10 +99,8 @@ def test_what_was_assigned_to_looked_at_values_outlives_steps_that_do_not_count(
         assert_close(values(pair.model), expected, 0)
 
 
-def test_counters_rates_and_outputs_within_an_epoch() -> None:
+def test_counters_rates_and_outputs_within_an_epoch(pair: Pair) -> None:
     """They stood still until the epoch's end."""
-    rate = lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)  # noqa: E731
-    pair = Pair(lambda: classifier(optimizer=keras.optimizers.SGD(rate(), momentum=0.9)))
     seen: dict[int, list[Any]] = {}
 
     def note(model: keras.Model) -> None:
@@ -321,7 +324,7 @@ def test_a_restored_checkpoint_is_read_at_once_and_no_error_undoes_it(pair: Pair
     pair.pipelined.train_on_batch(X[:7], Y[:7])
     expected = values(pair.model)
     pair.pipelined.save_checkpoint(tmp_path)
-    own = transform(classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
+    own = transform(build())
     own.restore_checkpoint(tmp_path)
     assert_close(values(own.model), expected)
     with pytest.raises(dapple.StepError, match="0 steps ago"):

@@ -74,7 +74,7 @@ def test_layers_that_draw_are_noted_where_their_stage_has_slices(caplog: pytest.
     assert logged(caplog, "draws other random numbers") == [logging.INFO]  # Results are as good as plain Keras'.
     assert [(note.kind, note.layer) for note in pipelined.notes] == [(RANDOM, "noise")]
     whole = transform(dropout(), plan(devices=[[0], [1]], micro_batches=1))
-    assert whole.notes == ()
+    assert whole.notes == noted(dropout(), *samples(7)[:2], slices=1) == ()
 
 
 def test_transform_tells_of_layers_and_losses_and_the_first_batch_of_metrics(caplog: pytest.LogCaptureFixture) -> None:
@@ -267,10 +267,8 @@ def test_metrics_logs_and_state_are_noted_by_the_names_that_users_know() -> None
     metrics = [rms, of_positive, Largest("mean", tf.reduce_mean), Largest("largest", tf.reduce_max), "accuracy"]
     x, y = np.ones((7, 4)), np.ones((7, 3))
     compiled = noted(model(keras.Model, loss=["mse", "mse"], metrics=[[], metrics]), x, [y, y])
-    names = ["counts", "right_rms", "right_of_positive", "right_mean"]
-    assert {(note.kind, note.layer) for note in compiled} == {
-        (NoteKind.STATE if name == "counts" else NoteKind.METRIC, name) for name in names
-    }
+    told = {(NoteKind.METRIC, f"right_{name}") for name in ("rms", "of_positive", "mean")}
+    assert {(note.kind, note.layer) for note in compiled} == told | {(NoteKind.STATE, "counts")}
     own = noted(model(Own), x, [y, y])
     assert {(note.kind, note.layer) for note in own} == {(NoteKind.STATE, "counts"), (NoteKind.METRIC, "parts_root")}
 

@@ -9,8 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import TOLERANCE, assert_same_variables, assert_same_variables_after, pair, pipeline, use_float64
-from selection import thorough
+from equivalence import assert_same_variables_after, pair, pipeline, use_float64
 from step_programs import built_of_model
 
 import dapple_tf as dapple
@@ -35,6 +34,10 @@ def model_with(optimizer: Callable[[], Any]) -> keras.Model:
     return model
 
 
+def scaled() -> Any:
+    return optimizers.LossScaleOptimizer(optimizers.Adam(0.01, global_clipnorm=0.05))
+
+
 def without_decay_of_biases() -> Any:
     made = optimizers.AdamW(0.01, weight_decay=0.5)
     made.exclude_from_weight_decay(var_names=["bias"])
@@ -42,91 +45,31 @@ def without_decay_of_biases() -> Any:
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {
-    "sgd": lambda: optimizers.SGD(0.1),
-    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": lambda: optimizers.Adam(0.01, amsgrad=True),
-    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.05),
     "excluded": without_decay_of_biases,
-    "adamax": lambda: optimizers.Adamax(0.01),
-    "nadam": lambda: optimizers.Nadam(0.01),
-    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-    "adagrad": lambda: optimizers.Adagrad(0.05),
-    "adadelta": lambda: optimizers.Adadelta(0.5),
     "adafactor": lambda: optimizers.Adafactor(0.05),
-    "ftrl": lambda: optimizers.Ftrl(0.05),
-    "lion": lambda: optimizers.Lion(0.01),
-    "lamb": lambda: optimizers.Lamb(0.01),
     "schedule": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.05, 3, warmup_steps=1, warmup_target=0.1)),
-    "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.05),
-    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.01),
-    "global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.05),
     "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7),
-    "ema_overwrite": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
-    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
-    "loss_scale_optimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01, global_clipnorm=0.05)),
 }
 
 
-QUICK = ("adam", "momentum", "adafactor", "schedule", "global_clipnorm", "ema", "accumulation", "loss_scale_optimizer")
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in SETTINGS])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings_update_as_in_plain_keras(name: str) -> None:
     use_float64()
     model, plain = pair(lambda: model_with(SETTINGS[name]))
     pipelined = pipeline(model, ["flat"], (2, 1), 2, 7)
-    # Accumulators and gradients that Keras densifies are compared too: every variable of the optimizer.
-    assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
+    assert_same_variables_after(2, pipelined, plain, TOKENS, TARGETS)
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["global_clipnorm", "ema_overwrite", "loss_scale_optimizer"])
-def test_compiled_settings_update_as_in_plain_keras(name: str) -> None:
+def test_compiled_updates_are_those_of_plain_keras() -> None:
     """XLA compiles updates, too: with branches, rows of embeddings and variables of their own."""
     use_float64()
-    model, plain = pair(lambda: model_with(SETTINGS[name]))
+    model, plain = pair(lambda: model_with(scaled))
     plan = dapple.Plan.manual(["flat"], [[0, 1], [2]], 2, 7, jit_compile=True)
     pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
-    assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
+    assert_same_variables_after(2, pipelined, plain, TOKENS, TARGETS)
     library = pipelined._engine.session.graph.as_graph_def().library.function
     updates = [function.signature.name for function in library if function.signature.name.endswith("apply_compiled")]
     assert len(updates) == 2
-
-
-@pytest.mark.slow
-def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
-    """Keras itself can't divide the rows of an embedding's gradient by the scale: the embedding is frozen."""
-
-    def build() -> keras.Model:
-        model = model_with(lambda: "sgd")
-        model.get_layer("embedding").trainable = False
-        x = keras.layers.Dense(4, activation="tanh", name="more")(model.get_layer("flat").output)
-        model = keras.Model(model.inputs[0], keras.layers.Dense(2, name="end")(x))
-        model.compile(optimizers.SGD(0.1, loss_scale_factor=64.0, global_clipnorm=0.05), "mse")
-        return model
-
-    use_float64()
-    model, plain = pair(build)
-    pipelined = pipeline(model, ["more"], (2, 1), 2, 7)
-    assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
-
-
-@pytest.mark.slow
-def test_frozen_layers_and_unused_weights_stay_as_they_are() -> None:
-    def build() -> keras.Model:
-        model = model_with(lambda: optimizers.Adam(0.01, weight_decay=0.1))
-        model.get_layer("hidden").trainable = False
-        model.compile(optimizers.Adam(0.01, weight_decay=0.1), "mse")
-        return model
-
-    use_float64()
-    model, plain = pair(build)
-    before = np.asarray(model.get_layer("hidden").kernel)
-    pipelined = pipeline(model, ["flat"], (1, 1), 2, 7)
-    assert_same_variables_after(1, pipelined, plain, TOKENS, TARGETS)
-    assert np.array_equal(before, np.asarray(model.get_layer("hidden").kernel))
 
 
 def test_a_frozen_first_stage_has_an_empty_backward() -> None:
@@ -139,32 +82,6 @@ def test_a_frozen_first_stage_has_an_empty_backward() -> None:
     use_float64()
     model, plain = pair(build)
     assert_same_variables_after(1, pipeline(model, ["flat"], (2, 1), 2, 7), plain, TOKENS, TARGETS)
-
-
-def test_the_learning_rate_follows_the_host() -> None:
-    use_float64()
-    model, plain = pair(lambda: model_with(lambda: optimizers.SGD(0.1)))
-    pipelined = pipeline(model, ["flat"], (2, 1), 2, 7)
-    for rate in (0.1, 0.02, 0.3):
-        for each in (model, plain):
-            each.optimizer.learning_rate = rate
-        pipelined.train_on_batch(TOKENS, TARGETS)
-        plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
-
-
-def test_an_optimizer_that_couples_stages_is_refused() -> None:
-    class Coupled(optimizers.SGD):
-        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            total = sum(keras.ops.sum(other) for other in self.everything)
-            super().update_step(gradient + 0.0 * total, variable, learning_rate)
-
-    model = model_with(lambda: Coupled(0.1))
-    model.optimizer.everything = list(model.trainable_variables)
-    pipelined = pipeline(model, ["flat"], (1, 1), 1, 7)
-    with pytest.raises(dapple.CaptureError, match="couples variables of several stages"):
-        pipelined.train_on_batch(TOKENS, TARGETS)
 
 
 class Centralized(optimizers.SGD):
@@ -188,39 +105,35 @@ class ClippedTogether(optimizers.SGD):
         super().apply(tf.clip_by_global_norm(list(grads), 0.05)[0], trainable_variables)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_an_optimizer_that_couples_gradients_of_stages_is_refused(scaled: bool) -> None:
+def test_an_optimizer_that_couples_gradients_of_stages_is_refused() -> None:
     """Each stage clipped by the norm of its own gradients, without a word; in a stage for itself it is right."""
     use_float64()
 
     def build() -> keras.Model:
-        own = ClippedTogether(0.1)
-        return model_with(lambda: optimizers.LossScaleOptimizer(own) if scaled else own)
+        return model_with(lambda: ClippedTogether(0.1))
 
-    pipelined = pipeline(build(), ["flat"], (1, 1), 1, 7)
+    scaled = model_with(lambda: optimizers.LossScaleOptimizer(ClippedTogether(0.1)))
     coupled = r"ClippedTogether.*'embedding/embeddings' and 'hidden/kernel'.*one stage"
-    with pytest.raises(dapple.CaptureError, match=coupled):
-        pipelined.train_on_batch(TOKENS, TARGETS)
-    if not scaled:
-        model, plain = pair(build)
-        assert_same_variables_after(1, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
+    for model in (build(), scaled):
+        with pytest.raises(dapple.CaptureError, match=coupled):
+            pipeline(model, ["flat"], (1, 1), 1, 7).train_on_batch(TOKENS, TARGETS)
+    model, plain = pair(build)
+    assert_same_variables_after(1, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_norm_of_accumulated_gradients_of_several_stages_is_refused(scaled: bool) -> None:
+def test_the_norm_of_accumulated_gradients_of_several_stages_is_refused() -> None:
     """Keras clips what it has accumulated; with several stages each step's gradients were clipped, silently."""
 
-    def build() -> keras.Model:
-        own = optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.05, epsilon=1e-3)
-        return model_with(lambda: optimizers.LossScaleOptimizer(own) if scaled else own)
+    def own() -> keras.optimizers.Optimizer:
+        return optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.05, epsilon=1e-3)
 
     use_float64()
-    for cuts, replicas, shards in ((["flat"], (1, 1), False), ((), (2,), True)):
+    scaled = lambda: optimizers.LossScaleOptimizer(own())  # noqa: E731
+    for optimizer, cuts, replicas, shards in ((own, ["flat"], (1, 1), False), (scaled, [], (2,), True)):
         with pytest.raises(dapple.CaptureError, match=r"global_clipnorm=0.05.*gradient_accumulation_steps=2.*larger"):
-            pipeline(build(), cuts, replicas, 1, 7, optimizer_shards=shards)
-    if not scaled:
-        model, plain = pair(build)
-        assert_same_variables_after(2, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
+            pipeline(model_with(optimizer), cuts, replicas, 1, 7, optimizer_shards=shards)
+    model, plain = pair(lambda: model_with(own))
+    assert_same_variables_after(2, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
 
 
 def test_an_average_of_a_variable_without_gradient_is_refused() -> None:
@@ -237,10 +150,10 @@ def test_an_average_of_a_variable_without_gradient_is_refused() -> None:
     pipeline(frozen, ["flat"], (1, 1), 1, 7).train_on_batch(TOKENS, TARGETS)
 
 
-@pytest.mark.parametrize("name", ["adamw", "ema", "loss_scale_optimizer"])
-def test_what_an_update_assigns_is_in_the_order_of_the_graph(name: str) -> None:
+@pytest.mark.parametrize("optimizer", [SETTINGS["ema"], scaled])
+def test_what_an_update_assigns_is_in_the_order_of_the_graph(optimizer: Callable[[], Any]) -> None:
     """TensorFlow keeps it in a set: in each run steps had another order, and operators were placed elsewhere."""
-    model = model_with(SETTINGS[name])
+    model = model_with(optimizer)
     plan = dapple.Plan.manual(["flat"], [[0], [1]], 2, 4)
     passes = StepPasses(plan, dapple.Cluster.local(2, kind="cpu"))
     updates = built_of_model(model, passes, VariableTable(model)).updates

@@ -1,21 +1,30 @@
-"""What the executor does: the order of tasks, the memory of devices, the size of graphs."""
+"""What the executor does: the order of tasks, the memory of devices and of the process, the functions of graphs."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 import itertools
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from equivalence import pipeline
-from selection import thorough
+from models_for_tests import classifier, samples, transform
+from models_for_tests import plan as plan_of
+from schedule_runs import vee
+from workers import environment
 
 import dapple_tf as dapple
+from dapple_tf.execution import device_session
+from dapple_tf.execution.device_session import DeviceSession
+from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.frontend.capture import Mode
+from dapple_tf.variables import stored_values
+from graph_passes.ir.program import Layout
 from graph_passes.ir.tasks import Task
 
 layers = keras.layers
@@ -31,11 +40,16 @@ def chain(depth: int, width: int = 8, features: int = 8) -> keras.Model:
     return model
 
 
+def built(pipelined: dapple.PipelinedModel) -> tuple[Any, str, Any]:
+    """What its training step is built of: (the build, prefix of names, the step)."""
+    (build,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
+    ((prefix, step),) = build.steps.values()
+    return build, prefix, step
+
+
 def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]]:
     """Tasks of each device in the order in which a traced step started them."""
-    engine = pipelined._engine
-    (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
-    ((prefix, step),) = build.steps.values()
+    _, prefix, step = built(pipelined)
     tasks = {f"{prefix}/{node}": task for task, node in step.entry.items()}
     started: dict[str, dict[Task, int]] = collections.defaultdict(dict)
     for device in stats.dev_stats:
@@ -48,16 +62,9 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
 @pytest.mark.parametrize(
     ("schedule", "devices", "options"),
     [
-        # Whole backwards beside split ones, stages that share devices in parts.
+        # Whole backwards beside split ones; two streams.
         ("dapple_a", [[0, 1]] * 3, {"reverse_first_k": 2}),
-        ("modulo", [[0, 1], [2], [1, 0]], {"task_seconds": [[1, 3, 1], [2, 1, 1], [1, 1, 2]]}),
-        *(
-            thorough((schedule, [[0, 1], [2], [3]], {}))
-            for schedule in ("gpipe", "dapple_a", "zb_h1", "dapple_b", "fast_forward")
-        ),
-        thorough(("modulo", [[0], [1], [0]], {})),
-        thorough(("interleaved", [[0], [1], [0], [1]], {})),
-        thorough(("zb_v", [[0], [1], [1], [0]], {})),
+        ("fast_forward", [[0]] * 3, {"weight_devices": [[1]] * 3}),
     ],
 )
 def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
@@ -70,11 +77,9 @@ def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
     x, y = np.zeros((16, 8)), np.zeros((16, 1))
     pipelined.train_on_batch(x, y)
     measured = starts(pipelined, pipelined.trace_step(x, y))
-    engine = pipelined._engine
-    (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
-    ((_, step),) = build.steps.values()
+    build, _, step = built(pipelined)
     assert step.schedule is not None
-    names = engine.cluster.device_names
+    names = pipelined._engine.cluster.device_names
     # What has nothing to compute (Bx of the first stage, say) is a NoOp, which TensorFlow may drop.
     computed = {
         Task(task.stage, phase, task.micro_batch, task.replica)
@@ -103,67 +108,20 @@ def peaks(stats: Any) -> dict[str, int]:
     return peak_bytes
 
 
-def peak_memory(schedule: str, micro_batches: int) -> dict[str, int]:
-    """The peak of 16 micro-batches, the median of five measurements.
-
-    How far a stage runs ahead within its bound is a matter of timing, and a step of 16 micro-batches has four times the
-    chances to do so that one of four has: as many micro-batches are looked at, in several steps.
-    """
-    steps = 16 // micro_batches
-    samples = 64
-    model = chain(16, width=256, features=64)
-    pipelined = pipeline(model, ["dense_7"], (1, 1), micro_batches, samples * micro_batches, schedule=schedule)
-    x, y = np.zeros((samples * micro_batches, 64), "float32"), np.zeros((samples * micro_batches, 1), "float32")
-    pipelined.train_on_batch(x, y)
-    runs = [[peaks(pipelined.trace_step(x, y)) for _ in range(steps)] for _ in range(5)]
-    pipelined.close()
-    return {device: int(np.median([max(step[device] for step in run) for run in runs])) for device in runs[0][0]}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_dapple_keeps_memory_flat_while_gpipe_grows_with_micro_batches() -> None:
-    """DAPPLE (PPoPP'21), figure 3(c): K micro-batches in flight, however many there are."""
-    few, many = peak_memory("dapple_a", 4), peak_memory("dapple_a", 16)
-    all_at_once = peak_memory("gpipe", 16)
-    assert len(few) == 2
-    for device in few:
-        assert many[device] <= 1.05 * few[device], (device, few, many)
-        assert all_at_once[device] >= 2 * many[device], (device, all_at_once, many)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_recomputation_lowers_peak_memory() -> None:
-    model = {policy: chain(8, width=256, features=64) for policy in ("none", "boundary")}
+def test_schedules_and_recomputation_bound_the_memory_that_steps_need() -> None:
+    """DAPPLE (PPoPP'21), figure 3(c): K micro-batches in flight, however many there are; GPipe keeps all."""
     x, y = np.zeros((512, 64), "float32"), np.zeros((512, 1), "float32")
-    peak_bytes = {}
-    for policy, built in model.items():
-        pipelined = pipeline(built, ["dense_3"], (1, 1), 8, 512, schedule="gpipe", recompute=policy)
+    needed = {}
+    for schedule, recompute in (("dapple_a", "none"), ("gpipe", "none"), ("gpipe", "boundary")):
+        model = chain(8, width=256, features=64)
+        pipelined = pipeline(model, ["dense_3"], (1, 1), 8, 512, schedule=schedule, recompute=recompute)
         pipelined.train_on_batch(x, y)
-        peak_bytes[policy] = min(sum(peaks(pipelined.trace_step(x, y)).values()) for _ in range(2))
+        needed[schedule, recompute] = min(sum(peaks(pipelined.trace_step(x, y)).values()) for _ in range(3))
         pipelined.close()
-    assert peak_bytes["boundary"] < 0.6 * peak_bytes["none"], peak_bytes
+    every = needed["gpipe", "none"]
+    assert needed["dapple_a", "none"] < 0.6 * every and needed["gpipe", "boundary"] < 0.6 * every, needed
 
 
-@functools.cache
-def top_level_nodes(depth: int, micro_batches: int) -> int:
-    pipelined = pipeline(chain(depth), [f"dense_{depth // 2}"], (2, 1), micro_batches, 12)
-    pipelined.train_on_batch(np.zeros((12, 8)), np.zeros((12, 1)))
-    (prefix,) = [p for (mode, *_), b in pipelined._engine.builder.builds.items() for p, _ in b.steps.values()]
-    graph = pipelined._engine.session.graph.as_graph_def()
-    return sum(node.name.startswith(f"{prefix}/") for node in graph.node)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_step_grows_with_tasks_not_with_depth() -> None:
-    shallow = top_level_nodes(2, 3)
-    assert shallow == top_level_nodes(8, 3)
-    assert shallow < top_level_nodes(2, 6) < 2.2 * shallow
-
-
-@pytest.mark.slow
 def test_no_stage_function_is_made_twice() -> None:
     """Another epoch reuses the functions; a smaller last batch has its own, as its slices are of another size."""
     pipelined = pipeline(chain(4), ["dense_1"], (2, 1), 3, 12)
@@ -184,29 +142,22 @@ def test_no_stage_function_is_made_twice() -> None:
 
 def test_stages_of_equal_layers_are_one_function_for_tensorflow() -> None:
     """TensorFlow copied, searched and kept the functions of each of 32 equal stages."""
-    model, plain = chain(5), chain(5)
-    plain.set_weights(model.get_weights())
-    cuts = [f"dense_{index}" for index in range(5)]
-    pipelined = dapple.transform(
-        model, dapple.Cluster.local(6, kind="cpu"), dapple.Plan.manual(cuts, [[d] for d in range(6)], 2, 8)
-    )
+    model = chain(3)
+    plan = dapple.Plan.manual([f"dense_{index}" for index in range(3)], [[d] for d in range(4)], 2, 8)
+    pipelined = dapple.transform(model, dapple.Cluster.local(4, kind="cpu"), plan)
     generator = np.random.default_rng(0)
-    for _ in range(2):
-        x, y = generator.normal(size=(8, 8)), generator.normal(size=(8, 1))
-        assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-5)
-    for own, its in zip(pipelined.sync().get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(own, its, rtol=1e-5, atol=1e-6)
+    x, y = generator.normal(size=(8, 8)), generator.normal(size=(8, 1))
+    loss = model.evaluate(x, y, verbose=0)
+    assert pipelined.train_on_batch(x, y) == pytest.approx(loss, rel=1e-5)
     library = pipelined._engine.session.graph.as_graph_def().library.function
     names = [function.signature.name for function in library]
     # The first stage casts its input, and gives it no gradient; the last one has the loss.
     assert sum(name.endswith("_forward") for name in names) == 3
     assert sum(name.endswith("_backward") for name in names) == 3
-    (built,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
-    own = [f.signature.name for graph in built.graphs.values() for f in graph.library.function]
-    assert sum(name.endswith("_forward") for name in own) == 6  # as dumps show it
+    own = [f.signature.name for graph in built(pipelined)[0].graphs.values() for f in graph.library.function]
+    assert sum(name.endswith("_forward") for name in own) == 4  # as dumps show it
 
 
-@pytest.mark.slow
 def test_device_memory_limits_micro_batches_in_flight() -> None:
     """D of P_A and P_B: fewer micro-batches are warmed up when memory holds fewer; none is an error."""
     model = chain(4, width=64)
@@ -217,22 +168,117 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
         cluster = dapple.Cluster.local(2, memory_bytes=memory, kind="cpu")
         pipelined = dapple.transform(model, cluster, plan)
         pipelined.train_on_batch(x, y)
-        ((_, build),) = [item for item in pipelined._engine.builder.builds.items() if item[0][0] is Mode.TRAIN]
-        ((_, step),) = build.steps.values()
-        return pipelined, (build, step)
+        return pipelined, built(pipelined)
 
-    pipelined, (build, step) = kept(2**40)
+    pipelined, (build, _, step) = kept(2**40)
     assert [str(task) for task in step.schedule.orders[0][:4]] == ["0F0", "0F1", "0F2", "0B0"]
     stage = build.program.stages[0]
     residual = stage.residual_bytes * 8 + stage.fixed_residual_bytes
     fixed = pipelined._engine.builder.stored_bytes(build.program, pipelined._engine.cluster.device_names[0])
-    _, (_, step) = kept(fixed + 2 * residual)
+    _, (*_, step) = kept(fixed + 2 * residual)
     assert [str(task) for task in step.schedule.orders[0][:3]] == ["0F0", "0F1", "0B0"]
     with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* use more stages"):
         kept(fixed + residual // 2)
 
 
-def test_a_description_of_a_cluster_cannot_train(tmp_path: Any) -> None:
-    cluster = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), real=False)
-    with pytest.raises(dapple.DappleError, match="description without real devices"):
-        dapple.transform(chain(2), cluster, dapple.Plan.manual(["dense_0"], [[0], [1]], 1, 4))
+def test_variables_on_weight_devices_count_for_their_memory() -> None:
+    """Only devices of F and Bx were looked at, where no variable lives then."""
+    model = chain(2, width=64)
+    plan = dapple.Plan.manual([], [[0]], 2, 8, "fast_forward", weight_devices=[[1]])
+    cluster = dapple.Cluster.local(2, memory_bytes=10_000, kind="cpu")
+    with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* but device 1 has 10,000"):
+        dapple.transform(model, cluster, plan).train_on_batch(np.zeros((8, 8)), np.zeros((8, 1)))
+
+
+# ---- micro-batches that fit
+
+
+def program_of(*sizes: dict[str, int]) -> Any:
+    """Stages that keep so many bytes."""
+    names = ("residual", "fixed_residual", "delayed", "fixed_delayed", "offloaded", "offloaded_late")
+    nothing = {f"{name}_bytes": 0 for name in names}
+    return SimpleNamespace(stages=[SimpleNamespace(index=i, **(nothing | own)) for i, own in enumerate(sizes)])
+
+
+def test_the_runtime_counts_each_devices_own_slices() -> None:
+    """12 samples of 10 bytes: 9 on a device of 200 bytes, 3 on one of 100."""
+    program = program_of({"residual_bytes": 10})
+    devices = [dapple.Device(f"/device:CPU:{index}", 0, memory) for index, memory in enumerate((200, 100))]
+    cluster = dapple.Cluster(tuple(devices), real=False)
+    for shares, held in (([[3, 1]], 2), ([[1, 1]], 1)):
+        plan = dapple.Plan.data_parallel(2, 48, 4, shares=shares)
+        layout = Layout([["a", "b"]], 48, 48, 4, shares=plan.shares)
+        assert residuals_held(plan, cluster, program, layout, lambda device: 0) == (held,)
+
+
+@pytest.mark.parametrize(("policy", "held"), [("v_min", 5), ("zb_v", 2)])
+def test_the_runtime_counts_slices_of_any_of_a_devices_stages(policy: str, held: int) -> None:
+    """Five slices fit beside the variables, each of at most 200 bytes: two micro-batches of both stages."""
+    program = program_of(*({"residual_bytes": size, "delayed_bytes": 50} for size in [200, 150] * 2))
+    plan = dapple.Plan.manual([f"hidden_{stage}" for stage in range(3)], vee(2), 8, 8, policy)
+    cluster = dapple.Cluster.local(2, memory_bytes=2000, kind="cpu")
+    layout = Layout([["a"], ["b"], ["b"], ["a"]], 8, 8, 8)
+    assert residuals_held(plan, cluster, program, layout, lambda device: 1000) == (held,) * 4
+    assert residuals_held(plan, cluster, program, layout, lambda device: 1650) == (2 if policy == "v_min" else 1,) * 4
+    with pytest.raises(dapple.DappleError, match=r"stages \[0, 3\] together need 2,050 bytes"):
+        residuals_held(plan, cluster, program, layout, lambda device: 1700)
+
+
+# ---- memory goes back to the kernel
+
+FREED = """
+import os
+from dapple_tf.garbage import return_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+pieces = [bytes(2000) for _ in range(32_000)]  # 64 MB, too small for a mapping each, too large for Python's own pools
+del pieces[:-1]  # the last one keeps the C library from giving back what is below it
+before = resident()
+return_freed_memory()
+print(before - resident())
+"""
+
+
+def test_what_has_been_freed_goes_back() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], env=environment(), capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 32_000_000
+
+
+def test_the_first_run_of_a_step_gives_back_what_building_it_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(device_session, "return_freed_memory", lambda: calls.append("returned"))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    pipelined = dapple.transform(model, dapple.Cluster.local(1), dapple.Plan.data_parallel(1, 2))
+    for _ in range(2):
+        pipelined.train_on_batch(np.ones((2, 4)), np.ones((2, 1)))
+    assert calls == ["returned"]
+
+
+# ---- the model's values
+
+
+@pytest.mark.parametrize(("limit", "numbers"), [(220, [1, 2]), (100, [1, 1, 1])], ids=["last two", "one by one"])
+def test_as_many_values_are_loaded_at_once_as_there_is_memory_for(
+    monkeypatch: pytest.MonkeyPatch, limit: int, numbers: list[int]
+) -> None:
+    """A run for each of 32 stages took half a second: TensorFlow prepares each from the whole graph."""
+    loads: list[dict[str, Any]] = []
+    run = DeviceSession.run
+
+    def noted(self: DeviceSession, fetches: Any, feed: Any = None, *others: Any) -> Any:
+        loads.append({name: np.array(value) for name, value in (feed or {}).items()})
+        return run(self, fetches, feed, *others)
+
+    monkeypatch.setattr(DeviceSession, "run", noted)
+    monkeypatch.setattr(stored_values, "_BUCKET_BYTES", limit)
+    x, _, _ = samples(7)
+    model = classifier(optimizer="sgd")
+    expected = model.predict_on_batch(x)
+    pipelined = transform(model, plan_of(cuts=["first", "second"], devices=[[0], [1], [2]]))
+    np.testing.assert_allclose(pipelined.predict_on_batch(x), expected, rtol=1e-5, atol=1e-6)
+    assert [len(feed) for feed in loads] == numbers
+    assert sum(value.nbytes for feed in loads for value in feed.values()) >= 4 * model.count_params()

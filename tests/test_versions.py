@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
-import socket
-import threading
 from collections.abc import Mapping
 
 import keras
@@ -51,27 +48,6 @@ def test_what_must_be_the_same(change: Mapping[str, str], expected: str | None) 
 def test_what_is_no_versions() -> None:
     for value in (None, [], {"dapple_tf": "1"}, {"tensorflow": "1"}, {"dapple_tf": 1, "tensorflow": "1"}):
         assert not are_versions(value)
-
-
-def test_a_worker_of_another_tensorflow_is_named() -> None:
-    versions = {**own_versions(), "tensorflow": "2.18.0 (v2.18.0)"}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1000)
-                connection.sendall(json.dumps({"devices": [], "holder": None, "versions": versions}).encode() + b"\n")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(dapple.ClusterError) as raised:
-            dapple.Cluster.of_servers([address])
-        thread.join()
-    assert str(raised.value).startswith(
-        f"worker 0 ({address}) has TensorFlow 2.18.0 (v2.18.0) where this process has {own_versions()['tensorflow']}: "
-    )
 
 
 OLDER = """
