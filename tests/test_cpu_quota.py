@@ -12,35 +12,25 @@ from dapple_tf.tools import cpu_quota as module
 from dapple_tf.tools.cpu_quota import QuotaError, cpu_quota
 
 
-@pytest.fixture
-def version_1(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder with the files of control groups of version 1, whose groups aren't emptied by a kernel."""
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_has_the_quota(version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files of control groups, whose groups aren't emptied by a kernel."""
+    root = tmp_path / "cpu" if version == 1 else tmp_path
+    root.mkdir(exist_ok=True)
+    (root / ("cpu.cfs_quota_us" if version == 1 else "cgroup.subtree_control")).write_text("-1")
     monkeypatch.setattr(module, "_ROOT", tmp_path)
     monkeypatch.setattr(module, "_empty", lambda group: None)
-    return tmp_path
-
-
-def test_a_group_of_version_1_has_the_quota(version_1: pathlib.Path) -> None:
+    wanted = {
+        1: {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "5000", "cpu.shares": "262144"},
+        2: {"cpu.max": "5000 10000", "cpu.weight": "10000"},  # Others leave it its quota.
+    }[version]
     with cpu_quota(0.5) as prefix:
-        (group,) = (version_1 / "cpu").glob("dapple_*")
-        assert (group / "cpu.cfs_period_us").read_text() == "10000"
-        assert (group / "cpu.cfs_quota_us").read_text() == "5000"
-        assert (group / "cpu.shares").read_text() == "262144", "others leave it its quota"
+        (group,) = root.glob("dapple_*")
+        assert {name: (group / name).read_text() for name in wanted} == wanted
+        assert version == 1 or (root / "cgroup.subtree_control").read_text() == "+cpu"
         done = subprocess.run([*prefix, "echo", "in it"], capture_output=True, text=True, check=True)
         assert done.stdout == "in it\n"
         assert (group / "cgroup.procs").read_text().strip().isdigit()
-
-
-def test_a_group_of_version_2_has_the_quota(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ROOT", tmp_path)
-    monkeypatch.setattr(module, "_empty", lambda group: None)
-    with cpu_quota(1.5):
-        (group,) = tmp_path.glob("dapple_*")
-        assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-        assert (group / "cpu.max").read_text() == "15000 10000"
-        assert (group / "cpu.weight").read_text() == "10000"
 
 
 def test_a_machine_without_control_groups_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,14 @@ import tensorflow as tf
 from equivalence import TOLERANCE, use_float64
 from fake_session import SECONDS, FakeWorkers, Fault
 from models_for_tests import assert_close, classifier, values, variables
+from workers import PATIENCE, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+from dapple_tf.clusters.returning import Returning
+from dapple_tf.execution import growing
+from dapple_tf.network.inquiry import reachable
+from dapple_tf.tools.hosts import LocalWorkers
 
 BATCH = 6
 EXACT = TOLERANCE["float64"]
@@ -242,3 +247,50 @@ def test_any_faults_with_fewer_workers(seed: int, tmp_path: pathlib.Path) -> Non
             pipelined.train_on_batch(X[:BATCH], Y[:BATCH])
         pipelined.close()
     assert (pipelined.cluster, pipelined.plan) == (workers.cluster, plan)
+
+
+def test_four_real_workers_three_and_four_again(
+    workers: LocalWorkers, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one fit, with validation and checkpoints; steps that were prepared before the growth are made again."""
+
+    class Disturb(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            if self.steps == 3:
+                workers.kill(2)
+            if self.steps == 6:
+                workers.restart(2)
+            wait_until(answered)
+
+    def answered() -> bool:
+        returning = pipelined._runtime._growing._returning
+        return returning is None or not returning._asking or not returning._answers.empty()
+
+    def fit(model: Any, data: Any, **options: Any) -> Any:
+        return model.fit(data, epochs=3, verbose=0, validation_data=(X, Y), **options).history
+
+    def data() -> tf.data.Dataset:
+        """In another order in each epoch, which checkpoints don't change."""
+        tf.random.set_seed(4)
+        return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X), seed=5).batch(BATCH)
+
+    monkeypatch.setattr(growing, "Returning", lambda seconds, pause: Returning(seconds, 0.0))
+    wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
+    cluster = dapple.Cluster.of_servers(workers.addresses)
+    policy = dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0)
+    pipelined = dapple.transform(build(), cluster, PLANS[2], faults=policy)
+    saved = dapple.Checkpointing(tmp_path, every_steps=5)
+    history = fit(pipelined, dapple.on_workers(data()), callbacks=[Disturb()], checkpoint=saved)
+    assert (pipelined.plan, pipelined.cluster) == (PLANS[2], cluster)
+    (fault,) = pipelined.faults
+    (growth,) = pipelined.growths
+    assert fault.without == growth.added == (workers.addresses[2],)
+    assert 6 <= growth.step < 12
+    assert (growth.replayed, growth.present, growth.latency) == (0, None, None)
+    pipelined.close()
+    plain = build()
+    assert_close(history, fit(plain, data()), EXACT)
+    assert_close(values(pipelined.model), values(plain), EXACT)

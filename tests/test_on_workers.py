@@ -13,15 +13,16 @@ import pytest
 import tensorflow as tf
 from fake_session import FakeWorkers
 from models_for_tests import classifier, samples, values
-from workers import PATIENCE, wait_until
 
 import dapple_tf as dapple
-from dapple_tf.execution.worker_data import area_of
+from dapple_tf.execution.device_session import DeviceSession
+from dapple_tf.execution.worker_data import WorkerData, area_of
+from dapple_tf.frontend.dataset_graphs import Drawn
+from dapple_tf.frontend.on_workers import Address, OnWorkers, Round
 from dapple_tf.models.registry import find_data, find_model
 from dapple_tf.models.sources import untuned
-from dapple_tf.network.inquiry import reachable
-from dapple_tf.tools.hosts import LocalWorkers
 from dapple_tf.view.time_axis import step_text
+from graph_passes.ir.program import Layout
 
 layers = keras.layers
 
@@ -33,7 +34,6 @@ PARALLEL = dapple.Plan.manual([], [[0, 1]], 1, BATCH)
 PIPELINE = dapple.Plan.manual(["first"], [[0], [1]], 2, BATCH)
 REPLICATED = dapple.Plan.manual(["first", "second"], [[0], [1, 2], [3]], 3, BATCH)
 SHARED = dapple.Plan.manual(["first"], [[0, 1], [2, 3]], 1, BATCH, shares=[[2, 1], [1, 2]])
-PLANS = {"one": ONE, "parallel": PARALLEL, "pipeline": PIPELINE, "replicated": REPLICATED, "shares": SHARED}
 
 Make = Callable[[], tf.data.Dataset]
 
@@ -72,16 +72,22 @@ def assert_same(ours: Any, theirs: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def both_ways(run: Callable[..., Any]) -> tuple[Any, Any]:
+    """What a function of a function gives that makes data for the client or for workers."""
+    results = []
+    for place in (lambda make: make(), dapple.on_workers):
+        keras.utils.set_random_seed(3)
+        results.append(run(place))
+    return results[0], results[1]
+
+
 def assert_trains_alike(
     plan: dapple.Plan, make: Make, build: Callable[[], keras.Model] | None = None, **options: Any
 ) -> None:
     """The same history and the same values, bit by bit, as with batches that the client feeds."""
-    both = []
-    for on_workers in (False, True):
-        keras.utils.set_random_seed(3)
-        data = dapple.on_workers(make) if on_workers else make()
-        both.append(fitted(pipelined(plan, model=build() if build else None), data, **options))
-    assert_same(*both)
+    assert_same(
+        *both_ways(lambda place: fitted(pipelined(plan, model=build() if build else None), place(make), **options))
+    )
 
 
 # ---- equal to data that the client feeds, on devices of this process
@@ -121,10 +127,6 @@ def two_inputs() -> keras.Model:
     return model
 
 
-def named() -> tf.data.Dataset:
-    return dataset({"right": X, "left": X[::-1]}, {"a": Y, "b": X})
-
-
 def in_another_order() -> tf.data.Dataset:
     return dataset(collections.OrderedDict([("right", X), ("left", X[::-1])]), {"a": Y, "b": X})
 
@@ -155,12 +157,12 @@ def shuffled_apart() -> tf.data.Dataset:
 @pytest.mark.parametrize(
     ("plan", "make", "build", "options"),
     [
-        *(pytest.param(plan, weighted, None, {}, id=f"weights, {name}") for name, plan in PLANS.items()),
-        pytest.param(PIPELINE, labelled, None, {}, id="no weights"),
-        # A stage in between reads an input of its own.
-        pytest.param(PIPELINE, named, two_inputs, {}, id="several inputs and outputs by name"),
-        # Keras keeps the order of an ``OrderedDict``, iterators of datasets sort its names.
-        pytest.param(PIPELINE, in_another_order, two_inputs, {}, id="ordered dict"),
+        pytest.param(ONE, weighted, None, {}, id="one"),
+        pytest.param(REPLICATED, weighted, None, {}, id="replicated"),
+        pytest.param(SHARED, weighted, None, {}, id="shares"),
+        # A stage in between reads an input of its own. Keras keeps the order of an ``OrderedDict``, iterators of
+        # datasets sort its names.
+        pytest.param(PIPELINE, in_another_order, two_inputs, {}, id="several inputs and outputs by name"),
         # Losses of masked outputs divide by a number that only the whole batch gives.
         pytest.param(PARALLEL, tokens, masked, {}, id="divisors of replicas"),
         pytest.param(PIPELINE, tokens, masked, {}, id="divisors of stages"),
@@ -175,32 +177,18 @@ def test_equals_fed_data(plan: dapple.Plan, make: Make, build: Any, options: dic
     assert_trains_alike(plan, make, build, **options)
 
 
-def test_validation_evaluation_and_prediction() -> None:
-    both: list[Any] = []
-    for on_workers in (False, True):
-        keras.utils.set_random_seed(3)
-        train, other = (dapple.on_workers(make) if on_workers else make() for make in (weighted, labelled))
-        plain = dataset(X, seed=None)
-        own = pipelined(REPLICATED)
-        history = own.fit(train, epochs=2, validation_data=other, verbose=0).history
-        scores = own.evaluate(other, verbose=0)
-        outputs = own.predict(dapple.on_workers(plain) if on_workers else plain, verbose=0)
-        own.close()
-        both.append((history, scores, outputs))
-    assert both[0][:2] == both[1][:2]
-    np.testing.assert_array_equal(both[0][2], both[1][2])
-
-
-def test_several_calls_of_fit_go_on_with_other_orders() -> None:
+def test_validation_evaluation_prediction_and_another_fit() -> None:
     """A dataset that is shuffled anew in each round goes on with its own random numbers."""
-    both = []
-    for on_workers in (False, True):
-        keras.utils.set_random_seed(3)
-        data = dapple.on_workers(labelled) if on_workers else labelled()
-        own = pipelined(PARALLEL)
-        own.fit(data, epochs=2, verbose=0)
-        both.append(fitted(own, data))
-    assert_same(*both)
+
+    def run(place: Callable[[Make], Any]) -> Any:
+        train, other, plain = (place(make) for make in (weighted, labelled, lambda: dataset(X, seed=None)))
+        own = pipelined(REPLICATED)
+        histories = [own.fit(train, epochs=2, validation_data=other, verbose=0).history for _ in range(2)]
+        results = (histories, own.evaluate(other, verbose=0)), [own.predict(plain, verbose=0)]
+        own.close()
+        return results
+
+    assert_same(*both_ways(run))
 
 
 def test_all_devices_take_their_rows_from_memory_of_the_worker(tmp_path: pathlib.Path) -> None:
@@ -214,21 +202,14 @@ def test_all_devices_take_their_rows_from_memory_of_the_worker(tmp_path: pathlib
     own.close()
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
 @pytest.mark.usefixtures("_cache_of_readers")
-@pytest.mark.parametrize(
-    ("model", "data"),
-    [("vgg:tiny", "images"), ("vgg:tiny", "tfrecords"), ("gpt:tiny", "tokens"), ("gnmt:tiny", "pairs")],
-)
-def test_readers_of_files_are_sent(model: str, data: str) -> None:
+def test_readers_of_files_are_sent() -> None:
     """They are checked by `Assert`, and draw by stateless random ops."""
-    plan = dapple.Plan.manual([], [[0, 1]], 1, 4)
+    build = find_model("vgg:tiny").build
     keras.utils.set_random_seed(3)
-    example = find_model(model).build()
-    assert_trains_alike(
-        plan, lambda: untuned(find_data(data).batches(example, 4, 0)), find_model(model).build, steps_per_epoch=2
-    )
+    example = build()
+    images = untuned(find_data("images").batches(example, 4, 0))
+    assert_trains_alike(dapple.Plan.manual([], [[0, 1]], 1, 4), lambda: images, build, steps_per_epoch=2)
 
 
 # ---- the end of the data, and errors
@@ -276,11 +257,6 @@ def looked_up() -> tf.data.Dataset:
     return labelled().map(lambda x, y: (x, table.lookup(tf.cast(y, tf.int32))))
 
 
-def seedless_inside() -> tf.data.Dataset:
-    rows = tf.data.Dataset.from_tensor_slices(X)
-    return tf.data.Dataset.range(3).interleave(lambda n: rows.shuffle(5)).batch(BATCH)
-
-
 NOT_SENT = r"can't be read on workers: .*; or feed the data from here"
 SEEDLESS = "is shuffled, or draws, without a seed"  # Inputs and labels of different samples would meet.
 
@@ -290,17 +266,7 @@ SEEDLESS = "is shuffled, or draws, without a seed"  # Inputs and labels of diffe
     [
         *((make, {}, NOT_SENT) for make in (python_code, from_generator, drawn, looked_up)),
         (lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(10).batch(BATCH), {}, SEEDLESS),
-        (
-            lambda: (
-                tf.data.Dataset.range(3)
-                .interleave(lambda n: tf.data.Dataset.from_tensor_slices(X).shuffle(5))
-                .batch(BATCH)
-            ),
-            {},
-            SEEDLESS,
-        ),
-        *(([X], {}, "that returns a tf.data.Dataset, not a list"), (X, {}, "that returns a tf.data.Dataset, not a nd")),
-        (iter([X]), {}, r"takes a function that returns a tf.data.Dataset, not a"),
+        (X, {}, "takes a function that returns a tf.data.Dataset, not a nd"),
         (lambda: [X], {}, r"returned a list; let it return a tf.data.Dataset"),
         (lambda: tf.data.Dataset.range(3), {}, "are they batched"),
         (
@@ -382,7 +348,7 @@ class StopAfter(keras.callbacks.Callback):
             raise StoppedError
 
 
-@pytest.mark.parametrize(("steps", "every"), [(3, 1), (7, 1), (8, 2), (6, None)])
+@pytest.mark.parametrize(("steps", "every"), [(7, 2), (6, None)])
 def test_a_resumed_run_reads_the_batches_that_an_undisturbed_one_reads(
     steps: int, every: int | None, tmp_path: pathlib.Path
 ) -> None:
@@ -402,13 +368,7 @@ def test_a_resumed_run_reads_the_batches_that_an_undisturbed_one_reads(
         np.testing.assert_array_equal(one, other)
 
 
-# ---- on workers: in other processes, and without any; after faults see test_faults.py
-
-
-@pytest.fixture
-def real(workers: LocalWorkers) -> dapple.Cluster:
-    wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
-    return dapple.Cluster.of_servers(workers.addresses)
+# ---- on workers without processes; real ones, and faults, are in test_faults.py
 
 
 @pytest.fixture
@@ -422,18 +382,6 @@ def on(cluster: dapple.Cluster, plan: dapple.Plan) -> dapple.Cluster:
     return dapple.Cluster.of_servers(cluster.addresses[: max(map(max, plan.devices)) + 1], devices_per_server=1)
 
 
-@pytest.mark.slow
-def test_workers_train_as_with_fed_data(real: dapple.Cluster) -> None:
-    """Each of those that read has an iterator of its own, with the same order."""
-    both = []
-    for on_workers in (False, True):
-        keras.utils.set_random_seed(3)
-        data = dapple.on_workers(weighted) if on_workers else weighted()
-        other = dapple.on_workers(labelled) if on_workers else labelled()
-        both.append(fitted(pipelined(REPLICATED, real), data, validation_data=other))
-    assert_same(*both)
-
-
 def shuffled_twice() -> tf.data.Dataset:
     """Files are shuffled, then their samples: the iterator of the files draws its seed when a batch is read."""
     files = tf.data.Dataset.range(4).shuffle(4, seed=1)
@@ -441,20 +389,19 @@ def shuffled_twice() -> tf.data.Dataset:
     return untuned(rows.shuffle(8, seed=2).batch(BATCH))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_a_worker_that_reads_later_than_others_reads_the_same_order(real: dapple.Cluster) -> None:
+def test_a_worker_that_reads_later_than_others_reads_the_same_order(cluster: dapple.Cluster) -> None:
     """Labels aren't read in prediction: the last stage's worker begins to read these data in their second round."""
-    both = []
-    for on_workers in (False, True):
-        keras.utils.set_random_seed(3)
-        own = pipelined(PIPELINE, on(real, PIPELINE))
-        other, data = (dapple.on_workers(make) if on_workers else make() for make in (labelled, shuffled_twice))
+
+    def run(place: Callable[[Make], Any]) -> Any:
+        own = pipelined(PIPELINE, on(cluster, PIPELINE))
+        other, data = place(labelled), place(shuffled_twice)
         own.fit(other, verbose=0)
         outputs = own.predict(data, verbose=0)
-        both.append((outputs, *fitted(own, data)))
-    np.testing.assert_array_equal(both[0][0], both[1][0])
-    assert_same(both[0][1:], both[1][1:])
+        history, trained = fitted(own, data)
+        return history, [outputs, *trained]
+
+    assert_same(*both_ways(run))
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -498,14 +445,10 @@ TWICE = dapple.Plan.manual(["first"], [[0, 1], [2, 3]], 1, BATCH)
 IN_MICRO_BATCHES = dapple.Plan.manual([], [[0, 1]], 3, BATCH)
 
 
-@pytest.mark.parametrize("plan", [PARALLEL, TWICE, IN_MICRO_BATCHES], ids=["parallel", "twice", "micro_batches"])
+@pytest.mark.parametrize("plan", [TWICE, IN_MICRO_BATCHES], ids=["twice", "micro_batches"])
 def test_parts_of_batches_are_read_by_those_who_train_on_them(plan: dapple.Plan, cluster: dapple.Cluster) -> None:
-    both = []
-    for on_workers in (False, True):
-        keras.utils.set_random_seed(3)
-        data = dapple.on_workers(part, in_parts=True) if on_workers else union(plan.micro_batches)
-        both.append(fitted(pipelined(plan, on(cluster, plan)), data))
-    assert_same(*both)
+    own = dapple.on_workers(part, in_parts=True), union(plan.micro_batches)
+    assert_same(*(fitted(pipelined(plan, on(cluster, plan)), data) for data in own))
 
 
 def test_no_batch_stays_with_a_worker_whose_part_is_longer(cluster: dapple.Cluster) -> None:
@@ -556,3 +499,146 @@ def test_parts_of_another_size_are_refused() -> None:
     ):
         own.fit(dapple.on_workers(whole, in_parts=True), verbose=0)
     own.close()
+
+
+# ---- the order of batches follows from their addresses, whatever was read before
+
+
+def numbers(first: int = 0, count: int = 10) -> tf.data.Dataset:
+    return tf.data.Dataset.range(first, first + count)
+
+
+def shuffled(first: int = 0, seed: int = 1, count: int = 10) -> tf.data.Dataset:
+    return numbers(first, count).shuffle(10, seed=seed)
+
+
+def nested(number: tf.Tensor) -> tf.data.Dataset:
+    return numbers(count=3).map(lambda n: n + 10 * number).shuffle(3, seed=2)
+
+
+def read_twice() -> tf.data.Dataset:
+    once = shuffled()
+    return once.skip(3).concatenate(once.take(3))
+
+
+def in_a_function() -> tf.data.Dataset:
+    once = shuffled()
+    return numbers(count=2).flat_map(lambda number: once)
+
+
+def paired() -> tf.data.Dataset:
+    once = shuffled()
+    return tf.data.Dataset.zip((once, once)).map(lambda one, other: 100 * one + other)
+
+
+DATASETS: dict[str, tuple[Make, Drawn]] = {
+    "one_order": (lambda: numbers().shuffle(10, seed=1, reshuffle_each_iteration=False).repeat(2), Drawn.NONE),
+    "in_functions": (lambda: numbers(count=4).interleave(nested, cycle_length=2), Drawn.NONE),
+    "shuffled": (shuffled, Drawn.BEGUN),
+    "files": (lambda: shuffled(count=4).interleave(nested, cycle_length=2), Drawn.BEGUN),
+    "windows": (lambda: shuffled().window(3).flat_map(lambda window: window), Drawn.BEGUN),
+    "random": (lambda: tf.data.Dataset.random(3, rerandomize_each_iteration=True).take(10), Drawn.BEGUN),
+    "zip": (
+        lambda: tf.data.Dataset.zip((shuffled(), shuffled())).map(lambda one, other: 100 * one + other),
+        Drawn.BEGUN,
+    ),
+    "files_and_samples": (
+        lambda: shuffled(count=4).interleave(nested, cycle_length=2).shuffle(5, seed=2),
+        Drawn.FIRST,
+    ),
+    "repeated": (lambda: shuffled().repeat(2), Drawn.LATER),
+    "cached": (lambda: shuffled().cache(), Drawn.LATER),
+    "concatenated": (lambda: shuffled().concatenate(shuffled(100)), Drawn.LATER),
+    "read_twice": (read_twice, Drawn.LATER),
+    "read_in_a_function": (in_a_function, Drawn.LATER),
+    "paired": (paired, Drawn.BEGUN),
+}
+
+
+def in_batches(make: Make) -> Make:
+    return lambda: untuned(make().batch(4))
+
+
+class Reading:
+    """The data of one worker, in a session of this process."""
+
+    def __init__(self, source: OnWorkers) -> None:
+        cluster = dapple.Cluster.local(1, kind="cpu")
+        self.source = source
+        self.session = DeviceSession(cluster, dapple.FaultPolicy())
+        self.data = WorkerData(cluster, self.session, Layout((tuple(cluster.device_names),), 4, 4, 1))
+
+    def read(self, address: Address) -> list[int] | None:
+        """Reads a batch, and takes it as a step does."""
+        if self.data.read(address) is None:
+            return None
+        number = self.data.prepare(address)
+        (reader,) = self.data._readers.values()
+        batch = self.session.run(f"{reader.drop}:0", {reader.number: number})
+        self.data.taken(address, [reader.host])
+        return [int(value) for value in batch]
+
+    def round(self, most: int | None = None, start: int = 0) -> list[list[int]]:
+        """Reads the next round, to its end or at most some batches of it."""
+        taken: list[list[int]] = []
+
+        def read(address: Address) -> list[tuple[int, ...]] | None:
+            batch = self.read(address)
+            if batch is None:
+                return None
+            taken.append(batch)
+            return [(len(batch),)]
+
+        for count, _ in enumerate(Round(self.source, read, start), start=1):
+            if count == most:
+                break
+        return taken
+
+
+@pytest.fixture
+def reading() -> Iterator[Callable[[OnWorkers], Reading]]:
+    opened: list[Reading] = []
+
+    def open_(source: OnWorkers) -> Reading:
+        opened.append(Reading(source))
+        return opened[-1]
+
+    yield open_
+    for own in opened:
+        own.session.close()
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_new_reader_goes_on_as_the_one_before(name: str, reading: Callable[[OnWorkers], Reading]) -> None:
+    """A run that is resumed, or goes on after a fault, gets the orders of an undisturbed one in later epochs, too.
+
+    Iterators of some datasets draw seeds when they are read: of two shuffles, one within a repetition, before a cache.
+    """
+    own, drawn = DATASETS[name]
+    make = in_batches(own)
+    (part,) = dapple.on_workers(make).parts(1)
+    assert part.drawn is drawn  # Earlier rounds are read again only as far as that takes.
+    plain = make()
+    expected = [[batch.numpy().tolist() for batch in plain] for _ in range(4)]
+    source = dapple.on_workers(make)
+    one = reading(source)
+    assert [one.round() for _ in range(2)] == expected[:2]
+    assert reading(source).round(start=1) == expected[2][1:]
+    assert reading(source).round() == expected[3]
+
+
+def test_rounds_that_were_not_read_to_their_ends_are_read_as_far(reading: Callable[[OnWorkers], Reading]) -> None:
+    make = in_batches(lambda: shuffled().repeat(3))
+    plain = make()
+    for _ in zip(range(2), plain, strict=False):
+        pass
+    expected = [batch.numpy().tolist() for batch in plain]
+    source = dapple.on_workers(make)
+    reading(source).round(most=2)
+    assert reading(source).round() == expected
+
+
+def test_a_dataset_that_is_read_twice_is_one_node() -> None:
+    once = shuffled()
+    (part,) = dapple.on_workers(tf.data.Dataset.zip((once, once)).map(lambda one, other: one).batch(4)).parts(1)
+    assert [node.op for node in part.graph.node].count("ShuffleDatasetV3") == 1

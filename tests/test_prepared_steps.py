@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import signal
 import threading
 import weakref
 from pathlib import Path
@@ -15,19 +13,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models_for_tests import classifier, plan, samples, transform, values
-from workers import PATIENCE, children, wait_until
+from models_for_tests import classifier, samples, transform, values
+from workers import PATIENCE
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints import saver
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.tools.hosts import LocalWorkers
 from dapple_tf.variables.stored_values import StoredValues
 
 X, Y, _ = samples(7)
 SIZES = (7, 3, 7, 4, 5, 3, 7)
-OUT_OF_ORDER = plan(cuts=["first", "second"], devices=[[0, 1]] * 3, reverse_first_k=2, carried_updates=2)
 
 
 def model() -> keras.Model:
@@ -61,16 +57,20 @@ def assert_equal(one: dapple.PipelinedModel, other: dapple.PipelinedModel) -> No
         np.testing.assert_array_equal(own, its)
 
 
-@pytest.mark.parametrize(
-    ("own_plan", "most"),
-    [(plan(), 3), pytest.param(OUT_OF_ORDER, 1, marks=[pytest.mark.slow, pytest.mark.thorough], id="carried updates")],
-)
-def test_what_is_trained_is_the_same_whatever_stays_prepared(own_plan: dapple.Plan, most: int) -> None:
-    """Every new size cost more than the one before, without bound: 0.3 s, then 1.4 s after 360 sizes."""
-    free, bounded = (transform(model(), own_plan, prepared_steps=count) for count in (64, most))
-    assert train(bounded) == train(free)
+def test_what_is_trained_is_the_same_whatever_stays_prepared() -> None:
+    """Every new size cost more than the one before, without bound: 0.3 s, then 1.4 s after 360 sizes.
+
+    What is assigned in between counts, too.
+    """
+    trained, (free, bounded) = [], (transform(model(), prepared_steps=count) for count in (64, 3))
+    for pipelined in (free, bounded):
+        logs = train(pipelined)
+        kernel = pipelined.model.get_layer("first").kernel
+        kernel.assign(keras.ops.clip(kernel, -0.1, 0.1))
+        trained.append(logs + train(pipelined))
+    assert trained[0] == trained[1]
     assert_equal(bounded, free)
-    assert steps(bounded) <= most < steps(free)
+    assert steps(bounded) <= 3 < steps(free)
 
 
 def test_what_runs_most_stays_and_the_rest_is_gone() -> None:
@@ -93,37 +93,12 @@ def test_what_runs_most_stays_and_the_rest_is_gone() -> None:
     assert first() is None
 
 
-@pytest.mark.parametrize("most", [0, -1, True, 2.0, "8"])
+@pytest.mark.parametrize("most", [0, True, 2.0])
 def test_a_bound_that_means_nothing_is_refused(most: Any) -> None:
     with pytest.raises(ValueError, match=r"prepared_steps is .*; it must be a whole number from 1 on"):
         transform(classifier(), prepared_steps=most)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_steps_that_do_not_count_still_do_not() -> None:
-    """The values that are restored after a measured step are those before it, also if a session ends in between."""
-    pipelined = transform(model(), prepared_steps=1)
-    train(pipelined, (7, 3))
-    before = values(pipelined.sync())
-    pipelined.profile_step(X[:6], Y[:6], warm_up=1)
-    pipelined.verify(X[:6], Y[:6])
-    for own, its in zip(values(pipelined.sync()), before, strict=True):
-        np.testing.assert_array_equal(own, its)
-
-
-def test_what_was_assigned_counts() -> None:
-    free, least = (transform(model(), prepared_steps=most) for most in (64, 1))
-    for pipelined in (free, least):
-        for size in (7, 3, 4):
-            pipelined.train_on_batch(X[:size], Y[:size])
-            kernel = pipelined.model.get_layer("first").kernel
-            kernel.assign(keras.ops.clip(kernel, -0.1, 0.1))
-    assert_equal(least, free)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_values_that_only_devices_have_move_with_them() -> None:
     pipelined = []
     for most in (64, 1):
@@ -135,7 +110,6 @@ def test_values_that_only_devices_have_move_with_them() -> None:
     assert_equal(*pipelined)
 
 
-@pytest.mark.thorough
 def test_devices_without_memory_for_two_sessions_keep_the_old_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,24 +148,3 @@ def test_a_snapshot_is_written_to_its_end(tmp_path: Path, monkeypatch: pytest.Mo
     pipelined.restore_checkpoint(tmp_path)
     for own, its in zip(values(pipelined.sync()), expected, strict=True):
         np.testing.assert_array_equal(own, its)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_on_workers_also_after_one_was_lost(workers: LocalWorkers) -> None:
-    faults = dapple.FaultPolicy("restart", notice_seconds=2.0, wait_seconds=PATIENCE)
-    cluster = dapple.Cluster.of_servers(workers.addresses[:2])
-    own_plan = plan(devices=[[0], [1]])
-    bounded = dapple.transform(model(), cluster, own_plan, faults=faults, prepared_steps=2)
-    logs = train(bounded, SIZES[:4])
-    (child,) = children(workers.processes[1].pid)
-    os.kill(child, signal.SIGKILL)
-    wait_until(lambda: bounded._engine.session.lost)
-    logs += train(bounded, SIZES[4:])
-    assert len(bounded.faults) == 1 and steps(bounded) <= 2
-    bounded.sync()
-    bounded.close()
-    free = dapple.transform(model(), cluster, own_plan)
-    assert train(free, SIZES[:4]) + train(free, SIZES[4:]) == logs
-    assert_equal(bounded, free)
-    free.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -15,7 +14,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,18 @@ import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, use_float64
 from fake_session import SECONDS, FakeWorkers, Fault
+from hardware import cluster_of
 from models_for_tests import assert_close, classifier, values
 from profiles_for_tests import profile_of
 from workers import wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import remote_session, shared_connections
-from dapple_tf.execution import recovery
+from dapple_tf.execution import growing, recovery
+from dapple_tf.execution.growing import Growing
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.planning.replanning import Deployment, Replanner
 
 BATCH = 6
 STEPS = 8
@@ -101,8 +103,7 @@ def cancel(workers: FakeWorkers, calls: int) -> None:
 # ---- errors and records
 
 
-@pytest.mark.parametrize(("number", "runs"), [(0, False), (1, True), (2, True), (3, True)])
-def test_reading_data_that_is_cancelled(workers: FakeWorkers, number: int, runs: bool) -> None:
+def test_reading_data_that_is_cancelled(workers: FakeWorkers) -> None:
     """It ended training, as if the data were wrong, in the thread that reads ahead, too."""
 
     def data() -> tf.data.Dataset:
@@ -110,7 +111,7 @@ def test_reading_data_that_is_cancelled(workers: FakeWorkers, number: int, runs:
         return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(STEPS * BATCH, seed=4).batch(BATCH)
 
     pipelined, plain = train(transform(workers), 0), train(build(), 0)
-    workers.begin({number: Fault("cancelled", runs=runs)})
+    workers.begin({2: Fault("cancelled", runs=True)})
     pipelined.fit(dapple.on_workers(data()), epochs=2, verbose=0)
     assert workers.met
     pipelined.close()
@@ -140,21 +141,17 @@ def test_an_operator_that_fails_is_no_lost_worker(workers: FakeWorkers, label: i
     pipelined.close()
 
 
-@pytest.mark.parametrize("faults", [IMPATIENT, REPLAN], ids=["restart", "replan"])
-def test_keys_that_expire_before_a_recovery(
-    workers: FakeWorkers, faults: dapple.FaultPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_that_expire_before_a_recovery(workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error was of the keys alone, without the worker and the step."""
 
     def expired(_: dapple.Cluster) -> None:
         raise dapple.ClusterError("TLS: certificate has expired")
 
-    pipelined = train(transform(workers, faults=faults), 0, 1)
+    pipelined = train(transform(workers, faults=REPLAN), 0, 1)
     workers.kill(1, away=0)
     monkeypatch.setattr(dapple.Cluster, "keys", property(expired))
-    with pytest.raises(
-        dapple.WorkerLostError, match=r"worker 1 .* it isn't back: TLS: .* expired; it ran .* finished step is 2;"
-    ):
+    text = r"worker 1 .* it isn't back: TLS: .* expired; it ran .* finished step is 2;"
+    with pytest.raises(dapple.WorkerLostError, match=text):
         train(pipelined, 2)
     pipelined.close(sync=False)
 
@@ -181,25 +178,17 @@ def test_errors_are_raised_and_the_model_can_be_used_again(workers: FakeWorkers)
     assert_as_plain_keras(pipelined, 0, 1, 3, 4)
 
 
-@pytest.mark.parametrize("faults", [IMPATIENT, REPLAN], ids=["restart", "replan"])
-def test_a_worker_that_answers_and_cannot_be_used(workers: FakeWorkers, faults: dapple.FaultPolicy) -> None:
+def test_a_worker_that_answers_and_cannot_be_used(workers: FakeWorkers) -> None:
     """It is back with fewer devices, or a firewall is between it and others."""
-    pipelined = train(transform(workers, faults=faults), 0, 1)
+    pipelined = train(transform(workers, faults=IMPATIENT), 0, 1)
     workers.begin({0: Fault("parted", 1, away=1000)})
-    if faults is IMPATIENT:
-        with pytest.raises(dapple.WorkerLostError, match="it isn't back: TensorFlow's port of worker 1 can't be reach"):
-            train(pipelined, 2)
-        pipelined.close(sync=False)
-        return
-    train(pipelined, 2, 3)
-    assert pipelined.plan.devices == ((0,),)
-    assert pipelined.faults[0].without == (workers.cluster.addresses[1],)
-    assert_as_plain_keras(pipelined, 0, 1, 2, 3)
+    with pytest.raises(dapple.WorkerLostError, match="it isn't back: TensorFlow's port of worker 1 can't be reach"):
+        train(pipelined, 2)
+    pipelined.close(sync=False)
 
 
-@pytest.mark.parametrize("faults", [RAISE, IMPATIENT], ids=["raise", "restart"])
-def test_closing_frees_workers_also_when_one_is_lost(workers: FakeWorkers, faults: dapple.FaultPolicy) -> None:
-    pipelined = train(transform(workers, faults=faults), 0)
+def test_closing_frees_workers_also_when_one_is_lost(workers: FakeWorkers) -> None:
+    pipelined = train(transform(workers, faults=IMPATIENT), 0)
     workers.kill(1)
     wait_until(lambda: pipelined.lost is not None)
     with pytest.raises(dapple.WorkerLostError, match=r"worker 1 .* keeps the values of its last sync"):
@@ -252,38 +241,28 @@ def test_a_checkpoint_that_is_damaged_is_not_what_recovery_rests_on(
     assert_as_plain_keras(pipelined, *range(6))
 
 
-@pytest.mark.parametrize(
-    ("use", "deferred", "closes"), [("train", False, True), ("evaluate", True, True), ("train", True, False)]
-)
-def test_a_restored_checkpoint_and_what_is_assigned_to_it(
-    workers: FakeWorkers, tmp_path: Path, use: str, deferred: bool, closes: bool
-) -> None:
+def test_a_restored_checkpoint_and_what_is_assigned_to_it(workers: FakeWorkers, tmp_path: Path) -> None:
     """A fault before anything was trained since: the checkpoint was read again, over what had been assigned."""
 
     def follow(*, fault: bool) -> list[Any]:
         keras.utils.set_random_seed(3)
-        with dapple.deferred_init() if deferred else contextlib.nullcontext():
+        with dapple.deferred_init():
             model = classifier(optimizer="adam", metrics=["accuracy"])
         pipelined = transform(workers, model=model)
         path = train(pipelined, 0).save_checkpoint(tmp_path / str(fault))
-        train(pipelined, 1)
-        if closes:
-            pipelined.close(sync=False)
+        train(pipelined, 1).close(sync=False)
         pipelined.restore_checkpoint(path)
-        results = [pipelined.evaluate(X, Y, verbose=0)]
+        scores = [pipelined.evaluate(X, Y, verbose=0)]
         kernel = pipelined.model.get_layer("second").kernel
         kernel.assign(np.full(kernel.shape, 0.25))
         pipelined.optimizer.learning_rate = 0.01
         if fault:
             workers.kill(0, away=0)
-        if use == "train":
-            train(pipelined, 1, 2)
-        else:
-            results.append(pipelined.evaluate(X, Y, verbose=0))
+        scores.append(pipelined.evaluate(X, Y, verbose=0))
         pipelined.sync()
         assert bool(pipelined.faults) == fault
         pipelined.close()
-        return results + values(pipelined.model)
+        return scores + values(pipelined.model)
 
     assert_close(follow(fault=True), follow(fault=False), 0.0)
 
@@ -389,15 +368,6 @@ def test_another_worker_is_lost_as_training_goes_on_without_the_first(workers: F
     (record,) = pipelined.faults
     assert record.without == addresses[1:3]
     assert_as_plain_keras(pipelined, 0, 1, 2, 3)
-
-
-def test_values_that_are_looked_at_as_a_worker_is_lost(workers: FakeWorkers) -> None:
-    """The optimizer's weren't watched by the next engine: they were read as they had been synced last."""
-    pipelined = train(transform(workers, faults=REPLAN), 0, 1)
-    workers.kill(1)
-    assert np.any(pipelined.model.get_layer("first").bias.numpy())
-    assert pipelined.faults and int(pipelined.optimizer.iterations) == 2
-    assert_as_plain_keras(pipelined, 0, 1)
 
 
 def test_operators_are_placed_anew_without_a_worker(workers: FakeWorkers) -> None:
@@ -533,7 +503,7 @@ def test_values_that_stay_on_the_devices(workers: FakeWorkers, tmp_path: Path) -
 
 # ---- what faults leave behind
 
-FAULTS_IN_A_ROW = 8
+FAULTS_IN_A_ROW = 4
 
 
 def ours() -> collections.Counter[str]:
@@ -587,3 +557,80 @@ def test_faults_leave_no_object_and_no_thread(workers: FakeWorkers, faults: dapp
     assert not left
     assert not [reference for reference in datasets if reference() is not None]
     pipelined.close()
+
+
+# ---- when workers are taken in again
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Before lost workers are asked; the third of three, at 10.0.0.3:1, is back."""
+    own: list[float] = []
+
+    class Returning:
+        def __init__(self, seconds: float, pause: float) -> None:
+            own.append(pause)
+
+        def there(self, cluster: dapple.Cluster, tasks: Collection[int]) -> frozenset[str]:
+            return frozenset({"10.0.0.3:1"} & {cluster.addresses[task] for task in tasks})
+
+    monkeypatch.setattr(growing, "Returning", Returning)
+    return own
+
+
+def deployment(count: int, devices: int | None = None) -> Deployment:
+    addresses = tuple(f"10.0.0.{number + 1}:1" for number in range(count))
+    cluster = dataclasses.replace(cluster_of(*[1] * count), addresses=addresses)
+    return Deployment(cluster, dapple.Plan.manual([], [range(devices or count)], 1, 12))
+
+
+def test_pauses_grow_with_faults_in_a_row(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that a worker comes back costs the preparation of steps; a fault days later isn't one of a row."""
+    now = [0.0]
+    monkeypatch.setattr(growing, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    own = Growing(10.0)
+    for _ in range(3):
+        own.left(deployment(3))
+        now[0] += 50
+    assert pauses == [10, 20, 40]
+    own.put_off()
+    assert pauses[-1] == 80
+    now[0] += 1e6
+    own.left(deployment(3))
+    assert pauses[-1] == 10
+    for _ in range(20):
+        own.put_off()
+    assert pauses[-1] == 3600
+
+
+@pytest.mark.parametrize(
+    ("devices", "held", "users", "lost", "grows"),
+    [
+        pytest.param(3, 2, 1, False, True, id="its own connection"),
+        pytest.param(3, 2, 2, False, False, id="shared with another model"),
+        pytest.param(3, 3, 1, True, True, id="a lost one that is replaced"),
+        pytest.param(3, 3, 1, False, False, id="another model's of the same workers"),
+        pytest.param(3, 4, 1, True, False, id="another model's of more workers"),
+        pytest.param(2, 2, 1, False, False, id="no gain"),
+    ],
+)
+@pytest.mark.usefixtures("pauses")
+def test_when_workers_are_taken_in_again(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    devices: int,
+    held: int,
+    users: int,
+    lost: bool,
+    grows: bool,
+) -> None:
+    """Other models of this process may use them; and a gain that is none is told once."""
+    other = types.SimpleNamespace(users=users, lost=RuntimeError() if lost else None)
+    monkeypatch.setattr(shared_connections, "_connections", {deployment(held).cluster.addresses: other})
+    own = Growing(10.0)
+    own.left(deployment(3, devices))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert (own.growth(deployment(2), Replanner(None)) is not None) == grows
+    told = ["workers 10.0.0.3:1 are back, but the plan gains nothing by them"] if devices == 2 else []
+    assert [record.getMessage() for record in caplog.records] == told

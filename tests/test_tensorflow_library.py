@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import os
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 from tensorflow.core.protobuf import cluster_pb2, config_pb2, tensorflow_server_pb2
@@ -55,44 +54,25 @@ def test_errors_of_the_library_are_told() -> None:
         Server(serialized({"worker": [f"127.0.0.1:{port}"]}, "client", 0, ServerSettings()))
 
 
-@pytest.fixture
-def _unloaded() -> Iterator[None]:
+def test_libraries_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """One that is elsewhere is that of the package: some distributions have it beside other libraries."""
     load.cache_clear()
-    yield
-    load.cache_clear()
-
-
-@pytest.mark.usefixtures("_unloaded")
-def test_no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ClusterError, match="TensorFlow isn't installed"):
-        load()
-
-
-@pytest.mark.usefixtures("_unloaded")
-def test_a_tensorflow_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorflow_library, "_NAME", "libtensorflow_framework.so.2")
+        with pytest.raises(ClusterError, match=r"can't be loaded from .*TF_NewServer"):
+            load()
     package = importlib.machinery.ModuleSpec("tensorflow", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
-    monkeypatch.setattr(tensorflow_library, "_NAME", "libno-such.so")
-    with pytest.raises(ClusterError, match=r"TensorFlow's library libno-such.so can't be loaded from .*: cannot open"):
-        load()
-
-
-@pytest.mark.usefixtures("_unloaded")
-def test_a_library_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorflow_library, "_NAME", "libtensorflow_framework.so.2")
-    with pytest.raises(ClusterError, match=r"can't be loaded from .*TF_NewServer"):
-        load()
-
-
-@pytest.mark.usefixtures("_unloaded")
-def test_a_library_that_is_elsewhere_is_that_of_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    """Some distributions have it beside other libraries; the package has loaded it from there."""
-    package = importlib.machinery.ModuleSpec("tensorflow", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
-    assert isinstance(load(), ctypes.CDLL)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: package)
+        assert isinstance(load(), ctypes.CDLL)
+        load.cache_clear()
+        patch.setattr(tensorflow_library, "_NAME", "libno-such.so")
+        text = r"TensorFlow's library libno-such.so can't be loaded from .*: cannot open"
+        with pytest.raises(ClusterError, match=text):
+            load()
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ClusterError, match="TensorFlow isn't installed"):
+            load()
 
 
 def test_extensions_are_loaded_by_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
