@@ -34,7 +34,7 @@ STATM = pathlib.Path("/proc/self/statm")
 
 def a_plan() -> str:
     options = {"warm_up": (3, 2), "reverse_first_k": 1, "carried_updates": 1, "backward_cuts": ("block_1",)}
-    options |= {"task_seconds": ((1.0, 2.0, 3.0), (0.5, 1, 1)), "weight_devices": ((0, 1), (3,))}
+    options |= {"task_seconds": ((1.0, 2.0, 3.0), (0.5, 1, 1))}
     options |= {"recompute": "min_cut", "all_reduce": ("flat", "hierarchical"), "shares": ((2, 1), (1,))}
     plan = Plan.manual(["block_3"], [[0, 1], [2]], 4, 64, "fast_forward", **options)
     stages = (StageReport(3, 0.5, 0.1, 3, 1e9, None), StageReport(2, 0.5, 0.2, 2, 2e9, 2**34))

@@ -178,8 +178,6 @@ AHEAD, NUMBER, OTHER = [Job(0, B, 0), Job(0, F, 0)], [Job(0, "F", 0)], [Job(2, F
     ("make", "text"),
     [
         (lambda: plan_of(SPLIT_FIRST, reverse_first_k=2), "split_first doesn't split the backward of stage 1; set it"),
-        (lambda: plan_of(RUN_AHEAD, weight_devices=[[4], [5, 6], [7]]), "run_ahead runs Bw on a stage's own devices"),
-        (lambda: plan_of(RUN_AHEAD, weight_regions=[0, 0, 0]), "are given for run_ahead, which has no regions"),
         (
             lambda: returning({0: AHEAD}),
             r"^schedule 'wrong': device 0 runs 0B0 before 0F0; a backward needs its forward",
@@ -206,7 +204,6 @@ AHEAD, NUMBER, OTHER = [Job(0, B, 0), Job(0, F, 0)], [Job(0, "F", 0)], [Job(2, F
         (lambda: plan_of(checking(False)), "check of policy run_ahead returned False; let it raise a Schedule"),
         (lambda: plan_of(checking("no")), "check of policy run_ahead returned 'no'; let it raise a Schedule"),
         (lambda: Policy("mine", None), "order of policy mine is None; give a function of a request"),  # type: ignore[arg-type]
-        (lambda: Policy("mine", run_ahead, waits=3), "waits of policy mine is 3; give a function of a request"),  # type: ignore[arg-type]
         (lambda: plan_of(run_ahead), r"is the function run_ahead; wrap it: dapple.Policy\('run_ahead', run_ahead\)"),  # type: ignore[arg-type]
         (lambda: planned_by(run_ahead), r"the schedule is the function run_ahead; wrap it: dapple.Policy"),
         (lambda: planned_by(Policy("gpipe", too_many)), "a built-in schedule is called gpipe too"),

@@ -62,9 +62,8 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
 @pytest.mark.parametrize(
     ("schedule", "devices", "options"),
     [
-        # Whole backwards beside split ones; two streams.
+        # Whole backwards beside split ones.
         ("dapple_a", [[0, 1]] * 3, {"reverse_first_k": 2}),
-        ("fast_forward", [[0]] * 3, {"weight_devices": [[1]] * 3}),
     ],
 )
 def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
@@ -181,21 +180,12 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
         kept(fixed + residual // 2)
 
 
-def test_variables_on_weight_devices_count_for_their_memory() -> None:
-    """Only devices of F and Bx were looked at, where no variable lives then."""
-    model = chain(2, width=64)
-    plan = dapple.Plan.manual([], [[0]], 2, 8, "fast_forward", weight_devices=[[1]])
-    cluster = dapple.Cluster.local(2, memory_bytes=10_000, kind="cpu")
-    with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* but device 1 has 10,000"):
-        dapple.transform(model, cluster, plan).train_on_batch(np.zeros((8, 8)), np.zeros((8, 1)))
-
-
 # ---- micro-batches that fit
 
 
 def program_of(*sizes: dict[str, int]) -> Any:
     """Stages that keep so many bytes."""
-    names = ("residual", "fixed_residual", "delayed", "fixed_delayed", "offloaded", "offloaded_late")
+    names = ("residual", "fixed_residual", "delayed", "fixed_delayed")
     nothing = {f"{name}_bytes": 0 for name in names}
     return SimpleNamespace(stages=[SimpleNamespace(index=i, **(nothing | own)) for i, own in enumerate(sizes)])
 

@@ -186,8 +186,6 @@ def test_what_is_no_schedule_is_refused_with_its_place(rows: str, message: str) 
     ("schedule", "message"),
     [
         (make_schedule("dapple_a", [[0, 1], [2]], 2), "device 1 runs 0F0.r1, of another replica than the first; in"),
-        (make_schedule("fast_forward", [[0]], 3, weight_devices=[[1]]), "device 1 runs 0Bw0, but stage 0 is on device"),
-        (Schedule.parse("0: 0F0 0Bx0 0F1>0Bw0 0Bw0"), "0F1 waits for 0Bw0 besides its data, which the CSV form can't"),
         (Schedule.parse("0: 0F0\n2: 1F0"), "the schedule is for devices [0, 2], but rows are ranks 0 to 1; number"),
     ],
 )

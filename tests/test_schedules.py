@@ -233,8 +233,6 @@ def test_one_forward_one_backward_deadlocks_just_where_warm_up_rises() -> None:
         ({"policy": "interleaved", "reverse_first_k": 1}, "but interleaved doesn't split backwards"),
         ({"task_seconds": [[1, 1, 1]]}, "task_seconds has 1 entries for 2 stages; give one for each"),
         ({"task_seconds": [[1, 1, 1], [1, -1, 1]]}, "task_seconds of stage 1 is [1, -1, 1]; give the times of F, Bx"),
-        ({"weight_devices": [[2], [3, 4]]}, "weight_devices has [1, 2] devices for stages of [1, 1] replicas; give"),
-        ({"policy": "modulo", "weight_devices": [[0], [2]]}, "weight_devices of stage 1 are [2], its devices [1], but"),
         ({"devices": [[0], [0]], "warm_up": [2, 1]}, "warm_up falls from 2 at stage 0 to 1 at stage 1, but both run"),
         ({"holds": [4]}, "holds has 1 entries for 2 stages; give one for each stage"),
         ({"holds": [4, 0]}, "holds of stage 1 is 0; it must be at least 1"),

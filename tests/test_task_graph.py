@@ -25,7 +25,7 @@ UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
 CASES = [
     UNEVEN,
     Case("mlp", plan("mlp", 4, [[0], [1], [1], [0]], 4, 8, "zb_v")),
-    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")),
     Case("tied", plan("tied", 4, [[0, 1], [2], [0, 1], [2]], 2, 8, "modulo", bucket_bytes=8)),
     Case("stateful", plan("stateful", 2, [[0, 1], [2]], 3, 7, "dapple_b")),
     Case("mlp", plan("mlp", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a", carried_updates=2), head=True),
@@ -222,9 +222,9 @@ def test_carried_updates_come_before_the_forwards_that_read_their_variables() ->
         assert any((edge.source, edge.target) == pair and edge.control for edge in drawing.edges)
 
 
-def test_device_labels_tell_stages_replicas_and_what_only_computes_weight_gradients() -> None:
-    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])))
-    assert drawing.devices == {0: "device 0: stages 0, 1", 1: "device 1: stages 0 (Bw), 1 (Bw)"}
+def test_device_labels_tell_stages_and_replicas() -> None:
+    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward")))
+    assert drawing.devices == {0: "device 0: stages 0, 1"}
     _, drawing = drawn(UNEVEN)
     assert list(drawing.devices.values())[::3] == ["device 0: stage 0.r0", "device 3: stage 1"]
 

@@ -22,7 +22,6 @@ from dapple_tf.describe.cluster import Server
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.joint import JOINT
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
@@ -130,7 +129,6 @@ PLANS = {
     "interleaved": plan_of([[0], [1], [0], [1]], 4, "interleaved"),
     "zb_h1": plan_of([[0], [1], [2], [3]], 8, "zb_h1"),
     "chunks": plan_of([[0, 1], [0, 1], [2]], 4, "dapple_a"),
-    "joint": plan_of([[0], [0], [0]], 2, JOINT, weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0)),
 }
 
 
@@ -343,19 +341,6 @@ def test_every_policy_runs_as_in_an_independent_run(
             assert span.start == 0
         else:
             assert timeline.spans[span.cause].end == span.start
-
-
-def test_two_streams_are_two_lanes_and_waits_between_them_are_kept() -> None:
-    plan = plan_of([[0], [0], [0]], 1, JOINT, weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0))
-    timeline = planned(plan)
-    assert list(timeline.devices.values()) == [
-        "device 0: stages 0, 1, 2",
-        "device 1: stages 0 (Bw), 1 (Bw), 2 (Bw)",
-    ]
-    times = tasks(timeline)
-    assert times["2Bw0.0"] == (5.0, 6.0)  # as soon as 1Bx0 has ended, not 2Bx0
-    with_profile = planned(plan, chain([(1.0, 2.0)] * 3, parameter_bytes=4))
-    assert tasks(with_profile)["2Bw0.0"][0] == 5.0
 
 
 def test_a_profile_gives_times_updates_and_memory_and_links_cost_nothing() -> None:
