@@ -14,6 +14,7 @@ from programs import (
     FLOAT,
     FORWARD,
     GRADIENT,
+    HOST,
     INT32,
     RESIDUAL,
     connected,
@@ -142,57 +143,29 @@ NO_DEVICE = "has no device; give it that of a node that it reads or that reads i
     ("change", "text"),
     [
         (
-            lambda program: setattr(call_of(program).attr["f"].func, "name", "missing"),
-            f"node '{CALL}' calls function 'missing', which isn't in the library",
+            lambda step: setattr(call_of(step).attr["f"].func, "name", "f"),
+            "calls function 'f', which isn't in the library",
         ),
-        (
-            lambda program: call_of(program).input.pop(),
-            f"call '{CALL}' gives 1 inputs to function 'stage0_forward', which takes 2",
-        ),
-        (
-            retyped,
-            f"call '{CALL}' gives 2 inputs to function 'stage0_forward', which takes 2 (input 1: float32 wanted, "
-            f"float64 given)",
-        ),
-        (
-            lambda program: call_of(program).attr["Tout"].list.type.__setitem__(0, FLOAT),
-            f"call '{CALL}' and function 'stage0_forward' disagree about the results' types",
-        ),
+        (lambda step: call_of(step).input.pop(), "gives 1 inputs to function 'stage0_forward', which takes 2"),
+        (retyped, "which takes 2 (input 1: float32 wanted, float64 given)"),
+        (lambda step: call_of(step).attr["Tout"].list.type.__setitem__(0, FLOAT), "disagree about the results' types"),
         # Any CPU was taken for legal, so that on a cluster of CPU devices nothing was checked.
-        *(
-            (
-                lambda program, device=device: setattr(call_of(program), "device", device),
-                f"call '{CALL}' is on '{device}', which is none of the plan's devices",
-            )
-            for device in ("/job:localhost/replica:0/task:0/device:CPU:7", "/device:GPU:0")
-        ),
-        (lambda program: setattr(call_of(program), "device", ""), f"call '{CALL}' {NO_DEVICE}"),
+        (lambda step: setattr(call_of(step), "device", f"{HOST[:-1]}7"), "CPU:7', which is none of the plan's devices"),
+        (lambda step: setattr(call_of(step), "device", "/device:GPU:0"), "is on '/device:GPU:0', which is none of"),
+        (lambda step: setattr(call_of(step), "device", ""), f"call '{CALL}' {NO_DEVICE}"),
         (added("Identity", device="", T=DOUBLE), f"Identity node 'added' {NO_DEVICE}"),
-        (
-            added("Identity", T=FLOAT),
-            f"node 'added' (Identity) is for float32 as input 0, but '{CALL}' is float64; cast it, or change the "
-            f"node's attributes",
-        ),
+        (added("Identity", T=FLOAT), f"'added' (Identity) is for float32 as input 0, but '{CALL}' is float64; cast it"),
         (added("Cast"), "node 'added' (Cast) has no attribute SrcT and DstT, which its op needs; give it"),
+        (added("AddV2", T=DOUBLE), "node 'added' (AddV2) reads 1 tensors, but its op and attributes want 2"),
+        (lambda step: with_entry(step, "1B0", None), "has 11 tasks instead of 12; they differ in ['1B0']"),
+        (lambda step: with_entry(step, "1F2", "loss"), "has 13 tasks instead of 12; they differ in ['1F2']"),
+        (lambda step: with_entry(step, "0F1", CALL), f"node '{CALL}' serves several tasks"),
         (
-            added("AddV2", T=DOUBLE),
-            "node 'added' (AddV2) reads 1 tensors, but its op and attributes want 2",
-        ),
-        (
-            lambda program: with_entry(program, "1B0", None),
-            "the step has 11 tasks instead of 12; they differ in ['1B0']",
-        ),
-        (
-            lambda program: with_entry(program, "1F2", "loss"),
-            "the step has 13 tasks instead of 12; they differ in ['1F2']",
-        ),
-        (lambda program: with_entry(program, "0F1", CALL), f"node '{CALL}' serves several tasks"),
-        (
-            lambda program: with_step(program, layout=Overlapping(step_of(program).layout.devices, 4, 4, 2)),
+            lambda step: with_step(step, layout=Overlapping(step_of(step).layout.devices, 4, 4, 2)),
             "slices of micro-batch 0 hold [4, 2] samples instead of 2",
         ),
         (
-            lambda program: connected(two_stages(), layout([1, 1], 2)),
+            lambda _: connected(two_stages(), layout([1, 1], 2)),
             f"1 arguments are not connected, among them {Value(Ref('loss'), GRADIENT)} of task 1B0",
         ),
     ],
@@ -200,7 +173,7 @@ NO_DEVICE = "has no device; give it that of a node that it reads or that reads i
 def test_a_broken_step_is_refused(change: Callable[[Program], Program | None], text: str) -> None:
     program = step_program()
     changed = change(program)
-    assert refused(changed if isinstance(changed, Program) else program) == text
+    assert text in refused(changed if isinstance(changed, Program) else program)
 
 
 def test_operators_may_be_placed_on_more_devices_and_dissolved_stages_have_no_tasks() -> None:
@@ -248,10 +221,7 @@ def retyped_gradient(stage: Stage) -> None:
             " has 3 arguments but 2 are described",
         ),
         (lambda stage: undescribed(stage, outputs=()), " has 1 results but 0 are described"),
-        (
-            retyped_result,
-            f": result {Value(Ref('w'), GRADIENT)} is float32 but the stage's graph says float64",
-        ),
+        (retyped_result, f": result {Value(Ref('w'), GRADIENT)} is float32 but the stage's graph says float64"),
         (without_residuals, f" reads {Value(Ref('a/tanh'), RESIDUAL)}, which no function before it gives"),
         (retyped_gradient, f": {Value(Ref('a/tanh'), GRADIENT)} and a/tanh differ in dtype"),
     ],
