@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -210,26 +209,12 @@ def waiting(builder: Builder, gpu: str, _: str) -> None:
     two_slices(builder, gpu, FLOAT, INT64, gpu)
 
 
-def unordered(builder: Builder, *gpus: str, ordered: bool = False) -> None:
-    for gpu in gpus:
-        before: list[str] = []
-        for number in (1, 2):
-            value = builder.add("value", "Placeholder", device=gpu, dtype=dtype_attr(FLOAT))
-            keys = [builder.const(key, INT32, device=gpu) for key in (2, 1, number)]
-            kinds = {"T": dtype_attr(FLOAT), "merge_op": "Add", "final_op": "Id", HINT_ATTR: NCCL}
-            before = [
-                builder.add(f"{gpu} {number}", SUM_OP, [value, *keys], device=gpu, control=before, **kinds).node
-            ] * ordered
-
-
 DEFECTS = {
     refused: (REFUSED, {"SplitV(bool)": 1}),
     on_the_cpu: (ON_CPU, {"SplitV(bool)": 1}),
     shared: (SHARED, {"VarHandleOp(int32)": 1}),
     unplaced: (UNPLACED, {"Const(float32)": 1}),
     waiting: (TO_HOST, {"Const -> SplitV (int64)": 1}),
-    unordered: (UNORDERED, {f"{gpu} 1 | {gpu} 2": 1 for gpu in GPUS.device_names[:2]}),
-    functools.partial(unordered, ordered=True): (UNORDERED, {}),
 }
 
 

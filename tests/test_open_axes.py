@@ -177,22 +177,14 @@ def graph(nodes: int, edges: int) -> Any:
 
 
 rng = np.random.default_rng(0)
-UNCUT: dict[str, tuple[type[keras.Model], list[Any]]] = {
-    "graph": (Messages, [graph(5, 5), graph(5, 9), graph(9, 4)]),
-    "adjacency": (
-        Adjacent,
-        [((rng.normal(size=(n, 4)), rng.normal(size=(n, n))), rng.normal(size=(n, 3))) for n in (5, 4)],
-    ),
-    "rows": (Pairs, [(rng.normal(size=(n, 4)), rng.normal(size=(2 * n, 3))) for n in (5, 7)]),
-}
 
 
 def test_batches_that_cannot_be_cut_train_where_stages_have_one_slice() -> None:
     """They were refused. Each shape of a tensor at the cut is that of the tensor, not a multiple of the samples."""
-    kind, batches = UNCUT["graph"]
+    batches = [graph(5, 5), graph(5, 9), graph(9, 4)]
 
     def build() -> keras.Model:
-        model = kind()
+        model = Messages()
         model(batches[0][0])
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
         return model
@@ -209,23 +201,19 @@ def test_batches_that_cannot_be_cut_train_where_stages_have_one_slice() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+def first_batch(model: keras.Model, plan: tuple[Sequence[str], tuple[int, ...], int], x: Any, y: Any) -> None:
+    model(x)
+    model.compile("sgd", "mse")
+    pipeline(model, *plan, 5).train_on_batch(x, y)
+
+
 def test_batches_that_cannot_be_cut_are_refused_where_they_would_be() -> None:
-    kind, [(x, y), *_] = UNCUT["rows"]
-    model = kind()
-    model(x)
-    model.compile("sgd", "mse")
+    """With a matrix, a step failed, with "RecvAsync is cancelled" elsewhere: all arrays have as many rows."""
+    x, y = rng.normal(size=(5, 4)), rng.normal(size=(10, 3))
     with pytest.raises(DataError, match=r"x has 5, y has 10; .* takes a plan of one micro-batch and one replica"):
-        pipeline(model, ["cut"], (1, 1), 2, 5).train_on_batch(x, y)
-
-
-def test_an_adjacency_matrix_is_refused_where_it_would_be_cut() -> None:
-    """A step failed, with "RecvAsync is cancelled" where another device was waiting: all arrays have as many rows."""
-    (x, y), *_ = UNCUT["adjacency"][1]
-    model = Adjacent()
-    model(x)
-    model.compile("sgd", "mse")
+        first_batch(Pairs(), (["cut"], (1, 1), 2), x, y)
     with pytest.raises(PassError, match=r"MatMul.* for a slice of 2 of the batch's 5 samples, in stage 0: .* plan one"):
-        pipeline(model, (), (2,), 1, 5).train_on_batch(x, y)
+        first_batch(Adjacent(), ([], (2,), 1), (x, rng.normal(size=(5, 5))), y[:5])
 
 
 class Kept(Computed):

@@ -203,15 +203,6 @@ def _with_own_layer(name: str) -> keras.layers.Layer:
     return layer
 
 
-@pytest.mark.parametrize("make", [lambda: _OwnDense(4), _replaced, _activated], ids=["class", "call", "activation"])
-def test_what_the_user_wrote_is_traced_each_time(make: Callable[[], keras.layers.Layer], traces: _Traces) -> None:
-    inputs = x = keras.Input((4,))
-    for _ in range(3):
-        x = make()(x)
-    traces.of(keras.Model(inputs, x), training=False)
-    assert not traces.stand_ins
-
-
 def test_a_layer_of_the_users_inside_one_of_keras_is_traced_each_time(traces: _Traces) -> None:
     inputs = x = keras.Input((3, 4))
     for number in range(3):
@@ -221,23 +212,6 @@ def test_a_layer_of_the_users_inside_one_of_keras_is_traced_each_time(traces: _T
     outer = [name for name in traces.stand_ins if name.count("/") == 1]
     assert [name for name in outer if "/plain_" in name]
     assert not [name for name in outer if "/own_" in name]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"use_bias": False},
-        {"activation": "relu"},
-        {"trainable": False},
-    ],
-    ids=str,
-)
-def test_layers_that_differ_are_traced(changed: dict[str, Any], traces: _Traces) -> None:
-    inputs = keras.Input((4,))
-    layers = [keras.layers.Dense(**({"units": 4, "activation": "tanh"} | options)) for options in ({}, changed)]
-    model = keras.Model(inputs, [layer(inputs) for layer in layers])
-    traces.of(model, training=True)
-    assert not traces.stand_ins
 
 
 def test_losses_find_the_logits(traces: _Traces) -> None:
@@ -312,12 +286,6 @@ class Perturbed(keras.layers.Layer):
             return own + self.norm(self.dense(inputs, training=True), training=True)
 
 
-def test_a_scope_of_the_users_has_its_own_values(traces: _Traces) -> None:
-    inputs = keras.Input((4,))
-    _both(traces, keras.Model(inputs, Perturbed()(inputs)))
-    assert not traces.stand_ins
-
-
 class Shaped(keras.layers.Layer):
     """Tells the length of one of two inputs of a layer: the other's was it, too."""
 
@@ -366,20 +334,6 @@ def _slope(inputs: Any, outputs: Any) -> Any:
         return inputs
 
 
-@pytest.mark.parametrize(
-    "look",
-    [lambda _, outputs: outputs * float(len(outputs.op.type)), _slope],
-    ids=["type", "gradients"],
-)
-def test_who_looks_behind_a_tensor_finds_the_operation(look: Callable[[Any, Any], Any], traces: _Traces) -> None:
-    """A stand-in, or none, was there, and where the error was caught, nobody knew."""
-    inputs = x = keras.Input((4,))
-    for _ in range(3):
-        x = keras.layers.Dense(4, activation="tanh")(x)
-    _both(traces, keras.Model(inputs, Looks(look)([inputs, x])))
-    assert not traces.stand_ins
-
-
 class _Scoped(keras.layers.Layer):
     """Calls equal layers in scopes that give operations more than they ask for, or that watch them."""
 
@@ -399,21 +353,44 @@ class _Scoped(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize(
-    "scope",
-    [
-        lambda tensor: tf.control_dependencies([tensor]),
-        lambda tensor: tf.xla.experimental.jit_scope(),
-        lambda tensor: tf.compat.v1.colocate_with(tensor),
-        lambda tensor: tf.GradientTape(),
-    ],
-    ids=["control inputs", "attributes", "places", "tape"],
-)
-def test_scopes_are_for_each_call(
-    scope: Callable[[Any], contextlib.AbstractContextManager[Any]], traces: _Traces
-) -> None:
-    inputs = keras.Input((4,))
-    traces.of(keras.Model(inputs, _Scoped(scope)(inputs)), training=False)
+def _one_after_the_other(*made: keras.layers.Layer) -> keras.Model:
+    inputs = x = keras.Input((4,))
+    for layer in made:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def _looking(look: Callable[[Any, Any], Any]) -> keras.Model:
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh")(x)
+    return keras.Model(inputs, Looks(look)([inputs, x]))
+
+
+def _unlike(**options: Any) -> keras.Model:
+    return _one_after_the_other(*(keras.layers.Dense(4, **own) for own in ({"activation": "tanh"}, options)))
+
+
+TRACED: dict[str, Callable[[], keras.Model]] = {
+    "own class": lambda: _one_after_the_other(*(_OwnDense(4) for _ in range(3))),
+    "own call": lambda: _one_after_the_other(*(_replaced() for _ in range(3))),
+    "own activation": lambda: _one_after_the_other(*(_activated() for _ in range(3))),
+    "without bias": lambda: _unlike(activation="tanh", use_bias=False),
+    "another activation": lambda: _unlike(activation="relu"),
+    "not trained": lambda: _unlike(activation="tanh", trainable=False),
+    "other values: a stand-in took the layer's own": lambda: _one_after_the_other(Perturbed()),
+    "who looks at types": lambda: _looking(lambda _, outputs: outputs * float(len(outputs.op.type))),
+    "who differentiates, and catches the error": lambda: _looking(_slope),
+    "control inputs": lambda: _one_after_the_other(_Scoped(lambda tensor: tf.control_dependencies([tensor]))),
+    "attributes": lambda: _one_after_the_other(_Scoped(lambda _: tf.xla.experimental.jit_scope())),
+    "places": lambda: _one_after_the_other(_Scoped(tf.compat.v1.colocate_with)),
+    "tapes": lambda: _one_after_the_other(_Scoped(lambda _: tf.GradientTape())),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_differs_or_is_looked_at_is_traced_each_time(name: str, traces: _Traces) -> None:
+    traces.of(TRACED[name](), training=True)
     assert not traces.stand_ins
 
 

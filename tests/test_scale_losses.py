@@ -122,14 +122,6 @@ def total(y: Any, p: Any) -> Any:
     return tf.reduce_sum(tf.abs(y - p))
 
 
-def chosen_total(y: Any, p: Any) -> Any:
-    """The number of positive labels."""
-    return tf.reduce_sum(mask(y, p.dtype))
-
-
-LOGGED = (by_mask, by_share, balanced, by_largest, total, chosen_total, masked_mean)
-
-
 class OneNumber(keras.losses.Loss):
     """A loss that is one number before any reduction."""
 
@@ -172,12 +164,12 @@ def two_outputs(kind: type[keras.Model], *args: Any, **options: Any) -> keras.Mo
 
 
 WITH_LOGS: dict[str, Callable[[], keras.Model]] = {
-    "metrics": lambda: two_outputs(keras.Model, [by_mask, "hinge"], metrics=[[*LOGGED], ["hinge", by_share]]),
     "own": lambda: two_outputs(Tracking),
     "weighted": lambda: two_outputs(
         keras.Model,
         [balanced, OneNumber(reduction="mean_with_sample_weight")],
         loss_weights=[0.3, 2.0],
+        metrics=[[by_mask, masked_mean, total], ["hinge"]],
         weighted_metrics=[[by_share], ["mae", by_largest]],
     ),
 }
