@@ -270,17 +270,7 @@ def test_reports_are_simulations_whatever_was_asked(seed: int) -> None:
     assert step.latency == report(chosen).latency
     one_device = report(chosen).one_device
     assert one_device is not None and report(chosen).speedup == pytest.approx(one_device / step.latency)
-    assert used(chosen) <= set(NAMES if only is None else only) | {"shares"} | ({"shards"} if only is None else set())
-
-
-def test_small_gains_arent_worth_more_devices() -> None:
-    profile, cluster = profile_of(parameters=10**4, size=1e4), cluster_of(1, 1, inter_bandwidth=1e6)
-    chosen, fastest = plan(profile, cluster, 16), plan(profile, cluster, 16, least_gain=0)
-    alone = report(plan(profile, cluster_of(1), 16))
-    assert alone.latency == pytest.approx(report(chosen).one_device)
-    assert report(fastest).latency <= report(chosen).latency <= 1.03 * report(fastest).latency
-    if len(chosen.devices) > 1 or len(chosen.devices[0]) > 1:
-        assert alone.latency > 1.03 * report(chosen).latency
+    assert used(chosen) <= set(NAMES if only is None else only)
 
 
 # ---- where nothing fits
@@ -418,13 +408,6 @@ def test_edited_and_broken_reports(caplog: pytest.LogCaptureFixture) -> None:
             Plan.from_json(json.dumps(data | {"report": data["report"] | change}))
 
 
-def test_a_foreign_plan_is_refused_by_the_profile_and_the_cluster() -> None:
-    with pytest.raises(PlanError, match="cuts after 'block_9', which isn't a layer of the profile of 'equal'"):
-        simulate(Plan.manual(["block_9"], [[0], [1]], 2, 8), profile_of(), cluster_of(2))
-    with pytest.raises(PlanError, match="stage 1 on device 7, but the cluster has 2"):
-        simulate(Plan.manual(["layer_3"], [[0], [7]], 2, 8), profile_of(), cluster_of(2))
-
-
 # ---- out of order: candidates
 
 
@@ -468,22 +451,6 @@ def test_several_stages_on_a_device_share_out_the_work_by_devices() -> None:
     assert [int(layers[device] + layers[device + 4]) for device in range(4)] == [3] * 4
     (there_and_back,) = more_stages(base, request, ZB_V, 2)
     assert there_and_back.devices == ((0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,))
-
-
-def test_times_by_which_tasks_are_ordered_are_short_numbers() -> None:
-    layers = [
-        dataclasses.replace(layer, forward=Cost(0.0, 1e-3 * (index + 1) / 7))
-        for index, layer in enumerate(heavy(6).layers)
-    ]
-    request = request_of(dataclasses.replace(heavy(6), layers=tuple(layers)), FOUR)
-    (candidate,) = more_stages(Plan.straight(["layer_2"], 8, 4), request, MODULO, 2)
-    assert candidate.task_seconds is not None
-    numbers = [number for times in candidate.task_seconds for number in times]
-    assert max(numbers) == 1 and all(number == float(f"{number:.3g}") for number in numbers)
-    # The first stage has no Bx: its Bw is the whole backward.
-    assert candidate.task_seconds[0][1] == 0
-    whole = request.costs(candidate).task_seconds
-    assert numbers == pytest.approx([number / max(map(max, whole)) for times in whole for number in times], rel=5e-3)
 
 
 def test_chunks_are_for_replicated_stages_on_devices_of_their_own() -> None:

@@ -22,7 +22,6 @@ from dapple_tf.schedules.out_of_order import best_reverse_first_k, modulo_device
 from dapple_tf.schedules.schedule_request import Job, ScheduleRequest
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulator import simulate
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -232,16 +231,6 @@ def four(memory: int | None = None) -> Cluster:
     return cluster_of(1, 1, 1, 1, memory=memory, inter_bandwidth=1e12, inter_latency=0.0)
 
 
-@pytest.mark.parametrize(("policy", "bubble", "held"), [("v_min", 11, 4), ("v_half", 5, 6), ("dualpipe_v", 3, 9)])
-def test_simulated_steps_have_these_bubbles_and_this_memory(policy: str, bubble: int, held: int) -> None:
-    """Within a task of 1 ms. The first stage sends nothing back: its Bw is all of its backward, which costs no more."""
-    step = simulate(vee_plan(policy), PROFILE, four())
-    assert step.latency - 12 * 6e-3 == pytest.approx(bubble * 1e-3, abs=1.01e-3)
-    single = simulate(vee_plan(policy, 1), PROFILE, four())
-    kept = max(step.peak_bytes.values()) - max(single.peak_bytes[device] - 2e6 for device in (1, 2, 3))
-    assert kept == pytest.approx(held * 1e6, rel=0.1)
-
-
 def test_they_are_planned_only_where_memory_limits_micro_batches() -> None:
     """With room for five stages' slices zb_v has two micro-batches of each, v_min three of one and one of the other."""
     fits = four(5_600_000)
@@ -349,44 +338,14 @@ def texts(jobs: list[Job]) -> str:
     return " ".join(f"{job.stage}{job.phase.value}{job.micro_batch}" for job in jobs)
 
 
-@pytest.mark.parametrize(
-    ("devices", "micro_batches", "seconds", "split", "limits", "first", "makespan"),
-    [
-        (straight(2), 2, None, True, None, "0F0 0F1 0Bx0 0Bw0 0Bx1 0Bw1", 7),
-        (straight(2), 2, [[1, 1, 1], [1, 1, 5]], True, None, "0F0 0F1 0Bx0 0Bw0 0Bx1 0Bw1", 15),
-        (straight(2), 3, [[0, 0, 0], [0, 0, 0]], True, None, "0F0 0F1 0F2 0Bx0 0Bw0 0Bx1 0Bw1 0Bx2 0Bw2", 0),
-        (straight(1), 2, [[1, 2, 3]], False, None, "0F0 0B0 0F1 0B1", 12),
-        (straight(2), 3, None, True, [1, 1], "0F0 0Bx0 0Bw0 0F1 0Bx1 0Bw1 0F2 0Bx2 0Bw2", 15),
-        ([[0, 1, 2], [3]], 2, None, True, None, "0F0 0F1 0Bx0 0Bw0 0Bx1 0Bw1", 7),
-    ],
-)
-def test_a_device_takes_the_oldest_ready_job(
-    devices: list[list[int]],
-    micro_batches: int,
-    seconds: list[list[float]] | None,
-    split: bool,
-    limits: list[int] | None,
-    first: str,
-    makespan: float,
-) -> None:
-    request = asked(devices, micro_batches, task_seconds=seconds)
-    timeline = run(request, free_queues(request, split=split), priorities.oldest_first(request), limits=limits)
-    assert (texts(timeline.orders[0]), timeline.makespan) == (first, makespan)
-    assert set(timeline.spans) == {device for stage in devices for device in stage}
-    assert all(timeline.orders[device] == timeline.orders[0] for device in devices[0])
-    assert timeline.longest_span == max(end - start for start, end in timeline.spans.values())
-
-
-def test_keys_are_told_when_inputs_arrived() -> None:
-    request = asked(straight(2), task_seconds=[[0.25, 1, 1], [0.125, 0.5, 1]])
-    told: dict[str, float] = {}
-
-    def key(job: Job, ready: float) -> tuple[float, ...]:
-        told[texts([job])] = ready
-        return (0.0,)
-
-    run(request, free_queues(request), key)
-    assert told == {"0F0": 0, "1F0": 0.25, "1Bx0": 0.375, "1Bw0": 0.875, "0Bx0": 0.875, "0Bw0": 1.875}
+def test_whole_backwards_take_both_times_and_idle_replicas_are_ordered_too() -> None:
+    request = asked(straight(1), 2, task_seconds=[[1, 2, 3]])
+    timeline = run(request, free_queues(request, split=False), priorities.oldest_first(request))
+    assert texts(timeline.orders[0]) == "0F0 0B0 0F1 0B1" and timeline.makespan == 12
+    request = asked([[0, 1, 2], [3]], 2, task_seconds=[[1, 1, 1], [1, 1, 5]])
+    timeline = run(request, free_queues(request), priorities.oldest_first(request))
+    assert (timeline.makespan, timeline.spans[0], timeline.longest_span) == (15, (0, 7), 14)
+    assert timeline.orders[0] == timeline.orders[2] and set(timeline.spans) == {0, 1, 2, 3}
 
 
 def test_sums_of_equal_times_are_one_moment_in_spite_of_rounding() -> None:

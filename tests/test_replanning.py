@@ -57,6 +57,12 @@ def test_a_shrunk_plan(devices: list[list[int]], lost: list[int], cuts: list[str
     assert shrink(plan([[0, 2], [1, 3]]), cluster(2, 2), [0]).devices, "all devices of a server go at once"
 
 
+def test_replicas_that_place_operators_go_with_any_of_their_devices_but_the_last() -> None:
+    placed = dapple.Plan.data_parallel(4, 16).with_placed_operators(2)
+    left = [shrink(placed, cluster(4), lost).operator_devices for lost in ([1], [1, 2])]
+    assert left == [(((1, 2),),), (((0, 1),),)]
+
+
 def test_stages_that_join_keep_as_little_as_the_leanest_of_them() -> None:
     before = plan([[0], [1], [2], [3]], recompute=("boundary", "none", "min_cut", "none"))
     left = [shrink(before, cluster(4), lost).recompute for lost in ([0], [2], [0, 2])]
@@ -104,6 +110,7 @@ def test_the_former_plan_is_taken_again() -> None:
     growth = grown(lose(full, 1), [full], 1)
     assert growth is not None
     assert (growth.deployment, growth.added, growth.gain) == (full, ("10.0.0.2:1",), "the gain isn't predicted")
+    assert shrink(full.plan, full.cluster, [2]).reverse_first_k == 1
     needing = Replanner(None, needs_all_gradients=True)
     growth = grown(lose(full, 1), [full], 1, replanner=needing)
     assert growth is not None
