@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,15 @@ import keras
 import numpy as np
 import pytest
 from profiled import mlp
+from profiles_for_tests import profile_of
 
 import dapple_tf as dapple
 from dapple_tf.execution.planned_steps import with_compiler
 from dapple_tf.measuring import measured_steps
+
+PROFILE = profile_of((1, 2), (3, 6), (0.5, 1))
+LINKED = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), intra_bandwidth=1e12, intra_latency=0.0)
+"""Two devices whose links need no measurement."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +53,6 @@ def test_a_model_is_planned_and_trained_and_keeps_its_values_until_then() -> Non
 def test_plans_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     before = [np.array(value) for value in model.get_weights()]
-    cluster = dapple.Cluster.local(2, kind="cpu")
-    profile = dapple.profile(model, 4, cluster=cluster, repeats=1)
     tried: list[dapple.Plan] = []
     really = measured_steps.measure_steps
 
@@ -61,7 +65,7 @@ def test_plans_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatc
         return tuple(0.5 if plan.num_stages == 1 and plan.replicas == (2,) else 1.0 for plan in plans)
 
     monkeypatch.setattr(measured_steps, "measure_steps", measured)
-    pipelined = dapple.transform(model, cluster, global_batch_size=8, profile=profile, by_trial=True, schedule="gpipe")
+    pipelined = dapple.transform(model, LINKED, global_batch_size=8, profile=PROFILE, by_trial=True, schedule="gpipe")
     assert len(tried) >= 2 and all(plan.schedule == "gpipe" or plan.num_stages == 1 for plan in tried)
     assert pipelined.plan.replicas == (2,)
     for old, new in zip(before, model.get_weights(), strict=True):
@@ -80,8 +84,7 @@ def test_a_length_that_is_chosen_for_measuring_is_told_once(
     model = keras.Model(inputs, keras.layers.Dense(2)(pooled))
     model.compile("sgd", "mse")
     monkeypatch.setattr(measured_steps, "measure_steps", lambda model, cluster, plans, *_, **__: [1.0] * len(plans))
-    cluster = dapple.Cluster.local(2, kind="cpu")
-    pipelined = dapple.transform(model, cluster, global_batch_size=8, by_trial=True, profile_seconds=1e-6)
+    pipelined = dapple.transform(model, LINKED, global_batch_size=8, by_trial=True, profile_seconds=1e-6)
     assert caplog.text.count("leaves lengths open; its profile takes them for") == 1
     pipelined.close()
 
@@ -132,9 +135,8 @@ def test_a_plan_by_estimates_when_time_is_short() -> None:
 def test_clusters_of_several_types_of_devices_are_refused() -> None:
     names = ("/job:worker/replica:0/task:0/device:GPU:0", "/job:worker/replica:0/task:1/device:CPU:0")
     cluster = dapple.Cluster(tuple(dapple.Device(name, server) for server, name in enumerate(names)), real=False)
-    given = dapple.profile(mlp(), 4, cluster=dapple.Cluster.local(1, kind="cpu"), repeats=1)
     with pytest.raises(dapple.PlanError, match="devices of several types, CPU and GPU, but a profile describes one"):
-        dapple.plan(given, cluster, 8)
+        dapple.plan(PROFILE, cluster, 8)
 
 
 @pytest.mark.parametrize("kind, supported, asked, compiled", [

@@ -112,7 +112,7 @@ def test_layers_without_parameters_have_no_weight_gradient() -> None:
 
 def test_tied_weights_are_shared() -> None:
     model = zoo.tied()
-    model_profile = measured(model)
+    model_profile = measured(model, budget=hurried("rooflines"))
     check(model_profile, model)
     names = [layer.name for layer in model_profile.layers]
     assert names == ["embedding", "shared#0", "middle", "shared#1", "last", "logits"]
@@ -130,7 +130,7 @@ def test_the_model_keeps_its_values() -> None:
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     before = [variable.numpy() for variable in variables]
     state = tf.random.get_global_generator().state.numpy()
-    measured(model)
+    measured(model, budget=hurried("operators"))
     for variable, value in zip(variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
     np.testing.assert_array_equal(tf.random.get_global_generator().state.numpy(), state)
@@ -227,10 +227,12 @@ def test_on_gpus_functions_know_the_size_of_slices_as_in_training(monkeypatch: p
 
 def test_a_shorter_way_is_kept_under_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
     """Who has time for each layer isn't given a profile that was made in a hurry; nor is what was guessed kept."""
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1, name="only")])
+    model.compile("sgd", "mse")
     ways = {"cache": tmp_path, "repeats": 1}
-    assert measured(mlp(), 4, **ways, budget=hurried("rooflines")).method == "rooflines"
+    assert measured(model, 4, **ways, budget=hurried("rooflines")).method == "rooflines"
     assert not list(tmp_path.iterdir())
-    by_operator = measured(mlp(), 4, **ways, budget=hurried("operators"))
-    assert measured(mlp(), 4, **ways, budget=hurried("rooflines")) == by_operator
-    assert measured(mlp(), 4, **ways).method == "layers"
-    assert measured(mlp(), 4, **ways, budget=hurried("rooflines")).method == "layers"
+    by_operator = measured(model, 4, **ways, budget=hurried("operators"))
+    assert measured(model, 4, **ways, budget=hurried("rooflines")) == by_operator
+    assert measured(model, 4, **ways).method == "layers"
+    assert measured(model, 4, **ways, budget=hurried("rooflines")).method == "layers"
