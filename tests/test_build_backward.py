@@ -156,6 +156,12 @@ def test_gradients_are_added_in_the_order_in_which_a_tape_adds_them() -> None:
     with tf.Graph().as_default() as imported:
         tf.graph_util.import_graph_def(extended, name="")
     assert len(sums(taped)) == 1 and sums(imported) == sums(taped)
+    # What stopped gradients reads what it read.
+    before, after = (
+        [list(each.input) for each in graph.node if each.op == "StopGradient"]
+        for graph in (flat.as_graph_def(), extended)
+    )
+    assert before == after and len(after) == 1
     assert not [n.name for n in extended.node if n.op == "Placeholder" and n.name not in ("x", "dy")]
 
 
