@@ -114,12 +114,3 @@ def test_what_was_given_to_an_accumulator_does_not_change_when_it_grows() -> Non
         (value,) = machine.run([kept], {x: value_of(V)}, after=["next"])
         np.testing.assert_array_equal(value, -value_of(V))
         np.testing.assert_array_equal(machine.read(HOST, V)[0], -2 * value_of(V))
-
-
-# ---- vectors
-
-
-# ---- buckets
-
-
-# ---- the library
