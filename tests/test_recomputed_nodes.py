@@ -18,7 +18,6 @@ from programs import (
     staged,
     stateful_layers,
     tied_layers,
-    two_layers,
 )
 
 from graph_passes.analysis.recomputed_nodes import needed_from
@@ -54,14 +53,6 @@ def test_results_that_only_later_backwards_need() -> None:
         {"c/sum": 3},
         {"d/sum": 3, "d/tanh": 3, "loss": 4},
     ]
-
-
-def test_what_no_backward_needs() -> None:
-    """The loss, and a moving average with what leads to it alone."""
-    assert needed_from(staged(two_layers(), "a"))[1] == {"b/matmul": 1, "loss": 2}
-    first = needed_from(staged(stateful_layers(), "a"))
-    assert first[0]["a/matmul"] == 1, "the gradient of the next matrix product reads it, not its own"
-    assert {first[0][name] for name in ("a/mean", "a/mixed", "average_update")} == {2}
 
 
 @functools.cache

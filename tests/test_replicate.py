@@ -12,7 +12,6 @@ from program_text import read_program
 from programs import (
     BACKWARD,
     FORWARD,
-    GRADIENT,
     HOST,
     apply,
     devices,
@@ -25,7 +24,6 @@ from programs import (
     staged,
     stateful_layers,
     step_of,
-    tied_layers,
     two_layers,
     two_stages,
 )
@@ -34,7 +32,6 @@ from graph_passes.ir.graph import NodeDef, Ref, data_inputs
 from graph_passes.ir.program import Normalizer, Program, Value
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.text import graph_text, library_text
-from graph_passes.passes.partition import Partition
 from graph_passes.passes.replicate import Replicate
 
 
@@ -81,24 +78,6 @@ def test_every_replica_with_samples_runs_each_micro_batch_forwards_and_backwards
     assert len(set(step.entry.values())) == len(step.entry)
 
 
-def test_one_call_gives_the_results_of_f_and_b_where_they_are_one_function() -> None:
-    stages = apply(two_stages(), Partition(jit_compile=True, fuse={1}))
-    program = replicated(stages, layout([2, 1], 4, 2))
-    step = step_of(program)
-    assert [node(program, step.entry[Task.parse(text)]).op for text in ("1F0", "1B0")] == ["PartitionedCall", "NoOp"]
-    assert {f"{made} {value}": str(ref) for (made, value), ref in step.values.items() if made.stage == 1} == {
-        f"1{phase}{number} {value}": f"stage1/replica0/forward{number}{place}"
-        for number in range(2)
-        for phase, value, place in (
-            ("F", "loss", ""),
-            ("B", Value(Ref("a/tanh"), GRADIENT), ":1"),
-            ("B", Value(Ref("v"), GRADIENT), ":2"),
-        )
-    }
-    names = [f.signature.name for f in program.graph.library.function]
-    assert "stage1_fused" in names and not {"stage1_forward", "stage1_backward"} & set(names)
-
-
 def test_names_of_functions_begin_with_the_prefix() -> None:
     program = staged(two_layers(), "a", prefix="train0_")
     program = apply(program, Replicate(layout([1, 1], 2), HOST, owners(program), prefix="train0_"))
@@ -117,16 +96,6 @@ def test_batch_inputs_are_cut_once_for_each_stage_into_slices_as_even_as_can_be(
     program = replicated(sized(), layout([3, 2], 11, 2))
     assert split_sizes(program, "stage0/slices/x") == [2, 2, 2, 2, 2, 1]
     assert [each.name for each in program.graph.node if each.op == "SplitV"] == ["stage0/slices/x"]
-
-
-def test_slices_without_samples_are_left_out() -> None:
-    program = replicated(two_stages(), layout([3, 1], 4, 3))  # micro-batches of 2, 1 and 1 samples
-    assert sorted(map(str, step_of(program).entry)) == sorted(
-        ["0F0", "0F0.r1", "0F1", "0F2", "0B0", "0B0.r1", "0B1", "0B2", "1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]
-    )
-    assert split_sizes(program, "stage0/slices/x") == [1, 1, 1, 1]
-    reads = [each.name for each in program.graph.node if "read_from" in each.name]
-    assert reads == ["stage0/replica0/read_from0", "stage0/replica1/read_from0", "stage1/replica0/read_from1"]
 
 
 def test_a_single_slice_is_the_batch_itself() -> None:
@@ -175,20 +144,6 @@ def test_each_replica_reads_the_variables_of_its_own_device_once_for_all_micro_b
     program = replicated(two_stages(), layout([2, 1], 8, 4))
     assert {argument(program, f"0F{m}.r1", Value(Ref("w"))) for m in range(4)} == {Ref("stage0/replica1/read_from0")}
     assert node(program, "stage0/replica1/read_from0").device == devices(2)[0][1]
-
-
-def test_a_variable_that_a_stage_does_not_keep_is_read_from_the_first_device_of_one_that_does() -> None:
-    program = staged(tied_layers(2), "layer_0")
-    program = apply(program, Replicate(layout([2, 2], 8, 2), HOST, {"w": (0,)}))
-    (first, second), (_, last) = devices(2, 2)
-    reads = {each.name: each.device for each in program.graph.node if "read_from" in each.name}
-    assert reads == {
-        "stage0/replica0/read_from0": first,
-        "stage0/replica1/read_from0": second,
-        "stage1/replica0/read_from0": first,
-    }
-    assert argument(program, "1F0.r1", Value(Ref("w"))) == Ref("stage1/replica0/read_from0")
-    assert node(program, step_of(program).entry[Task.parse("1F0.r1")]).device == last
 
 
 # ---- loss, outputs, metrics and divisors

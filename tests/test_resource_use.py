@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from programs import FLOAT, HOST, node
-from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CallOrder, Touch
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, function_attr, make_node
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.resource_use import ResourceUse, Use, called_functions
-from graph_passes.ir.storage import assign, handle, merge_library, read
+from graph_passes.ir.storage import assign, merge_library, read
 from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
@@ -95,24 +94,6 @@ def called(make: Callable[[Builder], list[Ref]], written: list[str]) -> tuple[Gr
     graph.node.append(call_node("call", function, [], device=""))
     graph.library.function.append(function)
     return graph, function
-
-
-def test_functions_that_call_themselves_end() -> None:
-    body = Builder(empty_graph())
-    given = body.append(placeholder("given", types_pb2.DT_RESOURCE))
-    total = body.add("read", "ReadVariableOp", [given], dtype=dtype_attr(FLOAT))
-    kinds = {"Tin": [types_pb2.DT_RESOURCE], "Tout": [FLOAT]}
-    again = make_node("again", "StatefulPartitionedCall", [given], attrs={"f": function_attr("f")})
-    for name, types in kinds.items():
-        again.attr[name].list.type.extend(types)
-    body.append(again)
-    function = outline("f", Graph(body.graph), [given], [total, Ref("again")])
-    graph = empty_graph()
-    own = handle(Builder(graph), "v", FLOAT, ())
-    graph.node.append(call_node("call", function, [own], device=""))
-    graph.library.function.append(function)
-    # It is only known to read when the inner call is known to: nothing is promised.
-    assert uses(graph) == [Use("call", "v", True)]
 
 
 def test_the_order_of_functions_does_not_depend_on_how_protobuf_keeps_attributes() -> None:

@@ -181,6 +181,14 @@ def test_a_function_that_was_left_out_comes_back_where_it_is_known_by_name() -> 
     assert (names(last), called(last)) == ([], ["other", "one"])
 
 
+def test_functions_that_called_ones_are_given_are_renamed_too() -> None:
+    graph = of_functions([affine("one", "a"), affine("other", "b"), affine("third", "c", factor=7.0)])
+    graph.node[-1].attr["f"].func.attr["given"].func.name = "other"
+    result = shared(graph)
+    assert names(result) == ["one", "third"]
+    assert result.node[-1].attr["f"].func.attr["given"].func.name == "one"
+
+
 def test_branches_are_renamed_too() -> None:
     """They are a list of functions."""
     graph = of_functions([affine("one", "a"), affine("other", "b")], [0])

@@ -13,7 +13,6 @@ from graph_passes.ir.outline import FunctionDef, call_node, placeholder
 from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import (
     accumulate_function,
-    buckets,
     by_dtype,
     join_function,
     load_function,
@@ -115,28 +114,3 @@ def test_what_was_given_to_an_accumulator_does_not_change_when_it_grows() -> Non
         (value,) = machine.run([kept], {x: value_of(V)}, after=["next"])
         np.testing.assert_array_equal(value, -value_of(V))
         np.testing.assert_array_equal(machine.read(HOST, V)[0], -2 * value_of(V))
-
-
-# ---- vectors
-
-
-# ---- buckets
-
-
-def sizes(all_buckets: list[tuple[Variable, ...]]) -> list[list[str]]:
-    return [[variable.name for variable in bucket] for bucket in all_buckets]
-
-
-def test_a_bucket_is_filled_up_to_its_limit_and_a_larger_variable_has_its_own() -> None:
-    variables = [Variable(str(index), FLOAT, (size,), PARAMETER) for index, size in enumerate((2, 2, 1, 9, 1, 3))]
-    assert sizes(buckets(variables, 16)) == [["0", "1"], ["2"], ["3"], ["4", "5"]]
-    assert sizes(buckets(variables, 1)) == [["0"], ["1"], ["2"], ["3"], ["4"], ["5"]]
-    assert sizes(buckets(variables, 1 << 20)) == [["0", "1", "2", "3", "4", "5"]]
-    assert buckets([], 16) == []
-
-
-def test_a_bucket_has_one_dtype() -> None:
-    assert sizes(buckets([W, V, PRECISE, COUNT], 1 << 20)) == [["w", "v"], ["precise"], ["count"]]
-
-
-# ---- the library
