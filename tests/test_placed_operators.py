@@ -1,4 +1,4 @@
-"""Steps whose operators FD-DPS places train as plain Keras does, on groups of devices of stages and of replicas."""
+"""Steps whose operators FD-DPS places train as plain Keras does, on several devices and on groups of them."""
 
 from __future__ import annotations
 
@@ -49,64 +49,35 @@ def averages(monkeypatch: pytest.MonkeyPatch) -> list[OpPlacement]:
     return made
 
 
-def vocabulary() -> keras.Model:
-    tokens = keras.Input((4,), dtype="int32")
-    x = layers.Dense(16, activation="tanh", name="block")(layers.Embedding(512, 8)(tokens))
-    model = keras.Model(tokens, layers.Dense(512, name="logits")(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.AdamW(1e-2, epsilon=1e-3, global_clipnorm=0.5), loss)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("plan", "groups"),
-    [
-        (Plan.by_operators(4, 8), [range(4)]),
-        (Plan.manual(["block"], [[0], [1]], 2, 8, operator_devices=[[[0]], [[1, 2, 3, 4]]]), [[0], range(1, 5)]),
-    ],
-    ids=["one slice", "a vocabulary behind a stage of blocks"],
-)
-def test_operators_run_where_and_when_they_were_placed(
-    plan: Plan, groups: list[list[int]], averages: list[OpPlacement]
-) -> None:
-    """Out-Of-Order BackProp, section 8.4.2: a stage of four devices splits a vocabulary's products."""
-    use_float64()
-    model, plain = pair(vocabulary)
-    pipelined = dapple.transform(model, cluster_of(groups[-1][-1] + 1), plan, operator_costs=SLOW_CORES)
-    draws = np.random.default_rng(0)
-    batches = [tuple(draws.integers(0, 512, (2, samples, 4)).astype("int32")) for samples in (8, 5)]
-    assert_same_training(pipelined, plain, [(x, y, None) for x, y in batches])
-    placement, names = pipelined.placement[len(groups) - 1], pipelined.cluster.device_names
-    assert placement.splits, "nothing was split"
-    graphs = [graph for built in pipelined._engine.builder.builds.values() for graph in built.graphs.values()]
-    nodes = [node for graph in graphs for node in graph.node if node.op == "MatMul" and "logits" in node.name]
-    placed = {node.device for node in nodes}
-    assert placed == {names[device] for device in groups[-1]}
-    if plan.micro_batches == 1:
-        assert not averages
-        position = {name: number for number, name in enumerate(placement.order)}
-        ran = []
-        for device in pipelined.trace_step(*batches[0]).dev_stats:
-            starts = [(node.all_start_nanos, node.node_name.partition("/")[2]) for node in device.node_stats]
-            own = [name for _, name in sorted(starts) if name in position]
-            assert all(names[placement.devices[name]] == device.device for name in own)
-            assert all(position[one] < position[other] for one, other in itertools.pairwise(own))
-            ran += own
-        assert len(ran) > 0.8 * len(position)  # TensorFlow computes constants beforehand.
-    else:
-        assert averages
-    pipelined.close()
-
-
-def towers(*norms: keras.layers.Layer) -> keras.Model:
+def towers(*norms: keras.layers.Layer, width: int = 4) -> keras.Model:
     """Two parallel branches, with slots."""
     features = keras.Input((4,))
-    x = layers.Add()([layers.Dense(4, activation="tanh")(features), layers.Dense(4, name="second")(features)])
+    x = layers.Add()([layers.Dense(width, "tanh")(features), layers.Dense(width, name="second")(features)])
     for norm in norms:
         x = norm(x)
     model = keras.Model(features, layers.Dense(2, name="last")(x))
     model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
+
+
+def test_operators_run_where_and_when_they_were_placed(averages: list[OpPlacement]) -> None:
+    use_float64()
+    model, plain = pair(lambda: towers(width=64))
+    pipelined = dapple.transform(model, cluster_of(4), Plan.by_operators(4, 8), operator_costs=SLOW_CORES)
+    assert_same_training(pipelined, plain, [(X, Y, None)])
+    assert not averages
+    placement, names = pipelined.placement[0], pipelined.cluster.device_names
+    assert placement.splits and set(placement.devices.values()) == {0, 1, 2, 3}
+    position = {name: number for number, name in enumerate(placement.order)}
+    ran = []
+    for device in pipelined.trace_step(X, Y).dev_stats:
+        starts = [(node.all_start_nanos, node.node_name.partition("/")[2]) for node in device.node_stats]
+        own = [name for _, name in sorted(starts) if name in position]
+        assert all(names[placement.devices[name]] == device.device for name in own)
+        assert all(position[one] < position[other] for one, other in itertools.pairwise(own))
+        ran += own
+    assert len(ran) > 0.8 * len(position)  # TensorFlow computes constants beforehand.
+    pipelined.close()
 
 
 def all_reduces(graph: GraphDef) -> set[tuple[int, frozenset[str]]]:
