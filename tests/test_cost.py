@@ -15,7 +15,7 @@ from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLat
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
-from dapple_tf.simulation.cost import CostModel, Message, gib
+from dapple_tf.simulation.cost import CostModel, Message
 from dapple_tf.simulation.stage_cost import stage_cost
 from graph_passes.ir.tasks import Phase, Task
 
@@ -349,11 +349,3 @@ def test_the_smallest_device_of_a_stage_decides() -> None:
 
 
 # --- wrong input ---
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (-(2**31), "-2 GiB")],
-)
-def test_gib(size: int, text: str) -> None:
-    assert gib(size) == text
