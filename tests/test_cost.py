@@ -262,6 +262,12 @@ def test_parameters_that_layers_of_one_stage_share_are_in_the_piece_of_the_first
     assert sum(size for _, size in costs.backward_pieces(0)) == costs.reductions[0].bytes
 
 
+def test_a_piece_of_a_split_backward_is_one_of_bw() -> None:
+    layers = letters(4, backward=3.0, backward_weight=Cost(0.0, 1.0), parameter_bytes=8)
+    plan = Plan.manual([*"b"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["c"])
+    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == ((1 / 2, 8), (1.0, 8))
+
+
 def test_pieces_end_within_a_bw_that_takes_less_than_its_layers_say() -> None:
     layers = letters(4, backward=1.0, backward_weight=Cost(0.0, 3.0), parameter_bytes=8)
     plan = Plan.manual([*"a"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["b", "c"])
