@@ -15,7 +15,7 @@ from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLat
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
-from dapple_tf.simulation.cost import CostModel, Message, gib
+from dapple_tf.simulation.cost import CostModel, Message
 from dapple_tf.simulation.stage_cost import stage_cost
 from graph_passes.ir.tasks import Phase, Task
 
@@ -262,6 +262,12 @@ def test_parameters_that_layers_of_one_stage_share_are_in_the_piece_of_the_first
     assert sum(size for _, size in costs.backward_pieces(0)) == costs.reductions[0].bytes
 
 
+def test_a_piece_of_a_split_backward_is_one_of_bw() -> None:
+    layers = letters(4, backward=3.0, backward_weight=Cost(0.0, 1.0), parameter_bytes=8)
+    plan = Plan.manual([*"b"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["c"])
+    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == ((1 / 2, 8), (1.0, 8))
+
+
 def test_pieces_end_within_a_bw_that_takes_less_than_its_layers_say() -> None:
     layers = letters(4, backward=1.0, backward_weight=Cost(0.0, 3.0), parameter_bytes=8)
     plan = Plan.manual([*"a"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["b", "c"])
@@ -345,11 +351,3 @@ def test_the_smallest_device_of_a_stage_decides() -> None:
 
 
 # --- wrong input ---
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (-(2**31), "-2 GiB")],
-)
-def test_gib(size: int, text: str) -> None:
-    assert gib(size) == text

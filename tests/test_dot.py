@@ -147,12 +147,8 @@ def many(count: int) -> TaskGraph:
 
 def test_large_graphs_are_not_drawn(tmp_path: pathlib.Path) -> None:
     assert MOST_EDGES > MOST_NODES
-    with pytest.raises(DrawingError) as caught:
+    with pytest.raises(DrawingError, match=r"of 401 nodes and 400 edges isn't drawn \(up to 400 and 2000 are\): open"):
         draw_graph(many(MOST_NODES + 1), tmp_path / "graph.svg")
-    assert str(caught.value) == (
-        "a picture of 401 nodes and 400 edges isn't drawn (up to 400 and 2000 are): open graph.html instead, where one "
-        "can zoom and filter"
-    )
     assert not list(tmp_path.iterdir())
 
 

@@ -165,15 +165,3 @@ def test_the_tool_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "zb_v wants stages i and 2 - 1 - i on the same devices" in lines[2]
     assert lines[3].endswith("36 devices, more than 32")
     assert lines[-1].startswith("2 rows in ")  # zb_v goes there and back over half of the devices
-
-
-@pytest.mark.parametrize(
-    ("flag", "text"),
-    [
-        ("--shapes=4", "--shapes: '4' isn't a pipeline; write stages x micro-batches, such as 4x16"),
-        ("--replicas=2:7", "--replicas: [2, 7]; a micro-batch has 6 samples, give 1 to 6"),
-    ],
-)
-def test_the_tool_explains_wrong_flags(flag: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(check_simulator.main, check_simulator.FLAGS, [flag]) == 1
-    assert text in capsys.readouterr().err

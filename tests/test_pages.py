@@ -231,11 +231,6 @@ def expected_nodes(graph: TaskGraph, keep: Callable[[TaskNode], bool] = lambda n
     return {device: sum(node.device == device and keep(node) for node in graph.nodes) for device in hosts + devices}
 
 
-def graph_bounds(page: Page) -> tuple[float, float]:
-    limits = page.ask("bounds()")
-    return limits["lo"], limits["hi"]
-
-
 # ---- without a browser
 
 
@@ -252,18 +247,6 @@ def test_data_has_every_node_and_edge() -> None:
         shown = {name: column[position] for name, column in data["edges"].items()}
         assert tuple(data["tensors"][shown.pop("tensors")]) == edge.tensors
         assert shown == {"source": edge.source, "target": edge.target, "control": edge.control, "bytes": edge.bytes}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "edges", "message"),
-    [
-        ([TaskNode("a", "a", "F", 3, 0, 0, 0, 0)], [], "node a is on device 3, which isn't among 1"),
-        ([TaskNode("a", "a", "F", 0, 0, 0, 0, 0)], [TaskEdge(0, 1, False)], "an edge 0 -> 1 ends at none of 1 nodes"),
-    ],
-)
-def test_which_graphs_cannot_be_shown(nodes: list[TaskNode], edges: list[TaskEdge], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        graph_page_of(TaskGraph(tuple(nodes), tuple(edges), {0: "device 0"}))
 
 
 # ---- what is drawn

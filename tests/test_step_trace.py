@@ -292,17 +292,13 @@ def test_a_task_on_a_gpu_takes_as_long_as_its_kernels(uneven: Run) -> None:
         assert 600e-6 <= seconds < plain.tasks[task] + 50e-3
 
 
-@pytest.mark.parametrize("unknown", ["two workers", "another clock"])
-def test_without_kernels_that_surely_belong_to_a_gpu_nothing_is_said_of_its_times(uneven: Run, unknown: str) -> None:
+def test_without_kernels_that_surely_belong_to_a_gpu_nothing_is_said_of_its_times(uneven: Run) -> None:
     pipelined, plain, traced, _ = uneven
     given, _ = on_gpus(traced, 50_000)
     devices = {name.replace("CPU", "GPU"): own for name, own in traced_devices(pipelined.cluster).items()}
     for own in [*given.stats.dev_stats]:
         if own.device.endswith("GPU:1/stream:all"):
-            if unknown == "two workers":
-                given.stats.dev_stats.add().CopyFrom(own)
-            else:
-                own.node_stats[0].scheduled_micros -= 10**9
+            own.node_stats[0].scheduled_micros -= 10**9  # another clock
     step = measured(given, devices, pipelined.plan.device_labels(), {})
     assert step.launches and step.timeline.name == "launches" and not step.timeline.bubbles
     assert "times on GPUs are those of launching kernels" in step.remarks[0]

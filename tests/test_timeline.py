@@ -299,17 +299,6 @@ def tasks(timeline: Timeline) -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "dapple_a", "dapple_b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (4, 8)])
-def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: int, schedule: str) -> None:
-    timeline = planned(straight(stages, micro_batches, schedule))
-    rounds = micro_batches + stages - 1
-    assert (timeline.name, timeline.unit, timeline.latency) == ("planned", "F", rounds * 3.0)
-    assert list(timeline.bubbles.values()) == pytest.approx([(stages - 1) / rounds] * stages)
-    assert timeline.samples == micro_batches and timeline.throughput is None
-    assert not timeline.memory and not timeline.limits
-
-
 def policies() -> list[Any]:
     cases: list[Any] = []
     for policy in STRAIGHT:

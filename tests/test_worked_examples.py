@@ -114,14 +114,3 @@ def simulated(example: Example) -> Simulation:
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_simulated_units(example: Example) -> None:
     assert simulated(example).latency == example.units
-
-
-def test_speedups_of_fast_forwarding_and_modulo_allocation() -> None:
-    whole, forwarded, modulo = (simulated(example).latency for example in FFNN)
-    assert whole / forwarded == pytest.approx(1.22, abs=0.005)
-    assert whole / modulo == pytest.approx(1.627, abs=0.005)
-    whole, forwarded, modulo = (simulated(example).latency for example in CROSS_LAYER)
-    assert whole / forwarded == pytest.approx(1.21, abs=0.005)
-    assert whole / modulo == pytest.approx(1.44, abs=0.005)
-    step = simulated(CROSS_LAYER[2])
-    assert sum(step.busy.values()) - 8 > 0.9 * 2 * (modulo - 8)  # "utilized for more than 90% of the backpropagation"
