@@ -179,16 +179,6 @@ def test_batches_that_change_are_refused(free: keras.Model, second: Any, text: s
         next(batches)
 
 
-def test_errors_of_an_input_pipeline_say_which_batch(free: keras.Model) -> None:
-    ragged = tf.data.Dataset.from_generator(
-        lambda: (floats(n) for n in (3, 3, 3, 4)), output_signature=tf.TensorSpec([None], tf.float32)
-    )
-    batches = Batches(free, iter(ragged.batch(2)))
-    next(batches)
-    with pytest.raises(DataError, match=r"batch 2 can't be read: Cannot batch tensors with different shapes"):
-        next(batches)
-
-
 def test_absent_parts(free: keras.Model) -> None:
     empty = tf.experimental.Optional.empty(None)
     batch = next(Batches(free, [(floats(2, 3), empty, floats(2))]))

@@ -324,9 +324,13 @@ def test_a_restored_checkpoint_is_read_at_once_and_no_error_undoes_it(pair: Pair
     pair.pipelined.train_on_batch(X[:7], Y[:7])
     expected = values(pair.model)
     pair.pipelined.save_checkpoint(tmp_path)
-    own = transform(build())
-    own.restore_checkpoint(tmp_path)
-    assert_close(values(own.model), expected)
-    with pytest.raises(dapple.StepError, match="0 steps ago"):
-        own.train_on_batch(X[:7], Y[:7] + 9)
-    assert int(own.model.optimizer.iterations) == 1
+    pair.pipelined.train_on_batch(X[:7], Y[:7])
+    fresh = transform(build())
+    fresh.restore_checkpoint(tmp_path)
+    assert_close(values(fresh.model), expected)
+    for own in (pair.pipelined, fresh):
+        own.restore_checkpoint(tmp_path)
+        with pytest.raises(dapple.StepError, match="0 steps ago"):
+            own.train_on_batch(X[:7], Y[:7] + 9)
+        assert int(own.model.optimizer.iterations) == 1
+        assert_close(values(own.model), expected)
