@@ -194,17 +194,6 @@ def test_validation_evaluation_prediction_and_another_fit() -> None:
     assert_same(*both_ways(run))
 
 
-def test_all_devices_take_their_rows_from_memory_of_the_worker(tmp_path: pathlib.Path) -> None:
-    """What the client feeds of a batch is its number."""
-    own = pipelined(PIPELINE)
-    own.fit(dapple.on_workers(labelled), verbose=0)
-    (_, step), *_ = own._engine.builder.builds[next(iter(own._engine.builder.builds))].steps.values()
-    assert step.feeds == {}
-    assert step.taken is not None
-    assert len(step.taken.arrays) == 1
-    own.close()
-
-
 @pytest.mark.usefixtures("_cache_of_readers")
 def test_readers_of_files_are_sent() -> None:
     """They are checked by `Assert`, and draw by stateless random ops."""
@@ -293,24 +282,11 @@ def test_an_order_that_depends_on_speed_is_made_deterministic() -> None:
     assert orders == {b"true"}
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"y": Y}, "y doesn't go with data on workers"),
-        ({"sample_weight": W}, "sample_weight doesn't go with"),
-        ({"class_weight": {0: 2.0}}, "class_weight doesn't go with"),
-        ({"validation_split": 0.5}, "validation_split doesn't go with"),
-    ],
-)
-def test_arguments_that_such_data_would_ignore_are_refused(options: dict[str, Any], text: str) -> None:
-    own = pipelined(ONE)
-    with pytest.raises(dapple.DataError, match=text):
-        own.fit(dapple.on_workers(labelled), **options)
-    own.close()
-
-
 def test_other_places_say_that_they_do_not_read_data_on_workers() -> None:
     own, data = pipelined(ONE), dapple.on_workers(labelled)
+    for options in ({"y": Y}, {"sample_weight": W}, {"class_weight": {0: 2.0}}, {"validation_split": 0.5}):
+        with pytest.raises(dapple.DataError, match=rf"{next(iter(options))} doesn't go with data on workers"):
+            own.fit(data, **options)
     with pytest.raises(dapple.DataError, match="train_on_batch takes a batch of this process; fit, evaluate, predict"):
         own.train_on_batch(data)
     with pytest.raises(dapple.DataError, match="give data on workers alone"):
@@ -476,13 +452,6 @@ def test_no_batch_stays_with_a_worker_whose_part_is_longer(cluster: dapple.Clust
                 tf.raw_ops.MapSize(**memory, name=f"size{task}")
     session.add(graph.as_graph_def(), "sizes")
     assert session.run(["sizes/size0:0", "sizes/size1:0"]) == [0, 0]
-    own.close()
-
-
-def test_one_worker_reads_the_only_part() -> None:
-    own = pipelined(REPLICATED)
-    history = own.fit(dapple.on_workers(part, in_parts=True), verbose=0).history
-    assert np.isfinite(history["loss"]).all()
     own.close()
 
 
