@@ -7,16 +7,18 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
+from workers import _workers_start_fast, has_ended, wait_until  # noqa: F401 (a fixture)
 
-from dapple_tf.tools.hosts import ROOT, environment, free_ports
+from dapple_tf.tools import cpu_quota as cpu_quota_module
+from dapple_tf.tools.cpu_quota import QuotaError, cpu_quota
+from dapple_tf.tools.hosts import ROOT, HostsError, LocalWorkers, environment, free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("_workers_start_fast")
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
@@ -45,79 +47,29 @@ def pids(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"worker on \S+ \(process (\d+)\)", text)]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.mark.thorough
-def test_the_example_trains_on_the_workers(tmp_path: pathlib.Path) -> None:
-    model = tmp_path / "model.keras"
-    example = [sys.executable, "docs/examples/train_on_cluster.py", "--pipeline", "--epochs=1", f"--model={model}"]
-    code, out, err = finish(launch("--workers=2", "--devices=2", "--", *example))
-    assert code == 0, err
-    assert "4 devices on 2 workers: 127.0.0.1:" in out
-    assert "accuracy" in out
-    assert model.exists()
-    assert "[worker 0] worker on" in err and "[worker 1] worker on" in err
-    assert re.search(r"^\[worker 1\] .* serving process \d+ on ", err, flags=re.MULTILINE)
-    wait_for(lambda: not any(map(alive, pids(err))))
-
-
-def test_the_command_gets_tf_config_and_its_exit_code_is_returned() -> None:
-    first = free_ports(1)[0]
-    program = "import os, sys; print(os.environ['TF_CONFIG']); sys.exit(7)"
-    code, out, err = finish(launch("--workers=1", f"--base_port={first}", "--", sys.executable, "-c", program))
-    assert code == 7
-    config = {"cluster": {"worker": [f"127.0.0.1:{first}"]}, "task": {"type": "chief", "index": 0}}
-    assert json.loads(out) == config
-    assert not any(map(alive, pids(err)))
-
-
-@pytest.mark.thorough
-def test_the_command_gets_keys_and_reaches_the_workers_by_them() -> None:
+def test_the_command_gets_its_workers_signals_and_keys() -> None:
+    """Its exit code is returned, and no worker is left."""
     pytest.importorskip("cryptography", reason="needs certificates: cryptography isn't installed (make venv)")
     program = """
-import os, sys
-import tensorflow as tf
-import dapple_tf as dapple
-cluster = dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
-print(cluster.num_devices, cluster.tls == os.environ["DAPPLE_TF_TLS"])
-"""
-    code, out, err = finish(launch("--workers=2", "--tls", "--", sys.executable, "-c", program))
-    assert code == 0, err
-    assert out == "2 True\n"
-
-
-@pytest.mark.thorough
-def test_signals_go_on_to_the_command() -> None:
-    program = """
-import signal, sys
+import json, os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # One right before a sleep wouldn't end it.
-print("ready", flush=True)
+keys = os.listdir(os.environ["DAPPLE_TF_TLS"])
+print(json.dumps([json.loads(os.environ["TF_CONFIG"]), sorted(keys)]), flush=True)
 signal.sigwait([signal.SIGTERM])
-sys.exit(5)
+sys.exit(7)
 """
-    process = launch("--workers=1", "--", sys.executable, "-c", program)
+    first = free_ports(1)[0]
+    process = launch("--workers=1", f"--base_port={first}", "--tls", "--", sys.executable, "-c", program)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    told = process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert finish(process)[0] == 5
+    code, _, err = finish(process)
+    assert code == 7, err
+    config = {"cluster": {"worker": [f"127.0.0.1:{first}"]}, "task": {"type": "chief", "index": 0}}
+    assert json.loads(told) == [config, ["authority.pem", "certificate.pem", "key.pem"]]
+    assert pids(err) and all(map(has_ended, pids(err)))
 
-    process = launch("--workers=1", "--", "sh", "-c", "kill -9 $$")
-    assert finish(process)[0] == 128 + signal.SIGKILL
 
-
-@pytest.mark.thorough
 def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     process = launch("--workers=1", "--restart")
     assert process.stdout is not None and process.stderr is not None
@@ -125,31 +77,21 @@ def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     assert re.fullmatch(r"1 workers: 127.0.0.1:\d+\n", printed[0])
     assert "Cluster.of_servers(['127.0.0.1:" in printed[1]
     assert "export TF_CONFIG='" in printed[2]
-
-    def next_worker() -> int:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := pids(line):
-                return found[0]
-        raise AssertionError("no worker came")
-
-    first = next_worker()
+    workers = (own for line in process.stderr for own in pids(line))
+    first = next(workers)
     os.kill(first, signal.SIGKILL)
-    second = next_worker()
+    second = next(workers)
     assert second != first
-    process.send_signal(signal.SIGTERM)
-    assert finish(process)[0] == 0
-    wait_for(lambda: not alive(second))
+    process.kill()
+    finish(process)
+    wait_until(lambda: has_ended(second))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workers=1", "--", "no-such-program"], "there is no program 'no-such-program'"),
         (["--workers=2", "--base_port=65535"], "--base_port=65535: 2 workers would need ports to 65536"),
-        (["--workers=0"], "flag --workers=0"),
-        (["--workers=1", "python", "--epochs=3"], "Unknown command line flag 'epochs'"),
+        (["--workers=1", "--", "no-such-program"], "there is no program 'no-such-program'"),
     ],
 )
 def test_mistakes_are_told(arguments: list[str], message: str) -> None:
@@ -158,12 +100,77 @@ def test_mistakes_are_told(arguments: list[str], message: str) -> None:
     assert message in out + err
 
 
-@pytest.mark.thorough
-def test_a_taken_port_is_told() -> None:
-    import socket
-
+def test_workers_that_do_not_start_are_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, _, err = finish(launch("--workers=1", f"--base_port={port}"))
-    assert code == 1
-    assert f"no worker can listen on 127.0.0.1:{port}" in err
+        text = rf"worker 0 \(127.0.0.1:{port}\) didn't start .* code 1; it said: .*no worker can listen on"
+        with pytest.raises(HostsError, match=rf"(?s){text}"):
+            LocalWorkers(1, ports=[port], echo=lambda number, line: None).__enter__()
+    with pytest.raises(HostsError, match="0 workers were asked for"):
+        LocalWorkers(0)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, []), (2, ["--gpus=1"])])
+def test_each_of_several_workers_has_one_gpu(monkeypatch: pytest.MonkeyPatch, count: int, expected: list[str]) -> None:
+    """All lent all."""
+    monkeypatch.setattr("dapple_tf.tools.hosts.WorkerProcess", lambda command, echo: command)
+    assert LocalWorkers(count, devices=0)._start(count - 1)[-1 - len(expected) :] == ["--devices=0", *expected]
+
+
+def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    first = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < port < max(first, 32_768) for port in ports)
+
+
+# ---- a part of a core for some processes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_has_the_quota(version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files of control groups, whose groups aren't emptied by a kernel."""
+    root = tmp_path / "cpu" if version == 1 else tmp_path
+    root.mkdir(exist_ok=True)
+    (root / ("cpu.cfs_quota_us" if version == 1 else "cgroup.subtree_control")).write_text("-1")
+    monkeypatch.setattr(cpu_quota_module, "_ROOT", tmp_path)
+    monkeypatch.setattr(cpu_quota_module, "_empty", lambda group: None)
+    wanted = {
+        1: {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "5000", "cpu.shares": "262144"},
+        2: {"cpu.max": "5000 10000", "cpu.weight": "10000"},  # Others leave it its quota.
+    }[version]
+    with cpu_quota(0.5) as prefix:
+        (group,) = root.glob("dapple_*")
+        assert {name: (group / name).read_text() for name in wanted} == wanted
+        assert version == 1 or (root / "cgroup.subtree_control").read_text() == "+cpu"
+        done = subprocess.run([*prefix, "echo", "in it"], capture_output=True, text=True, check=True)
+        assert done.stdout == "in it\n"
+        assert (group / "cgroup.procs").read_text().strip().isdigit()
+
+
+def test_a_machine_without_control_groups_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_quota_module, "_ROOT", tmp_path / "missing")
+    with pytest.raises(QuotaError, match=r"can't be limited here: .*needs root and a writable .*missing"), cpu_quota(1):
+        pass
+
+
+def _makes_groups() -> bool:
+    try:
+        with cpu_quota(1.0):
+            return True
+    except QuotaError:
+        return False
+
+
+@pytest.mark.skipif(not _makes_groups(), reason="control groups can't be made here")
+def test_a_real_group_holds_children_and_is_removed() -> None:
+    before = {path.name for path in cpu_quota_module._ROOT.glob("**/dapple_*")}
+    with cpu_quota(0.5) as prefix:
+        script = "sh -c 'cat /proc/self/cgroup'"
+        done = subprocess.run([*prefix, "sh", "-c", script], capture_output=True, text=True, check=True)
+        (group,) = {path for path in cpu_quota_module._ROOT.glob("*/dapple_*")} | {
+            path for path in cpu_quota_module._ROOT.glob("dapple_*")
+        }
+        assert group.name in done.stdout
+        assert str(os.getpid()) not in (group / "cgroup.procs").read_text().split()
+    assert {path.name for path in cpu_quota_module._ROOT.glob("**/dapple_*")} == before

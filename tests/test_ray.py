@@ -438,7 +438,7 @@ def test_training_goes_on_with_a_worker_that_ray_has_started_on_another_node(wai
 PROGRAM = """
 import json, os, signal, subprocess
 import keras, numpy as np, ray
-from models_for_tests import assert_same_values, classifier
+from models_for_tests import classifier, values
 from workers import has_ended, wait_until
 import dapple_tf as dapple
 

@@ -363,6 +363,7 @@ GOOD: dict[str, Any] = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": 0, "lead
         ({"leader": -1}, "task 0 and leader -1 aren't among"),
         ({"silence": 60}, "'silence' is 60; it must be of type float"),
         ({"silence": float("nan")}, "'silence' is nan s; it must be from 1 s to a day"),
+        ({"silence": 0.0}, "'silence' is 0.0 s; it must be from 1 s to a day"),
         ({"cluster": {"worker": ["127.0.0.1:1", 5]}}, "job 'worker' has the tasks ['127.0.0.1:1', 5]; they must be"),
         ({"cluster": {"worker": ["nowhere"]}}, "job 'worker': address 0 is 'nowhere'; write it as 'host:port'"),
         ({"cluster": {"worker": ["a:1", "a:1"]}}, "job 'worker': servers 0 and 1 both have the address 'a:1'"),

@@ -105,6 +105,23 @@ def status(address: str, **fields: Any) -> dict[str, Any]:
         return channel.ask(question(**fields), PATIENCE)
 
 
+LIGHT_TENSORFLOW = """
+class version:
+    VERSION = GIT_VERSION = ""
+
+class config:
+    get_visible_devices = staticmethod(lambda kind: [])
+"""
+
+
+@pytest.fixture
+def _workers_start_fast(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers don't import TensorFlow to tell its version; nobody can train on them."""
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "tensorflow.py").write_text(LIGHT_TENSORFLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
+
+
 @contextlib.contextmanager
 def serving(serve: Callable[[socket.socket], object], host: str = "127.0.0.1") -> Iterator[str]:
     """The address of a listener, which deals with one connection after the other; they stay open until the end."""

@@ -86,12 +86,12 @@ def own_gpus(options: bytes) -> tuple[Mapping[str, Any], ...]:
     Memory is taken as it is needed, so that others who ask meanwhile are told the same. Cards have the same text in all
     processes on this machine, and another one on others; parts of a card (MIG) have none.
     """
+    if not gpu_kinds():
+        return ()
     import tensorflow as tf  # heavy, hence here
 
     from graph_passes.ir.tensorflow_private import local_devices
 
-    if not gpu_kinds():
-        return ()
     config = tf.compat.v1.ConfigProto()
     config.gpu_options.ParseFromString(options)
     config.gpu_options.allow_growth = True
