@@ -65,7 +65,9 @@ results-operators: $(STAMP) ## the part on FD-DPS, twenty-five minutes
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 20 minutes
 	$(BIN)/python -m tools.evaluation.check_simulator
 	$(BIN)/python -m pytest --timed $(TIMED)
-	$(BIN)/python -m tools.evaluation.check_prediction
+	$(BENCH) --cases=prediction
+	$(BENCH) --cases=prediction --set=model=dense --set=batch=256
+	$(BENCH) --cases=prediction --set=model=resnet
 
 bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; adds to docs/results/speed.json and scale.json
 	$(BENCH) --cases=overhead,client,cluster,monitoring --json=docs/results/speed.json

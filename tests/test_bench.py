@@ -96,6 +96,11 @@ SMALL = ["--set=samples=1", "--set=micro_batches=2"]
         ("overhead", ["--set=method=fit", "--set=batch=4"], ["keras", "ours"]),
         ("monitoring", ["--set=batch=8"], ["without", "with the monitor"]),
         ("recompute", SMALL, ["none", "min_cut", "boundary"]),
+        (
+            "prediction",
+            ["--set=batch=8", "--set=schedules=zb_v"],
+            ["one device", "the planner's", "one device, M = 4", "data parallel", "zb_v"],
+        ),
         ("client", SMALL, ["two stages", "data parallel"]),
         ("cluster", [*SMALL, "--set=peers=false", "--set=schedules=gpipe"], ["copies", "pipeline, gpipe"]),
         ("planner", ["--set=layers=2", "--set=devices=2"], ["2 layers, 2 devices"]),

@@ -18,6 +18,8 @@ import numpy as np
 
 import dapple_tf as dapple
 from dapple_tf.models import bert, gpt, resnet
+from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.schedules import policy_of
 
 LEARNING_RATE = 1e-4
 
@@ -62,6 +64,18 @@ class BenchModel:
         """Returns the last layer of each of ``stages`` stages but the last, as even as they can be."""
         prefix = "layer" if self.family == "bert" else "block"
         return [f"{prefix}_{end - 1}" for _, end in self.ranges(stages)[:-1]]
+
+    def pipeline(self, devices: int, micro_batches: int, batch: int, schedule: str, **options: Any) -> dapple.Plan:
+        """Returns a pipeline of even stages, with as many on each device as the schedule needs.
+
+        Raises:
+            ValueError: there are fewer blocks than stages.
+        """
+        placement = policy_of(schedule).planning.placements[-1]  # modulo also takes one stage on each device
+        several = 1 if placement is Placement.STRAIGHT else 2
+        groups = placement.stages([(device,) for device in range(devices)], several)
+        assert groups is not None
+        return dapple.Plan.manual(self.cuts(len(groups)), groups, micro_batches, batch, schedule, **options)
 
     def make(self, *, dtype: str = "float32", jit_compile: bool = False) -> keras.Model:
         """Returns the compiled model, with the same weights each time; ``dtype`` is one of `DTYPES`."""

@@ -19,8 +19,6 @@ from dapple_tf.execution.planned_steps import planned_step
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models import bert
 from dapple_tf.models.registry import find_model
-from dapple_tf.schedules.policy import Placement
-from dapple_tf.schedules.schedules import policy_of
 from dapple_tf.tools.evaluation import check_memory
 from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
 from dapple_tf.tools.evaluation.bench_models import MODELS
@@ -169,11 +167,7 @@ def memory(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Turn]:
 
     def turn(schedule: str, count: int) -> Numbers:
         policy, _, mode = schedule.partition("+")
-        order, placements = list(range(devices)), policy_of(policy).planning.placements
-        if Placement.STRAIGHT not in placements:
-            order += order[::-1] if Placement.VEE in placements else order
-        groups, cuts = [[device] for device in order], described.cuts(len(order))
-        plan = dapple.Plan.manual(cuts, groups, count, count * samples, policy, recompute=mode or "none")
+        plan = described.pipeline(devices, count, count * samples, policy, recompute=mode or "none")
         x, y = described.batch(plan.global_batch_size)
         peaks = check_memory.measure(described.make(), x, y, plan, cluster, settings["steps"])
         keras.backend.clear_session(free_memory=True)
