@@ -7,9 +7,7 @@ OLDEST ?= .venv-oldest
 STAMP := $(VENV)/.installed
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
-# For `make bench`: what is compared with tf.distribute, besides schedules; and what processors without bfloat16 still do in a minute.
-DISTRIBUTED := --ways=data_parallel,compressed,mirrored --parallel=1
-BFLOAT16 := --dtypes=bfloat16 --samples=1 --micro_batches=4
+BENCH := $(BIN)/python -m tools.evaluation.bench
 
 # Tests that compare seconds where the machine has nothing else to do: `make accuracy`.
 TIMED := $(patsubst %,tests/test_%.py,build_op_graph fd_dps profile_text split_graph)
@@ -19,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs pictures results results-dapple results-ooo results-operators accuracy bench zoo faults test test-all test-share test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures examples results results-dapple results-ooo results-operators accuracy bench zoo faults test test-all test-share test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,6 +45,12 @@ pictures: $(STAMP) ## run the documents' examples, and draw their pictures and s
 	$(BIN)/python -m tools.evaluation.run_document --write docs/concepts.md docs/tutorial.md docs/timelines.md docs/dumps.md
 	$(BIN)/python -m pytest tests/test_pages.py tests/test_what_if.py --screenshots=docs/pictures
 
+examples: $(STAMP) ## run the tutorial, and the examples that start processes of their own, some minutes
+	$(BIN)/python -m tools.evaluation.run_document docs/tutorial.md
+	$(BIN)/python docs/examples/resume_after_kill.py
+	$(BIN)/python docs/examples/two_workers.py 16
+	$(BIN)/python -m tools.launch --workers=2 -- $(BIN)/python docs/examples/lora_on_workers.py --epochs=1
+
 results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has, half an hour
 
 results-dapple: $(STAMP) ## the part on DAPPLE, four minutes
@@ -58,29 +62,19 @@ results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp, six minutes
 results-operators: $(STAMP) ## the part on FD-DPS, twenty-five minutes
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
-accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
+accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 20 minutes
 	$(BIN)/python -m tools.evaluation.check_simulator
 	$(BIN)/python -m pytest --timed $(TIMED)
-	$(BIN)/python -m tools.evaluation.check_prediction
-	$(BIN)/python -m tools.evaluation.check_profiles
+	$(BENCH) --cases=prediction
+	$(BENCH) --cases=prediction --set=model=dense --set=batch=256
+	$(BENCH) --cases=prediction --set=model=resnet
 
-bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; rewrites docs/results/speed.json and scale.json
-	$(BIN)/python -m tools.evaluation.bench_cluster --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --jit_compile --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --model=resnet --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_cluster $(DISTRIBUTED) --model=resnet --jit_compile --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_overhead --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_client --steps=10 --rounds=4 --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) --samples=1,2,4,8 --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) $(BFLOAT16) --json=docs/results/speed.json
-	$(BIN)/python -m tools.evaluation.bench_monitoring
-	$(BIN)/python -m tools.evaluation.bench_data
-	$(BIN)/python -m tools.evaluation.bench_memory --json=docs/results/scale.json
-	$(BIN)/python -m tools.evaluation.bench_preparation --json=docs/results/scale.json
-	$(BIN)/python -m tools.evaluation.bench_planner --json=docs/results/scale.json
-	$(BIN)/python -m tools.evaluation.bench_many_devices --json=docs/results/scale.json
-	$(BIN)/python -m tools.evaluation.bench_recompute --json=docs/results/scale.json
-	$(BIN)/python -m tools.evaluation.bench_first_step --json=docs/results/scale.json
+bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; adds to docs/results/speed.json and scale.json
+	$(BENCH) --cases=overhead,client,cluster,monitoring --json=docs/results/speed.json
+	$(BENCH) --cases=overhead,cluster --set=jit_compile=true --json=docs/results/speed.json
+	$(BENCH) --cases=cluster --set=model=resnet --json=docs/results/speed.json
+	$(BENCH) --cases=torch,torch_memory --set=python=$(TORCH_PYTHON) --json=docs/results/speed.json
+	$(BENCH) --cases=planner,preparation,first_step,memory,recompute,rewriting --json=docs/results/scale.json
 
 zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/zoo.md
 	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md

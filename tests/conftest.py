@@ -21,7 +21,6 @@ from selection import left_out, mark_many
 
 if TYPE_CHECKING:
     from browser import Page
-    from installed import Installed
     from selenium.webdriver import Chrome
 
     from dapple_tf.tools.hosts import LocalWorkers
@@ -175,14 +174,6 @@ def workers(_running_workers: LocalWorkers) -> Iterator[LocalWorkers]:
     mend(_running_workers)
     yield _running_workers
     mend(_running_workers)
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """An environment with what `pip install .` installs, made once for all tests of this process."""
-    from installed import install
-
-    return install(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture(scope="session")

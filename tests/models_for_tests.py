@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -85,24 +84,6 @@ def randomised(model: keras.Model, scale: float = 0.5) -> keras.Model:
     for variable in model.trainable_variables:
         variable.assign(generator.normal(scale=scale, size=variable.shape))
     return model
-
-
-def assert_saved(model: keras.Model, batch: Any, path: pathlib.Path) -> None:
-    """What is loaded predicts the same, and has layers of the same configurations."""
-    model.save(path / "model.keras")
-    loaded = keras.saving.load_model(path / "model.keras")
-    np.testing.assert_array_equal(model.predict_on_batch(batch), loaded.predict_on_batch(batch))
-    assert [layer.get_config() for layer in loaded.layers] == [layer.get_config() for layer in model.layers]
-
-
-def assert_mixed(layer: keras.layers.Layer, policy: str, *inputs: Any, **options: Any) -> list[Any]:
-    """Under a policy of mixed precision, variables are float32 and results finite and of fewer bits; returns these."""
-    results = keras.tree.flatten(layer(*inputs, **options))
-    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
-    for result in results:
-        assert result.dtype == policy.removeprefix("mixed_")
-        assert np.isfinite(np.asarray(result).astype("float32")).all()
-    return results
 
 
 def variables(model: keras.Model) -> list[keras.Variable]:

@@ -76,6 +76,13 @@ def imported(path: pathlib.Path) -> list[tuple[int, str]]:
     return imports
 
 
+def test_joint_is_known_to_its_own_program_alone() -> None:
+    """It gains nothing where it could be measured (docs/joint.md): nothing else is to depend on it."""
+    names = {path: {unit(name) for _, name in imported(path)} for path in FILES}
+    knowing = {path.relative_to(ROOT).as_posix() for path in FILES if "joint" in names[path]}
+    assert {path for path in knowing if "dapple_tf/joint/" not in path} == set()
+
+
 def test_imports_go_down() -> None:
     wrong, met = [], set()
     for path in FILES:

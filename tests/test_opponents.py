@@ -6,7 +6,7 @@ import pytest
 from hardware import cluster_of, profile_of
 
 from dapple_tf.tools.evaluation import opponents
-from dapple_tf.tools.evaluation.bench_planner import cluster_of as v100s
+from dapple_tf.tools.evaluation.bench_scale import cluster_of as v100s
 from dapple_tf.tools.evaluation.pipedream import pipedream
 
 

@@ -48,10 +48,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     _bad_images(bad)
     _bad_records(bad, (root / "records" / "train-00000-of-00003").read_bytes())
     np.save(bad / "table.npy", np.zeros((2, 3), "int64"))
-    (bad / "broken.npy").write_bytes(b"\x93NUMPY")
     (bad / "latin.txt").write_bytes("über".encode("latin-1"))
-    for name, content in (("1", "a\n"), ("2", "a\nb\n"), ("3", "a\nb\nc\n"), ("no", b"a\n\xff\n")):
-        (bad / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    for name, content in (("1", b"a\n"), ("2", b"a\nb\n")):
+        (bad / name).write_bytes(content)
     (bad / "a.tsv").write_text("a\tb\r\nno tabulator\n")
     (bad / "broken.json").write_text("{")
     for name, known in (("no_end", ("<pad>", "<start>", "<unk>")), ("padded", ("<end>", "<start>", "<pad>"))):
@@ -59,7 +58,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         unknown = "<unk>" if "<unk>" in known else "<pad>"
         tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unknown)).save(str(bad / f"{name}.json"))
     for name, content in (
-        ("type", '{"data": 3}'),
         ("qas", '{"data": [{"paragraphs": [{"context": "a"}]}]}'),
         ("none", '{"data": []}'),
         ("at", squad(("who", "w1", "w1"), ("who", "w1", "w1")).replace('"answer_start": 0', '"answer_start": 7')),
@@ -69,11 +67,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def _bad_images(bad: pathlib.Path) -> None:
-    whole = tf.io.encode_jpeg(np.zeros((30, 30, 3), "uint8")).numpy()
-    for name, content in (("page", b"<html>not found</html>"), ("cut", whole[:200])):
-        (bad / name / "ant").mkdir(parents=True)
-        (bad / name / "ant" / "a.jpeg").write_bytes(content)
-    (bad / "no_image" / "train" / "ant").mkdir(parents=True)
+    (bad / "page" / "ant").mkdir(parents=True)
+    (bad / "page" / "ant" / "a.jpeg").write_bytes(b"<html>not found</html>")
     (bad / "cow" / "train" / "ant").mkdir(parents=True)
     (bad / "cow" / "train" / "ant" / "a.png").write_bytes(b"")
     (bad / "cow" / "val" / "cow").mkdir(parents=True)
@@ -84,7 +79,7 @@ def _bad_records(bad: pathlib.Path, good: bytes) -> None:
     data[500] ^= 1  # Within the data of the first record.
     label = tf.train.Feature(int64_list=tf.train.Int64List(value=[1]))
     image = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"<html>"]))
-    contents = {"cut": good[:-3], "start": b"x" + good[1:], "more": good + b"more", "data": bytes(data), "good": good}
+    contents = {"cut": good[:-3], "data": bytes(data), "good": good}
     for name, content in contents.items():
         (bad / f"records_{name}").mkdir()
         (bad / f"records_{name}" / "train-00000-of-00001").write_bytes(content)
@@ -92,7 +87,6 @@ def _bad_records(bad: pathlib.Path, good: bytes) -> None:
     (bad / "records_missing" / "train-00000-of-00002").write_bytes(good)
     for name, features in (
         ("no_image", {"image/class/label": label}),
-        ("no_label", {"image/encoded": image}),
         ("page", {"image/encoded": image, "image/class/label": label}),
     ):
         (bad / f"records_{name}").mkdir()
@@ -118,7 +112,6 @@ READERS: dict[str, tuple[str, keras.Model]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_order_is_seeded_and_a_resumed_run_sees_the_same_batches(name: str, root: pathlib.Path) -> None:
     text, model = READERS[name]
@@ -127,20 +120,19 @@ def test_order_is_seeded_and_a_resumed_run_sees_the_same_batches(name: str, root
     assert_resumes(lambda: data.batches(model, 4, 0), steps=11, done=4)
 
 
-SAMPLES: dict[str, Callable[[], keras.Model]] = {
-    "images": lambda: image_model(10),
-    "tfrecords": lambda: image_model(10),
-    "text": lambda: language_model(sequence=32),
-    "tokens": lambda: language_model(sequence=32),
-    "pairs": lambda: translator(words=32, source=6, target=7),
-    "squad": bert.bert_tiny,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_the_sample(kind: str) -> None:
-    data, model = find_data(f"{kind}?held_out=0.1" if kind == "pairs" else kind), SAMPLES[kind]()
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("images", lambda: image_model(10)),
+        ("tfrecords", lambda: image_model(10)),
+        ("text", lambda: language_model(sequence=32)),
+        ("tokens", lambda: language_model(sequence=32)),
+        ("pairs?held_out=0.1", lambda: translator(words=32, source=6, target=7)),
+        ("squad", bert.bert_tiny),
+    ],
+)
+def test_each_reader_has_a_sample(name: str, make: Callable[[], keras.Model]) -> None:
+    data, model = find_data(name), make()
     batch = data.example(model, 5)
     assert {len(array) for array in keras.tree.flatten(batch) if array is not None} == {5}
     assert batch[1].max() < model.output_shape[-1]
@@ -152,71 +144,37 @@ def test_the_sample(kind: str) -> None:
     [
         ("images:/none", None, r"^images:/none: there is no folder /none"),
         ("images:{0}/bad/empty", None, "has no folders; put the images of each class into a folder"),
-        ("images:{0}/bad/no_image", None, "ant has no images"),
         ("images:{0}/bad/cow", None, "cow is no class: train has no folder cow"),
         ("images:{0}/bad/page", IMAGES, r"can't be read: .*not a JPEG, PNG, GIF or BMP image.*a\.jpeg"),
-        ("images:{0}/bad/cut", IMAGES, r"can't be read: .*JPEG"),
         ("images:{0}/images", image_model(2), r"the data have 3 classes, but 'small' tells 2 apart; .* classes=3"),
         ("images:{0}/images", image_model(channels=4), "takes images of 4 channels; images from files have 1 or 3"),
-        ("images:{0}/images,b", None, "give one folder, not 2"),
-        ("images:{0}/images,", None, "a path is empty"),
         ("images:{0}/images?augmnt=false", None, r"no option augmnt; did you mean 'augment'\?; images takes"),
-        ("images:{0}/images?augment=maybe", None, "augment is 'maybe'; use true or false"),
-        ("images:{0}/images?scale=big", None, "scale is 'big'; use one of imagenet, unit, signed, bytes"),
-        ("images:{0}/images?held_out=1", None, "held_out is 1.0; need 0 <= held_out < 1"),
-        ("images:{0}/images?held_out=some", None, "held_out is 'some'; it must be a number"),
-        ("images:{0}/images?augment", None, "'augment' isn't an option; write option=value"),
         ("images:{0}/images?augment=true&augment=false", None, "option augment is given twice"),
         ("tfrecords:{0}/bad/empty", None, r"no files train-00000-of-00001 and so on; python -m dapple_tf.tools.make"),
         ("tfrecords:{0}/bad/records_missing", None, r"has 1 of 2 files train-...; number 1 is missing"),
-        *(
-            (f"tfrecords:{{0}}/bad/records_{name}", None, "isn't an uncompressed TFRecord file, or is damaged or cut")
-            for name in ("cut", "start", "more")
-        ),
+        ("tfrecords:{0}/bad/records_cut", None, "isn't an uncompressed TFRecord file, or is damaged or cut"),
         ("tfrecords:{0}/bad/records_data", IMAGES, r"corrupted record at 12|is no tf.train.Example"),
         ("tfrecords:{0}/bad/records_good?first_label=5", IMAGES, r"has label [123], but a model of 3 classes takes 5"),
         ("tfrecords:{0}/bad/records_good", image_model(1), r"has label [23], but a model of 1 |isn't one of 1 classes"),
         ("tfrecords:{0}/bad/records_no_image", IMAGES, r"the record at byte 0 of .* has no bytes image/encoded"),
-        ("tfrecords:{0}/bad/records_no_label", IMAGES, "has no int64 image/class/label"),
         ("tfrecords:{0}/bad/records_page", IMAGES, r"not a JPEG, PNG, GIF or BMP image.*of-00001.*at byte.*0"),
         ("tokens:{0}/none.bin", None, r"there is no file .*none\.bin"),
-        ("tokens:{0}", None, "that is a folder"),
         ("tokens:{0}/tokens/uint8.bin", None, "has 103 bytes, which isn't a multiple of 2, the bytes of a uint16"),
-        ("tokens:{0}/tokens/uint8.bin?dtype=float32", None, "dtype is 'float32'; use one of uint8, uint16"),
         ("tokens:{0}/bad/table.npy", None, r"has int64 of shape \(2, 3\); tokens are whole numbers of one axis"),
-        ("tokens:{0}/bad/broken.npy", None, r"broken\.npy isn't a NumPy array"),
-        ("tokens:{0}/tokens/int64.npy,{0}/tokens/int64.npy", None, "give one file, not 2"),
         ("tokens:{0}/tokens/uint16.bin", language_model(50), r"token 50 of .* is 50, but 'language' knows 50; build"),
         ("tokens:{0}/tokens/uint16.bin", language_model(sequence=200), r"98 tokens of .* make no window of 200 \+ 1"),
-        ("tokens:{0}/tokens/uint16.bin", PAIRS, "take one tensor of 2 axes"),
-        ("text:{0}/none.txt", None, "there is no file or folder"),
         ("text:{0}/bad/empty", None, r"there are no files \*\.txt in"),
         ("text:{0}/bad/latin.txt?vocabulary=300", None, r"latin\.txt isn't UTF-8 text: .*; leave out the tokenizer"),
-        ("text:{0}/tokens/a.txt?vocabulary=100", None, "a vocabulary of 100 is too small for a tokenizer of kind byte"),
-        ("text:{0}/tokens/a.txt?vocabulary=300", language_model(260), r"the data have 2\d\d tokens, but .* knows 260"),
         ("pairs:{0}/bad/2,{0}/bad/1", None, r"2 has 2 lines, .*1 has 1; they must be translations line by line"),
-        ("pairs:{0}/bad/1,{0}/bad/3", None, r"1 has 1 lines, .*3 has 3"),
-        ("pairs:{0}/bad/1,{0}/bad/1", None, "has 1 lines; need at least 2"),
-        ("pairs:{0}/bad/no,{0}/bad/2", None, "no isn't UTF-8 text behind line"),
         ("pairs:{0}/bad/a.tsv", None, r"line 2 of .*a\.tsv has 1 columns; write the source, one tabulator"),
         ("pairs:{0}/pairs/a.tsv,b,c", None, r"give one file with two columns, or two files, not 3"),
-        ("pairs:/none.en,/none.de", None, r"there is no file /none\.en"),
-        ("pairs:{0}/pairs/a.tsv?valid=/none.tsv", None, r"there is no file /none\.tsv"),
         ("pairs:{0}/pairs/a.tsv?tokenizer=a&vocabulary=3", None, "tokenizer and vocabulary are both given"),
         ("pairs:{0}/pairs/a.tsv", OTHER, r"are for models of source and target .*, but 'other' takes tokens"),
-        ("pairs:{0}/pairs/a.tsv?tokenizer=/none.json", PAIRS, r"there is no tokenizer /none\.json"),
         ("pairs:{0}/pairs/a.tsv?tokenizer={0}/bad/broken.json", PAIRS, "broken.json isn't a tokenizer's JSON file"),
         ("pairs:{0}/pairs/a.tsv?tokenizer={0}/bad/no_end.json", PAIRS, "the tokenizer has none of the tokens <end>"),
         ("pairs:{0}/pairs/a.tsv?tokenizer={0}/bad/padded.json", PAIRS, "padding is token 2; models take token 0"),
-        (PAIR_FILE, translator(10), "the data have 24 tokens, but 'translator' knows 10"),
         (PAIR_FILE, translator(24, 1, 2), "none of 57 pairs has 1 to 1 tokens and 1"),
-        (
-            "pairs:{0}/pairs/a.tsv?vocabulary=5",
-            PAIRS,
-            "a vocabulary of 5 is too small for a tokenizer of kind bpe",
-        ),
-        ("squad:{0}/bad/broken.json", None, r"isn't JSON"),
-        ("squad:{0}/bad/squad_type.json", None, "isn't in SQuAD's format, .*TypeError"),
+        ("pairs:{0}/pairs/a.tsv?vocabulary=5", PAIRS, "a vocabulary of 5 is too small for a tokenizer of kind bpe"),
         ("squad:{0}/bad/squad_qas.json", None, "isn't in SQuAD's format, .*KeyError 'qas'"),
         ("squad:{0}/bad/squad_none.json", None, "has 0 questions; need at least 2"),
         ("squad:{0}/bad/squad_at.json", None, "7 to 9 of a"),
@@ -224,11 +182,7 @@ def test_the_sample(kind: str) -> None:
         (QUESTION_FILE, question_model("spans", ordered=True), r"gives \[2, 12\]; .* 'permutation' only the last$"),
         (QUESTION_FILE, question_model("spans", 9), "the data have 27 tokens, but 'answers' knows 9"),
         (QUESTION_FILE + "&question=8", SPANS, "a question takes 8 and 3 are special, which leaves 1 of the text"),
-        (
-            QUESTION_FILE,
-            keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]),
-            "tokens and segments and present",
-        ),
+        (QUESTION_FILE, OTHER, "tokens and segments and present"),
     ],
 )
 def test_mistakes_are_told(name: str, model: keras.Model | None, message: str, root: pathlib.Path) -> None:

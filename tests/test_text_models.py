@@ -12,10 +12,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from models_for_tests import assert_mixed, assert_saved, randomised
+from models_for_tests import randomised
 
 import dapple_tf as dapple
-from dapple_tf.describe.profile_text import PUBLISHED
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
@@ -46,43 +45,17 @@ CONFIGS = {
 }
 
 
-def documented() -> dict[str, tuple[int, str]]:
-    """Name -> parameters and what the paper says, of the document's table."""
+def test_the_document_says_how_large_models_are() -> None:
     section = DOCUMENT.read_text().partition("## Text and sequences")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w:]+)` \| ([\d,]+) \| (\w*) ?\|", section, re.MULTILINE)
-    return {name: (int(parameters.replace(",", "")), paper) for name, parameters, paper in rows}
-
-
-def test_the_document_says_how_large_models_are() -> None:
-    table = documented()
-    assert {name: parameters for name, (parameters, _) in table.items()} == {
-        name: config.parameters for name, config in CONFIGS.items()
-    }
+    counts = {name: int(parameters.replace(",", "")) for name, parameters, _ in rows}
+    assert counts == {name: config.parameters for name, config in CONFIGS.items()}
     # Table 1 of the DAPPLE paper; its M is 2^20 for XLNet, as for VGG-19 and ResNet-50.
     published = {"bert:48": ("640M", 640e6), "xlnet:36": ("500M", 500 * 2**20), "gnmt:16": ("291M", 291e6)}
-    assert {name: paper for name, (_, paper) in table.items() if paper} == {n: own[0] for n, own in published.items()}
+    assert {name: paper for name, _, paper in rows if paper} == {name: text for name, (text, _) in published.items()}
     for name, (_, number) in published.items():
         assert CONFIGS[name].parameters == pytest.approx(number, rel=0.02)
     assert CONFIGS["gpt:medium"].parameters == 354_823_168  # the published checkpoint of GPT-2 medium
-
-
-def test_sizes_are_those_of_the_dapple_authors_profiles() -> None:
-    """Bytes of float32 parameters of a layer: to the byte for BERT, rounded for XLNet, with second biases for GNMT."""
-    layers = {
-        name: CONFIGS[name].parameters - type(CONFIGS[name])(depth=CONFIGS[name].depth - 1).parameters
-        for name in ("bert:48", "xlnet:36", "gnmt:16")
-    }
-
-    def profiled(profile: str, layer: str) -> int:
-        match = re.search(rf"-- {re.escape(layer)} -- .*parameter_size=(\d+)", PUBLISHED[profile].read_text())
-        assert match is not None
-        return int(match[1])
-
-    assert 4 * layers["bert:48"] == profiled("bert-48", "layer_3")
-    assert round(4 * layers["xlnet:36"] / 2**20) == profiled("xlnet-36", "Layer_3") // 10**6
-    # One layer of each half, with 4096 more biases each.
-    halves = [profiled("gnmt-16", f"LSTM({inputs}, 1024)") for inputs in (1024, 2048)]
-    assert 4 * (layers["gnmt:16"] + 2 * 4096) == sum(halves)
 
 
 GNMT = dataclasses.replace(gnmt.TINY, vocabulary=9, source=5, target=4, width=4)
@@ -96,12 +69,10 @@ BUILT: list[tuple[Any, Any, tuple[str, ...], tuple[Any, ...]]] = [
     (gpt, GPT, ("embedding", "block_0", "block_1", "block_2", "final_norm", "logits"), (5, 7)),
     (gpt, dataclasses.replace(GPT, depth=1, tied=True), ("embedding", "block_0", "final_norm"), (5, 7)),
     (bert, bert.TINY, (*BLOCKS, "transform", "transform_norm", "logits"), (16, 67)),
-    (bert, dataclasses.replace(bert.TINY, tied=False), (*BLOCKS, "transform", "transform_norm", "logits"), (16, 67)),
     (bert, dataclasses.replace(bert.TINY, head="classes", classes=3), (*BLOCKS, "pooler", "logits"), (3,)),
     (bert, dataclasses.replace(bert.TINY, head="spans"), (*BLOCKS, "logits"), (2, 16)),
     (gnmt, GNMT, (*HALVES, "logits"), (4, 9)),
     (xlnet, XLNET, (*BLOCKS, "logits"), (6, 11)),
-    (xlnet, TWO_STREAMS, (*BLOCKS, "logits"), (6, 11)),
     (xlnet, dataclasses.replace(XLNET, depth=1, head="spans"), ("embedding", "layer_0", "logits"), (2, 6)),
     (rnn, rnn.TINY, ("embedding", "cell_0", "cell_1", "logits"), (8, 256)),
     (ffnn, ffnn.FfnnConfig(depth=3, features=5, width=7, classes=2), ("layer_0", "layer_1", "layer_2"), (2,)),
@@ -109,46 +80,25 @@ BUILT: list[tuple[Any, Any, tuple[str, ...], tuple[Any, ...]]] = [
 """Module, sizes, layers that have weights, and the shape of a sample's result."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("module", "config", "names", "shape"), BUILT)
 def test_layers_shapes_and_parameters(module: Any, config: Any, names: tuple[str, ...], shape: tuple[Any, ...]) -> None:
-    """Layers have these names whenever a model is built: plans name them."""
+    """Plans name the layers."""
     model = module.build(config)
     assert tuple(layer.name for layer in model.layers if layer.weights) == names
     assert model.output_shape == (None, *shape)
     assert model.count_params() == config.parameters
-    assert [layer.name for layer in module.build(config).layers] == [layer.name for layer in model.layers]
 
 
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (bert.bert_tiny, {"width": 33}, "width"),
         (bert.bert_tiny, {"sequence": 17}, "sequence"),
-        (bert.bert_tiny, {"head": "words"}, "head"),
-        (bert.bert_tiny, {"dropout": 1.0}, "dropout"),
-        (bert.bert_tiny, {"depth": 0}, "depth"),
         (gpt.gpt_tiny, {"depth": 0}, "depth is 0; need at least 1"),
-        (gpt.gpt_tiny, {"width": 30, "heads": 4}, "width 30 isn't a multiple of 4 heads"),
-        (gpt.gpt_tiny, {"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
         (gnmt.gnmt_tiny, {"depth": 1}, "depth is 1; need at least 2"),
-        (gnmt.gnmt_tiny, {"vocabulary": 1}, "vocabulary is 1; need at least 2"),
-        (gnmt.gnmt_tiny, {"residual_from": 0}, "residual_from is 0; need at least 1"),
-        (gnmt.gnmt_tiny, {"dropout": -0.1}, "dropout is -0.1; need 0 <= dropout < 1"),
-        (xlnet.xlnet_tiny, {"depth": 0}, "depth is 0; need at least 1"),
-        (xlnet.xlnet_tiny, {"width": 30, "heads": 4}, "width 30 isn't a multiple of 4 heads"),
         (xlnet.xlnet_tiny, {"width": 33, "heads": 3}, "width 33 is odd"),
-        (xlnet.xlnet_tiny, {"head": "classes"}, "head is 'classes'; use one of tokens, spans"),
         (xlnet.xlnet_tiny, {"head": "spans", "two_streams": True}, "head is 'spans', but the second stream is there"),
-        (xlnet.xlnet_tiny, {"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
-        (rnn.rnn_tiny, {"depth": 0}, "depth is 0; need at least 1"),
-        (rnn.rnn_tiny, {"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
-        (ffnn.ffnn_tiny, {"classes": 0}, "classes is 0; need at least 1"),
         (partial(gpt.sample, None, b"", 1), {}, "need a prompt and temperature >= 0"),
-        (partial(gpt.sample, None, b"a", 1), {"temperature": -1.0}, "need a prompt and temperature >= 0"),
         (partial(reversed_pairs, 2, 3, 5, 5, seed=0), {}, "pairs of 3 tokens, 5 read and 5 written; need at least 4"),
-        (partial(reversed_pairs, 2, 9, 0, 5, seed=0), {}, "need at least 4 tokens"),
-        (partial(reversed_pairs, 2, 9, 5, 1, seed=0), {}, "need at least 4 tokens"),
         (
             partial(RecurrentLayer(4, bidirectional=True, residual=True), np.ones((1, 2, 3), "float32")),
             {},
@@ -165,7 +115,6 @@ def test_impossible_sizes_are_refused(make: Callable[..., keras.Model], changes:
 
 
 MADE: dict[str, Callable[[], keras.Model]] = {
-    "gpt": lambda: randomised(gpt.build(GPT), 0.3),
     "gpt, tied": lambda: randomised(gpt.build(dataclasses.replace(GPT, tied=True)), 0.3),
     "bert": bert.bert_tiny,
     "gnmt": lambda: randomised(gnmt.build(GNMT), 0.6),
@@ -195,7 +144,7 @@ def batch_for(model: keras.Model, samples: int = 2) -> dict[str, np.ndarray]:
 
 def predicted(model: keras.Model, batch: dict[str, np.ndarray]) -> np.ndarray:
     """Results for a batch, of which some models take the tokens only."""
-    return np.asarray(model.predict_on_batch(batch if len(batch) > 1 else batch["tokens"]))
+    return np.asarray(model(batch if len(batch) > 1 else batch["tokens"], training=False))
 
 
 def changed(batch: dict[str, np.ndarray], key: str, position: int) -> dict[str, np.ndarray]:
@@ -205,12 +154,11 @@ def changed(batch: dict[str, np.ndarray], key: str, position: int) -> dict[str, 
     return other
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key", "later_only"),
     [
-        *(("gpt", "tokens", True), ("gpt, tied", "tokens", True), ("rnn", "tokens", True), ("gnmt", "target", True)),
-        *(("gnmt", "source", False), ("bert", "tokens", False), ("xlnet", "tokens", False)),
+        *(("gpt, tied", "tokens", True), ("rnn", "tokens", True), ("gnmt", "target", True)),
+        *(("bert", "tokens", False), ("xlnet", "tokens", False)),
     ],
 )
 def test_texts_are_read_from_left_to_right_or_in_both_directions(
@@ -225,7 +173,6 @@ def test_texts_are_read_from_left_to_right_or_in_both_directions(
         np.testing.assert_array_equal(moved, [seen] * 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "xlnet"])
 def test_padding_is_not_seen_and_segments_are(name: str, models: Callable[[str], keras.Model]) -> None:
     model = models(name)
@@ -238,17 +185,6 @@ def test_padding_is_not_seen_and_segments_are(name: str, models: Callable[[str],
     assert np.abs(model.predict_on_batch(batch)[:, 0] - before[:, 0]).max() > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "config"), [(bert, bert.TINY), (xlnet, XLNET)])
-def test_answers_are_not_in_padding(module: Any, config: Any) -> None:
-    model = module.build(dataclasses.replace(config, head="spans"))
-    batch = batch_for(model)
-    batch["present"][0, 4:] = 0
-    logits = model.predict_on_batch(batch)
-    assert np.array_equal(logits == -1e4, np.repeat(batch["present"][:, None] == 0, 2, axis=1))
-
-
-@pytest.mark.slow
 def test_padding_changes_no_translation_and_no_loss(models: Callable[[str], keras.Model]) -> None:
     """Logits of a padded batch are those of a model for shorter sentences."""
     model = models("gnmt")
@@ -357,17 +293,6 @@ def test_a_cell_is_an_lstm_whose_input_is_added(models: Callable[[str], keras.Mo
         np.testing.assert_allclose(np.asarray(layer(x)), expected, atol=1e-6)
 
 
-def test_ffnn_is_a_chain_of_relu() -> None:
-    ffnn_model = ffnn.ffnn_tiny()
-    x = expected = np.random.default_rng(0).normal(size=(3, 16)).astype("float32")
-    for index in range(4):
-        kernel, bias = (np.asarray(value) for value in ffnn_model.get_layer(f"layer_{index}").get_weights())
-        expected = expected @ kernel + bias
-        expected = expected if index == 3 else np.maximum(expected, 0)
-    np.testing.assert_allclose(ffnn_model.predict_on_batch(x), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_tied_logits_use_the_embedding(models: Callable[[str], keras.Model]) -> None:
     model = models("gpt, tied")
     tokens = batch_for(model)["tokens"]
@@ -392,37 +317,33 @@ def test_the_first_encoder_layer_reads_in_both_directions_and_residuals_begin_wi
 
 
 MASKS = [np.array([[True, True, False]]), np.array([[True, False]])]
+HALF = "mixed_float16"
 ONES = np.ones((2, 4), "int32")
 VECTORS = DRAW.normal(size=(2, 4, 8)).astype("float32")
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision(policy: str) -> None:
+def test_mixed_precision_keeps_variables_in_float32_and_gives_finite_results_of_fewer_bits() -> None:
     pair = np.ones((1, 3, 5), "float32"), np.ones((1, 2, 4), "float32")
-    assert_mixed(gnmt.AttendingLayer(4, dtype=policy), policy, [*pair], mask=MASKS)
     places = np.tile(np.arange(4, dtype="int32"), (2, 1))
-    layer = xlnet.XlnetLayer(2, 8, dropout=0.1, dtype=policy)
-    assert len(assert_mixed(layer, policy, VECTORS, ONES, ONES, VECTORS, places, training=True)) == 2
-    recurrent = RecurrentLayer(4, bidirectional=True, dropout=0.5, dtype=policy)
-    given = np.ones((2, 3, 5), "float32"), np.ones((2, 3, 1), "float32")
-    (result,) = assert_mixed(recurrent, policy, *given, training=True)
-    assert result.shape == (2, 3, 8)
-    keras.config.set_dtype_policy(policy)
-    try:
-        model = gpt.build(GPT)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert all(layer.output.dtype == policy.removeprefix("mixed_") for layer in model.layers[1:])
+    inputs = np.ones((2, 3, 5), "float32"), np.ones((2, 3, 1), "float32")
+    for layer, given, options in (
+        (gnmt.AttendingLayer(4, dtype=HALF), [[*pair]], {"mask": MASKS}),
+        (xlnet.XlnetLayer(2, 8, dropout=0.1, dtype=HALF), [VECTORS, ONES, ONES, VECTORS, places], {"training": True}),
+        (RecurrentLayer(4, bidirectional=True, dropout=0.5, dtype=HALF), inputs, {"training": True}),
+    ):
+        results = keras.tree.flatten(layer(*given, **options))
+        assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
+        for result in results:
+            assert result.dtype == "float16" and np.isfinite(np.asarray(result)).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "gpt, tied", "gnmt", "two streams", "rnn"])
+@pytest.mark.parametrize("name", ["gpt, tied", "gnmt", "two streams"])
 def test_saved_and_loaded(name: str, models: Callable[[str], keras.Model], tmp_path: pathlib.Path) -> None:
     model = models(name)
     batch = batch_for(model)
-    if name == "gnmt":
-        batch["source"][0, 2:] = 0
-    assert_saved(model, batch if len(batch) > 1 else batch["tokens"], tmp_path)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(predicted(model, batch), predicted(loaded, batch))
 
 
 def test_shapes_at_cuts_are_known_without_running_the_model(
@@ -441,15 +362,6 @@ def test_shapes_at_cuts_are_known_without_running_the_model(
 # ---- samples and pairs
 
 
-def test_sample_follows_the_distribution() -> None:
-    logits = np.log(np.array([0.7, 0.2, 0.1], np.float32))
-    generator = np.random.default_rng(0)
-    draws = np.bincount([gpt._draw(logits, 0.5, generator) for _ in range(4000)]) / 4000
-    expected = np.array([0.49, 0.04, 0.01]) / 0.54
-    np.testing.assert_allclose(draws, expected, atol=0.03)
-
-
-@pytest.mark.slow
 def test_sample_continues_the_prompt_with_the_likeliest_byte_at_temperature_zero() -> None:
     model = randomised(gpt.gpt_tiny(), 0.3)
     text = gpt.sample(model, b"def ", 34, seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import keras
 import numpy as np
 import pytest
 from equivalence import use_float64
-from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.tools import command
@@ -27,11 +27,6 @@ from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, narrowest
 
 DRAWS = range(30)
 
-SMALLEST = (
-    *("Albert", "Bert", "Falcon", "FNet", "GPT2", "Llama", "Mixtral", "OPT", "Phi3", "ResNet (hub)", "Roberta", "ViT"),
-    *map(thorough, ("CLIP", "MiT", "T5", "Whisper")),
-)
-
 # keras_hub's models say this of themselves.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning"),
@@ -40,18 +35,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_models_train_as_plain_keras(seed: int) -> None:
     use_float64()
     about, comparison = compare_draw(seed)
     assert comparison.verdict == "equal" or (comparison.passed and not draw(seed).exact), f"{about}: {comparison}"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", ["Bert", "Mixtral"])
 def test_models_of_others_train_as_plain_keras(name: str) -> None:
     """Two stages, two replicas and one, two micro-batches. A loss that balances experts compares samples: it's told."""
     (row,) = zoo.rows_of(name, [2], ["adamw"])
@@ -105,7 +96,6 @@ def _forgetful(trainer: Any, batch: tuple[Any, Any, Any]) -> Any:
     return logs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transform", "train", "verdict", "where"),
     [
@@ -130,10 +120,9 @@ def test_verdicts(
 def test_differences_are_relative_to_what_training_has_changed() -> None:
     """A weight of 1 that should have moved by 0.1 and is 0.002 off: that is 2 %, not 0.2."""
     own, plain = _model(), _model()
-    before = [variable.numpy() for variable in own.variables]
+    before = [np.ones((2, 3)), *(variable.numpy() for variable in own.variables[1:])]
     for model, value in ((own, 1.102), (plain, 1.1)):
         model.variables[0].assign(np.full((2, 3), value))
-    before[0] = np.ones((2, 3))
     difference, where = largest_difference(own, plain, before, "float32")
     assert difference == pytest.approx(0.02, rel=1e-3) and where.endswith("a/kernel")
 
@@ -167,12 +156,9 @@ def test_rounding_is_that_of_the_narrowest_type_inside() -> None:
 def test_every_architecture_of_keras_applications_is_there() -> None:
     """In its smallest size: names differ in numbers and sizes behind the architecture's own."""
     named = [name for name in dir(keras.applications) if name[0].isupper()]
-    families = {name.rstrip("0123456789") for name in ARCHITECTURES if ARCHITECTURES[name].family == "applications"}
-    sizes = ("XLarge", "Base", "Large", "Small", "Tiny")
+    families = [name for name in ARCHITECTURES if ARCHITECTURES[name].family == "applications"]
     for name in named:
-        stem = name.removesuffix("V2").rstrip("0123456789")
-        for size in sizes:
-            stem = stem.removesuffix(size)
+        stem = re.sub(r"(XLarge|Base|Large|Small|Tiny)?[0-9]*(V2)?$", "", name)
         assert any(family.startswith(stem[:9]) for family in families), name
     assert sum(each.family == "keras_hub" for each in ARCHITECTURES.values()) >= 20
 

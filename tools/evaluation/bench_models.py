@@ -1,4 +1,4 @@
-"""Models of benchmarks that others train beside us, each by its own means: a GPT, a BERT and a ResNet.
+"""Models of benchmarks: dense layers, and a GPT, a BERT and a ResNet that PyTorch can train beside us.
 
 A model is the name of its family (a module of `models`) and the arguments of its function there, from which another
 framework can build it too. Stages are given by blocks: the first has what precedes block 0, the last what follows the
@@ -18,7 +18,10 @@ import numpy as np
 
 import dapple_tf as dapple
 from dapple_tf.models import bert, gpt, resnet
-from dapple_tf.tools.evaluation.bench_gpt import LEARNING_RATE
+from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.schedules import policy_of
+
+LEARNING_RATE = 1e-4
 
 DTYPES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
 """Policies of Keras by the type that a model computes in; variables always have float32."""
@@ -62,6 +65,18 @@ class BenchModel:
         prefix = "layer" if self.family == "bert" else "block"
         return [f"{prefix}_{end - 1}" for _, end in self.ranges(stages)[:-1]]
 
+    def pipeline(self, devices: int, micro_batches: int, batch: int, schedule: str, **options: Any) -> dapple.Plan:
+        """Returns a pipeline of even stages, with as many on each device as the schedule needs.
+
+        Raises:
+            ValueError: there are fewer blocks than stages.
+        """
+        placement = policy_of(schedule).planning.placements[-1]  # modulo also takes one stage on each device
+        several = 1 if placement is Placement.STRAIGHT else 2
+        groups = placement.stages([(device,) for device in range(devices)], several)
+        assert groups is not None
+        return dapple.Plan.manual(self.cuts(len(groups)), groups, micro_batches, batch, schedule, **options)
+
     def make(self, *, dtype: str = "float32", jit_compile: bool = False) -> keras.Model:
         """Returns the compiled model, with the same weights each time; ``dtype`` is one of `DTYPES`."""
         keras.utils.set_random_seed(1)
@@ -77,6 +92,9 @@ class BenchModel:
         if self.family == "resnet":
             images = draw.normal(size=(samples, size["image"], size["image"], size["channels"]))
             return {"images": images.astype("float32")}, draw.integers(0, size["classes"], samples, "int32")
+        if self.family == "dense":
+            vectors = draw.normal(size=(samples, size["features"])).astype("float32")
+            return {"vectors": vectors}, draw.integers(0, size["classes"], samples, "int32")
         sequence = size["sequence"]
         tokens, labels = (draw.integers(0, size["vocabulary"], (samples, sequence), "int32") for _ in range(2))
         if self.family == "gpt":
@@ -91,7 +109,14 @@ class BenchModel:
         return (x if len(x) > 1 else next(iter(x.values()))), y
 
 
+def dense(features: int, width: int, depth: int, classes: int) -> keras.Model:
+    """Returns dense layers: float32 [batch, features] -> logits [batch, classes]."""
+    hidden = [keras.layers.Dense(width, activation="relu", name=f"block_{index}") for index in range(depth)]
+    return keras.Sequential([keras.Input((features,)), *hidden, keras.layers.Dense(classes, name="logits")])
+
+
 FAMILIES: Mapping[str, Callable[..., keras.Model]] = {
+    "dense": dense,
     "gpt": lambda **size: gpt.build(gpt.GptConfig(**size)),
     "bert": lambda **size: bert.build(bert.BertConfig(**size)),
     "resnet": resnet.resnet,
@@ -103,6 +128,8 @@ _TINY = {"vocabulary": 16, "sequence": 4, "depth": 4, "width": 8, "heads": 2}
 _BERT = {"tied": False, "dropout": 0.0}
 
 MODELS: Mapping[str, BenchModel] = {
+    "dense": BenchModel("dense", {"features": 256, "width": 512, "depth": 4, "classes": 10}),
+    "gpt:small": BenchModel("gpt", {"vocabulary": 256, "sequence": 64, "depth": 4, "width": 128, "heads": 4}),
     "gpt": BenchModel("gpt", {"vocabulary": 256, "sequence": 64, "depth": 8, "width": 256, "heads": 4}),
     "bert": BenchModel(
         "bert",

@@ -34,8 +34,8 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import tried
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_planner import cluster_of
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, numbers
+from dapple_tf.tools.evaluation.bench_scale import cluster_of
 from dapple_tf.tools.evaluation.paper_models import (
     CONFIGS,
     MODELS,

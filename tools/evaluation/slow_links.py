@@ -18,12 +18,16 @@ simulation of the plan with this profile and these links.
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -38,7 +42,6 @@ from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
-from dapple_tf.tools.evaluation.inside_hosts import inside, run_inside
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Number of hosts, with one device each.", 2, 8)
@@ -70,6 +73,48 @@ _SAMPLES = {"dense": 96, "waits": 4, "units": 4}
 
 _WAITS = {"waits": (1.0, 2.0, 0.0), "units": (1.0, 1.0, 1.0)}
 """How often F, Bx and Bw of a block wait for --block ms."""
+
+
+# ---- the client within the first host
+
+
+def run_inside(hosts: Hosts, task: Mapping[str, Any]) -> Any:
+    """Runs this program with ``--inside=FILE`` in the first host; returns the result that `inside` writes.
+
+    Args:
+        hosts: the hosts, whose addresses the task gets as ``addresses``.
+        task: what it is to do, as JSON can have it.
+
+    Raises:
+        HostsError: the client failed; it has said why.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        told, result = pathlib.Path(directory) / "task.json", pathlib.Path(directory) / "result.json"
+        told.write_text(json.dumps({**task, "addresses": hosts.addresses, "result": str(result)}))
+        program = [sys.executable, "-m", _MODULE, f"--inside={told}", "--verbosity=-2"]
+        if code := hosts.run(0, program).returncode:
+            raise HostsError(f"the client in host 0 ended with code {code}; see above")
+        return json.loads(result.read_text())
+
+
+def inside(path: str, work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
+    """Does the task of a file, writes its result, and ends the process.
+
+    Args:
+        path: the file that `run_inside` has written.
+        work: task -> result, as JSON can have it.
+    """
+    task = json.loads(pathlib.Path(path).read_text())
+    try:
+        pathlib.Path(task["result"]).write_text(json.dumps(work(task)))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # After a failed collective, sessions may wait forever to be closed.
+    os._exit(0)
+
+
+# ---- models and plans
 
 
 def waited(after: tf.Tensor, seconds: float) -> tf.Tensor:
@@ -239,13 +284,13 @@ def run(shape: str, transfers: Sequence[float]) -> Iterator[dict[str, Any]]:
     stages = _HOSTS.value if shape == "straight" else 2
     cores = sorted(os.sched_getaffinity(0))
     with Hosts(_HOSTS.value, cores=[cores[host % len(cores)] for host in range(_HOSTS.value)]) as hosts:
-        profiled = run_inside(hosts, _MODULE, {**task, "what": "profile"})
+        profiled = run_inside(hosts, {**task, "what": "profile"})
         size = 4 * task["width"] * task["samples"]
         for transfer in transfers:
             rate = size * 8 / 1e6 / (transfer * profiled["forward"] / stages)
             command.say(f"{shape}, transfers of {transfer:g}: {size / 2**20:.2f} MiB at {rate:.0f} Mbit/s")
             hosts.limit(rate)
-            rows = run_inside(hosts, _MODULE, {**task, "what": "measure", "profile": profiled["profile"]})
+            rows = run_inside(hosts, {**task, "what": "measure", "profile": profiled["profile"]})
             yield {
                 **{"hosts": _HOSTS.value, "work": _WORK.value, "skips": _SKIPS.value},
                 **{"plan": shape, "blocks": _BLOCKS.value, "micro_batches": _MICRO_BATCHES.value},

@@ -1,0 +1,311 @@
+"""Benchmarks of training steps: overhead, the client's share, monitoring, recomputation, and a cluster of two workers.
+
+As a program, it is a process of plain Keras or of tf.distribute that trains beside ours (`peers`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.automatic import plan_model, slice_sizes
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
+from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, Trainer
+from dapple_tf.tools.evaluation.peers import Peers
+from dapple_tf.tools.hosts import ROOT, LocalWorkers, free_ports
+from graph_passes.ir.tensorflow_private import SESSION_RUN
+
+Stack = contextlib.ExitStack
+
+
+def trained(model: Any, described: BenchModel, batch: int, settings: Settings, callbacks: Any = ()) -> Turn:
+    """Returns a turn of some steps of a model, plain or pipelined: milliseconds on the clock and of cores."""
+    steps, fit = settings["steps"], settings["method"] == "fit"
+    x, y = described.batch(batch * (steps if fit else 1))
+
+    def turn() -> Numbers:
+        began, processor = time.perf_counter(), time.process_time()
+        if fit:
+            model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0, callbacks=list(callbacks))
+        for _ in range(0 if fit else steps):
+            model.train_on_batch(x, y)
+        seconds, busy = time.perf_counter() - began, time.process_time() - processor
+        return {"step_ms": 1e3 * seconds / steps, "cores_ms": 1e3 * busy / steps}
+
+    return turn
+
+
+def _pipelined(stack: Stack, model: keras.Model, devices: int, plan: dapple.Plan) -> dapple.PipelinedModel:
+    cluster = dapple.Cluster.local(devices, kind="cpu")
+    return stack.enter_context(contextlib.closing(dapple.transform(model, cluster, plan)))
+
+
+def overhead(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """One stage on one device, one micro-batch, beside plain Keras: a pipelined step without the model's work."""
+    described, batch, jit = MODELS[settings["model"]], settings["batch"], settings["jit_compile"]
+    plan = dapple.Plan.data_parallel(1, batch, 1, jit_compile=jit)
+    ours = _pipelined(stack, described.make(jit_compile=jit), 1, plan)
+    ways = {"keras": described.make(jit_compile=jit), "ours": ours}
+    return {name: trained(model, described, batch, settings) for name, model in ways.items()}
+
+
+def monitoring(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """Short fits with `dapple.PipelineMonitor` and without, traced steps included."""
+    described, batch = MODELS[settings["model"]], settings["batch"]
+    plan = dapple.Plan.manual(described.cuts(2), [[0], [1]], 4, batch)
+    pipelined = _pipelined(stack, described.make(), 2, plan)
+    fit = functools.partial(trained, pipelined, described, batch, {**settings, "method": "fit"})
+    return {"without": fit(), "with the monitor": fit([dapple.PipelineMonitor()])}
+
+
+def recomputation(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """Two stages that keep all residuals, recompute cheap ones, or keep a stage's inputs only."""
+    described, count = MODELS[settings["model"]], settings["micro_batches"]
+    batch = count * settings["samples"]
+
+    def way(recompute: str) -> Turn:
+        plan = dapple.Plan.straight(
+            described.cuts(2), batch, count, recompute=recompute, jit_compile=settings["jit_compile"]
+        )
+        pipelined = _pipelined(stack, described.make(), 2, plan)
+        steps = trained(pipelined, described, batch, {**settings, "method": "train_on_batch"})
+
+        def turn() -> Numbers:
+            numbers = steps()
+            traced = pipelined.profile_step(*described.batch(batch), warm_up=0, train=True)
+            return {**numbers, "peak_mb": max(traced.peak_bytes.values()) / 1e6}
+
+        return turn
+
+    return {name: way(name) for name in ("none", "min_cut", "boundary")}
+
+
+def prediction(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """Steps of plans beside their simulation by a profile and links that are measured before.
+
+    The ratio of predicted_of_measured to the first variant's, which has one device, is free of the machine's drift.
+    """
+    described, devices, batch = MODELS[settings["model"]], settings["devices"], settings["batch"]
+    cluster = dapple.Cluster.local(devices, kind="cpu")
+    profiled = dapple.profile(described.make(), slice_sizes(batch, devices), cluster=cluster, cache=False)
+    planned = plan_model(described.make(), cluster, batch, profiled=profiled)
+    profile, cluster = planned.profile, planned.cluster
+    plans = {
+        "one device": dapple.Plan.data_parallel(1, batch),
+        "the planner's": planned.plan,
+        "one device, M = 4": dapple.Plan.data_parallel(1, batch, 4),
+        "data parallel": dapple.Plan.data_parallel(devices, batch, 2),
+    }
+    for schedule in settings["schedules"].split(","):
+        plans[schedule] = described.pipeline(devices, 4, batch, schedule)
+    for recompute in ("boundary", "min_cut"):
+        plans[f"dapple_a, {recompute}"] = described.pipeline(devices, 4, batch, "dapple_a", recompute=recompute)
+
+    def way(plan: dapple.Plan) -> Turn:
+        pipelined = stack.enter_context(contextlib.closing(dapple.transform(described.make(), cluster, plan)))
+        predicted, (x, y) = dapple.simulate(plan, profile, cluster).latency, described.batch(batch)
+
+        def turn() -> Numbers:
+            for _ in range(3):  # The first ones get their data back into the caches.
+                pipelined.train_on_batch(x, y)
+            measured = pipelined.last_step_seconds
+            numbers = {"step_ms": 1e3 * measured, "predicted_ms": 1e3 * predicted}
+            return numbers | {"predicted_of_measured": predicted / measured}
+
+        return turn
+
+    return {name: way(plan) for name, plan in plans.items()}
+
+
+# ---- workers
+
+
+def _workers(stack: Stack, **options: Any) -> dapple.Cluster:
+    workers = stack.enter_context(LocalWorkers(2, echo=lambda worker, line: None, **options))
+    return dapple.Cluster.of_servers(workers.addresses)
+
+
+@contextlib.contextmanager
+def _timed_session() -> Iterator[list[float]]:
+    """Gives the seconds of each call of ``Session.run``'s C function."""
+    run, inside = getattr(*SESSION_RUN), list[float]()
+
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return run(*arguments)
+        finally:
+            inside.append(time.perf_counter() - started)
+
+    with mock.patch.object(*SESSION_RUN, timed):
+        yield inside
+
+
+def client(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """The client's part of a step on two workers: milliseconds outside of TensorFlow, and its processor time.
+
+    TensorFlow's master is among its threads: it sends workers their parts of the step, and takes fetched values.
+    """
+    described, count = MODELS[settings["model"]], settings["micro_batches"]
+    cluster, batch = _workers(stack), count * settings["samples"]
+    plans = {
+        "two stages": dapple.Plan.manual(described.cuts(2), [[0], [1]], count, batch),
+        "data parallel": dapple.Plan.data_parallel(2, batch),
+    }
+
+    def way(plan: dapple.Plan) -> Turn:
+        pipelined = dapple.transform(described.make(), cluster, plan)
+        stack.callback(pipelined.close, sync=False)
+        steps = trained(pipelined, described, batch, settings)
+
+        def turn() -> Numbers:
+            with _timed_session() as inside:
+                numbers = steps()
+            outside = numbers["step_ms"] - 1e3 * sum(inside) / settings["steps"]
+            return {**numbers, "outside_ms": outside, "of_a_core": numbers["cores_ms"] / numbers["step_ms"]}
+
+        return turn
+
+    return {name: way(plan) for name, plan in plans.items()}
+
+
+def cluster(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """Samples per second of two workers: two independent copies (the ceiling), pipelines, data parallelism, Keras'.
+
+    ``mirrored`` is tf.distribute.MultiWorkerMirroredStrategy in two processes, ``keras`` plain Keras in two.
+    """
+    described, jit = MODELS[settings["model"]], settings["jit_compile"]
+    count, batch = settings["micro_batches"], settings["micro_batches"] * settings["samples"]
+    workers = _workers(stack)
+    threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+    parallel = functools.partial(dapple.Plan.data_parallel, jit_compile=jit)
+
+    def trainer(plan: dapple.Plan, **options: Any) -> Trainer:
+        return Trainer(stack, described.make(), described.batch(batch), workers, plan, **options)
+
+    copies = [trainer(parallel([worker], batch, count)) for worker in range(2)]
+
+    def both(steps: int) -> None:
+        for waiting in [threads.submit(copy, steps) for copy in copies]:
+            waiting.result()
+
+    ways: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
+    for schedule in filter(None, settings["schedules"].split(",")):
+        plan = dapple.Plan.manual(described.cuts(2), [[0], [1]], count, batch, schedule=schedule, jit_compile=jit)
+        ways[f"pipeline, {schedule}"] = batch, trainer(plan)
+    ways["data parallel"] = batch, trainer(parallel(2, batch))
+    compressing = [dapple.After("update", compress_gradients())]
+    ways["data parallel, bfloat16 gradients"] = batch, trainer(parallel(2, batch), passes=compressing)
+    if settings["peers"]:
+        ways["keras"] = 2 * batch, _peers(stack, settings, batch, mirrored=False)
+        ways["mirrored"] = batch, _peers(stack, settings, batch, mirrored=True)
+
+    def turn(samples: int, run: Callable[[int], object]) -> Numbers:
+        began = time.perf_counter()
+        run(settings["steps"])
+        return {"samples_per_s": samples * settings["steps"] / (time.perf_counter() - began)}
+
+    return {name: functools.partial(turn, *way) for name, way in ways.items()}
+
+
+def compress_gradients() -> Any:
+    """Returns the pass of the documents' example that sends gradients as bfloat16."""
+    path = ROOT / "docs" / "examples" / "bfloat16_gradients.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = example  # Dataclasses look their module up.
+    spec.loader.exec_module(example)
+    return example.CompressGradients()
+
+
+def _peers(stack: Stack, settings: Settings, batch: int, *, mirrored: bool) -> Peers:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    task = {"mirrored": mirrored, "batch": batch, "model": settings["model"], "jit_compile": settings["jit_compile"]}
+    line = [sys.executable, "-m", "tools.evaluation.bench_training", json.dumps(task)]
+    configs = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in range(2)]
+    environments = [{"TF_CONFIG": json.dumps(config)} if mirrored else {} for config in configs]
+    return Peers(stack, [line] * 2, environments=environments)
+
+
+def be_peer(task: Mapping[str, Any]) -> None:
+    """Trains with plain Keras or the strategy: see `peers`. Answers with the loss."""
+    with contextlib.ExitStack() as stack:
+        if task["mirrored"]:
+            strategy = tf.distribute.MultiWorkerMirroredStrategy()
+            stack.enter_context(strategy.scope())
+        described = MODELS[task["model"]]
+        model = described.make(jit_compile=task["jit_compile"])
+        data = tf.data.Dataset.from_tensors(described.batch(task["batch"])).repeat()
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        data = data.with_options(options)
+        if task["mirrored"]:  # Keras' own train function can't merge the workers' logs.
+            batches = iter(strategy.experimental_distribute_dataset(data))
+            train = compiled_step(model) if task["jit_compile"] else model.train_step
+            step = tf.function(lambda: strategy.run(train, args=(next(batches),)))
+        else:
+            model.make_train_function()
+            step = functools.partial(model.train_function, iter(data))
+        for line in sys.stdin:
+            for _ in range(int(line)):
+                step()
+            # Fetching the loss waits for the last step.
+            sys.stdout.write(f"{float(model.metrics[0].result())}\n")
+            sys.stdout.flush()
+
+
+def compiled_step(model: keras.Model) -> Callable[[Any], None]:
+    """Returns a train step whose gradients XLA computes: it can't convert the strategy's all-reduce, in the update."""
+
+    @tf.function(jit_compile=True)
+    def gradients(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    def step(batch: Any) -> None:
+        loss, own = gradients(*batch)
+        model.optimizer.apply_gradients(zip(own, model.trainable_variables, strict=True))
+        model.metrics[0].update_state(loss)
+
+    return step
+
+
+_STEPS = {"model": "gpt", "batch": 16, "steps": 10, "method": "train_on_batch"}
+_PARTS = {"model": "gpt", "samples": 8, "micro_batches": 16, "steps": 1, "jit_compile": False}
+
+CASES = {
+    "overhead": Case("one stage beside plain Keras", overhead, _STEPS | {"jit_compile": False}, rounds=30),
+    "monitoring": Case("fits with the monitor", monitoring, {"model": "gpt", "batch": 32, "steps": 5}, rounds=40),
+    "recompute": Case("what recomputation costs and saves", recomputation, _PARTS | {"micro_batches": 4, "steps": 2}),
+    "prediction": Case(
+        "simulated steps beside real ones",
+        prediction,
+        {"model": "gpt:small", "devices": 2, "batch": 32, "schedules": ",".join(POLICIES)},
+        rounds=15,
+    ),
+    "client": Case("what the client adds on workers", client, _STEPS | {"steps": 40, "samples": 2, "micro_batches": 8}),
+    "cluster": Case(
+        "throughput of two workers",
+        cluster,
+        _PARTS | {"schedules": "gpipe,dapple_a,dapple_b,zb_h1,zb_h2", "peers": True},
+        rounds=12,
+    ),
+}
+
+if __name__ == "__main__":
+    be_peer(json.loads(sys.argv[1]))
