@@ -68,7 +68,7 @@ GROUPS = "operator_devices"
         ({"global_batch_size": 3}, "a global batch of 3 samples can't be cut into 4 micro-batches; use a global"),
         ({"micro_batches": 1, "global_batch_size": 2}, "stage 0 has 3 replicas but the only micro-batch has 2 samples"),
         ({"schedule": "1f1b"}, f"unknown schedule '1f1b'; use one of {', '.join(POLICIES)}"),
-        ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut, offload"),
+        ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
         ({"recompute": ["none"]}, "recompute has 1 entries for 2 stages; give one for each, or one for all"),
         ({"warm_up": [2]}, "warm_up has 1 entries for 2 stages; give one for each stage"),
         ({"warm_up": [5, 1]}, "warm_up of stage 0 is 5, but the plan has 4 micro-batches; lower it to at most 4"),
