@@ -17,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs pictures examples results results-dapple results-ooo results-operators accuracy bench zoo faults test test-all test-share test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures examples results results-dapple results-ooo results-operators accuracy bench zoo faults test test-oldest lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -83,25 +83,14 @@ faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, wh
 	$(BIN)/python -m tools.evaluation.check_faults
 	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json
 
-test: lint ## check style and types, and run the tests but for most of many like cases, in five minutes, or three times as long on a slow machine
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
-
-# In a second run, with fresh processes: what a thousand sessions have left in memory isn't there any more.
-test-all: test ## run every check: lint, types and all tests, in half an hour, or three times as long on a slow machine
-	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
-
-SHARE ?= 1/3
-test-share: test ## make test, and a share of what test-all runs besides: SHARE=2/3 is the second of three
-	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough --share=$(SHARE)
+test: lint ## check style and types, and run all tests: five minutes on two cores, or three times as long on a slow machine
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-oldest: ## run the tests of what isn't public with the oldest TensorFlow and Keras that setup.py allows, two minutes
 	@test -n "$(PYTHON)" || { echo "found no python3.11 or python3; set PYTHON=" >&2; exit 1; }
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints-oldest.txt -e . pytest pytest-timeout
 	$(OLDEST)/bin/python -m pytest tests/test_private_parts.py tests/test_tensorflow_library.py
-
-test-fast: $(STAMP) ## run all but the slower tests, in under three minutes
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not thorough"
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

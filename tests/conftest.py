@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from selection import left_out, mark_many
 
 if TYPE_CHECKING:
     from browser import Page
@@ -40,51 +39,16 @@ GOLDEN_FOLDER = pathlib.Path(__file__).parent / "golden"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files instead of comparing with them")
     parser.addoption("--timed", action="store_true", help="compare seconds, too: nothing else may run meanwhile")
-    parser.addoption("--share", metavar="K/N", help="of the thorough tests, run the K-th of N shares")
     parser.addoption("--screenshots", metavar="DIR", help="save the pictures of pages for the docs in this folder")
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Marks many like cases before pytest looks at marks, and orders the tests that are left after that."""
-    mark_many(items)
-    if share := config.getoption("--share"):
-        others = set(left_out(items, share))
-        config.hook.pytest_deselected(items=[*others])
-        items[:] = [item for item in items if item not in others]
-    yield
-    _spread_slow_modules(items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that need workers first, so that they are in one process, which starts workers once.
 
-
-def _spread_slow_modules(items: list[pytest.Item]) -> None:
-    """Modules of many slow tests first in what each process begins with, so that none has a long one left in the end.
-
-    xdist gives each process the same number of consecutive tests, and the last ones of another when it is done. The
-    tests of a module stay together: they share fixtures. All that need workers are in one process: they share those.
+    xdist gives each process the same number of consecutive tests, and the last ones of another when it is done.
     """
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if count == 1:
-        return
-    modules = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
-    slow = [sum(item.get_closest_marker("slow") is not None for item in module) for module in modules]
-    on_workers = [any("_running_workers" in item.fixturenames for item in module) for module in modules]
-    shares: list[list[pytest.Item]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for number in sorted(range(len(modules)), key=lambda number: (not on_workers[number], -slow[number])):
-        if slow[number] or on_workers[number]:
-            share = 0 if on_workers[number] else loads.index(min(loads))
-            shares[share] += modules[number]
-            loads[share] += slow[number]
-    short = [
-        item for number, module in enumerate(modules) if not (slow[number] or on_workers[number]) for item in module
-    ]
-    ordered: list[pytest.Item] = []
-    for number, share in enumerate(shares, start=1):
-        ordered += share
-        missing = max(0, number * len(items) // count - len(ordered))
-        ordered += short[:missing]
-        del short[:missing]
-    items[:] = [*ordered, *short]
+    needing = {item.path for item in items if "_running_workers" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in needing)
 
 
 def pytest_collection_finish() -> None:

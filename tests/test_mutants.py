@@ -67,6 +67,6 @@ def test_the_nearest_tests_come_first(folder: pathlib.Path) -> None:
 def test_a_mutant_is_killed_by_the_first_test_that_fails_and_the_code_itself_survives(folder: pathlib.Path) -> None:
     files = ["tests/test_sizes.py", "tests/test_other.py"]
     changed = ast.parse(textwrap.dedent(CODE.replace("max(count, 4)", "max(count, 5)")))
-    result = mutants.outcome(mutants.Mutant("few_sizes/sizes.py", 5, "4", "5", changed), files, "", 600.0)
+    result = mutants.outcome(mutants.Mutant("few_sizes/sizes.py", 5, "4", "5", changed), files, 600.0)
     assert result["outcome"] == "killed" and result["by"].endswith("test_other.py::test_it")
-    assert mutants.outcome(None, files, "", 600.0)["outcome"] == "survived"
+    assert mutants.outcome(None, files, 600.0)["outcome"] == "survived"

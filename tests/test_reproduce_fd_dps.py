@@ -8,7 +8,6 @@ import pathlib
 
 import keras
 import pytest
-from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.operators.build_op_graph import build_op_graph
@@ -26,7 +25,7 @@ from dapple_tf.tools.evaluation import (
     reproduce_fd_dps,
 )
 from dapple_tf.tools.evaluation.operator_claims import SEARCH_SECONDS, bands, claims_of, within, within_in_steps
-from dapple_tf.tools.evaluation.operator_experiments import DEVICES, PAPER_DEVICES, Outcome, cluster_of, settings
+from dapple_tf.tools.evaluation.operator_experiments import PAPER_DEVICES, Outcome, cluster_of, settings
 from dapple_tf.tools.evaluation.operator_models import MODELS, flat_step, flatten_step
 from dapple_tf.tools.evaluation.operator_paper import TABLE_5, TABLE_7
 from dapple_tf.tools.evaluation.operator_results import (
@@ -73,18 +72,6 @@ def test_stored_claims_are_those_of_the_stored_rows(tmp_path: pathlib.Path) -> N
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder that keeps models' graphs from one row to the next."""
     return tmp_path_factory.mktemp("graphs")
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # A row takes minutes, and three times as many on a slow machine.
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("model", MODELS)
-def test_rows_are_as_stored(graphs: pathlib.Path, model: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all searches, on eight devices also in two dockers."""
-    monkeypatch.setattr(operator_models, "CACHE", graphs)
-    chosen = ["--jobs=1", "--search_seconds=600", f"--models={model}", f"--devices={devices}"]
-    assert command.run(reproduce_fd_dps.main, reproduce_fd_dps.FLAGS, chosen) == 0
 
 
 # ---- rows
@@ -157,7 +144,7 @@ def test_gains_over_data_parallelism_count_too(paper: float, ours: float, verdic
 
 @pytest.mark.parametrize(
     "change",
-    [thorough(change) if change.parts else change for change in operator_sensitivity.CHANGES],
+    [change for change in operator_sensitivity.CHANGES if not change.parts],
     ids=lambda change: change.text,
 )
 @pytest.mark.timeout(600)
@@ -186,7 +173,7 @@ def test_another_number_of_the_paper_or_band_fails(change: Change | None, monkey
 
 
 def test_steps_of_towers_are_as_stored() -> None:
-    """Updates that are traced once for each kind of parameter changed all graphs, and only thorough tests saw it."""
+    """Updates that are traced once for each kind of parameter changed all graphs, and few tests saw it."""
     before = stored(STORED)
     small = before._replace(sweep=[one for one in before.sweep if one.samples == 256])
     assert changed_sweep(small, operator_sweep.towers(256)) == []

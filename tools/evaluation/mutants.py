@@ -1,7 +1,7 @@
 """Breaks the code in small ways, one at a time, and reports which changes the tests notice.
 
-    python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # 600 mutants, by `make test`
-    python -m tools.evaluation.mutants --json=all.json --killed=fewer.json         # what those tests miss, by all tests
+    python -m tools.evaluation.mutants --json=mutants.json                # 600 mutants
+    python -m tools.evaluation.mutants --json=mutants.json --share=0.1    # a tenth of each group
 
 Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
 of our packages: the child compiles the changed module in place of the file, and runs the test files nearest to it by
@@ -220,13 +220,12 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._change.tree, str(ROOT / self._change.file), "exec"), module.__dict__)
 
 
-def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: float) -> dict[str, str]:
+def outcome(change: Mutant | None, tests: Sequence[str], seconds: float) -> dict[str, str]:
     """Returns a mutant's outcome: ``survived``, ``killed`` (by a test or a crash), ``not tested``, ``out of time``.
 
     Args:
         change: the mutant; None is the unchanged code.
         tests: test files, or single tests, relative to the repository.
-        markers: pytest's ``-m``.
         seconds: limit.
     """
     folder = tempfile.mkdtemp(prefix="mutants_")
@@ -234,7 +233,7 @@ def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: 
     child = os.fork()
     if child == 0:
         os.setsid()
-        _run_tests(change, tests, markers, folder, writer)
+        _run_tests(change, tests, folder, writer)
     os.close(writer)
     in_time = bool(select.select([reader], [], [], seconds)[0])
     said = os.read(reader, 1 << 16).decode() if in_time else ""
@@ -247,7 +246,7 @@ def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: 
     return ended
 
 
-def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder: str, writer: int) -> None:
+def _run_tests(change: Mutant | None, tests: Sequence[str], folder: str, writer: int) -> None:
     """Runs the tests in the child; doesn't return."""
     import pytest
 
@@ -262,7 +261,7 @@ def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder
         failed.extend([report.nodeid] if report.failed else [])
 
     noted = types.SimpleNamespace(pytest_runtest_logreport=note)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests", "-m", markers]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests"]
     options.append(f"--rootdir={ROOT}")
     try:
         code = int(pytest.main([*options, *(str(ROOT / test) for test in tests)], plugins=[noted]))
@@ -289,17 +288,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=pathlib.Path, required=True, help="JSON file of outcomes.")
     parser.add_argument("--share", type=float, default=1.0, help="Share of each group's mutants, above 0.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the drawn mutants.")
-    parser.add_argument("--markers", default="", help="Tests to run, as pytest's -m.")
-    parser.add_argument(
-        "--killed", type=pathlib.Path, help="JSON file of a run by fewer tests: its killed mutants are."
-    )
     parser.add_argument("--files", type=int, default=12, help="Maximum number of test files for a mutant.")
     parser.add_argument("--seconds", type=float, default=300.0, help="Maximum seconds for a mutant.")
     options = parser.parse_args(arguments)
     outcomes: dict[str, dict[str, Any]] = json.loads(options.json.read_text()) if options.json.exists() else {}
-    if options.killed:
-        fewer = json.loads(options.killed.read_text())
-        outcomes = {key: tried for key, tried in fewer.items() if tried["outcome"] == "killed"} | outcomes
     folders = ("graph_passes", "dapple_tf", "tools", "models", "tests")
     files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     users = imported_by(files)
@@ -316,16 +308,16 @@ def main(arguments: Sequence[str]) -> None:
             continue
         started = time.monotonic()
         tests = nearest_tests(module_name(change.file), users, options.files)
-        ended = outcome(change, tests, options.markers, options.seconds)
+        ended = outcome(change, tests, options.seconds)
         if "::" in (by := ended["by"]):
             if by not in sound:
-                sound[by] = outcome(None, [by], "", options.seconds)["outcome"] == "survived"
+                sound[by] = outcome(None, [by], options.seconds)["outcome"] == "survived"
             if not sound[by]:
                 ended["outcome"] = "a test that fails anyway"
         if ended["outcome"] == "out of time":
             key = tuple(tests)
             if key not in in_time:
-                in_time[key] = outcome(None, tests, options.markers, options.seconds)["outcome"] == "survived"
+                in_time[key] = outcome(None, tests, options.seconds)["outcome"] == "survived"
             ended = {"outcome": "killed", "by": "time"} if in_time[key] else ended
         outcomes[change.key] = {**ended, "seconds": round(time.monotonic() - started, 1), "tests": tests}
         options.json.write_text(json.dumps(outcomes, indent=2) + "\n")
