@@ -268,20 +268,6 @@ def test_gradients_that_overflow_in_one_stage_skip_the_step_in_all() -> None:
     assert_same_variables(model, plain, 0.0)
 
 
-def test_a_stage_with_a_loop_runs_uncompiled_beside_compiled_ones(caplog: pytest.LogCaptureFixture) -> None:
-    def build() -> keras.Model:
-        tokens = keras.Input((5,), dtype="int32")
-        x = layers.GRU(3, name="gru")(layers.Embedding(7, 3, name="embedding", mask_zero=True)(tokens))
-        model = keras.Model(tokens, layers.Dense(2, name="last")(x))
-        model.compile("adam", "mse")
-        return model
-
-    model, plain = pair(build)
-    pipelined = pipeline(model, ["gru"], (1, 1), 2, 11, jit_compile=True)
-    assert_same_training(pipelined, plain, [(rng.integers(0, 7, size=(11, 5)), Y, None)])
-    assert "stage 0 isn't compiled with XLA: it has a loop or branch" in caplog.text
-
-
 def test_a_ratio_over_the_whole_batch_is_refused() -> None:
     model = mlp(loss=keras.losses.Dice())
     with pytest.raises(dapple.CaptureError, match="'dice' is a ratio of sums over the whole batch"):
