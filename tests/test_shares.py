@@ -306,9 +306,7 @@ def together(x: Any, *parts: int) -> Any:
 
 ORDERS: dict[str, tuple[Any, Any]] = {
     "views": (views, lambda x: together(x, 2, -1)),
-    "tiled": (lambda x: tf.tile(x, (3, 1)), lambda x: together(x, 3, -1)),
     "repeated, in two views": (lambda x: views(tf.repeat(x, 2, 0)), lambda x: together(x, 2, -1, 2)),
-    "beside each other": (lambda x: tf.reshape(tf.stack((x, -x), 1), (-1, 6)), lambda x: together(x, -1, 2)),
     "heads before samples": (
         lambda x: tf.reshape(swapped(tf.reshape(x, (-1, 3, 2))), (-1, 2)),
         lambda x: together(x, 3, -1),
