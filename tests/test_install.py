@@ -45,7 +45,7 @@ class Installed(NamedTuple):
         variables = OUTER | {"PYTHONNOUSERSITE": "1", "DAPPLE_CACHE": str(self.folder / "cache")}
         variables["PATH"] = f"{self.programs}{os.pathsep}{os.environ['PATH']}"
         line = [str(self.programs / program), *arguments]
-        done = subprocess.run(line, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(line, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
