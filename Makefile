@@ -47,15 +47,15 @@ pictures: $(STAMP) ## run the documents' examples, and draw their pictures and s
 	$(BIN)/python -m tools.evaluation.run_document --write docs/concepts.md docs/tutorial.md docs/timelines.md docs/dumps.md
 	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
 
-results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has, half an hour
+results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has
 
-results-dapple: $(STAMP) ## the part on DAPPLE, four minutes
+results-dapple: $(STAMP) ## the part on DAPPLE
 	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
-results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp, six minutes
+results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp
 	$(BIN)/python -m tools.evaluation.reproduce_ooo
 
-results-operators: $(STAMP) ## the part on FD-DPS, twenty-five minutes
+results-operators: $(STAMP) ## the part on FD-DPS
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes

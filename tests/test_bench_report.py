@@ -26,7 +26,6 @@ from dapple_tf.tools.evaluation.bench_report import (
     read_results,
     write_results,
 )
-from dapple_tf.tools.evaluation.ooo_measured import measurements, spread
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
 
@@ -123,8 +122,3 @@ def test_a_document_is_that_of_its_numbers(name: str) -> None:
     file, document = DOCUMENTS[name]
     path = RESULTS.parent / name if name == "zoo.md" else RESULTS / name
     assert path.read_text(encoding="utf-8") == document(read_results(RESULTS / file))
-
-
-def test_two_hosts_says_the_spreads_that_were_measured() -> None:
-    text = " ".join((RESULTS / "two_hosts.md").read_text(encoding="utf-8").split())
-    assert spread(measurements(RESULTS)["two_hosts"]["records"]) in text

@@ -10,13 +10,13 @@ from placements import simulate_placement
 from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.fast_t import dpos, fast_t, fast_t_candidate
 from dapple_tf.operators.fd_dps import fd_dps
-from dapple_tf.operators.mp_dps import mp_dps, predicted_paths
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import placed_by, variant_of
 from dapple_tf.operators.placement_problem import compile_problem
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layouts
 from dapple_tf.operators.split_search import by_batch
+from dapple_tf.tools.evaluation.mp_dps import mp_dps, predicted_paths
 from graph_passes.analysis.split_rules import Split, SplitRule
 
 
