@@ -51,15 +51,15 @@ examples: $(STAMP) ## run the tutorial, and the examples that start processes of
 	$(BIN)/python docs/examples/two_workers.py 16
 	$(BIN)/python -m tools.launch --workers=2 -- $(BIN)/python docs/examples/lora_on_workers.py --epochs=1
 
-results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has, half an hour
+results: results-dapple results-ooo results-operators ## compute the papers' evaluations again; fails when they aren't what docs/results has
 
-results-dapple: $(STAMP) ## the part on DAPPLE, four minutes
+results-dapple: $(STAMP) ## the part on DAPPLE
 	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
-results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp, six minutes
+results-ooo: $(STAMP) ## the part on Out-Of-Order BackProp
 	$(BIN)/python -m tools.evaluation.reproduce_ooo
 
-results-operators: $(STAMP) ## the part on FD-DPS, twenty-five minutes
+results-operators: $(STAMP) ## the part on FD-DPS
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 20 minutes

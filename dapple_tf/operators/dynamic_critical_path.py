@@ -17,9 +17,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Literal
 
 from dapple_tf.operators.list_placement import Slots, StoredBytes
 from dapple_tf.operators.placement_problem import PlacementProblem
+
+DeviceRule = Literal["earliest", "paper"]
+"""Which device an operator gets.
+
+earliest: the one on which it ends first. paper: algorithm 2's, a parent's device as long as that delays nothing, else
+the earliest.
+"""
 
 
 class MostCritical:
@@ -68,6 +76,7 @@ def schedule_by_critical_path(
     limits: Sequence[float] | None = None,
     *,
     as_numbered: bool = False,
+    device_rule: DeviceRule = "earliest",
 ) -> tuple[list[int], list[int]]:
     """Places all operators, one after another.
 
@@ -79,16 +88,24 @@ def schedule_by_critical_path(
         tail: the path after each of them, see `tails`.
         limits: bytes that devices may hold, as far as that is known here; None doesn't check.
         as_numbered: takes operators in the order of their numbers, the program's, which holds little at once.
+        device_rule: which device an operator gets.
 
     Returns:
         The devices and Q.
     """
-    return _Scheduler(problem, tail, limits).run(as_numbered)
+    return _Scheduler(problem, tail, limits, device_rule).run(as_numbered)
 
 
 class _Scheduler:
-    def __init__(self, problem: PlacementProblem, tail: Sequence[float], limits: Sequence[float] | None) -> None:
-        self.problem, self.tail = problem, tail
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        tail: Sequence[float],
+        limits: Sequence[float] | None,
+        device_rule: DeviceRule,
+    ) -> None:
+        self.problem, self.tail, self.rule = problem, tail, device_rule
+        self.longest = 0.0  # DCPL: the longest path through operators placed so far
         n, count = problem.count, problem.devices
         shortest = min((value for value in problem.mean_seconds if value > 0), default=0.0) / 2
         self.slots = [Slots(shortest) for _ in range(count)]
@@ -145,6 +162,8 @@ class _Scheduler:
                 end = start + seconds[device]
                 if end < least:
                     best, least, begin = device, end, start
+            if self.rule == "paper":
+                best, begin = self._of_a_parent(op, candidates, ready, (best, begin))
         self.slots[best].take(begin, seconds[best])
         if fixed < 0:
             self.place_of_group[problem.group[op]] = best
@@ -165,6 +184,25 @@ class _Scheduler:
         for tensor in problem.outputs[op]:
             row = self.there[tensor] = [-1.0] * problem.devices
             row[best] = end
+
+    def _of_a_parent(
+        self, op: int, candidates: Sequence[int], ready: Sequence[float], earliest: tuple[int, float]
+    ) -> tuple[int, float]:
+        """Returns the device and start by algorithm 2: a parent's device if (11) holds there, else the earliest.
+
+        (11) has the operator start no later than its LST, by the longest path that is known. The parent whose output
+        comes last is asked first.
+        """
+        seconds, finish = self.problem.seconds[op], self.finish
+        self.longest = max(self.longest, earliest[1] + seconds[earliest[0]] + self.tail[op])
+        parents = {self.problem.producer[tensor] for tensor in self.problem.inputs[op]}
+        for parent in sorted(parents, key=lambda other: (-finish[other], other)):
+            device = self.device[parent]
+            if device in candidates:
+                start = self.slots[device].find(ready[device], seconds[device])
+                if start + seconds[device] + self.tail[op] <= self.longest:
+                    return device, start
+        return earliest
 
     def _ready(self, op: int, candidates: Sequence[int]) -> list[float]:
         """Returns when an operator's inputs are on each device: EST if the device were free (6)."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.garbage import without_collection
-from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
+from dapple_tf.operators.dynamic_critical_path import DeviceRule, schedule_by_critical_path
 from dapple_tf.operators.fast_t import fast_t_candidate
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.improvement import improved, polished
@@ -71,6 +71,7 @@ def fd_dps(
     splits: Splits = "regions",
     effort: float = 1.0,
     progress: Progress | None = None,
+    device_rule: DeviceRule | None = None,
 ) -> OpPlacement:
     """Places the operators of a step so that the simulated step is short.
 
@@ -83,11 +84,18 @@ def fd_dps(
         splits: which operators may be split.
         effort: share of the usual work that improving may take.
         progress: receives the current activity, and the share of the search that is over.
+        device_rule: runs the published algorithms 1 to 3 alone, with this rule for an operator's device, on data
+            parallelism's graph unless ``splits`` is ``none``; the result may be slower than all of the above, and
+            needn't fit the memory.
 
     Raises:
         PlacementError: the graph isn't for this topology.
         PlanError: no placement found fits the devices' memory.
     """
+    if device_rule is not None:
+        base = variant_of(graph, topology, {})
+        start = by_batch(base) if topology.count > 1 and splits != "none" else None
+        return placed_by(as_published(base if start is None else start.variant, device_rule))
     tell = progress or (lambda text, share: None)
     island = largest_island(topology)
     alone = on_island(graph, topology, island) if len(island) < topology.count else None
@@ -102,6 +110,17 @@ def fd_dps(
         _LOGGER.info("devices %s alone: %s", island, error)
         return everywhere
     return off_island(within, topology, island) if within.seconds < everywhere.seconds else everywhere
+
+
+def as_published(variant: Variant, device_rule: DeviceRule = "paper") -> Candidate:
+    """Returns the placement and queue of algorithms 1 to 3, simulated: no other candidates, and no rounds.
+
+    Args:
+        variant: the graph.
+        device_rule: which device an operator gets.
+    """
+    problem = variant.problem
+    return judged(variant, *schedule_by_critical_path(problem, tails(problem), device_rule=device_rule), "published")
 
 
 def _placed(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> OpPlacement:

@@ -268,7 +268,6 @@ BERTS = {
     36: Transformer("BERT-36", 36),
     48: Transformer("BERT-48", 48),
 }
-GPT_3_MEDIUM = Transformer("GPT-3 medium", 24, tokens=512, words=50257, predicted=512)
 
 FFNN_WIDTH = 2048
 """Units of each layer of FFNN-16, as in `dapple_tf.models.ffnn`; the paper doesn't say."""

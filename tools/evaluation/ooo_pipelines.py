@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.features import FEATURES
-from dapple_tf.planning.planner import plan as best_plan
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.cost import CostModel
@@ -28,14 +26,12 @@ from dapple_tf.tools.evaluation.ooo_models import (
     BERTS,
     FINE_TUNED,
     FOUR,
-    GPT_3_MEDIUM,
     PUB_B,
     ffnn,
     rnn,
     units,
 )
-
-Record = Mapping[str, str | float | int | None]
+from dapple_tf.tools.evaluation.results import Record
 
 _PER_DEVICE = (2, 3, 4, 6)
 """Stages on each device in Megatron's interleaved pipelines."""
@@ -140,28 +136,17 @@ def fastest(
 # ---- figures 5, 6 and 12: units
 
 
-def unit_steps() -> list[Record]:
+def unit_steps() -> Record:
     """Figures 5, 6 and 12, and the 16 layers of section 8.4.1: steps in units, on links that take no time."""
-    cases = (
-        ("figure 5", 8, 2, 1),
-        ("figure 6", 8, 2, 2),
-        ("figure 12", 8, 4, 4),
-        ("section 8.4.1", 16, 4, 4),
-    )
-    records: list[Record] = []
+    records: Record = {}
+    cases = (("figure 5", 8, 2, 1), ("figure 6", 8, 2, 2), ("figure 12", 8, 4, 4), ("section 8.4.1", 16, 4, 4))
     for name, layers, devices, count in cases:
         profile = units(layers)
         cluster = Cluster(tuple(Device(f"/device:GPU:{index}", 0) for index in range(devices)), real=False)
         even = straight(profile, devices)[:1]
         ways = (("gpipe", even), ("fast_forward", even), ("modulo", modulo(profile, devices)))
-        record: dict[str, str | float | int | None] = {
-            "figure": name, "layers": layers, "GPUs": devices, "M": count,
-        }  # fmt: skip
-        for policy, layouts in ways:
-            run = fastest(layouts, profile, cluster, count, [count], [policy])
-            assert run is not None, name
-            record[policy] = run.latency
-        records.append(record)
+        runs = {policy: fastest(layouts, profile, cluster, count, [count], [policy]) for policy, layouts in ways}
+        records[name] = {policy: run.latency for policy, run in runs.items() if run is not None}
     return records
 
 
@@ -194,12 +179,7 @@ def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequenc
     profile, batch = fine_tuned(model)
     cluster = FOUR[network].cluster(4)
     even = straight(profile, 4)
-    record: dict[str, str | float | int | None] = {
-        "model": model,
-        "network": network,
-        "setting": "best" if len(counts) > 1 else "paper",
-        "single": _single(profile, cluster, batch),
-    }
+    record: Record = {"single": _single(profile, cluster, batch)}
     # Section 8.4.1: "Our optimizations are applied without micro-batch for the RNN model."
     own = counts if len(counts) > 1 or model != "RNN" else (1,)
     ways = [("MP", even, (1,), "gpipe"), ("GPipe", even, counts, "gpipe"), ("OOO-Pipe1", even, own, "fast_forward")]
@@ -207,8 +187,8 @@ def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequenc
     for name, layouts, chosen, policy in ways:
         run = fastest(layouts, profile, cluster, batch, chosen, [policy])
         record[name] = None if run is None else run.latency
-        record[f"{name} M"] = None if run is None else run.costs.plan.micro_batches
-        record[f"{name} GB"] = None if run is None else max(run.peak_bytes.values()) / 1e9
+        if name in ("GPipe", "OOO-Pipe1"):
+            record[f"{name} GB"] = None if run is None else max(run.peak_bytes.values()) / 1e9
     return record
 
 
@@ -219,17 +199,15 @@ def _single(profile: Profile, cluster: Cluster, batch: int) -> float | None:
     return None if run is None else run.latency
 
 
-TRANSFERS = {"NVLink": 0.05, "PCIe": 0.16, "Ethernet": 1.8}
-"""Network -> section 8.4.1's "time of output transfer" of a transformer of BERT-24, over that of its computation."""
-
-
-def transfer(network: str) -> Record:
-    """Section 8.4.1: the time of a block's output on a network over the block's F, for a micro-batch of figure 11."""
+def transfers() -> Record:
+    """Section 8.4.1: network -> the time of a block's output over the block's F, for a micro-batch of figure 11."""
     profile, batch = fine_tuned("BERT-24")
     block = profile.layers[profile.index["block_1"]]
     samples = batch / FINE_TUNING
-    seconds = block.output_bytes.at(samples) / FOUR[network].cluster(4).link(0, 1).bandwidth
-    return {"network": network, "transfer / F": seconds / block.forward.at(samples), "paper": TRANSFERS[network]}
+    return {
+        network: block.output_bytes.at(samples) / hardware.cluster(4).link(0, 1).bandwidth / block.forward.at(samples)
+        for network, hardware in FOUR.items()
+    }
 
 
 # ---- figure 13: pre-training
@@ -243,13 +221,11 @@ BATCHES = (512, 1872)
 """The ends of the range of sections 8.1 and 8.4.2; in the setting ``best`` each system has the better one."""
 SETTINGS = ("scripts", "figure 12", "best")
 """Which batches and numbers of micro-batches systems have, see `batches` and `micro_batches`."""
-GPT_3_DEVICES = (8, 12, 16, 24, 32)
 POLICIES = {
     "GPipe": ("gpipe",),
     "DAPPLE": ("dapple_a", "dapple_b"),
     "Megatron": ("interleaved",),
     "fast-forwarded Megatron": ("modulo",),
-    "OOO-Pipe1": ("fast_forward",),
     "OOO-Pipe2": ("modulo",),
 }
 
@@ -287,24 +263,13 @@ def batches(setting: str, script: int, script_count: int, devices: int) -> dict[
 def pre_training(blocks: int, devices: int, batch: int, script: int, setting: str, systems: Sequence[str]) -> Record:
     """Figure 13: BERT on servers of Pub-B; seconds that each system takes for the script's batch.
 
-    Where a system's step has another batch, its seconds are those of as many samples. PipeDream's are a bound: M times
-    the longest stage, which asynchronous training without any bubble takes.
+    Where a system's step has another batch, its seconds are those of as many samples.
     """
     profile = BERTS[blocks].profile()
     cluster = PUB_B.cluster(devices)
     chosen = batches(setting, batch, script, devices)
-    record: dict[str, str | float | int | None] = {
-        "model": f"BERT-{blocks}", "GPUs": devices, "batch": batch, "setting": setting,
-    }  # fmt: skip
+    record: Record = {}
     for system in systems:
-        if system == "PipeDream's bound":
-            record[system] = min(
-                _bound(each, profile, cluster, size, count) * batch / size
-                for each in straight(profile, devices)
-                for size, counts in chosen.items()
-                for count in counts
-            )
-            continue
         layouts = {"OOO-Pipe2": modulo, "Megatron": interleaved, "fast-forwarded Megatron": interleaved}.get(
             system, straight
         )(profile, devices)
@@ -314,10 +279,7 @@ def pre_training(blocks: int, devices: int, batch: int, script: int, setting: st
         )
         steps = {run.latency * batch / run.costs.plan.global_batch_size: run for run in runs if run is not None}
         record[system] = min(steps, default=None)
-        plan = steps[min(steps)].costs.plan if steps else None
-        record[f"{system} M"] = None if plan is None else plan.micro_batches
-        if setting == "best":
-            record[f"{system} batch"] = None if plan is None else plan.global_batch_size
+        record[f"{system} M"] = steps[min(steps)].costs.plan.micro_batches if steps else None
     return record
 
 
@@ -331,94 +293,14 @@ def _legal(system: str, counts: Sequence[int], devices: int, batch: int) -> list
     return sorted({count for each in counts if (count := -(-each // devices) * devices) <= batch})
 
 
-def _bound(place: Layout, profile: Profile, cluster: Cluster, batch: int, count: int) -> float:
-    costs = CostModel(place.plan(profile, batch, count, "dapple_a"), profile, cluster)
-    return count * max(f + x + w for f, x, w in costs.task_seconds)
-
-
 def weak_scaling(devices: int, setting: str) -> Record:
     """Figure 13 (a): the BERT of the script for ``devices`` GPUs."""
     blocks, batch, script = SCRIPTS[devices]
-    return pre_training(
-        blocks, devices, batch, script, setting, ("GPipe", "PipeDream's bound", "OOO-Pipe1", "OOO-Pipe2")
-    )
-
-
-def strong_settings() -> list[tuple[int, int, str]]:
-    """Returns (blocks, devices, setting) of figure 13 (b)'s BERTs."""
-    return [(blocks, devices, setting) for blocks in STRONG for setting in SETTINGS for devices in SCRIPTS]
+    return pre_training(blocks, devices, batch, script, setting, ("GPipe", "OOO-Pipe2"))
 
 
 def strong_scaling(blocks: int, devices: int, setting: str) -> Record:
     """Figure 13 (b): a BERT on more and more GPUs; only BERT-48 has opponents in the paper."""
     batch, script = STRONG[blocks]
-    systems = ("GPipe", "DAPPLE", "Megatron", "fast-forwarded Megatron", "OOO-Pipe2")
-    return pre_training(blocks, devices, batch, script, setting, systems if blocks == 48 else ("GPipe", "OOO-Pipe2"))
-
-
-def gpt_3(devices: int) -> Record:
-    """Figure 13 (b): GPT-3 medium, its blocks on ``devices`` GPUs and embedding and head on four others.
-
-    The paper splits the head between these four by words; here each has a quarter of the samples.
-    """
-    profile = GPT_3_MEDIUM.profile()
-    cluster = PUB_B.cluster(devices + 4)
-    batch, count = 216, 54
-    blocks = blocks_of(profile)
-    cuts = [profile.layers[index].name for index in range(blocks.stop)]
-    others = list(range(devices, devices + 4))
-    places = [others, *([index % devices] for index in range(len(blocks))), others]
-    run: Simulation | None = None
-    for recompute in ("none", "boundary"):
-        with contextlib.suppress(PlanError):
-            plan = Plan.manual(cuts, places, count, batch, "modulo", recompute=recompute)
-            run = timed(plan, profile, cluster)
-            if run.fits:
-                break
-    return {
-        "model": GPT_3_MEDIUM.name, "GPUs": devices, "with embedding": devices + 4, "batch": batch, "M": count,
-        "OOO-Pipe2": None if run is None or not run.fits else run.latency,
-    }  # fmt: skip
-
-
-# ---- our planner
-
-
-_ALLOWED = tuple(feature for feature in FEATURES if feature.name != "carried_updates")
-"""All features but the one that moves updates into the next step, which OOO-Pipe hasn't."""
-
-
-def ours(model: str, network: str) -> Record:
-    """Our planner's plan for a model of figure 11, against the best of OOO-Pipe1 and 2 with the same micro-batches.
-
-    Our planner has all policies, data parallelism and `_ALLOWED`; OOO-Pipe its own two policies.
-    """
-    profile, batch = fine_tuned(model)
-    cluster = FOUR[network].cluster(4)
-    chosen = best_plan(
-        profile, cluster, batch, micro_batches=FINE_COUNTS, schedule="auto", least_gain=0.0,
-        only=[feature.name for feature in _ALLOWED],
-    )  # fmt: skip
-    theirs = [*straight_and_modulo(profile, 4, groups=(1, 2))]
-    runs = [fastest(layouts, profile, cluster, batch, FINE_COUNTS, [policy]) for layouts, policy in theirs]
-    paper = min(run.latency for run in runs if run is not None)
-    run = simulate(chosen, profile, cluster)
-    return {"model": model, "network": network, "OOO-Pipe": paper, "ours": run.latency, "plan": described(chosen)}
-
-
-def described(plan: Plan) -> str:
-    """Returns a plan's stages, policy, micro-batches and all its features."""
-    if len(set(plan.devices)) == 1:
-        text = f"data parallelism in {plan.num_stages} chunks" if plan.num_stages > 1 else "data parallelism"
-    else:
-        text = f"{plan.num_stages} stages, replicas {' '.join(map(str, plan.replicas))}, {plan.policy}"
-    values = {"first_k": f"reverse first-{plan.reverse_first_k}", "pieces": f"{len(plan.backward_cuts) + 1} pieces"}
-    used = [feature.name for feature in FEATURES if feature.used(plan) and feature.name != "chunks"]
-    return ", ".join([text, f"M={plan.micro_batches}", *(values.get(name, name.replace("_", " ")) for name in used)])
-
-
-def straight_and_modulo(profile: Profile, count: int, groups: Sequence[int]) -> Iterator[tuple[list[Layout], str]]:
-    """Yields the layouts and policies of OOO-Pipe1 and OOO-Pipe2."""
-    yield straight(profile, count), "fast_forward"
-    for group in groups:
-        yield modulo(profile, count, group), "modulo"
+    others = ("DAPPLE", "Megatron", "fast-forwarded Megatron") if blocks == 48 else ()
+    return pre_training(blocks, devices, batch, script, setting, (*others, "OOO-Pipe2"))

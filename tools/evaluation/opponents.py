@@ -1,67 +1,53 @@
-"""The default plan against the plans of others, all in one simulation.
+"""Others' plans with every policy and feature that ours may have, searched less than ours: strong, not the strongest.
 
-    python -m tools.evaluation.opponents
-    python -m tools.evaluation.opponents --cases=gpt --devices=16,32 --json=opponents.json
-
-The others are: the plans of DAPPLE's paper, which its authors' planner HPGO found; PipeDream's, those of the paper's
-Table 6 and those that its algorithm finds (SOSP'19, section 3.1); and the layouts that experts write for Megatron
-(SC'21): a straight pipeline of equal blocks times data-parallel replicas, consecutive or strided, with one or several
-stages on each device. Each is tried with all counts of micro-batches, with and without recomputation, and with its last
-backwards cut where that gains. The models are those of Table 4 on its three clusters, and GPTs on servers of 8 V100s.
+Who: data parallelism on its fastest number of devices, in chunks whose gradients are reduced one by one and in another
+order where that gains; the plans that DAPPLE's paper publishes, which its planner HPGO found; PipeDream's, those of the
+paper's Table 6 and those that its algorithm finds; and the layouts that experts write for Megatron (SC'21): a straight
+pipeline of equal blocks times data-parallel replicas, consecutive or strided, with one or several stages on a device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-import json
-import logging
-import pathlib
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from absl import flags
-
-import dapple_tf as dapple
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.early_reductions import cut_trials
+from dapple_tf.planning.fastest_reductions import with_fastest_reductions
+from dapple_tf.planning.out_of_order_plans import with_task_seconds
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.recompute_modes import recomputing_by_stage
+from dapple_tf.planning.relays import RelayGuess
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulator import tried
-from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, markdown, numbers
-from dapple_tf.tools.evaluation.bench_scale import cluster_of
-from dapple_tf.tools.evaluation.paper_models import (
-    CONFIGS,
-    MODELS,
-    TABLE_4,
-    TABLE_6,
-    Partition,
-    paper_partitions,
-    pipedream_partitions,
-    straight,
-)
-from dapple_tf.tools.evaluation.paper_outcomes import micro_batch_counts, shape
+from dapple_tf.simulation.simulator import Simulation, tried
+from dapple_tf.tools.evaluation.paper_models import Partition
+from dapple_tf.tools.evaluation.paper_plans import Outcome
 from dapple_tf.tools.evaluation.pipedream import pipedream
 
-FLAGS = flags.FlagValues()
-
-_CASES = flags.DEFINE_list("cases", ["table4", "gpt"], "table4, gpt or both.", flag_values=FLAGS)
-_DEVICES = flags.DEFINE_list("devices", ["16", "32", "64"], "Numbers of devices for GPTs.", flag_values=FLAGS)
-_LAYERS = flags.DEFINE_list("layers", ["24", "48", "96"], "Blocks of GPTs.", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "JSON file to write the rows to.", flag_values=FLAGS)
-
-_SHOWN = 1.25
-"""Opponents that take longer than our plan by this factor aren't simulated to the end."""
 _PER_DEVICE = (1, 2, 3, 4, 6, 8)
 """Stages on each device in Megatron's layouts."""
 _FLOPS = 60e12
 """Operations per second of a V100 in a transformer's matrix products, in half precision."""
+_NEAR = 1.05
+"""A plan that is slower than its owner's best by this factor under P_B isn't tried under other policies."""
+_VARIED = 2
+"""Number of an owner's leading plans that are tried under every policy."""
+_CHUNKS = (8,)
+_HOPELESS = 1.1
+"""Layouts of Megatron's that are slower than our plan by this factor aren't simulated to the end."""
+_FIRST = ("dapple_b", "interleaved")
+"""The policies that rank an owner's plans, with one stage on each device and with several."""
 
 
 class Case(NamedTuple):
@@ -73,7 +59,6 @@ class Case(NamedTuple):
         cluster: the devices.
         batch: samples of a step.
         counts: numbers of micro-batches.
-        partitions: (whose, stages) of plans in the literature.
     """
 
     name: str
@@ -81,7 +66,6 @@ class Case(NamedTuple):
     cluster: Cluster
     batch: int
     counts: tuple[int, ...]
-    partitions: tuple[tuple[str, Partition], ...]
 
 
 def gpt(blocks: int, hidden: int = 1536, length: int = 1024, words: int = 50257) -> Profile:
@@ -119,45 +103,7 @@ def gpt(blocks: int, hidden: int = 1536, length: int = 1024, words: int = 50257)
     return Profile(f"gpt-{blocks}", "V100", (1, 2), layers, tensors)
 
 
-def paper_cases() -> Iterator[Case]:
-    """Yields the rows of Table 4, with the plans of Tables 4 and 6."""
-    for row in TABLE_4:
-        profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
-        partitions = [("DAPPLE", partition) for partition in paper_partitions(row, profile)]
-        for other in TABLE_6:
-            if (other.model, other.config) == (row.model, row.config):
-                partitions += [("DAPPLE", partition) for partition in paper_partitions(other, profile)]
-                partitions += [("PipeDream", partition) for partition in pipedream_partitions(other, profile)]
-        partitions.append(("GPipe", straight(profile, cluster.num_devices)))
-        counts = micro_batch_counts(profile, row.batch, [partition for _, partition in partitions])
-        yield Case(f"{row.model}/{row.config}", profile, cluster, row.batch, counts, tuple(partitions))
-
-
-def gpt_cases(devices: Sequence[int], layers: Sequence[int]) -> Iterator[Case]:
-    """Yields GPTs on servers of 8 devices, with 4 and 16 samples for each device."""
-    for count, blocks, each in itertools.product(devices, layers, (4, 16)):
-        profile, batch = gpt(blocks), each * count
-        counts = micro_batch_counts(profile, batch)
-        yield Case(f"gpt-{blocks}, batch {batch}, {count} devices", profile, cluster_of(count), batch, counts, ())
-
-
-def literature(case: Case) -> Iterator[tuple[str, Plan]]:
-    """Yields (whose, plan) of the papers' stages under DAPPLE's policies."""
-    partitions = [*case.partitions, ("data parallelism", Partition((), (case.cluster.num_devices,)))]
-    if len(case.profile.layers) <= 200 and case.cluster.num_devices <= 16:
-        partitions.append(("PipeDream", pipedream(case.profile, case.cluster)))
-    for who, partition in partitions:
-        cuts = [case.profile.layers[cut].name for cut in partition.cuts]
-        for count, policy, mode in itertools.product(
-            case.counts, ("dapple_a", "dapple_b", "gpipe") if cuts else ("dapple_a",), ("none", "boundary")
-        ):
-            try:
-                yield who, Plan.manual(cuts, partition.devices, count, case.batch, policy, recompute=mode)
-            except PlanError:
-                continue  # fewer samples than replicas
-
-
-def experts(case: Case) -> Iterator[tuple[str, Plan]]:
+def experts(case: Case) -> Iterator[Plan]:
     """Yields Megatron's layouts."""
     devices, layers = case.cluster.num_devices, len(case.profile.layers)
     for stages in (count for count in range(2, devices + 1) if devices % count == 0):
@@ -171,81 +117,134 @@ def experts(case: Case) -> Iterator[tuple[str, Plan]]:
             policies = ("interleaved",) if each > 1 else ("dapple_a", "dapple_b", "gpipe")
             for count, policy, mode in itertools.product(case.counts, policies, ("none", "boundary")):
                 try:
-                    yield "Megatron", Plan.manual(cuts, places * each, count, case.batch, policy, recompute=mode)
+                    yield Plan.manual(cuts, places * each, count, case.batch, policy, recompute=mode)
                 except PlanError:
                     continue  # fewer samples than replicas, or micro-batches that don't fill the rounds
 
 
-def seconds(plan: Plan, case: Case, limit: float) -> float | None:
-    """Returns the seconds of a plan's step with its backwards cut as it is best; None above the limit or the memory."""
+class _Search:
+    """The best of the plans of one owner."""
+
+    def __init__(self, case: Case, limit: float) -> None:
+        self.case, self.limit = case, limit
+        self.request = PlanRequest.of(case.profile, case.cluster, case.batch, case.counts)
+        self.handed_on = RelayGuess(self.request)
+        self.read_by_several = any(len(tensor.consumers) > 1 for tensor in case.profile.tensors)
+        self.best: Simulation | None = None
+        self.times: dict[Plan, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.best is None else self.best.latency
+
+    def add(self, plans: Iterable[Plan], *, both: bool = True) -> None:
+        """Simulates plans; where several stages read a tensor, with relays and without, or as `RelayGuess` has it."""
+        for plan in plans:
+            with contextlib.suppress(PlanError, ScheduleError):  # doesn't fit, or isn't what this policy orders
+                ways = [self.handed_on(plan)]
+                if both and self.read_by_several and plan.num_stages > 2:
+                    ways = [dataclasses.replace(plan, relays=relays) for relays in ((), tuple(range(plan.num_stages)))]
+                for way in ways:
+                    with contextlib.suppress(PlanError, ScheduleError):
+                        self.times[plan] = min(self._try(way), self.times.get(plan, math.inf))
+
+    def _try(self, plan: Plan) -> float:
+        costs = CostModel(with_task_seconds(plan, self.request), self.case.profile, self.case.cluster)
+        costs = with_fastest_reductions(costs)
+        trial = tried(costs, min(self.limit, self.seconds * _NEAR))
+        if trial.simulation is None:
+            return math.inf
+        least = self._noted(trial.simulation)
+        if trial.simulation.latency - trial.tail < self.seconds:
+            for other in cut_trials(costs, trial):
+                if other.simulation is not None:
+                    least = min(least, self._noted(other.simulation))
+        return least
+
+    def _noted(self, simulation: Simulation) -> float:
+        if simulation.latency < self.seconds * (1 - 1e-9):
+            if not simulation.fits:
+                return math.inf
+            self.best = simulation
+        return simulation.latency
+
+    def vary(self) -> None:
+        """Tries the leading plans, and the best of each kind of stages if there are few, under every policy.
+
+        Before that, each stage of the leading plans may keep what its own memory suffices for. The best of all is then
+        tried in chunks.
+        """
+        for plan in sorted(self.times, key=lambda plan: self.times[plan])[:_VARIED]:
+            self.add(other for other in recomputing_by_stage(plan, self.request) if other.cuts == plan.cuts)
+        ranked = sorted(self.times, key=lambda plan: self.times[plan])
+        kinds: dict[object, Plan] = {}
+        for plan in ranked:
+            kinds.setdefault((plan.cuts, plan.devices), plan)
+        leaders = [plan for plan in ranked if self.times[plan] <= self.seconds * _NEAR][:_VARIED]
+        if len(kinds) <= _VARIED:
+            leaders = list(dict.fromkeys([*leaders, *kinds.values()]))
+        for plan in leaders:
+            if plan.num_stages > 1:
+                self.add(_under(plan, [name for name in POLICIES if name not in _FIRST]))
+        if self.best is not None:
+            best = dataclasses.replace(self.best.costs.plan, backward_cuts=(), relays=(), report=None)
+            for chunks in _CHUNKS:
+                parts = chunked(best, self.case.profile, chunks)
+                if parts != best:
+                    for k in (0, parts.num_stages):
+                        self.add(_changed(parts, reverse_first_k=k))
+
+
+def _changed(plan: Plan, **changes: int) -> Iterator[Plan]:
     try:
-        costs = CostModel(plan, case.profile, case.cluster)
-        trial = tried(costs, limit)
-        if trial.simulation is None or not trial.simulation.fits:
-            return None
-        times = [other.simulation.latency for other in cut_trials(costs, trial) if other.simulation is not None]
-    except (PlanError, ScheduleError):
-        return None
-    return min([trial.simulation.latency, *times])
+        yield dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+    except PlanError:
+        return
 
 
-def compared(case: Case) -> dict[str, Any]:
-    """Returns our plan's time, and each opponent's fastest plan that is not much slower."""
-    began = time.process_time()
-    best = dapple.plan(case.profile, case.cluster, case.batch, micro_batches=case.counts)
-    planning = time.process_time() - began
-    assert best.report is not None
-    ours = best.report.latency
-    theirs: dict[str, tuple[float, str]] = {}
-    for who, plan in itertools.chain(literature(case), experts(case)):
-        limit = theirs[who][0] if who in theirs else ours * _SHOWN
-        time_of = seconds(plan, case, limit)
-        if time_of is not None and time_of < limit:
-            theirs[who] = (time_of, f"{shape(plan)}, M {plan.micro_batches}, {plan.schedule}")
-    return {
-        "case": case.name,
-        "planner_s": planning,
-        "ours_ms": ours * 1e3,
-        "ours": f"{shape(best)}, M {best.micro_batches}, {best.schedule}",
-        "others": {who: {"ms": least * 1e3, "plan": text} for who, (least, text) in theirs.items()},
+def _under(plan: Plan, policies: Sequence[str]) -> Iterator[Plan]:
+    for policy in policies:
+        try:
+            yield dataclasses.replace(plan, schedule=policy)
+        except PlanError:
+            continue  # this policy has other placements
+
+
+def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:
+    """Yields the plans of these stages under P_B."""
+    for partition, count, mode in itertools.product(partitions, case.counts, ("none", "boundary")):
+        cuts = [case.profile.layers[cut].name for cut in partition.cuts]
+        policy = "dapple_b" if cuts else "dapple_a"
+        try:
+            yield Plan.manual(cuts, partition.devices, count, case.batch, policy, recompute=mode)
+        except PlanError:
+            continue  # fewer samples than replicas
+
+
+def strongest(
+    case: Case, published: Sequence[Partition], dreams: Sequence[Partition], ours: float
+) -> dict[str, Outcome | None]:
+    """Returns whose -> the fastest of their plans; None where none fits, or Megatron's is hopeless.
+
+    Args:
+        case: the model, cluster, batch and numbers of micro-batches.
+        published: stages of DAPPLE's paper.
+        dreams: stages of PipeDream that the paper has, beside those that its planner finds here.
+        ours: seconds of our plan's step.
+    """
+    some_idle = [Partition((), (used,)) for used in range(case.cluster.num_devices, 0, -1)]
+    streams = {
+        "data parallelism": _plans(some_idle, case),
+        "HPGO": _plans(published, case),
+        "PipeDream": _plans(
+            [*dreams, *(pipedream(case.profile, case.cluster, flat=flat) for flat in (True, False))], case
+        ),
+        "Megatron": (plan for plan in experts(case) if str(plan.schedule) in _FIRST),
     }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a table: our plans, and the fastest of the others."""
-    cells: list[tuple[object, ...]] = [("case", "our plan", "ms", "next", "its plan", "ms", "ratio")]
-    for row in rows:
-        others = row["others"]
-        who = min(others, key=lambda name: others[name]["ms"], default=None)
-        start = (row["case"], row["ours"], f"{row['ours_ms']:.1f}")
-        if who is None:
-            cells.append((*start, f"none within {_SHOWN:g}", "", "", ""))
-        else:
-            other = others[who]
-            ratio = other["ms"] / row["ours_ms"]
-            cells.append((*start, who, other["plan"], f"{other['ms']:.1f}", f"{ratio:.3f}"))
-    return markdown(cells)
-
-
-def main() -> None:
-    """Compares what the flags say, and prints the table."""
-    check_output(_JSON.value)
-    for name in _CASES.value:
-        command.check(name in ("table4", "gpt"), f"--cases={name}: unknown; use table4, gpt or both")
-    logging.getLogger("dapple_tf").setLevel(logging.ERROR)
-    cases: list[Case] = []
-    cases += paper_cases() if "table4" in _CASES.value else ()
-    if "gpt" in _CASES.value:
-        cases += gpt_cases(numbers("devices", _DEVICES.value), numbers("layers", _LAYERS.value))
-    rows = []
-    for case in cases:
-        rows.append(compared(case))
-        command.say(f"{case.name}: {rows[-1]['ours_ms']:.1f} ms")
-        sys.stderr.flush()
-    if _JSON.value:
-        pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(table(rows) + "\n")
-
-
-if __name__ == "__main__":
-    command.start(main, FLAGS)
+    outcomes: dict[str, Outcome | None] = {}
+    for who, plans in streams.items():
+        search = _Search(case, _HOPELESS * ours if who == "Megatron" else math.inf)
+        search.add(plans, both=False)
+        search.vary()
+        outcomes[who] = None if search.best is None else Outcome(search.best)
+    return outcomes

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning import plan_reasons
+from dapple_tf.planning.latency import pipeline_latency, stage_times
+from dapple_tf.planning.search import coarsened
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.tools.evaluation.opponents import Case
+from dapple_tf.tools.evaluation.opponents import Case, strongest
 from dapple_tf.tools.evaluation.paper_models import (
     CONFIGS,
+    FIGURE_14,
     MODELS,
     SAME_CUTS,
     SAME_CUTS_OTHERWISE,
@@ -27,42 +29,30 @@ from dapple_tf.tools.evaluation.paper_models import (
     deep_bert,
     hardware,
     layer_index,
+    lstm_per_device,
     measured_bert,
     paper_partitions,
     pipedream_partitions,
+    released_links,
     straight,
 )
-from dapple_tf.tools.evaluation.paper_opponents import strongest
-from dapple_tf.tools.evaluation.paper_outcomes import (
+from dapple_tf.tools.evaluation.paper_plans import (
     Outcome,
-    Record,
     best,
     data_parallel,
     make_plan,
     micro_batch_counts,
     record,
 )
-from dapple_tf.tools.evaluation.paper_transfers import communication_ratio
-from dapple_tf.tools.evaluation.pipedream import pipedream
+from dapple_tf.tools.evaluation.pipedream import Cost, pipedream, states
+from dapple_tf.tools.evaluation.results import Record
 
 _PER_STAGE = 6
 """Micro-batches per stage in Table 7, which the paper omits: the least with which its utilizations come out."""
 _FEW_MICRO_BATCHES = 16
 """Most micro-batches of a second search: ours is bounded, and finds some plans only if it has fewer to choose from."""
-_GPIPE_STAGES = (2, 4, 8, 16)
-"""Stages that GPipe may have, each on a device of its own."""
-FIGURE_14_DEVICES = (2, 4, 8, 10, 12, 16)
-FIGURE_14_BATCHES = {"gnmt-16": 1024, "bert-48": 64, "xlnet-36": 128, "amoeba-36": 256}
-"""Figure 14's models. The paper gives the batch of the last; the others' are Table 4's."""
-
-
-_LITERAL = ", right behind the layer that the split counts"
-"""How the first of a row's readings is told from the others."""
-
-
-def row_of(model: str, config: str) -> PaperRow:
-    """Returns the row of Table 4."""
-    return next(row for row in TABLE_4 if (row.model, row.config) == (model, config))
+_CUTS, _TRIED = 30, 14
+"""Places where two-stage plans are cut, and how many plans are simulated, the best by formula 2."""
 
 
 # ---- tables 4 and 6
@@ -73,47 +63,85 @@ def run_row(row: PaperRow) -> Record:
 
     In Table 6, which figure 12 draws, times are in proportion below the profiled batch, too.
     """
-    model, cluster = MODELS[row.model], CONFIGS[row.config]
-    profile = model.profile()
-    if row.table == 6:
-        profile = in_proportion(profile)
-    theirs = paper_partitions(row, profile)
-    dreams = pipedream_partitions(row, profile)
+    cluster, profile = CONFIGS[row.config], _profile(row)
+    theirs, dreams = paper_partitions(row, profile), pipedream_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, [*theirs, *dreams])
     ours = make_plan(profile, cluster, row.batch, counts)
     fewer = make_plan(profile, cluster, row.batch, [count for count in counts if count <= _FEW_MICRO_BATCHES])
     paper = best(theirs, profile, cluster, row.batch, counts)
     assert paper is not None, row
-    balanced = [straight(profile, stages) for stages in _GPIPE_STAGES if stages <= cluster.num_devices]
-    read_as = [
-        partition
-        for partition in theirs
-        if tuple(profile.layers[cut].name for cut in partition.cuts) == paper.plan.cuts
-    ]
-    own_dream = None
-    if row.table == 6:
-        partition = pipedream(profile, cluster)
-        own_dream = {
-            "replicas": ":".join(map(str, partition.replicas)),
-            "published": ":".join(map(str, dreams[0].replicas)),
-        }
     return {
-        "single ms": 1e3 * plan_reasons.single_device_seconds(profile, row.batch),
         "ours": record(ours),
         "ours from fewer ms": 1e3 * fewer.seconds,
+        "choice": _choice(ours, paper, theirs),
         "paper": record(paper),
-        "data parallelism": record(data_parallel(profile, cluster, row.batch, counts, idle=True)),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
-        "no overlap": record(data_parallel(profile, cluster, row.batch, counts, overlap=False)),
-        "gpipe": record(best(balanced, profile, cluster, row.batch, counts, schedules=("gpipe",))),
         "pipedream": record(best(dreams, profile, cluster, row.batch, counts)),
         "pipedream, first reading": record(best(dreams[:1], profile, cluster, row.batch, counts)),
-        "pipedream's planner": own_dream,
-        "everything": record(make_plan(profile, cluster, row.batch, counts, everything=True)),
-        "choice": _choice(ours, paper, theirs),
-        "ACR": None if row.acr is None else communication_ratio(read_as[0], profile, cluster),
-        **_other_readings(row, [partition for partition in theirs if partition != read_as[0]], theirs[0], cluster),
+        "ACR": _ratio(row, paper, theirs, cluster),
     }
+
+
+def _profile(row: PaperRow) -> Profile:
+    profile = MODELS[row.model].profile()
+    return in_proportion(profile) if row.table == 6 else profile
+
+
+def run_links(row: PaperRow) -> Record:
+    """Returns the plans of others in a row of Table 4 or 6 with the links of the paper's released planner."""
+    cluster, profile = released_links(CONFIGS[row.config]), _profile(row)
+    theirs, dreams = paper_partitions(row, profile), pipedream_partitions(row, profile)
+    counts = micro_batch_counts(profile, row.batch, [*theirs, *dreams])
+    paper = best(theirs, profile, cluster, row.batch, counts)
+    assert paper is not None, row
+    return {
+        "paper": record(paper),
+        "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
+        "pipedream": record(best(dreams, profile, cluster, row.batch, counts)),
+        "ACR": _ratio(row, paper, theirs, cluster),
+    }
+
+
+def _ratio(row: PaperRow, paper: Outcome, theirs: Iterable[Partition], cluster: Cluster) -> float | None:
+    """Returns the ACR of the paper's plan in its fastest reading; None where the paper has none."""
+    profile = MODELS[row.model].profile()
+    of_cuts = {tuple(profile.layers[cut].name for cut in partition.cuts): partition for partition in theirs}
+    return None if row.acr is None else communication_ratio(of_cuts[paper.plan.cuts], profile, cluster)
+
+
+def run_released(row: PaperRow) -> Record:
+    """Returns the best plan of the space that the paper's released planner (HPGO) searches, beside the paper's plan.
+
+    It proposes data parallelism, two stages or a straight pipeline only. Of two stages all cuts in 30 places and all
+    numbers of replicas are ranked by formula 2; the best are simulated as the paper's own plan is.
+    """
+    profile, cluster = _profile(row), CONFIGS[row.config]
+    devices, theirs = cluster.num_devices, paper_partitions(row, profile)
+    counts = micro_batch_counts(profile, row.batch, theirs)
+    ranked = sorted(_two_stages(profile, cluster, row.batch, counts), key=lambda entry: entry[0])
+    kept = list(dict.fromkeys(partition for _, partition in ranked))[:_TRIED]
+    pipelines = [lstm_per_device(profile)] if row.model == "gnmt-16" else []
+    partitions = [*theirs, Partition((), (devices,)), straight(profile, devices), *pipelines, *kept]
+    ours = best(dict.fromkeys(partitions), profile, cluster, row.batch, counts)
+    paper = best(theirs, profile, cluster, row.batch, counts)
+    assert ours is not None and paper is not None, row
+    return {"ours": record(ours), "paper ms": 1e3 * paper.seconds, "choice": _choice(ours, paper, theirs)}
+
+
+def _two_stages(
+    profile: Profile, cluster: Cluster, batch: int, counts: tuple[int, ...]
+) -> Iterator[tuple[float, Partition]]:
+    """Yields the seconds of two-stage plans by formula 2, at each number of micro-batches that fits."""
+    devices = cluster.num_devices
+    for end, first in itertools.product(coarsened(profile, _CUTS)[:-1], range(1, devices)):
+        partition = Partition((end - 1,), (first, devices - first))
+        for count in counts:
+            try:
+                plan = Plan.manual([profile.layers[end - 1].name], partition.devices, count, batch, "dapple_a")
+                costs = CostModel(plan, profile, cluster)
+                yield pipeline_latency(stage_times(costs), count).latency, partition
+            except PlanError:
+                continue  # fewer samples than replicas
 
 
 def in_proportion(profile: Profile) -> Profile:
@@ -121,23 +149,8 @@ def in_proportion(profile: Profile) -> Profile:
     return dataclasses.replace(profile, batch_sizes=tuple(sorted({1, *profile.batch_sizes})))
 
 
-def _other_readings(row: PaperRow, others: Sequence[Partition], literal: Partition, cluster: Cluster) -> Record:
-    """Returns the ACR of the paper's plan if its text is read otherwise, of which one reading is the literal one."""
-    if row.acr is None or not others:
-        return {}
-    profile = MODELS[row.model].profile()
-    return {
-        "ACR otherwise": {
-            f"cut at {','.join(map(str, other.cuts))}{_LITERAL if other == literal else ''}": communication_ratio(
-                other, profile, cluster
-            )
-            for other in others
-        }
-    }
-
-
 def _choice(ours: Outcome, paper: Outcome, theirs: Iterable[Partition]) -> str:
-    """Returns how our planner's choice compares with the paper's plan; its first reading is the literal one."""
+    """Returns how our planner's choice compares with the paper's plan, whose first reading is the literal one."""
     profile = ours.simulation.costs.profile
     literal, *others = (tuple(profile.layers[cut].name for cut in partition.cuts) for partition in theirs)
     if ours.plan.replicas != paper.plan.replicas:
@@ -147,12 +160,39 @@ def _choice(ours: Outcome, paper: Outcome, theirs: Iterable[Partition]) -> str:
     return SAME_CUTS_OTHERWISE if ours.plan.cuts in others else "same replicas"
 
 
+def communication_ratio(partition: Partition, profile: Profile, cluster: Cluster) -> float:
+    """Returns the ACR of section 6.2: seconds of a micro-batch's transfers over a cut, both ways, to those of a stage.
+
+    Both are averages, over cuts and over stages. A replica has at least the profile's batch. Between replicas each
+    network card carries its own slices only, also in config A, as the paper's equal ratios for A and B say.
+
+    Args:
+        partition: the paper's plan.
+        profile: the layers.
+        cluster: devices and links.
+    """
+    each = profile.batch_sizes[-1]
+    samples = each * max(partition.replicas)
+    bounds = [0, *(cut + 1 for cut in partition.cuts), len(profile.layers)]
+    stages = [
+        sum(
+            layer.forward.at(samples / count) + layer.backward.at(samples / count)
+            for layer in profile.layers[start:stop]
+        )
+        for (start, stop), count in zip(itertools.pairwise(bounds), partition.replicas, strict=True)
+    ]
+    transfers = [
+        sum(cost.at(samples / min(pair)) for cost in profile.crossing[cut]) / (cluster.inter_bandwidth or float("inf"))
+        for cut, pair in zip(partition.cuts, itertools.pairwise(partition.replicas), strict=True)
+    ]
+    return (sum(transfers) / len(transfers)) / (sum(stages) / len(stages))
+
+
 def run_opponents(row: PaperRow) -> Record:
     """Returns our plan with everything in a row of Table 4, and the best of others that may have everything, too."""
     profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
     theirs = paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
-    case = Case(row.key, profile, cluster, row.batch, counts, ())
     ours = make_plan(profile, cluster, row.batch, counts, everything=True)
     dreams = [
         partition
@@ -160,86 +200,65 @@ def run_opponents(row: PaperRow) -> Record:
         if (other.model, other.config) == (row.model, row.config)
         for partition in pipedream_partitions(other, profile)
     ]
+    case = Case(row.key, profile, cluster, row.batch, counts)
     others = {who: record(outcome) for who, outcome in strongest(case, theirs, dreams, ours.seconds).items()}
     return {"ours": record(ours), **others}
 
 
-# ---- figure 11
+def run_pipedream() -> Record:
+    """Returns the plans of PipeDream's planner for Table 6: stages' ends as it prints them, and replicas.
+
+    By its released cost with a level for each server, at line rates and with NVLink's 25 GB/s of one link; and by the
+    formula of its paper with one level of 25 Gbit/s.
+    """
+    plans: Record = {}
+    for row in TABLE_6:
+        profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
+        ends = states(profile)
+        one_link = dataclasses.replace(cluster, intra_bandwidth=25e9)
+        for name, links in (("130 GB/s", cluster), ("25 GB/s", one_link)):
+            for transfers in (False, True):
+                found = pipedream(profile, links, flat=False, cost=Cost(released=True, transfers=transfers))
+                numbers = ",".join(str(ends.index(cut + 1) + 1) for cut in found.cuts)
+                key = f"{row.model}, {name}{', transfers' if transfers else ''}"
+                plans[key] = {"ends": numbers, "replicas": ":".join(map(str, found.replicas))}
+        flat = pipedream(profile, cluster)
+        plans[f"{row.model}, formula"] = {"replicas": ":".join(map(str, flat.replicas))}
+    return plans
 
 
-def run_flat(model: str) -> Record:
-    """Returns plans in config A with one ring through all devices rather than one in each server first."""
-    return _hybrid(row_of(model, "A"), MODELS[model].profile(), "flat")
+# ---- figures 11 and 14
 
 
-def run_small_batch(model: str, config: str) -> Record:
+def run_small_batch(row: PaperRow) -> Record:
     """Returns plans at GBS = 128, as section 6.3 has it, with times in proportion also below the profiled batch."""
-    profile = MODELS[model].profile()
-    row = dataclasses.replace(row_of(model, config), batch=128)
-    return _hybrid(row, in_proportion(profile))
-
-
-def _hybrid(row: PaperRow, profile: Profile, all_reduce: str | None = None) -> Record:
-    cluster = CONFIGS[row.config]
+    row = dataclasses.replace(row, batch=128)
+    profile, cluster = in_proportion(MODELS[row.model].profile()), CONFIGS[row.config]
     theirs = paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
-    ours = make_plan(profile, cluster, row.batch, counts, all_reduce=all_reduce)
-    return {
-        "ours": record(ours),
-        "paper": record(best(theirs, profile, cluster, row.batch, counts, all_reduce=all_reduce)),
-        "data parallelism": record(
-            data_parallel(profile, cluster, row.batch, counts, all_reduce=all_reduce, idle=True)
-        ),
-        "overlap": record(data_parallel(profile, cluster, row.batch, counts, all_reduce=all_reduce)),
-    }
-
-
-# ---- figures 12 and 14
-
-
-def run_larger(row: PaperRow) -> Record:
-    """Returns a model of Table 6 on 4 servers of 8 devices, with times in proportion below the profiled batch."""
-    cluster = hardware(4, 8, 25)
-    profile = in_proportion(MODELS[row.model].profile())
-    dreams = [pipedream(profile, cluster, flat=flat) for flat in (True, False)]
-    counts = micro_batch_counts(profile, row.batch, dreams)
     return {
         "ours": record(make_plan(profile, cluster, row.batch, counts)),
+        "paper": record(best(theirs, profile, cluster, row.batch, counts)),
         "data parallelism": record(data_parallel(profile, cluster, row.batch, counts, idle=True)),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
-        "pipedream": record(best(dreams, profile, cluster, row.batch, counts)),
     }
-
-
-def first_devices(cluster: Cluster, count: int) -> Cluster:
-    """Returns the first devices of a cluster."""
-    return dataclasses.replace(cluster, devices=cluster.devices[:count])
 
 
 def run_scaling(model: str) -> Record:
-    """Returns strong scaling on the first 2 to 16 devices of config A, and ten as if they were in one server."""
-    profile, batch = MODELS[model].profile(), FIGURE_14_BATCHES[model]
+    """Returns strong scaling on the first 8 and 10 devices of config A, and on ten as if they were in one server."""
+    profile, batch = MODELS[model].profile(), FIGURE_14[model]
     counts = micro_batch_counts(profile, batch)
 
     def columns(cluster: Cluster) -> Record:
-        try:
-            ours = record(make_plan(profile, cluster, batch, counts))
-        except PlanError:
-            ours = None  # too large for so few devices
         return {
-            "ours": ours,
+            "ours": record(make_plan(profile, cluster, batch, counts)),
             "data parallelism": record(data_parallel(profile, cluster, batch, counts, idle=True)),
             "overlap": record(data_parallel(profile, cluster, batch, counts)),
-            "no overlap": record(data_parallel(profile, cluster, batch, counts, overlap=False)),
         }
 
-    ten = first_devices(CONFIGS["A"], 10)
+    eight, ten = (dataclasses.replace(CONFIGS["A"], devices=CONFIGS["A"].devices[:count]) for count in (8, 10))
     one_server = dataclasses.replace(ten, devices=tuple(dataclasses.replace(d, server=0) for d in ten.devices))
-    return {
-        "single ms": 1e3 * plan_reasons.single_device_seconds(profile, batch),
-        "devices": {str(devices): columns(first_devices(CONFIGS["A"], devices)) for devices in FIGURE_14_DEVICES},
-        "ten in one server": columns(one_server),
-    }
+    return {"8": columns(eight), "10": columns(ten), "ten in one server": columns(one_server)}
 
 
 # ---- table 3
@@ -312,55 +331,39 @@ def run_table_5() -> Record:
 
 
 def run_table_7(line: LargeBert) -> Record:
-    """Returns the largest BERT on these V100s of one server, with recomputation and one sample per micro-batch.
-
-    Its layers with two and three samples, too, since the paper doesn't say how many it has.
-    """
+    """Returns the largest BERT on these V100s, with one sample per micro-batch, and its layers with two and three."""
     costs = largest_bert(line.devices, 1)
     run = simulate(costs.plan, costs.profile, costs.cluster)
     busy = sum(span.end - span.start for span in run.spans if span.kind in ("F", "B"))
-    layers = {samples: encoder_layers(largest_bert(line.devices, samples)) for samples in (1, 2, 3)}
-    return {
-        "layers": layers[1],
-        "layers by samples": {str(samples): count for samples, count in layers.items()},
-        "billion parameters": costs.profile.parameter_bytes / 4e9,
-        "utilization": busy / line.devices / run.latency,
+    layers = {
+        str(samples): sum(
+            layer.name.startswith("layer_") for layer in largest_bert(line.devices, samples).profile.layers
+        )
+        for samples in (1, 2, 3)
     }
+    return {"layers by samples": layers, "utilization": busy / line.devices / run.latency}
 
 
-def encoder_layers(costs: CostModel) -> int:
-    """Returns the number of BERT's encoder layers."""
-    return sum(layer.name.startswith("layer_") for layer in costs.profile.layers)
-
-
-def largest_bert(devices: int, samples: int, replicas: int = 1, *, optimizer_shards: bool = False) -> CostModel:
-    """Returns the costs of the largest BERT with so many samples in a replica's micro-batch, with recomputation.
+def largest_bert(devices: int, samples: int) -> CostModel:
+    """Returns the costs of the largest BERT on these V100s of one server, with recomputation.
 
     Args:
-        devices: V100s of one server.
-        samples: samples of a replica's micro-batch.
-        replicas: replicas of each stage, a divisor of ``devices``.
-        optimizer_shards: whether they keep a shard of the optimizer's slots each.
+        devices: V100s, one for each stage.
+        samples: samples of a micro-batch.
     """
     cluster = hardware(1, devices, 25)
-    stages = devices // replicas
-    groups = [list(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages)]
 
     def costs_of(layers: int) -> CostModel | None:
         """Costs of a pipeline whose stages have as many layers each, the first fewer for the embeddings' sake."""
         profile = deep_bert(layers)
         first = layer_index(profile, "layer_0")
         for fewer in range(4):
-            each, rest = divmod(layers + fewer, stages)
-            sizes = [each + (stage >= stages - rest) for stage in range(stages)]
+            each, rest = divmod(layers + fewer, devices)
+            sizes = [each + (stage >= devices - rest) for stage in range(devices)]
             sizes[0] -= fewer
-            ends = list(itertools.accumulate(sizes))
-            cuts = [profile.layers[first + end - 1].name for end in ends[:-1]]
-            count = _PER_STAGE * stages
-            plan = Plan.manual(
-                cuts, groups, count, samples * replicas * count, "dapple_a", recompute="boundary",
-                optimizer_shards=optimizer_shards,
-            )  # fmt: skip
+            cuts = [profile.layers[first + end - 1].name for end in list(itertools.accumulate(sizes))[:-1]]
+            count = _PER_STAGE * devices
+            plan = Plan.straight(cuts, samples * count, count, "dapple_a", recompute="boundary")
             costs = CostModel(plan, profile, cluster)
             try:
                 if costs.warm_up == plan.warm_up_counts():
@@ -369,7 +372,7 @@ def largest_bert(devices: int, samples: int, replicas: int = 1, *, optimizer_sha
                 continue
         return None
 
-    low, high = stages, 100 * devices
+    low, high = devices, 100 * devices
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if costs_of(middle) is not None else (low, middle)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
@@ -41,6 +42,17 @@ def hardware(servers: int, devices: int, gigabits: float) -> Cluster:
         inter_latency=ETHERNET_LATENCY,
         real=False,
     )
+
+
+def released_links(cluster: Cluster) -> Cluster:
+    """Returns a cluster with the constants of DAPPLE's released planner (HPGO), which are no line rates.
+
+    There 25 Gbit/s are 1 GB/s for transfers and 3 GB/s for all-reduces, and NVLink has 25 GB/s.
+    """
+    slower = (cluster.inter_bandwidth or 0.0) / 25e9 * 8
+    between, inside = Link(3e9 * slower, ETHERNET_LATENCY), Link(100e9, NVLINK_LATENCY)
+    reductions = ReductionLinks(between=between, inside=inside)
+    return dataclasses.replace(cluster, inter_bandwidth=1e9 * slower, intra_bandwidth=25e9, reductions=reductions)
 
 
 CONFIGS = {"A": hardware(2, 8, 25), "B": hardware(16, 1, 25), "C": hardware(16, 1, 10)}
@@ -364,6 +376,8 @@ TABLE_6 = (
 
 ROWS = TABLE_4 + TABLE_6
 
+FIGURE_14 = {"gnmt-16": 1024, "bert-48": 64, "xlnet-36": 128, "amoeba-36": 256}
+"""Figure 14's models and batches. The paper gives the last; the others' are Table 4's."""
 FIGURE_11_MODELS = ("vgg-19", "gnmt-16", "bert-48", "xlnet-36")
 """The fifth, AmoebaNet-36, has no data parallelism to compare with: it doesn't fit in a device's memory."""
 

@@ -1,189 +1,241 @@
-"""Reproduces the experiments of FD-DPS (Mathematics 2022, 10, 4788, section 5): places its models, and simulates them.
+"""FD-DPS's evaluation (Mathematics 2022, 10, 4788, section 5): its claims, the parts behind them, and the command.
 
-    python -m tools.evaluation.reproduce_fd_dps                        # computes all, compares with what is stored
-    python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --dockers=false   # a row
-    python -m tools.evaluation.reproduce_fd_dps --write                # stores all, and writes the document
-    python -m tools.evaluation.reproduce_fd_dps --write --missing      # computes and adds what isn't stored
-    python -m tools.evaluation.reproduce_fd_dps --write --render       # writes the document, computes nothing
+    python -m tools.evaluation.reproduce_fd_dps
 
-Tables 3, 5, 6 and 7 and figures 4 and 5: the training steps of VGG-16, Inception-V3, ResNet-50, ResNet-200,
-PNASNet-mobile and NASNet-large on 2, 4 and 8 devices as fast as P100s. Their graphs are made by the passes of real
-training, and cached in build/operator_steps until something that they depend on changes.
-
-It exits with 1, and says which, if a step differs from the stored one by more than 2 %; a verdict, its limits or a
-number of the paper from the stored ones; the document isn't what the stored rows give; or, with all rows, one of the
-changes in its appendix, made on purpose, goes unnoticed. ``--write`` writes instead, to ``--directory``:
-
-    fd_dps.md       the verdicts, the tables, with the paper's numbers, and what was assumed
-    fd_dps.json     the rows that it is made of, the claims and the bands
-
-and exits with 1 if demands on our own results fail: FD-DPS needs too much memory; its search takes more than 300 s of
-one core.
+Tables 3 and 5 and figure 4: training steps of six networks on 2 to 8 devices as fast as P100s. `results` has the flags.
+Graphs are cached in build/operator_steps until something that they depend on changes.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import logging
-import multiprocessing
-import os
-import pathlib
-import sys
-import time
-from collections.abc import Sequence
-
-from absl import flags
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import operator_sensitivity, operator_sweep
-from dapple_tf.tools.evaluation.operator_claims import SEARCH_SECONDS, claims_of
-from dapple_tf.tools.evaluation.operator_experiments import DEVICES, Row, Setting, prepare, run, settings
+from dapple_tf.tools.evaluation import operator_experiments as experiments
+from dapple_tf.tools.evaluation.claims import DATA, TEXT, UNTOLD, USUAL, WORSE, Claim, Judged, Value
+from dapple_tf.tools.evaluation.document import claimed, counted, picture, table
 from dapple_tf.tools.evaluation.operator_models import MODELS
-from dapple_tf.tools.evaluation.operator_report import Outcomes
-from dapple_tf.tools.evaluation.operator_results import (
-    Stored,
-    changed_document,
-    changed_inputs,
-    changed_sweep,
-    differences,
-    stored,
-    write,
+from dapple_tf.tools.evaluation.results import FLAGS, Evaluation, Record, Results, reproduce
+
+OWN, HARDER = "paper", "harder"
+SETTINGS = {OWN: "the paper's setting", HARDER: "harder"}
+
+
+class PaperRow(NamedTuple):
+    """A row of table 5, in seconds; None is OOM in the paper."""
+
+    single: float | None
+    data_parallel: float | None
+    fast_t: float
+    mp_dps: float
+    fd_dps: float
+
+
+TABLE_5: Mapping[tuple[str, int], PaperRow] = {
+    ("VGG-16", 2): PaperRow(0.794, 1.272, 1.122, 1.066, 1.051),
+    ("VGG-16", 4): PaperRow(0.794, 1.770, 1.975, 1.905, 1.812),
+    ("Inception-V3", 2): PaperRow(0.574, 0.738, 0.712, 0.702, 0.685),
+    ("Inception-V3", 4): PaperRow(0.574, 0.943, 0.912, 0.872, 0.823),
+    ("ResNet-50", 4): PaperRow(0.394, 0.895, 0.834, 0.719, 0.683),
+    ("ResNet-50", 8): PaperRow(0.394, 1.983, 1.874, 1.741, 1.587),
+    ("ResNet-200", 4): PaperRow(2.331, 0.986, 0.853, 0.806, 0.743),
+    ("ResNet-200", 8): PaperRow(2.331, 2.321, 2.046, 1.955, 1.723),
+    ("PNASNet-mobile", 4): PaperRow(0.822, 1.669, 1.624, 1.547, 1.384),
+    ("PNASNet-mobile", 8): PaperRow(0.822, 2.643, 2.459, 2.147, 1.873),
+}
+FIGURE_4 = {("FD-DPS", "FastT"): 0.160, ("MP-DPS", "FastT"): 0.049, ("FD-DPS", "MP-DPS"): 0.111}
+"""(Faster one, than which) -> fraction, of PNASNet-mobile in two dockers."""
+PARAMETERS = {
+    "VGG-16": 138.36e6,
+    "Inception-V3": 23.83e6,
+    "ResNet-50": 25.56e6,
+    "ResNet-200": 64.67e6,
+    "PNASNet-mobile": 5.07e6,
+}
+"""Parameters of the published networks, which cross TF-Slim's host link both ways for each device."""
+_OWN_PAIRS = {"FastT": ("FD-DPS", "DPOS"), "MP-DPS": ("FD-DPS, pieces", "MP-DPS, pieces")}
+"""Opponent -> our column and its own, as published."""
+_BACK = "both go back to data parallelism's graph here"
+
+
+def _margin(record: Record, ours: str, theirs: str) -> float:
+    return 1 - float(record[ours]) / float(record[theirs])
+
+
+def _published(model: str, devices: int) -> str:
+    return f"published: {model}, {devices} devices"
+
+
+def _harder(model: str, devices: int) -> str:
+    return f"harder: {model}, {devices} devices"
+
+
+def margins(results: Results, opponent: str) -> dict[str, list[tuple[float, float]]]:
+    """Returns setting -> (the paper's margin, ours) of each row of table 5.
+
+    Args:
+        results: the records.
+        opponent: ``FastT`` or ``MP-DPS``.
+    """
+    ours, theirs = _OWN_PAIRS[opponent]
+    column = opponent.lower().replace("-", "_").replace("fastt", "fast_t")
+    found: dict[str, list[tuple[float, float]]] = {OWN: [], HARDER: []}
+    for key, row in TABLE_5.items():
+        paper = 1 - row.fd_dps / float(getattr(row, column))
+        found[OWN].append((paper, _margin(results[_published(*key)], ours, theirs)))
+        found[HARDER].append((paper, _margin(results[_harder(*key)], "FD-DPS", opponent)))
+    return found
+
+
+def _over(results: Results, opponent: str) -> Iterator[Claim]:
+    """Yields FD-DPS's step over an opponent's for each row: 1 less the margin that the paper prints."""
+    both = margins(results, opponent)
+    for number, (model, devices) in enumerate(TABLE_5):
+        paper = 1 - both[OWN][number][0]
+        ours: dict[str, Value] = {setting: 1 - rows[number][1] for setting, rows in both.items()}
+        name = f"table 5: {model}, {devices} devices: FD-DPS over {opponent}"
+        yield Claim(name, paper, ours, less=True, why="a single row is chance: see the mean")
+    for what, of in (("mean margin", statistics.fmean), ("rows ahead", _ahead)):
+        paper = of([theirs for theirs, _ in both[OWN]])
+        values: dict[str, Value] = {setting: of([ours for _, ours in rows]) for setting, rows in both.items()}
+        unit = "%" if what == "mean margin" else ""
+        yield Claim(f"table 5: FD-DPS over {opponent}: {what}", paper, values, unit, why=_BACK)
+
+
+def _ahead(values: Sequence[float]) -> float:
+    return float(sum(value > 0 for value in values))
+
+
+def host_link() -> float:
+    """Returns the bytes/s of TF-Slim's host link by VGG-16's first row: weights out and gradients in."""
+    row = TABLE_5["VGG-16", 2]
+    assert row.single is not None and row.data_parallel is not None
+    return 2 * 2 * 4 * PARAMETERS["VGG-16"] / (row.data_parallel - row.single)
+
+
+def _data_parallelism(results: Results) -> Iterator[Claim]:
+    for (model, devices), row in TABLE_5.items():
+        if row.single is None or row.data_parallel is None:
+            continue
+        predicted = row.single + devices * 2 * 4 * PARAMETERS[model] / host_link()
+        verdict = USUAL.verdict(row.data_parallel, predicted) or WORSE
+        why = "small operators lose more than their bytes"
+        if (model, devices) == ("VGG-16", 2):
+            verdict, why = UNTOLD, "the link is fitted to this row"
+        elif row.data_parallel < row.single:
+            verdict, why = UNTOLD, f"{DATA}: whole batches on clones can't take less than on one device"
+        ours: dict[str, Value] = {
+            OWN: Judged(f"{predicted:.3g} s", verdict),
+            HARDER: float(results[_harder(model, devices)]["data parallelism"]),
+        }
+        name = f"table 5: {model}, {devices} devices: data parallelism"
+        yield Claim(name, row.data_parallel, ours, " s", why=why, less=True)
+
+
+def _figure_4(results: Results) -> Iterator[Claim]:
+    record = results["harder: PNASNet-mobile, 8 devices in 2 dockers"]
+    for (faster, than), paper in FIGURE_4.items():
+        margin: dict[str, Value] = {HARDER: _margin(record, faster, than)}
+        why = "the links between dockers are guesses"
+        yield Claim(f"figure 4: PNASNet in two dockers: {faster} over {than}", paper, margin, "%", why=why, untold=TEXT)
+
+
+def _rest(results: Results) -> Iterator[Claim]:
+    for name, model in MODELS.items():
+        if name not in PARAMETERS:
+            continue
+        devices = next(number for other, number in TABLE_5 if other == name)
+        count: dict[str, Value] = {OWN: float(results[_harder(name, devices)]["operators"])}
+        why = "TF-Slim's graphs for TensorFlow 1.14"
+        yield Claim(f"table 3: {name}: operators", float(model.operators), count, "", why=why, untold=TEXT)
+
+
+def claims(results: Results) -> list[Claim]:
+    """Returns all claims."""
+    overs = [claim for opponent in _OWN_PAIRS for claim in _over(results, opponent)]
+    return [*overs, *_data_parallelism(results), *_figure_4(results), *_rest(results)]
+
+
+# ---- the page
+
+
+def _rows(results: Results) -> str:
+    columns = ("FD-DPS", "FD-DPS, algorithm 2", "DPOS", "HEFT", "FD-DPS, pieces", "MP-DPS, pieces", "graph")
+    rows = [
+        [f"{model}, {devices}", *(1e3 * results[_published(model, devices)][column] for column in columns)]
+        for model, devices in TABLE_5
+    ]
+    return table(["ms", *columns[:-1], "data parallelism's graph"], rows)
+
+
+def _towers(results: Results) -> str:
+    rows = []
+    for samples in experiments.SAMPLES:
+        for devices, record in results[f"towers, {samples} samples"].items():
+            parallel, ours = record["data parallelism"], record["FD-DPS"]
+            rows.append([samples, devices, *(1e3 * record[name] for name in record), parallel / ours])
+    return table(
+        ["samples", "devices", "one device, ms", "data parallelism, ms", "FD-DPS, ms", "over data parallelism"], rows
+    )
+
+
+def texts(results: Results, all_claims: Sequence[Claim]) -> dict[str, str]:
+    """Returns what the page's marks stand for."""
+    found = {}
+    for opponent, key in (("FastT", "fastt"), ("MP-DPS", "mpdps")):
+        both = margins(results, opponent)
+        found[f"{key} mean"] = f"{100 * statistics.fmean([ours for _, ours in both[OWN]]):.1f}"
+        found[f"{key} paper"] = f"{100 * statistics.fmean([paper for paper, _ in both[OWN]]):.1f}"
+        found[f"{key} ahead"] = f"{_ahead([ours for _, ours in both[OWN]]):.0f}"
+    over = [results[_published(*key)]["FD-DPS"] / results[_published(*key)]["graph"] for key in TABLE_5]
+    own_queue = [results[_published(*key)]["MP-DPS, pieces"] < results[_published(*key)]["FD-DPS"] for key in TABLE_5]
+    rule = [results[_published(*key)]["FD-DPS, algorithm 2"] / results[_published(*key)]["FD-DPS"] for key in TABLE_5]
+    return {
+        **found,
+        "of": str(len(TABLE_5)),
+        "counts": counted(all_claims, SETTINGS),
+        "claims": claimed(all_claims, SETTINGS),
+        "rows": _rows(results),
+        "towers": _towers(results),
+        "least over": f"{min(over):.1f}",
+        "most over": f"{max(over):.1f}",
+        "behind": str(sum(own_queue)),
+        "rule": f"{min(rule):.2f} to {max(rule):.2f}",
+        "link": f"{host_link() / 1e9:.1f}",
+    }
+
+
+def parts() -> dict[str, Callable[[], Record]]:
+    """Returns all parts: name -> what computes its record. The ones that take long come first."""
+    of = functools.partial
+    long_first = list(TABLE_5)[::-1]
+    return {
+        **{_harder(*key): of(experiments.run_harder, *key) for key in long_first},
+        "harder: PNASNet-mobile, 8 devices in 2 dockers": of(experiments.run_harder, "PNASNet-mobile", 8, 2),
+        **{_published(*key): of(experiments.run_published, *key) for key in long_first},
+        **{f"towers, {samples} samples": of(experiments.run_towers, samples) for samples in experiments.SAMPLES},
+    }
+
+
+EVALUATION = Evaluation(
+    "fd_dps",
+    "dapple_tf.tools.evaluation.reproduce_fd_dps",
+    parts(),
+    claims,
+    texts,
+    lambda all_claims: picture(
+        [claim for claim in all_claims if "operators" not in claim.name], SETTINGS, "FD-DPS: ours beside the paper's"
+    ),
+    lambda: {"host link": host_link()},
 )
-from dapple_tf.tools.evaluation.operator_sweep import Towers
-from dapple_tf.tools.evaluation.sensitivity import unnoticed
-
-FLAGS = flags.FlagValues()
-_DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
-
-_MODELS = flags.DEFINE_list("models", list(MODELS), f"Models to place, from {', '.join(MODELS)}.", flag_values=FLAGS)
-_DEVICES = flags.DEFINE_list("devices", [*map(str, DEVICES)], "Numbers of devices.", flag_values=FLAGS)
-_DOCKERS = flags.DEFINE_boolean(
-    "dockers", True, "Also place on eight devices in two dockers: figure 4.", flag_values=FLAGS
-)
-_DIRECTORY = flags.DEFINE_string("directory", str(_DEFAULT), "Folder of what is stored.", flag_values=FLAGS)
-_WRITE = flags.DEFINE_boolean("write", False, "Store the results, and write the document.", flag_values=FLAGS)
-_MISSING = flags.DEFINE_boolean(
-    "missing", False, "With --write: compute only the chosen rows that aren't stored.", flag_values=FLAGS
-)
-_RENDER = flags.DEFINE_boolean(
-    "render", False, "With --write: write the document again from the stored rows alone.", flag_values=FLAGS
-)
-_SEARCH_SECONDS = flags.DEFINE_float(
-    "search_seconds", SEARCH_SECONDS, "Maximum seconds of one core for a search.", 0.0, flag_values=FLAGS
-)
-_JOBS = flags.DEFINE_integer(
-    "jobs", min(4, os.cpu_count() or 1), "Number of parallel searches, of at most 6 GB each.", 1, flag_values=FLAGS
-)
-
-
-class _Work:
-    """Writes a line on standard error for all finished work."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.began = total, 0, time.monotonic()
-
-    def tell(self, text: str) -> None:
-        self.done += 1
-        passed = time.monotonic() - self.began
-        print(f"[{self.done}/{self.total}, {passed:.0f} s] {text}", file=sys.stderr, flush=True)
-
-
-def reproduce(chosen: Sequence[Setting], jobs: int) -> list[Row]:
-    """Returns the rows of these settings, in their order."""
-    models = list(dict.fromkeys(setting.model for setting in chosen))
-    work = _Work(len(models) + len(chosen))
-    row_of: dict[Setting, Row] = {}
-    if jobs == 1:
-        for setting in chosen:
-            if setting.model in models:
-                models.remove(setting.model)
-                work.tell(f"{setting.model}: {prepare(setting.model):,} nodes")
-            row_of[setting] = run(setting)
-            work.tell(_line(row_of[setting]))
-        return [row_of[setting] for setting in chosen]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(chosen)), context, initializer=_quiet) as pool:
-        graphs = {pool.submit(prepare, model): model for model in models}
-        for graph in concurrent.futures.as_completed(graphs):
-            work.tell(f"{graphs[graph]}: {graph.result():,} nodes")
-        rows = {pool.submit(run, setting): setting for setting in chosen}
-        for done in concurrent.futures.as_completed(rows):
-            row_of[rows[done]] = done.result()
-            work.tell(_line(done.result()))
-    return [row_of[setting] for setting in chosen]
-
-
-def _line(row: Row) -> str:
-    ours, theirs = row.outcomes["fd_dps"], row.outcomes["fast_t"]
-    times = f"FD-DPS {ours.seconds * 1e3:.1f} ms, FastT {theirs.seconds * 1e3:.1f} ms"
-    return f"{row.setting}: {times}, searched for {ours.search_seconds:.1f} s"
-
-
-def _quiet() -> None:
-    logging.getLogger("dapple_tf").setLevel(logging.ERROR)
 
 
 def main() -> None:
-    """Places, simulates, writes or compares, and names what fails."""
-    command.check_choices(_MODELS, MODELS)
-    counts = [int(text) for text in _DEVICES.value if text.isdecimal() and int(text) > 1]
-    command.check(
-        bool(counts) and len(counts) == len(_DEVICES.value),
-        f"--devices: {','.join(_DEVICES.value)!r}; give numbers from 2, such as 2,4,8",
-    )
-    adds = _RENDER.value or _MISSING.value
-    command.check(not (_RENDER.value and _MISSING.value), "--missing and --render exclude each other; give one")
-    command.check(_WRITE.value or not adds, "--missing and --render write; add --write")
-    directory = pathlib.Path(_DIRECTORY.value)
-    partial = set(_MODELS.value) != set(MODELS) or set(counts) != set(DEVICES) or not _DOCKERS.value
-    command.check(
-        adds or not (_WRITE.value and partial and directory.resolve() == _DEFAULT.resolve()),
-        "a part of the results would replace all of them in docs/results; give another --directory",
-    )
-    _quiet()
-    chosen = settings(_MODELS.value, counts, dockers=_DOCKERS.value)
-    before = stored(directory / "fd_dps.json") if adds or not _WRITE.value else Stored([], [], {}, {}, [], {})
-    known = before.rows if adds else []
-    if _MISSING.value:
-        chosen = [setting for setting in chosen if setting not in {row.setting for row in known}]
-    rows = [*known, *(reproduce(chosen, _JOBS.value) if chosen and not _RENDER.value else ())]
-    if known:
-        order = [str(setting) for setting in settings(list(MODELS))]
-        rows.sort(key=lambda row: order.index(str(row.setting)))
-    keep = partial or _RENDER.value
-    outcomes = before.outcomes if keep else operator_sensitivity.tried(rows)
-    steps = before.sweep if keep else operator_sweep.sweep()
-    if not _WRITE.value:
-        missing = [] if partial else [row for row in before.rows if row.setting not in {one.setting for one in rows}]
-        _compare(rows, outcomes, steps, before, directory, missing)
-        return
-    claims = claims_of(rows, _SEARCH_SECONDS.value)
-    write(rows, claims, outcomes, steps, directory)
-    failed = [claim for claim in claims if claim.verdict == "FAILED"]
-    print(f"{len(claims)} claims, {len(failed)} of which fail; {directory / 'fd_dps.md'}")
-    for claim in failed:
-        print(f"FAILED: {claim.name}: {claim.ours}")
-    if failed:
-        sys.exit(1)
-
-
-def _compare(
-    rows: Sequence[Row],
-    outcomes: Outcomes,
-    steps: Sequence[Towers],
-    before: Stored,
-    directory: pathlib.Path,
-    missing: Sequence[Row],
-) -> None:
-    lines = [*changed_inputs(before), *differences(before, rows, _SEARCH_SECONDS.value), *changed_sweep(before, steps)]
-    lines += [f"{row.setting}: is stored, but wasn't computed" for row in missing]
-    lines += [*changed_document(before, directory), *unnoticed(outcomes, before.outcomes)]
-    print(f"{len(rows)} rows, {len(lines)} differences from {directory / 'fd_dps.json'}")
-    for line in lines:
-        print(line)
-    if lines:
-        print("--write accepts them")
-        sys.exit(1)
+    """Computes, compares and says what differs, or writes it."""
+    reproduce(EVALUATION)
 
 
 if __name__ == "__main__":

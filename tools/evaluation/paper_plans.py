@@ -4,7 +4,7 @@ Two freedoms, the same for every plan of a table:
 
 * `SAME`: what DAPPLE's runtime has: its schedules (GPipe's, P_A and P_B), recomputation, all-reduces during the last
   backward, tensors that several stages read sent once.
-* everything: all policies and features of ours that train the same steps (`paper_opponents` for others' plans).
+* everything: all policies and features of ours that train the same steps (`strongest` for others' plans).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dapple_tf.planning.features import NAMES
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.tools.evaluation.paper_models import Partition
+from dapple_tf.tools.evaluation.results import Record
 from dapple_tf.units import counted
 
 SAME = ("gpipe", "dapple_a", "dapple_b")
@@ -37,9 +38,6 @@ _EVERYTHING = tuple(name for name in NAMES if name != "carried_updates")
 """All features but the one that moves updates into the next step, which no other column has."""
 _MOST_MICRO_BATCHES = 256
 """The largest batch of the tables whose profile is of one sample; only times in proportion would allow more."""
-
-Record = dict[str, Any]
-"""What is stored of an experiment: numbers, texts, truth values, and lists and dicts of them."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +80,11 @@ def shape(plan: Plan) -> str:
     return ":".join(f"{count}x{length}" if length > 1 else f"{count}" for count, length in runs)
 
 
-def path_parts(simulation: Simulation) -> dict[str, float]:
-    """Returns the ms of each kind of work on the critical path."""
-    names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "Apply"}
-    parts = dict.fromkeys(("computing", *names.values()), 0.0)
-    path = simulation.critical_path
-    for span, after in itertools.zip_longest(path, path[1:]):
-        end = span.end if after is None else min(span.end, after.start)
-        parts[names.get(span.kind, "computing")] += 1e3 * (end - span.start)
-    return parts
-
-
 def record(outcome: Outcome | None) -> Record | None:
     """Returns what is stored of a plan and its step."""
     if outcome is None:
         return None
-    plan, simulation = outcome.plan, outcome.simulation
-    profile = simulation.costs.profile
+    plan, profile = outcome.plan, outcome.simulation.costs.profile
     return {
         "plan": shape(plan),
         "cuts": ",".join(str(profile.index[cut]) for cut in plan.cuts),
@@ -107,8 +93,6 @@ def record(outcome: Outcome | None) -> Record | None:
         "schedule": str(plan.schedule) if plan.num_stages > 1 else "-",
         "recompute": recompute_text(plan),
         "ms": 1e3 * outcome.seconds,
-        "path": path_parts(simulation),
-        "GB": max(simulation.peak_bytes.values()) / 1e9,
         "fits": outcome.fits,
         "note": outcome.note,
     }
@@ -147,8 +131,6 @@ def best(
     batch: int,
     counts: Sequence[int],
     *,
-    overlap: bool = True,
-    all_reduce: str | None = None,
     schedules: Sequence[str] = SAME,
     recompute: Sequence[str] = ("none", "boundary"),
     short_last: bool = True,
@@ -163,8 +145,6 @@ def best(
         cluster: the devices.
         batch: samples in a step.
         counts: numbers of micro-batches.
-        overlap: whether all-reduces may run during the last backwards.
-        all_reduce: how gradients are reduced; None is the fastest for each stage.
         schedules: names of schedules.
         recompute: ways to recompute.
         short_last: whether a batch may also be divided as `_smallest_slices` divides it.
@@ -187,7 +167,7 @@ def best(
             except PlanError:
                 continue  # fewer samples than replicas
             try:
-                run = _run(plan, profile, cluster, overlap, all_reduce)
+                run = _run(plan, profile, cluster)
             except PlanError:
                 unfit.append((_shortage(plan, profile, cluster)[0], plan))
                 continue
@@ -199,34 +179,26 @@ def best(
     unlimited = dataclasses.replace(cluster, devices=devices)
     least = min(unfit, key=lambda entry: entry[0])[0]
     nearest = [plan for over, plan in unfit if over <= least + 1]
-    runs = [_run(plan, profile, unlimited, overlap, all_reduce) for plan in nearest]
+    runs = [_run(plan, profile, unlimited) for plan in nearest]
     run = min(runs, key=lambda run: run.latency)
     return Outcome(run, False, _shortage(run.costs.plan, profile, cluster)[1])
 
 
-def _run(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
-    """Simulates a plan with this all-reduce, or the fastest for each stage; with all relays where they make it faster.
-
-    If they may ``overlap``, all-reduces run during the last backwards as far as that gains.
-    """
+def _run(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
+    """Simulates a plan with the fastest all-reduce of each stage, and with all relays where they make it faster."""
     if any(len(tensor.consumers) > 1 for tensor in profile.tensors) and plan.num_stages > 2 and not plan.relays:
         ways = (plan, dataclasses.replace(plan, relays=tuple(range(plan.num_stages))))
         runs = []
         for way in ways:
             with contextlib.suppress(PlanError):  # what waits at relays may not fit
-                runs.append(_simulated(way, profile, cluster, overlap, all_reduce))
+                runs.append(_simulated(way, profile, cluster))
         if runs:
             return min(runs, key=lambda run: run.latency)
-    return _simulated(plan, profile, cluster, overlap, all_reduce)
+    return _simulated(plan, profile, cluster)
 
 
-def _simulated(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool, all_reduce: str | None) -> Simulation:
-    if all_reduce is None:
-        plan = fastest_reductions(plan, profile, cluster)
-    else:
-        plan = dataclasses.replace(plan, all_reduce=all_reduce)
-    if overlap:
-        plan = reduced_early(plan, profile, cluster)
+def _simulated(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
+    plan = reduced_early(fastest_reductions(plan, profile, cluster), profile, cluster)
     return simulate(plan, profile, cluster)
 
 
@@ -248,8 +220,6 @@ def data_parallel(
     batch: int,
     counts: Sequence[int],
     *,
-    overlap: bool = True,
-    all_reduce: str | None = None,
     idle: bool = False,
 ) -> Outcome | None:
     """Returns data parallelism; None if it doesn't fit.
@@ -259,16 +229,12 @@ def data_parallel(
         cluster: the devices.
         batch: samples in a step.
         counts: numbers of micro-batches.
-        overlap: whether all-reduces may run during the last backwards.
-        all_reduce: how gradients are reduced; None is the fastest.
         idle: whether it may leave devices idle, as pipelines may, and has the fastest number of the first devices; of
             two that are as fast the larger one. Otherwise it has all.
     """
     least = 1 if idle else cluster.num_devices
     partitions = [Partition((), (used,)) for used in range(cluster.num_devices, least - 1, -1)]
-    outcome = best(
-        partitions, profile, cluster, batch, counts, overlap=overlap, all_reduce=all_reduce, recompute=("none",)
-    )
+    outcome = best(partitions, profile, cluster, batch, counts, recompute=("none",))
     return outcome if outcome is not None and outcome.fits else None
 
 
@@ -279,7 +245,6 @@ def make_plan(
     counts: Sequence[int],
     *,
     everything: bool = False,
-    all_reduce: str | None = None,
 ) -> Outcome:
     """Returns our planner's plan, with `SAME` freedom or with everything."""
     plan = planner.plan(
@@ -289,7 +254,6 @@ def make_plan(
         micro_batches=counts,
         schedule="auto" if everything else SAME,
         only=_EVERYTHING if everything else _FEATURES,
-        all_reduce=all_reduce,
         least_gain=0.0,
     )
     outcome = Outcome(simulate(plan, profile, cluster))
@@ -299,7 +263,7 @@ def make_plan(
     own = Partition(tuple(profile.index[cut] for cut in plan.cuts), plan.replicas, plan.devices)
     partitions = (own, Partition((), (cluster.num_devices,)))
     schedules = (str(plan.schedule),)
-    again = best(partitions, profile, cluster, batch, counts, all_reduce=all_reduce, schedules=schedules)
+    again = best(partitions, profile, cluster, batch, counts, schedules=schedules)
     return again if again is not None and again.fits and again.seconds < outcome.seconds * (1 - 1e-9) else outcome
 
 

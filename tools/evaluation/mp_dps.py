@@ -38,7 +38,7 @@ def mp_dps_candidate(base: Variant, start: Candidate | None) -> Candidate:
     """
     variant = base if start is None else start.variant
     pieces = Pieces.of(variant.problem)
-    best = scheduled(variant, pieces.spread(_placed(pieces.problem)), "MP-DPS")
+    best = scheduled(variant, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS")
     return best if start is None else min(best, start, key=lambda one: one.rank)
 
 
@@ -66,7 +66,7 @@ def predicted_paths(problem: PlacementProblem) -> list[list[float]]:
     return behind
 
 
-def _placed(problem: PlacementProblem) -> list[int]:
+def placed_pieces(problem: PlacementProblem) -> list[int]:
     """Returns the pieces' devices."""
     behind = predicted_paths(problem)
     rank = [sum(row) / problem.devices + mean for row, mean in zip(behind, problem.mean_seconds, strict=True)]
