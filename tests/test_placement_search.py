@@ -19,13 +19,13 @@ from dapple_tf.operators.fd_dps import _improved_best, fd_dps
 from dapple_tf.operators.heft import by_rank, heft
 from dapple_tf.operators.islands import largest_island, on_island
 from dapple_tf.operators.list_placement import InsertionScheduler, Slots
-from dapple_tf.operators.mp_dps import mp_dps, predicted_paths
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import Candidate, placed_by, scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import by_batch
 from dapple_tf.operators.step_placer import OwnOperators
+from dapple_tf.tools.evaluation.mp_dps import mp_dps, predicted_paths
 from graph_passes.analysis.split_rules import Split, SplitRule
 from graph_passes.ir.graph import BRACKET_ATTR, PHASE_ATTR, GraphDef
 from graph_passes.ir.node_kinds import NodeKind
