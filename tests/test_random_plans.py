@@ -53,10 +53,11 @@ CUTS = "abcde"
 SIZES = (16, 16, 5)
 """Samples of the batches of three steps, or of the first two of these."""
 SEEDS = (
-    251, 464, 761, 1140, 1278, 1955, 2428, 2587, 2692, 3575, 3621, 3925, 4500, 4567, 4687, 4717, 5073, 6207, 6530,
-    6973, 8014, 8341, 9190, 9294, 9559, 9812, 9849, 10084, 10176, 10177, 10308, 10322, 10441, 10706, 10769, 10938,
-    11421, 11875, 12899, 12942, 12972, 12996, 13142, 13785, 13897, 14054, 14096, 14218, 14894, 15726, 16256, 16414,
-    16427, 16683, 17022, 17527, 17742, 18286, 18448, 18591, 18861, 19153, 19322, 19501, 19730, 19786,
+    41, 251, 464, 761, 1140, 1278, 1397, 1617, 1883, 1955, 2428, 2587, 2692, 3575, 3621, 3836, 3925, 3961, 4045,
+    4500, 4567, 4687, 4717, 5073, 6207, 6530, 8014, 8341, 9190, 9294, 9559, 9713, 9812, 9849, 10084, 10176, 10177,
+    10308, 10322, 10441, 10706, 10769, 10938, 11421, 11875, 12899, 12942, 12996, 13142, 13785, 13897, 14054, 14096,
+    14894, 15726, 16256, 16414, 16427, 16683, 17022, 17527, 17742, 18286, 18448, 18591, 18861, 19153, 19322, 19501,
+    19730, 19786,
 )  # fmt: skip
 
 
@@ -143,7 +144,8 @@ def draw(seed: int) -> MixedPlan:
             continue
     model = "words" if plan.row_shards else str(rng.choice([*MODELS]))
     optimizer = str(rng.choice(allowed_optimizers(plan)))
-    sizes = SIZES if plan.carried_updates or rng.random() < 0.5 else SIZES[:2]
+    more = not plan.compiled and (plan.carried_updates > 0 or rng.random() < 0.5)
+    sizes = SIZES if more else SIZES[:2]
     return MixedPlan(seed, MODELS[model], optimizer, plan, servers, sizes)
 
 
@@ -182,8 +184,9 @@ def pairs_of(drawn: MixedPlan) -> set[Any]:
 def seconds(drawn: MixedPlan) -> float:
     """About how long it takes to train by a plan."""
     plan, model = drawn.plan, {"skips": 0.0, "words": 0.5, "image": 0.7}[drawn.model.about]
-    stages = 1.4 * bool(plan.operator_devices) + 0.3 * plan.num_stages * plan.compiled
-    return 0.3 * len(drawn.sizes) + model + stages + 0.01 * plan.micro_batches * sum(plan.replicas)
+    tasks = plan.micro_batches * sum(plan.replicas)
+    each = (0.4 if plan.operator_devices else 0.01) + 0.1 * plan.compiled
+    return 0.3 * len(drawn.sizes) + model + each * tasks
 
 
 def choose(count: int) -> list[int]:

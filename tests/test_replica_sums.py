@@ -25,7 +25,7 @@ from programs import (
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.program import Program, StageFunction, Value, ValueKind
-from graph_passes.ir.replica_sums import key_nodes, sums_of
+from graph_passes.ir.replica_sums import key_nodes, sums_of, without_sums
 from graph_passes.ir.verify import _verify_meetings, verify
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
@@ -83,6 +83,16 @@ def test_nothing_is_added_up_twice(recompute: str, split: tuple[int, ...]) -> No
         assert stage.graph is not None
         keys = key_nodes(Graph(stage.graph), peers.refs)
         assert len(keys) == 6 and not keys & {ref.node for ref in handed_on}, "keys are arguments"
+
+
+def test_a_graph_without_sums_gives_what_it_was_given() -> None:
+    graph = differentiated().stages[0].graph
+    assert graph is not None
+    alone = without_sums(graph)
+    assert len(sums_of(graph.node)) == 6 and not sums_of(alone.node)
+    for before in sums_of(graph.node):
+        after = next(each for each in alone.node if each.name == before.name)
+        assert after.op == "Identity" and list(after.input) == list(before.input[:1])
 
 
 def numbers(program: Program, text: str) -> list[int]:
