@@ -22,7 +22,6 @@ from dapple_tf.tools.evaluation.bench_models import MODELS
 from dapple_tf.tools.evaluation.bench_report import check_output, own_commit, read_results, write_results
 from dapple_tf.tools.evaluation.bench_scale import cluster_of
 from dapple_tf.tools.evaluation.bench_torch import check_alike
-from dapple_tf.tools.evaluation.ooo_measured import measurements, spread
 from dapple_tf.tools.evaluation.peers import Peers, PeersError
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
@@ -266,5 +265,3 @@ def test_ratios_are_of_as_many_rounds() -> None:
 def test_pages_are_those_of_their_numbers() -> None:
     page = RESULTS.parent / "zoo.md"
     assert page.read_text(encoding="utf-8") == zoo.document(read_results(RESULTS / "zoo.json"))
-    text = " ".join((RESULTS / "two_hosts.md").read_text(encoding="utf-8").split())
-    assert spread(measurements(RESULTS)["two_hosts"]["records"]) in text
