@@ -78,12 +78,6 @@ def test_arrays_come_in_the_order_of_the_leaves(free: keras.Model) -> None:
         spec.flatten({"a": floats(2, 4), "b": floats(2, 1)}, tf.constant([1, 2]))
 
 
-def test_any_numbers_can_be_fed(free: keras.Model) -> None:
-    for dtype in ("bfloat16", "uint32", "bool"):
-        array = tf.cast(floats(2, 2), dtype)
-        assert spec_of(free, array).x.dtype == spec_of(free, array.numpy()).x.dtype == dtype
-
-
 def test_axes_that_the_model_leaves_open_are_open(sequences: keras.Model) -> None:
     """In labels and weights too, where their length is that of an open axis."""
     spec = spec_of(sequences, floats(2, 5, 3), floats(2, 5), floats(2, 4))
@@ -127,12 +121,6 @@ def test_specs_cover_and_widen(free: keras.Model) -> None:
 # --- passes
 
 
-def test_batches_of_any_sizes(free: keras.Model) -> None:
-    lengths = [4, 9, 1, 1]
-    batches = Batches(free, [(floats(length, 3), floats(length)) for length in lengths])
-    assert [batch.samples for batch in batches] == lengths
-
-
 def test_datasets_say_which_axes_vary(free: keras.Model) -> None:
     def dataset(shape: list[int | None], *lengths: int) -> Any:
         spec = tf.TensorSpec(shape, tf.float32)
@@ -168,9 +156,8 @@ class Claims(list[Any]):
             "batch 2 has x float64 (?, 3), y float32 (?,), but the batches before had x float32 (?, 3), y float32 (?,)",
         ),
         ((floats(2, 3),), "batch 2 has x float32 (?, 3), but the batches before had x float32 (?, 3), y"),
-        ((floats(2, 3, 1), floats(2)), "batch 2 has x float32 (?, 3, 1), y float32 (?,), but the batches before"),
     ],
-    ids=["shape", "dtype", "structure", "rank"],
+    ids=["shape", "dtype", "structure"],
 )
 def test_batches_that_change_are_refused(free: keras.Model, second: Any, text: str) -> None:
     batches = Batches(free, Claims([(floats(2, 3), floats(2)), second]))

@@ -16,9 +16,8 @@ from equivalence import TOLERANCE, assert_same_training, assert_same_variables, 
 from models_for_tests import with_layer
 
 import dapple_tf as dapple
-from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec
+from dapple_tf.frontend.batch import BatchSpec, Leaf
 from dapple_tf.frontend.capture import Mode, capture
-from dapple_tf.frontend.host_part import CapturedProgram
 from dapple_tf.frontend.py_functions import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 
@@ -81,16 +80,6 @@ def test_strings_of_a_dataset_are_fitted_evaluated_predicted_and_saved(tmp_path:
     pipelined.save(tmp_path / "model.keras")
     saved = keras.models.load_model(tmp_path / "model.keras")
     assert np.allclose(saved.predict(TEXTS, verbose=0), pipelined.predict(TEXTS, verbose=0))
-
-
-def test_devices_get_numbers_for_all_that_follows_from_strings_alone() -> None:
-    model = vectorized()
-    program = capture(model, VariableTable(model), Mode.PREDICT, declared_spec(model))
-    assert isinstance(program, CapturedProgram) and program.host is not None
-    assert (None, 4) in program.host.shapes  # ids; others are of the mask
-    assert not [node.op for node in program.graph.node if "Table" in node.op or "String" in node.op]
-    ids = program.host([np.array(["of of a", "model nothing"], object)])[0]
-    assert ids.tolist() == [[3, 3, 4, 0], [5, 1, 0, 0]]
 
 
 def test_a_model_that_takes_strings_is_profiled_with_examples_of_them() -> None:

@@ -9,11 +9,8 @@ import numpy as np
 from equivalence import pair, pipeline
 from models_for_tests import assert_close
 from program_text import read_program
-from programs import METRIC, apply, compiled
+from programs import apply
 
-from dapple_tf.frontend.batch import spec_of
-from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.variables import VariableTable
 from graph_passes.ir.graph import Ref
 from graph_passes.passes.assign_stages import AssignStages
 
@@ -52,26 +49,6 @@ def test_a_metric_is_in_the_stage_of_what_it_reads_and_no_sum_over_a_slice_cross
     assert {program.node_stage[name] for name in first} == {0}
     assert {program.node_stage[name] for name in later} == {1}
     assert [boundary.ref for boundary in program.boundaries] == [Ref("a/tanh")]
-
-
-def two_outputs() -> keras.Model:
-    i = keras.Input((6,))
-    d = layers.Dense(5, "tanh", name="d")(layers.Dense(6, "tanh")(i))
-    metrics = [["mae"], ["mae"]]
-    return compiled(i, [d, layers.Dense(2, name="e")(d)], loss=["mae", "mse"], metrics=metrics)
-
-
-def test_all_of_a_metric_is_in_one_stage() -> None:
-    """The count of a mean may depend on nothing that a stage has made, but counts the slices of one stage."""
-    model = two_outputs()
-    table, spec = VariableTable(model), spec_of(model, X, Y)
-    build(model, table, spec)
-    program = apply(capture(model, table, Mode.TRAIN, spec), AssignStages(("d",)))
-    stages: dict[str | None, set[int]] = {}
-    for variable in program.roles.variables:
-        if variable.kind is METRIC and variable.update is not None:
-            stages.setdefault(variable.metric, set()).add(program.node_stage[variable.update.node])
-    assert sorted(map(tuple, stages.values())) == [(0,), (0,), (1,), (1,)]
 
 
 # ---- numbers

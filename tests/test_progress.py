@@ -43,15 +43,6 @@ def test_the_bar_comes_late_and_goes_at_the_end(clock: list[float], capsys: pyte
     assert capsys.readouterr().err.strip("\r ") == ""
 
 
-def test_nothing_is_shown_where_nobody_looks(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    for shown in (None, False):  # A test's standard error is no terminal.
-        with Progress("measuring", shown=shown) as bar:
-            clock[0] += 5.0
-            bar.step("first")
-            bar.say("a line")
-    assert capsys.readouterr().err == ""
-
-
 def test_the_clock_goes_on_in_a_long_step(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """TensorFlow's preparation of a step is one call of 10 s and more."""
     with Progress("preparing", shown=True, delay=2.0) as bar:
@@ -75,13 +66,6 @@ def test_a_thread_keeps_the_clock_going_until_the_end(monkeypatch: pytest.Monkey
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "progress")
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_another_line_is_left_first(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("preparing", shown=True, before=lambda: sys.stderr.write("\n")) as bar:
-        for clock[0], text in ((5.0, "first"), (6.0, "second")):
-            bar.step(text)
-    assert capsys.readouterr().err.startswith("\n\rpreparing, first: 00:05\rpreparing, second: 00:06\r")
 
 
 # --- beside Keras' bar

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from equivalence import use_float64
 from program_text import read_program
 from programs import (
     BACKWARD,
@@ -24,7 +23,6 @@ from programs import (
     staged,
     step_of,
 )
-from skip_models import skip_batch, skips
 
 import dapple_tf as dapple
 from graph_passes.errors import PassError
@@ -174,11 +172,15 @@ def test_a_relay_stands_on_its_own_device() -> None:
 
 
 def test_transfers_and_drawings_show_the_stage_that_sends() -> None:
-    use_float64()
-    keras.utils.set_random_seed(3)
-    plan = dapple.Plan.manual(("block_0", "block_1", "block_3"), [[0], [1], [2], [3]], 2, 4, relays=[1, 2])
-    pipelined = dapple.transform(skips(), dapple.Cluster.local(4, kind="cpu"), plan)
-    x, y = skip_batch(np.random.default_rng(0), 4)
-    spans = [span for span in pipelined.profile_step(x, y).step.timeline.spans if span.kind == "send"]
+    x = keras.Input((4,))
+    first = h = keras.layers.Dense(4, name="first")(x)
+    for name in ("second", "third", "last"):
+        h = keras.layers.Dense(4, name=name)(h + first)
+    model = keras.Model(x, h)
+    model.compile("sgd", "mse")
+    plan = dapple.Plan.manual(("first", "second", "third"), [[0], [1], [2], [3]], 2, 4, relays=[1, 2])
+    pipelined = dapple.transform(model, dapple.Cluster.local(4, kind="cpu"), plan)
+    timeline = pipelined.profile_step(np.ones((4, 4)), np.ones((4, 4))).step.timeline
+    spans = [span for span in timeline.spans if span.kind == "send"]
     assert {(span.device, span.target) for span in spans} == {(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)}
     assert all(span.stage == span.device and span.micro_batch is not None for span in spans)

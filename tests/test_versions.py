@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 from collections.abc import Mapping
 
 import keras
 import pytest
 import tensorflow as tf
-from workers import client, expect
 
 import dapple_tf as dapple
 from dapple_tf.clusters.shared_connections import connected
+from dapple_tf.network import versions
 from dapple_tf.network.versions import are_versions, own_versions, version_difference
-from dapple_tf.tools.hosts import free_ports
+from dapple_tf.tools.hosts import LocalWorkers
 
 
 def test_own_versions() -> None:
@@ -50,24 +49,16 @@ def test_what_is_no_versions() -> None:
         assert not are_versions(value)
 
 
-OLDER = """
-import sys
-import dapple_tf.version
-dapple_tf.version.VERSION = "0.0.1"
-from absl import app
-from dapple_tf import worker
-app.run(worker.main, sys.argv)
-"""
-
-
-def test_two_versions_of_this_package_do_not_train_together() -> None:
+def test_two_versions_of_this_package_do_not_train_together(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.0.1 and 0.1.0 did, without a word."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(client(OLDER, f"--address={address}", "--devices=1"))
-        expect(process, f"worker on {address} (process {process.pid}), WITHOUT TLS: whoever reaches it can take it")
-        with pytest.raises(dapple.ClusterError, match=rf"worker 0 \({address}\) has dapple_tf 0\.0\.1 where this "):
-            dapple.Cluster.of_servers([address])
-        described = dapple.Cluster.of_servers([address], devices_per_server=1)  # asks nobody
-        with pytest.raises(dapple.ClusterError, match=r"has dapple_tf 0\.0\.1 where this "):
-            stack.enter_context(connected(described))
+    older = {**own_versions(), "dapple_tf": "0.0.1"}
+    monkeypatch.setattr(versions, "own_versions", lambda: older)
+    address = workers.addresses[0]
+    text = rf"worker 0 \({address}\) has dapple_tf {dapple.__version__} where this process has 0\.0\.1: "
+    with pytest.raises(dapple.ClusterError, match=text):
+        dapple.Cluster.of_servers([address])
+    described = dapple.Cluster.of_servers([address], devices_per_server=1)  # asks nobody
+    with pytest.raises(dapple.ClusterError, match=text), connected(described):
+        pass
