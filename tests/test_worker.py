@@ -81,15 +81,12 @@ TASK = {"type": "worker", "index": 1}
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"cluster": {"worker": ["a:1"]}}, r"TF_CONFIG lacks or garbles 'task'; it looks like"),
         ({"cluster": 1, "task": TASK}, "TF_CONFIG lacks or garbles"),
         ({"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}, "this task's type is 'ps'; only tasks"),
         ({"cluster": {"worker": ["a:1"]}, "task": TASK}, r"task index is 1, but .* \['a:1'\]"),
-        ({"cluster": {"worker": ["a:1"]}, "task": TASK | {"index": -1}}, "task index is -1, but"),
         ({"cluster": {"worker": ["a:1", "b:1"]}, "task": TASK | {"index": True}}, "task index is True, but"),
         ({"cluster": {"worker": {"0": "a:1"}}, "task": TASK | {"index": 0}}, "the cluster's workers are {"),
         ("[" * 100_000, "TF_CONFIG isn't JSON: maximum recursion depth"),
-        ("1" * 10_000, "TF_CONFIG isn't JSON: Exceeds the limit"),
     ],
 )
 def test_the_worker_s_address_in_tf_config(config: Any, error: str) -> None:
@@ -121,9 +118,7 @@ def _flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["--address=8.8.8.8:2222", "--allow_public"], "no worker can listen on 8.8.8.8:2222: Cannot assign"),
         (["--address=127.0.0.1:2222", "--gpus=0,1", "--devices=2"], "--gpus and --devices=2 .* exclude each other"),
         (["--address=127.0.0.1:2222", "--server_port=2222"], "--server_port=2222 is the port of --address, too"),
-        (["--server_port=70000"], r"flag --server_port=70000: .*\[0, 65535\]"),
         (["--devices=-1"], r"flag --devices=-1: .*\[0, 1000\]"),
-        (["--memory_bytes=0"], "flag --memory_bytes=0: .*positive integer"),
     ],
 )
 @pytest.mark.usefixtures("_flags")
@@ -132,17 +127,6 @@ def test_mistakes_of_the_command_line(arguments: list[str], message: str, monkey
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "8.8.8.8:1"]}, "task": TASK}))
     with pytest.raises((app.UsageError, flags.IllegalFlagValueError), match=message):
         worker_module.main(flags.FLAGS(["worker", *arguments]))
-
-
-def test_a_worker_and_its_server_are_reached_at_the_worker_s_own_address_only(worker: Worker_) -> None:
-    host, port = split_address(worker[0])
-    with pytest.raises(ControlError, match="can't be reached"):
-        Channel.connect(f"127.0.0.2:{port}", 5)
-    with leased(worker[0]) as (channel, server_port):
-        assert channel.socket.getpeername() == (host, port)
-        socket.create_connection((host, server_port), 5).close()
-        with pytest.raises(OSError, match="timed out"):
-            socket.create_connection(("127.0.0.2", server_port), 0.3)
 
 
 def test_a_listener_that_all_may_reach() -> None:
@@ -159,13 +143,6 @@ def test_a_listener_that_all_may_reach() -> None:
 
 
 # ---- what there is
-
-
-def test_status(worker: Worker_) -> None:
-    answer = status(worker[0])
-    (device,) = answer.pop("devices")
-    assert answer == {"holder": None, "versions": own_versions()}
-    assert device["kind"] == "CPU" and 2**28 < device["memory_bytes"] < 2**50
 
 
 def test_inventory() -> None:
@@ -204,27 +181,53 @@ def test_a_worker_lends_the_gpus_that_it_is_told_to(monkeypatch: pytest.MonkeyPa
         worker_module._report(["3", "4"])
 
 
-def test_a_worker_that_waits_has_no_tensorflow(worker: Worker_) -> None:
-    """It took 572 MiB; its processes for clients have TensorFlow's library, but nothing of its Python part."""
+# ---- leases
+
+
+def test_a_lease_and_what_is_to_be_seen_of_it(worker: Worker_) -> None:
+    """A worker that waits took 572 MiB; its processes for clients have TensorFlow's library, and no Python part."""
     address, process = worker
-    with leased(address):
+    answer = status(address)
+    (device,) = answer.pop("devices")
+    assert answer == {"holder": None, "versions": own_versions()}
+    assert device["kind"] == "CPU" and 2**28 < device["memory_bytes"] < 2**50
+    host, port = split_address(address)
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    with leased(address, others=[nobody]) as (channel, server_port):
         (child,) = children(process)
         own, served = (pathlib.Path(f"/proc/{number}/maps").read_text() for number in (process, child))
-    assert "tensorflow" not in own and "numpy" not in own
-    assert "libtensorflow_cc" in served and "_pywrap_tensorflow" not in served and "numpy" not in served
-
-
-# ---- leases
+        assert "tensorflow" not in own and "numpy" not in own
+        assert "libtensorflow_cc" in served and "_pywrap_tensorflow" not in served and "numpy" not in served
+        # Both are reached at the worker's own address only.
+        with pytest.raises(ControlError, match="can't be reached"):
+            Channel.connect(f"127.0.0.2:{port}", 5)
+        assert channel.socket.getpeername() == (host, port)
+        socket.create_connection((host, server_port), 5).close()
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(("127.0.0.2", server_port), 0.3)
+        # Who says nothing gets no process: 64 of them kept everybody else out for 10 s, and then again.
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection((host, port), PATIENCE)).sendall(b"{")
+            assert channel.ask({"ping": 1}, PATIENCE) == {"pong": 1}
+            assert status(address)["holder"] == "another client"
+            wait_until(lambda: len(children(process)) == 1)
+        assert channel.ask({"ping": 2}, PATIENCE) == {"pong": 2}
+        # It knocks at the other servers: TensorFlow's would wait for one that can't be reached.
+        assert channel.ask({"knock": 5.0}, PATIENCE) == {"unreachable": {nobody: "Connection refused"}}
+        channel.send({"knock": float("nan")}, PATIENCE)  # No client of ours.
+        wait_until(lambda: not children(process))
 
 
 def test_a_lease_is_its_clients_alone(worker: Worker_) -> None:
     """Its holder's name isn't told, and is no key: who knew it killed the client's server and got the worker.
 
-    The client itself takes it over from its connection that hangs.
+    The client itself takes it over from its connection that hangs. How its process ended is told to it alone: whoever
+    counted through process numbers was told, too.
     """
     address, process = worker
     own, other = "host-a process 17", "host-b process 18"
-    with leased(address, own) as (channel, _):
+    with leased(address, own):
         (child,) = children(process)
         for refused in (wish(other), wish(own) | {"secret": "x" * 64}):
             with talking(address) as stranger:
@@ -233,14 +236,22 @@ def test_a_lease_is_its_clients_alone(worker: Worker_) -> None:
         for secret in ("", secret_of(other), "\u00e9" * 64):
             assert status(address, secret=secret)["holder"] == status(address)["holder"] == "another client"
         assert status(address, secret=secret_of(own))["holder"] == own
-        assert channel.ask({"ping": 1}, PATIENCE) == {"pong": 1}
-        wait_until(lambda: children(process) == [child])
         os.kill(child, signal.SIGSTOP)
         with leased(address, own):
             wait_until(lambda: child not in children(process))
-            assert status(address, secret=secret_of(own))["holder"] == own
-    with leased(address, other):
-        assert status(address, secret=secret_of(other))["holder"] == other
+            (child,) = children(process)
+            os.kill(child, signal.SIGSEGV)
+            wait_until(lambda: not os.path.exists(f"/proc/{child}"))
+    with leased(address, other, silence=1.0) as (channel, _):  # The worker still knows then.
+        ended = {"ended": "its process was ended by SIGSEGV", "out_of_memory": False}
+        for secret, expected in ((secret_of(own), ended), ("x" * 32, {"error": "isn't lent to this process any more"})):
+            with talking(address) as asking:
+                assert asking.ask(question("pulse", secret=secret, process=child), PATIENCE) == expected
+        # Who says nothing for long has gone: no packet tells of the end of a machine that was switched off.
+        wait_until(lambda: not children(process))
+        with pytest.raises(ControlError, match="connection"):
+            channel.ask({"ping": 2}, 5)
+    assert status(address)["holder"] is None
 
 
 def test_the_kernel_knows_who_has_a_lease() -> None:
@@ -268,43 +279,6 @@ def test_the_kernel_knows_who_has_a_lease() -> None:
     assert lease.take("another", secret_of("another"))
     for descriptor in (*ready, *done):
         os.close(descriptor)
-
-
-def test_a_client_that_says_nothing_for_long_has_gone(worker: Worker_) -> None:
-    """It may be on a machine that was switched off: then no packet tells of its end."""
-    address, process = worker
-    with leased(address, silence=1.0) as (channel, _):
-        assert channel.ask({"ping": "any"}, PATIENCE) == {"pong": "any"}
-        wait_until(lambda: not children(process))
-        with pytest.raises(ControlError, match="connection"):
-            channel.ask({"ping": 2}, 5)
-    assert status(address)["holder"] is None
-
-
-def test_a_worker_knocks_at_the_other_servers(worker: Worker_) -> None:
-    """Its TensorFlow server would wait for one that can't be reached."""
-    address, process = worker
-    nobody = f"127.0.0.1:{free_ports(1)[0]}"
-    with leased(address, others=[nobody]) as (channel, _):
-        assert channel.ask({"knock": 5.0}, PATIENCE) == {"unreachable": {nobody: "Connection refused"}}
-        channel.send({"knock": float("nan")}, PATIENCE)  # No client of ours.
-        wait_until(lambda: not children(process))
-
-
-def test_how_a_process_ended_is_told_to_its_client_only(worker: Worker_) -> None:
-    """Whoever counted through process numbers was told, too."""
-    address, process = worker
-    with leased(address):
-        (child,) = children(process)
-        os.kill(child, signal.SIGSEGV)
-        wait_until(lambda: not os.path.exists(f"/proc/{child}"), 5)
-    with leased(address, "another"):  # The worker still knows then.
-        for secret, expected in (
-            (wish("somebody")["secret"], {"ended": "its process was ended by SIGSEGV", "out_of_memory": False}),
-            ("x" * 32, {"error": "isn't lent to this process any more"}),
-        ):
-            with talking(address) as channel:
-                assert channel.ask(question("pulse", secret=secret, process=child), PATIENCE) == expected
 
 
 # ---- clients that aren't any
@@ -340,10 +314,7 @@ def answers(said: bytes, keys: Any = None) -> list[dict[str, Any]]:
         ({}, "speaks None and the worker 'dapple_tf.worker/2'; use the same version of dapple_tf on both"),
         (question([1]), r"asks for [1], which no worker knows"),
         (question("lease"), "'client' is None; it must be of type str"),
-        (question("lease", client="c"), "'secret' is None; it must be of type str"),
         (wish("c") | {"secret": "x" * 31}, "'secret' has 31 characters; it must have at least 32"),
-        (wish("c") | {"port": True}, "'port' is True; it must be of type int"),
-        (wish(""), "'client' must have 1 to 1000 characters"),
         (wish("x" * 1001), "'client' must have 1 to 1000 characters"),
     ],
 )
@@ -357,21 +328,13 @@ GOOD: dict[str, Any] = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": 0, "lead
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"cluster": None}, "'cluster' is None; it must be of type dict"),
         ({"cluster": {"worker": []}}, "task 0 and leader 0 aren't among the workers []"),
         ({"task": 1}, "task 1 and leader 0 aren't among the workers"),
-        ({"leader": -1}, "task 0 and leader -1 aren't among"),
-        ({"silence": 60}, "'silence' is 60; it must be of type float"),
         ({"silence": float("nan")}, "'silence' is nan s; it must be from 1 s to a day"),
-        ({"silence": 0.0}, "'silence' is 0.0 s; it must be from 1 s to a day"),
-        ({"cluster": {"worker": ["127.0.0.1:1", 5]}}, "job 'worker' has the tasks ['127.0.0.1:1', 5]; they must be"),
-        ({"cluster": {"worker": ["nowhere"]}}, "job 'worker': address 0 is 'nowhere'; write it as 'host:port'"),
         ({"cluster": {"worker": ["a:1", "a:1"]}}, "job 'worker': servers 0 and 1 both have the address 'a:1'"),
         ({"cluster": {"worker": ["a:1"], "Other Job": ["b:1"]}}, "job 'Other Job' has the tasks ['b:1']"),
         ({"cluster": {"worker": ["a:1"], "client": []}}, "job 'client': addresses is []; give a list"),
-        ({"fingerprints": None}, "'fingerprints' is None; it must be of type list"),
         ({"fingerprints": [1]}, "'fingerprints' is [1]; it must have a text for each of the workers"),
-        ({"fingerprints": ["x"], "cluster": {"worker": ["a:1"], "ps": ["b:1"]}}, "the cluster has the jobs"),
         ({"fingerprints": ["x"], "cluster": {"worker": ["a:1"], "client": ["b:1", "b:2"]}}, "the cluster has the jobs"),
     ],
 )
@@ -422,31 +385,15 @@ def give(address: str, data: bytes) -> None:
 def test_nothing_that_is_sent_harms_a_worker(worker: Worker_) -> None:
     address, process = worker
     draw = random.Random(5)
-    for _ in range(5):
+    for _ in range(3):
         give(address, hostile(draw))
     before = resident_bytes(process)
-    for _ in range(15):
+    for _ in range(9):
         give(address, hostile(draw))
-    for size in (1 << 20, 1 << 23):
-        give(address, b"x" * size)
-        give(address, b'"' + b"x" * size + b'"\n')
+    give(address, b'"' + b"x" * (1 << 23) + b'"\n')
     wait_until(lambda: not children(process))
     assert status(address)["holder"] is None
     assert resident_bytes(process) - before < 4 * 2**20
-
-
-def test_a_hundred_silent_connections_disturb_no_one(worker: Worker_) -> None:
-    """Who says nothing gets no process: 64 of them kept everybody else out for 10 s, and then again."""
-    address, process = worker
-    with leased(address) as (channel, _), contextlib.ExitStack() as stack:
-        for _ in range(100):
-            stack.enter_context(socket.create_connection(split_address(address), PATIENCE)).sendall(b"{")
-        assert channel.ask({"ping": 1}, PATIENCE) == {"pong": 1}
-        assert status(address)["holder"] == "another client"
-        wait_until(lambda: len(children(process)) == 1)
-        stack.close()
-        assert status(address)["holder"] == "another client"
-        assert channel.ask({"ping": 2}, PATIENCE) == {"pong": 2}
 
 
 def test_a_worker_that_cannot_fork_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
