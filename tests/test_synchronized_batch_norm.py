@@ -144,34 +144,23 @@ def test_a_stage_that_adds_up_is_not_compiled(caplog: pytest.LogCaptureFixture) 
     assert text.startswith("stage 1 isn't compiled with XLA: it adds up over its replicas, ")
 
 
-def test_sums_within_loops_are_refused() -> None:
+def in_a_loop(x: tf.Tensor) -> tf.Tensor:
     """Replicas couldn't tell the sums of different rounds apart."""
-
-    class Repeated(keras.layers.Layer):
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            return keras.ops.fori_loop(0, 3, lambda _, y: y / context.all_reduce("sum", tf.reduce_sum(y)), x)
-
-    x = keras.Input((3,))
-    model = compiled(x, Repeated()(x))
-    with pytest.raises(dapple.DappleError, match=r"(?s)inside a loop.*synchronized=False"):
-        pipeline(model, [], [2], 1, 4).train_on_batch(np.ones((4, 3)), np.ones((4, 3)))
+    context = tf.distribute.get_replica_context()
+    return keras.ops.fori_loop(0, 3, lambda _, y: y / context.all_reduce("sum", tf.reduce_sum(y)), x)
 
 
-def test_gradients_of_sums_within_the_model_are_refused() -> None:
+def slope(x: tf.Tensor) -> tf.Tensor:
     """It was a LookupError out of TensorFlow's registry."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(x * x))
+    return tape.gradient(total, x)
 
-    class Slope(keras.layers.Layer):
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                total = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(x * x))
-            return tape.gradient(total, x)
 
-        def compute_output_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-            return shape
-
+@pytest.mark.parametrize(("function", "text"), [(in_a_loop, "inside a loop"), (slope, "takes a gradient")])
+def test_sums_in_loops_and_their_gradients_within_the_model_are_refused(function: Any, text: str) -> None:
     x = keras.Input((3,))
-    model = compiled(x, keras.layers.Dense(1)(Slope()(x)))
-    with pytest.raises(dapple.DappleError, match=r"(?s)takes a gradient.*synchronized=False"):
+    model = compiled(x, keras.layers.Dense(1)(keras.layers.Lambda(function, output_shape=(3,))(x)))
+    with pytest.raises(dapple.DappleError, match=rf"(?s){text}.*synchronized=False"):
         pipeline(model, [], [2], 1, 4).train_on_batch(np.ones((4, 3)), np.ones((4, 1)))
