@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import zoo
 from equivalence import assert_same_variables_after, pair, pipeline, use_float64
 from profiled import captured, mlp
@@ -19,7 +18,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ProfileError
 from dapple_tf.frontend.batch import BatchSpec, declared_spec
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.functional import cuts_are_safe, outputs_as_declared
+from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.layer_cuts import (
     cut_name,
     innermost_calls,
@@ -194,29 +193,7 @@ def listed() -> keras.Model:
     return keras.Model([x], [dense("b")(dense("a")(x))])
 
 
-ANY_STRUCTURE = pytest.mark.filterwarnings("ignore:The structure of `inputs`")
-"""Keras warns where a list of one input was declared and the input itself comes."""
-
-
-@ANY_STRUCTURE
-@pytest.mark.parametrize("make", [branches, listed])
-def test_outputs_as_declared(make) -> None:
-    model = make()
-
-    def traced():
-        function = tf.function(lambda x: model(x)).get_concrete_function(tf.TensorSpec((None, 4)))
-        return function.structured_outputs, len(function.graph.as_graph_def().node)
-
-    with outputs_as_declared(model):
-        outputs, few = traced()
-    expected, many = traced()
-    assert keras.tree.map_structure(str, outputs) == keras.tree.map_structure(str, expected)
-    assert few < many
-    assert "call" not in vars(model)
-    model(np.zeros((2, 4), "float32"))
-
-
-@ANY_STRUCTURE
+@pytest.mark.filterwarnings("ignore:The structure of `inputs`")
 @pytest.mark.parametrize("plan", [dapple.Plan.straight(["a"], 6, 2), dapple.Plan.data_parallel(2, 6)])
 def test_one_output_in_a_list_is_trained_as_that_output(plan: dapple.Plan) -> None:
     """Losses were built for a list, and read the first sample of each slice; the user's model did so ever after."""

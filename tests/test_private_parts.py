@@ -31,27 +31,6 @@ def test_all_that_is_named_is_there() -> None:
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-def test_layers_and_calls_of_a_model() -> None:
-    model = mlp()
-    assert [layer.name for layer in keras_private.layers_of(model, include_self=False)][-2:] == ["first", "second"]
-    graph = keras_private.functional_graph(model)
-    calls = [node.operation.name for node in keras_private.nodes_in_order(graph) if not node.is_input]
-    assert calls == ["first", "second"]
-    assert keras_private.output_structure(model).shape == (None, 3)
-    assert keras_private.takes_training(model)
-
-
-def test_what_compile_leaves_is_replaced_for_a_while() -> None:
-    model = mlp()
-    own = keras_private.compiled_loss(model)
-    with keras_private.replaced_compilation(model, keras_private.fresh_loss(model), None):
-        assert keras_private.compiled_loss(model) is not own
-        assert keras_private.compiled_metrics(model) is None
-    assert keras_private.compiled_loss(model) is own
-    loss = keras_private.compute_loss(model, x=X, y=Y, y_pred=model(X), sample_weight=None, training=False)
-    assert np.isfinite(float(loss))
-
-
 CHANGES: dict[str, Callable[[keras.Model], None]] = {
     "freeze": lambda model: setattr(model.get_layer("first"), "trainable", False),
     "freeze one variable": lambda model: setattr(model.get_layer("second").bias, "trainable", False),
@@ -81,16 +60,6 @@ def test_kerass_own_training_on_a_batch() -> None:
     with pytest.raises(ValueError, match="compile"):
         keras_private.check_compiled(keras.Sequential([keras.layers.Dense(1)]), "train_on_batch")
     assert keras_private.python_logs({"b": np.float32(2), "a": {"c": np.float32(1)}}) == {"b": 2.0, "c": 1.0}
-
-
-def test_slots_of_an_optimizer() -> None:
-    model = mlp()
-    model.optimizer.build(model.trainable_variables)
-    slots = list(keras_private.slots_by_parameter(model.optimizer))
-    assert {parameter.path for _, _, parameter in slots} == {v.path for v in model.trainable_variables}
-    with keras_private.restricted(model.optimizer, [1, 2], clips=True):
-        assert keras_private.parameters_of(model.optimizer) == model.trainable_variables[1:3]
-    assert keras_private.parameters_of(model.optimizer) == model.trainable_variables
 
 
 def test_names_are_counted_from_the_start() -> None:
