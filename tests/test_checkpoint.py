@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
+import fcntl
+import json
 import logging
 import os
 import pathlib
+import signal
+import socket
+import subprocess
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +23,15 @@ import numpy as np
 import pytest
 from fake_session import FakeWorkers
 from models_for_tests import assert_same_values, classifier, plan, samples, transform, values
+from workers import client, expect, has_ended
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints import checkpoint_files, saver
+from dapple_tf.checkpoints.checkpoint import Progress
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
-from dapple_tf.checkpoints.directory_lock import LOCK
+from dapple_tf.checkpoints.directory_lock import LOCK, DirectoryLock, Owner, _life
+from dapple_tf.checkpoints.saver import Saver
 
 X, Y, _ = samples(7)
 
@@ -124,19 +135,6 @@ def test_the_newest_are_kept_and_what_crashes_left_is_removed(
         pipelined.save_checkpoint(tmp_path, keep=0)
 
 
-def test_before_the_first_step_the_model_itself_is_saved_and_restored(tmp_path: pathlib.Path) -> None:
-    first = transform(adam())
-    first.save_checkpoint(tmp_path)
-    second = transform(adam())
-    second.restore_checkpoint(tmp_path)
-    assert_identical(second.model, values(first.model))
-    second.model.layers[1].kernel.assign(np.ones((4, 6)))
-    first.model.layers[1].kernel.assign(np.ones((4, 6)))
-    for pipelined in (first, second):
-        pipelined.train_on_batch(X, Y)
-    assert_identical(second.sync(), values(first.sync()))
-
-
 def unnamed(units: int = 5, optimizer: str = "adam") -> keras.Model:
     layers = [keras.layers.Dense(size) for size in (6, units)]
     model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(3)])
@@ -147,6 +145,9 @@ def unnamed(units: int = 5, optimizer: str = "adam") -> keras.Model:
 def test_models_are_matched_by_position_and_another_one_is_left_as_it_was(tmp_path: pathlib.Path) -> None:
     first, second, other = unnamed(), unnamed(), unnamed(9)
     pipelined = transform(first, plan(cuts=[first.layers[0].name]))
+    pipelined.save_checkpoint(tmp_path / "untrained")  # the model itself
+    transform(second, plan(cuts=[second.layers[0].name])).restore_checkpoint(tmp_path / "untrained")
+    assert_identical(second, values(first))
     pipelined.train_on_batch(X, Y)
     pipelined.save_checkpoint(tmp_path)
     assert second.layers[0].name != first.layers[0].name
@@ -194,46 +195,39 @@ def test_another_optimizer_with_the_same_slots_is_told(
 
 
 def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, pipelined: dapple.PipelinedModel
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    pipelined: dapple.PipelinedModel,
 ) -> None:
+    """Also if servers have written to a directory of the same name, which isn't the client's."""
     good = pipelined.save_checkpoint(tmp_path)
     pipelined.train_on_batch(X, Y)
-    write = pipelined._engine.state._snapshots._run
-
-    def broken(fetches: Any, feed: Any = None) -> Any:
-        if feed is not None:
-            feed = {key: "/proc/no/such/place" for key in feed}
-        return write(fetches, feed)
-
-    pipelined._engine.state._snapshots._run = broken
-    with caplog.at_level(logging.WARNING):
-        pipelined.save_checkpoint(tmp_path, wait=False)
-        with pytest.raises(CheckpointError, match="the servers can't write to"):
-            pipelined.wait_for_checkpoint()
-    assert "save-000002-step-3 couldn't be written: the servers can't write to" in caplog.text
-    assert names(tmp_path) == [good.name]
-    pipelined.wait_for_checkpoint()
-    pipelined._engine.state._snapshots._run = write
-    assert pipelined.save_checkpoint(tmp_path).name == "save-000002-step-3"
-
-
-def test_a_directory_that_servers_do_not_share_is_told(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, pipelined: dapple.PipelinedModel
-) -> None:
-    write = pipelined._engine.state._snapshots._run
-    elsewhere = tmp_path / "elsewhere"
+    snapshots, elsewhere = pipelined._engine.state._snapshots, tmp_path / "elsewhere"
     elsewhere.mkdir()
-
-    def on_another_machine(fetches: Any, feed: Any = None) -> Any:
-        return write(fetches, feed and {key: str(elsewhere / "x") for key in feed})
-
-    monkeypatch.setattr(pipelined._engine.state._snapshots, "_run", on_another_machine)
-    with pytest.raises(CheckpointError) as error:
-        pipelined.save_checkpoint(tmp_path / "here")
-    assert "server /job:localhost/replica:0/task:0/device:CPU:0 has saved its variables, but " in str(error.value)
-    assert "shard-0.index isn't there" in str(error.value)
-    assert "must be on a file system that this process and all servers share" in str(error.value)
-    assert names(tmp_path / "here") == []
+    write = snapshots._run
+    for place, told in (
+        (pathlib.Path("/proc/no/such"), "the servers can't write to"),
+        (
+            elsewhere,
+            r"server /job:localhost/replica:0/task:0/device:CPU:0 has saved its variables, but .*shard-0.index "
+            "isn't there.* must be on a file system that this process and all servers share",
+        ),
+    ):
+        monkeypatch.setattr(
+            snapshots,
+            "_run",
+            lambda fetches, feed=None, to=place: write(fetches, feed and dict.fromkeys(feed, f"{to}/x")),
+        )
+        with caplog.at_level(logging.WARNING):
+            pipelined.save_checkpoint(tmp_path, wait=False)
+            with pytest.raises(CheckpointError, match=told):
+                pipelined.wait_for_checkpoint()
+        assert names(tmp_path) == ["elsewhere", good.name]
+    assert "save-000002-step-3 couldn't be written: the servers can't write to" in caplog.text
+    pipelined.wait_for_checkpoint()
+    monkeypatch.undo()
+    assert pipelined.save_checkpoint(tmp_path).name == "save-000002-step-3"
 
 
 def test_servers_share_the_work(tmp_path: pathlib.Path) -> None:
@@ -257,22 +251,18 @@ def test_servers_share_the_work(tmp_path: pathlib.Path) -> None:
 EPOCHS = 4
 
 
-@pytest.fixture(params=["read-only", "full"])
-def fail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
-    """``fail(when)`` lets the file system fail whenever ``when()`` is true."""
-    code, owner, name = {
-        "read-only": (errno.EROFS, pathlib.Path, "mkdir"),
-        "full": (errno.ENOSPC, checkpoint_files, "_to_disk"),
-    }[request.param]
-    then = getattr(owner, name)
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """``fail(when)`` lets the file system be full whenever ``when()`` is true."""
+    to_disk = checkpoint_files._to_disk
 
     def prepare(when: Callable[[], bool]) -> None:
         def call(*arguments: Any, **options: Any) -> Any:
             if when():
-                raise OSError(code, os.strerror(code))
-            return then(*arguments, **options)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return to_disk(*arguments, **options)
 
-        monkeypatch.setattr(owner, name, call)
+        monkeypatch.setattr(checkpoint_files, "_to_disk", call)
 
     return prepare
 
@@ -297,14 +287,14 @@ class Epoch(keras.callbacks.Callback):
 def test_training_goes_on_without_checkpoints_and_ends_with_an_error(
     tmp_path: pathlib.Path, fail: Any, pipelined: dapple.PipelinedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A directory that turned read-only ended the training, and one that was full was never mentioned at its end."""
+    """A full directory was never mentioned at its end."""
     epoch, steps = Epoch(pipelined), pipelined._runtime.steps
     fail(lambda: epoch.number >= 2)
     with caplog.at_level(logging.WARNING, logger="dapple_tf"), pytest.raises(CheckpointError) as error:
         fit(pipelined, tmp_path, epoch)
     text = str(error.value)
     assert text.startswith("training is over, but its last checkpoint couldn't be written: ")
-    assert "Read-only file system" in text or "No space left on device" in text
+    assert "No space left on device" in text
     assert pipelined._runtime.steps == steps + EPOCHS
     assert len([record for record in caplog.records if "checkpoint" in record.getMessage()]) == 2
     assert names(tmp_path) == [path.name for path in checkpoints(tmp_path)] and len(checkpoints(tmp_path)) == 2
@@ -327,3 +317,184 @@ def test_where_nothing_can_be_written_training_does_not_begin(
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*: .*Not a directory"):
         fit(pipelined, tmp_path / "file" / "inside")
     assert pipelined._runtime.steps == steps
+
+
+# ---- one training writes to a directory at a time; its name is told, and its end frees the directory
+
+HOLD = textwrap.dedent("""
+    import os, pathlib, sys, time
+    from dapple_tf.checkpoints.directory_lock import DirectoryLock
+    lock = DirectoryLock(pathlib.Path(sys.argv[1]), "other", lambda: True)
+    if sys.argv[2] == "alone" or os.fork() == 0:  # A child tells when it has left the lock to its parent.
+        print("holds", flush=True)
+        print(os.getpid(), flush=True)
+    time.sleep(1000)
+""")
+
+
+@pytest.fixture(scope="module")
+def model() -> keras.Model:
+    return classifier(name="mine")
+
+
+def save(saver: Saver, directory: pathlib.Path, model: keras.Model, step: int = 1) -> None:
+    saver.save(directory, model, None, step=step, progress=Progress(), plan="{}", keep=3)
+    saver.wait()
+
+
+def test_another_process_is_named_and_does_not_hinder_reading(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    """Of 144 checkpoints that two processes wrote, 27 failed with "No such file or directory"."""
+    saver = Saver()
+    save(saver, tmp_path, model)
+    saver.release()
+    with client(HOLD, str(tmp_path), "with a child") as other:
+        assert other.stdout is not None
+        expect(other, "holds")
+        child = int(other.stdout.readline())
+        with pytest.raises(CheckpointError) as error:
+            save(saver, tmp_path, model, 2)
+        owner = f"model 'other' of process {other.pid} on host {socket.gethostname()}, which was started at 20"
+        assert f"{tmp_path} is in use: {owner}" in str(error.value)
+        with pytest.raises(CheckpointError, match="is in use"), saver.training(tmp_path, "mine"):
+            raise AssertionError("it began")
+        assert dapple.load_checkpoint(tmp_path, model).step == 1
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        try:
+            assert not has_ended(child)  # It doesn't keep the directory.
+            save(saver, tmp_path, model, 3)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert [path.name for path in checkpoints(tmp_path)] == ["save-000001-step-1", "save-000002-step-3"]
+    saver.release()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_models_of_one_process_take_turns_but_never_at_once(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    one, other = Saver(), Saver()
+    for step, own in enumerate((one, other, one), start=1):
+        save(own, tmp_path, model, step)
+    with (
+        one.training(tmp_path, "mine"),
+        pytest.raises(CheckpointError, match="is in use: model 'mine' of this process saves its checkpoints there;"),
+    ):
+        save(other, tmp_path, model, 4)
+    save(other, tmp_path, model, 5)
+    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["2", "3", "5"]
+
+
+def test_a_directory_that_was_removed_is_locked_anew(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    place, saver = tmp_path / "runs", Saver()
+    save(saver, place, model)
+    place.rename(tmp_path / "elsewhere")
+    save(saver, place, model)
+    with client(HOLD, str(place), "alone") as other:
+        assert other.stderr is not None
+        assert "is in use: model 'mine'" in other.stderr.read()
+
+
+@pytest.fixture
+def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def write(directory: pathlib.Path, owner: Owner) -> None:
+    (directory / LOCK).write_text(json.dumps(dataclasses.asdict(owner)))
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_without_locks_the_name_counts(tmp_path: pathlib.Path, model: keras.Model) -> None:
+    here, saver, parent = Owner.here("other"), Saver(), os.getppid()
+    for owner in (dataclasses.replace(here, process=parent, life=_life(parent)), Owner("far", 7, 0, "", "m")):
+        write(tmp_path, owner)
+        with pytest.raises(CheckpointError, match=r"is in use: .*\(if that has ended, remove .*\.lock\)"):
+            save(saver, tmp_path, model)
+    for owner in (
+        dataclasses.replace(here, process=2**22 + 1),  # no such process
+        dataclasses.replace(here, process=parent, life="1"),  # another one has its number now
+        here,  # left behind by this process
+    ):
+        write(tmp_path, owner)
+        save(saver, tmp_path, model)
+        saver.release()
+    for way in (tmp_path / LOCK, tmp_path / ".lock-taking"):  # Their creators haven't written their names yet.
+        way.touch()
+        with pytest.raises(CheckpointError, match=r"is in use: another process .*\(if that has ended, remove .*lock"):
+            save(saver, tmp_path, model)
+        if way.name == LOCK:
+            write(tmp_path, dataclasses.replace(here, process=2**22 + 1))
+
+
+TAKE = textwrap.dedent("""
+    import errno, fcntl, pathlib, sys
+    from dapple_tf.checkpoints import directory_lock
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    fcntl.flock = refuse
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        lock = directory_lock.DirectoryLock(pathlib.Path(sys.argv[1]), "other", lambda: True)
+        print("holds", flush=True)
+    except directory_lock.CheckpointError:
+        print("waits", flush=True)
+    sys.stdin.readline()
+""")
+
+
+def test_without_locks_one_of_several_that_begin_at_once_has_it(tmp_path: pathlib.Path) -> None:
+    """Two had both read an empty file, and both wrote their names into it. Their former owner has ended."""
+    write(tmp_path, dataclasses.replace(Owner.here("former"), process=2**22 + 1))
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(client(TAKE, str(tmp_path), stdin=subprocess.PIPE)) for _ in range(3)]
+        for other in others:
+            expect(other, "ready")
+        for other in others:
+            assert other.stdin is not None
+            other.stdin.write("go\n")
+            other.stdin.flush()
+        said = [other.stdout.readline() for other in others if other.stdout is not None]
+    assert sorted(said) == ["holds\n", "waits\n", "waits\n"]
+
+
+@pytest.mark.parametrize(
+    "make", [pathlib.Path.symlink_to, pathlib.Path.hardlink_to, lambda lock, mine: os.mkfifo(lock)]
+)
+def test_a_file_that_no_training_has_left_is_not_touched(tmp_path: pathlib.Path, make: Callable[..., None]) -> None:
+    """Whatever a link led to was truncated and overwritten."""
+    place, mine = tmp_path / "runs", tmp_path / "mine"
+    place.mkdir()
+    mine.write_text("precious")
+    make(place / LOCK, mine)
+    with pytest.raises(CheckpointError, match=r"\.lock is a link or no regular file"):
+        DirectoryLock(place, "mine", lambda: False)
+    assert mine.read_text() == "precious"
+
+
+@pytest.mark.parametrize(("directory", "lock"), [(0o755, 0o600), (0o775, 0o660)])
+def test_who_cannot_write_to_the_directory_cannot_lock_it(tmp_path: pathlib.Path, directory: int, lock: int) -> None:
+    tmp_path.chmod(directory)
+    before = os.umask(0)
+    try:
+        held = DirectoryLock(tmp_path, "mine", lambda: False)
+    finally:
+        os.umask(before)
+    assert (tmp_path / LOCK).stat().st_mode & 0o777 == lock
+    held.release()
+
+
+def test_files_that_others_have_left(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They name nobody, or an owner on another machine that has not given it back."""
+    wrong = '{"host": 1, "process": 2, "started": 3, "life": "4", "model": "m"}'
+    for text in ("", "{", "[1]", wrong, "[" * 9999, json.dumps(dataclasses.asdict(Owner("far", 7, 0, "", "m")))):
+        assert not caplog.text
+        (tmp_path / LOCK).write_text(text)
+        with caplog.at_level(logging.WARNING, logger="dapple_tf"):
+            DirectoryLock(tmp_path, "mine", lambda: False).release()
+        assert not (tmp_path / LOCK).exists()
+    assert "was in use by model 'm' of process 7 on host far" in caplog.text

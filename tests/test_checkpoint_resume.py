@@ -92,16 +92,10 @@ def slices() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
-def from_generator() -> tf.data.Dataset:
-    signature = (tf.TensorSpec((4,), tf.float32), tf.TensorSpec((), tf.int64))
-    return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=signature)
-
-
 DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).prefetch(2)},
     # Each round ends with a smaller batch, at which the next one is looked at.
     "rounds": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).repeat(), "steps_per_epoch": 4},
-    "python": lambda: {"x": from_generator().shuffle(COUNT, seed=5).batch(7)},
     "arrays": lambda: {"x": X, "y": Y, "shuffle": "batch", "steps_per_epoch": 3, "validation_split": 0.3},
     "generator": lambda: {"x": drawn(), "steps_per_epoch": 4},
     "py_dataset": lambda: {"x": Slices(), "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}},
@@ -144,7 +138,7 @@ def check_resumption(
         random.seed(9 if resume else 8)
         settings = dapple.Checkpointing(directory / name, every_steps=every)
         with contextlib.suppress(InterruptionError):
-            pipelined.fit(**data(), epochs=4, checkpoint=settings, resume=resume, callbacks=[log], verbose=0)
+            pipelined.fit(**data(), epochs=3, checkpoint=settings, resume=resume, callbacks=[log], verbose=0)
         return log.entries
 
     ours.restore_checkpoint(initial)
@@ -168,7 +162,6 @@ def check_resumption(
     [
         *((kind, {}) for kind in DATA if kind != "shuffled"),  # that of the process that is killed
         ("shuffled", {"every": None}),
-        ("shuffled", {"every": 5, "stop_after": 13}),  # at the end of an epoch
         ("shuffled", {"every": 3, "stop_after": 4, "steps_per_execution": 2}),
     ],
 )
@@ -189,7 +182,7 @@ _KILLED = """
     pipelined = transform(dropout_model())
     tf.random.set_seed(7)
     settings = dapple.Checkpointing(sys.argv[1], every_steps=2)
-    pipelined.fit(**DATA["shuffled"](), epochs=4, checkpoint=settings, callbacks=[Kill()], verbose=0)
+    pipelined.fit(**DATA["shuffled"](), epochs=3, checkpoint=settings, callbacks=[Kill()], verbose=0)
 """
 
 
@@ -200,36 +193,33 @@ def test_a_run_goes_on_in_another_process(tmp_path: pathlib.Path, pair: Pair) ->
     check_resumption(tmp_path, pair, DATA["shuffled"], stop_after=None)
 
 
-def test_a_list_of_callbacks_may_be_keras_own(tmp_path: pathlib.Path, pair: Pair) -> None:
-    pipelined, _, initial = pair
-    pipelined.restore_checkpoint(initial)
-    log = Log()
-    callbacks = keras.callbacks.CallbackList([log], add_history=True, model=pipelined.model)
-    settings = dapple.Checkpointing(tmp_path, every_steps=2)
-    history = pipelined.fit(X, Y, epochs=1, checkpoint=settings, callbacks=callbacks, verbose=0)
-    assert [entry[0] for entry in log.entries] == [0, 1, 2, 3, 4, "epoch"]
-    assert history.history["loss"] == [log.entries[-1][2]["loss"]]
-    log.entries.clear()
-    kept = sorted(checkpoints(tmp_path))
-    for path in kept[1:]:
-        shutil.rmtree(path)
-    pipelined.fit(X, Y, epochs=1, checkpoint=settings, resume=True, callbacks=callbacks, verbose=0)
-    assert [entry[0] for entry in log.entries] == [2, 3, 4, "epoch"]
-    assert callbacks.callbacks == [log, history]
-
-
 def test_a_run_begins_anew_is_over_or_is_prolonged(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, pair: Pair
 ) -> None:
+    """Callbacks may be in a list of Keras' own."""
     pipelined, _, initial = pair
     pipelined.restore_checkpoint(initial)
-    settings = dapple.Checkpointing(tmp_path, every_steps=4)
+    settings, log = dapple.Checkpointing(tmp_path, every_steps=4), Log()
+    callbacks = keras.callbacks.CallbackList([log], add_history=True, model=pipelined.model)
+
+    def fit(epochs: int) -> keras.callbacks.History:
+        log.entries.clear()
+        return pipelined.fit(X, Y, epochs=epochs, checkpoint=settings, resume=True, callbacks=callbacks, verbose=0)
+
     with caplog.at_level(logging.INFO, "dapple_tf"):
-        assert pipelined.fit(X, Y, epochs=2, checkpoint=settings, resume=True, verbose=0).epoch == [0, 1]
+        history = fit(2)
+    assert history.epoch == [0, 1] and history.history["loss"][1] == log.entries[-1][2]["loss"]
     assert "has no checkpoint: training starts from the beginning" in caplog.text
-    assert [path.name for path in checkpoints(tmp_path)][-1] == "save-000003-step-10"
-    assert pipelined.fit(X, Y, epochs=2, checkpoint=settings, resume=True, verbose=0).history == {}
-    assert pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0).epoch == [2]
+    kept = checkpoints(tmp_path)
+    assert kept[-1].name == "save-000003-step-10"
+    fit(2)
+    assert not log.entries
+    for path in kept[1:]:
+        shutil.rmtree(path)
+    fit(2)
+    assert [entry[0] for entry in log.entries] == [4, "epoch", 0, 1, 2, 3, 4, "epoch"]
+    assert fit(3).epoch == [2]
+    assert callbacks.callbacks == [log, history]
 
 
 def test_a_damaged_checkpoint_does_not_block_the_older_ones(
@@ -255,11 +245,13 @@ def test_a_damaged_checkpoint_does_not_block_the_older_ones(
         np.testing.assert_array_equal(own, other)
 
 
-def test_without_any_intact_checkpoint_or_with_a_newer_one_it_does_not_resume(tmp_path: pathlib.Path) -> None:
-    pipelined = transform(dropout_model())
+def test_without_any_intact_checkpoint_or_with_a_newer_one_it_does_not_resume(
+    tmp_path: pathlib.Path, pair: Pair
+) -> None:
+    pipelined, _, initial = pair
+    pipelined.restore_checkpoint(initial)
     settings = dapple.Checkpointing(tmp_path)
     paths = [pipelined.save_checkpoint(tmp_path) for _ in range(2)]
-    pipelined.close()
     manifest = paths[-1] / "checkpoint.json"
     content = manifest.read_text()
     manifest.write_text(content.replace("checkpoint/2", "checkpoint/3"))
@@ -302,9 +294,7 @@ def symbolic() -> tf.data.Options:
 
 
 ORDERS: dict[str, tuple[Callable[[], tf.data.Dataset], int | None]] = {
-    "known size": (lambda: shuffled().batch(5).prefetch(2), None),
     "unknown size": (lambda: shuffled(6).filter(lambda number: number >= 0).batch(5), None),
-    "repeated": (lambda: shuffled().repeat(2).batch(5), None),
     "steps": (lambda: shuffled().batch(5).repeat(), 3),
     "shuffled twice": (lambda: shuffled().map(lambda number: number).shuffle(7, seed=4).batch(5), None),
     "symbolic": (lambda: shuffled().batch(5).with_options(symbolic()), None),
@@ -355,7 +345,7 @@ def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
         assert epochs(data, steps, after=after) == numbers
         if numbers is expected[0]:
             resumptions = list(positions)
-    for epoch, step, count, position, state in resumptions[:-1:3]:
+    for epoch, step, count, position, state in resumptions[:-1:4]:
         tf.random.set_seed(7)
         dataset = make()
         data = source()
@@ -367,8 +357,6 @@ def test_a_dataset_comes_in_the_order_that_keras_gives_it(kind: str) -> None:
     ("make", "told"),
     [
         (lambda: shuffled().shuffle(7).repeat(), True),
-        (lambda: shuffled().concatenate(shuffled()), True),
-        (lambda: tf.data.Dataset.range(9).repeat(2).concatenate(tf.data.Dataset.range(3)).shuffle(7).shuffle(3), False),
         (lambda: tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).shuffle(7).repeat(), False),
     ],
 )
@@ -399,8 +387,7 @@ def test_arrays_come_in_the_order_that_keras_gives_them(shuffle: bool | str) -> 
     assert order(other.open(0, 0)) == expected
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_py_dataset_comes_in_the_order_that_keras_gives_it(workers: int) -> None:
+def test_a_py_dataset_comes_in_the_order_that_keras_gives_it() -> None:
     """``checkpoint=`` changed it. What else draws from Python's generator meanwhile changes it in both."""
 
     class Numbers(keras.utils.PyDataset):
@@ -422,10 +409,10 @@ def test_a_py_dataset_comes_in_the_order_that_keras_gives_it(workers: int) -> No
         return numbers
 
     random.seed(5)
-    adapter = PyDatasetAdapter(Numbers(workers=workers), shuffle=True)
+    adapter = PyDatasetAdapter(Numbers(workers=2), shuffle=True)
     expected = [of_keras() for _ in range(3)]
     random.seed(5)
-    source = PyDatasetSource(Numbers(workers=workers), True, None)
+    source = PyDatasetSource(Numbers(workers=2), True, None)
     assert order(source.open(0, 0)) == expected[0]
     items = source.open(1, 0)
     first = [int(next(items)[0][0]) for _ in range(3)]
@@ -434,7 +421,7 @@ def test_a_py_dataset_comes_in_the_order_that_keras_gives_it(workers: int) -> No
     between = json.loads(json.dumps(source.describe()))
     assert order(source.open(2, 0)) == expected[2] != sorted(expected[2])
     for saved, started in ((within, True), (between, False)):
-        other = PyDatasetSource(Numbers(workers=workers), True, None)
+        other = PyDatasetSource(Numbers(workers=2), True, None)
         random.seed(6)
         other.resume(saved, started)
         if started:
@@ -447,17 +434,7 @@ def test_a_py_dataset_comes_in_the_order_that_keras_gives_it(workers: int) -> No
 ARRAYS = {"kind": "arrays", "round": 0, "done": 0, "batches": 5, "shuffle": True, "samples": 31, "batch_size": 7}
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [
-        {},
-        ARRAYS,
-        ARRAYS | {"seed": -1, "global_seed": None},
-        ARRAYS | {"seed": 1, "global_seed": None, "done": 6},
-        ARRAYS | {"seed": 1, "global_seed": None, "done": True},
-        {"kind": ["arrays"], "round": {}, "done": "9"},
-    ],
-)
+@pytest.mark.parametrize("saved", [{}, ARRAYS, ARRAYS | {"seed": 1, "global_seed": None, "done": 6}])
 def test_a_position_that_cannot_be_is_refused(saved: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         TrainingData.of(X, Y, batch_size=7).resume(saved, {}, 0)
@@ -474,17 +451,3 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     for opened in (None, -1, 10**9):
         with pytest.raises(CheckpointError, match="how often the dataset was opened"):
             other.resume({**position, "opened": opened}, {}, 1)
-
-
-def test_a_batch_that_was_read_ahead_does_not_count() -> None:
-    data = TrainingData.of(slices().shuffle(COUNT, seed=1).batch(7).repeat(), batch_size=7, steps_per_epoch=3)
-    reading = iter(data)
-    next(reading)
-    assert reading.may_read_ahead()
-    next(reading)
-    assert (data.position(epoch_over=False)[0]["done"], data.position(epoch_over=False)[1]) == (1, {})
-    reading.unmark()
-    values, state = data.position(epoch_over=False)
-    assert values["done"] == 2 and state.keys() == {"iterator", "start"}
-    data.position_due = lambda: True
-    assert not reading.may_read_ahead()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
+import logging
+import os
+import pathlib
+import re
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +29,22 @@ from workers import PATIENCE, children, client, expect, has_ended, serving, stat
 import dapple_tf as dapple
 from dapple_tf.clusters import client_server as client_server_module
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters import remote_session, shared_connections
+from dapple_tf.clusters import ends, open_ports, remote_session, shared_connections
 from dapple_tf.clusters.connection import Connection
+from dapple_tf.clusters.ends import End, memory_kills
+from dapple_tf.clusters.loan import Loan
 from dapple_tf.clusters.remote_session import Call, RemoteSession
+from dapple_tf.clusters.returning import Returning, check_back
 from dapple_tf.clusters.session import collective_keys
 from dapple_tf.clusters.shared_connections import acquire, connected, open_session, release
-from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.errors import UnusableWorkersError, WorkerLostError
-from dapple_tf.network.inquiry import reachable
+from dapple_tf.describe.plan_report import StageReport
+from dapple_tf.errors import ClusterError, UnusableWorkersError, WorkerLostError
+from dapple_tf.execution.recovery import Recovery
+from dapple_tf.execution.runtime import Runtime
+from dapple_tf.network.control import Channel, ControlError, SilentError
+from dapple_tf.network.inquiry import client_name, reachable
 from dapple_tf.network.versions import own_versions
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
@@ -131,28 +144,6 @@ def lingering(function: Callable[[], Any], *workers: str) -> Call:
     return call
 
 
-def test_calls_share_a_thread_unless_one_hangs() -> None:
-    """Each call started a thread of its own, which took half a millisecond of each step."""
-    changed, hangs = threading.Condition(), threading.Event()
-
-    def thread_of(function: Callable[[], object]) -> Any:
-        call = Call(lambda: (function(), threading.get_ident())[1], changed)
-        call.start()
-        with changed:
-            assert changed.wait_for(lambda: call.done, PATIENCE)
-        return call.result
-
-    assert len({thread_of(lambda: None) for _ in range(100)}) < 50  # Calls of other tests have left some threads.
-    hung = Call(lambda: (hangs.wait(PATIENCE), threading.get_ident())[1], changed)
-    hung.start()
-    assert hung.begun.wait(PATIENCE)
-    others = {thread_of(lambda: None) for _ in range(3)}
-    hangs.set()
-    with changed:
-        assert changed.wait_for(lambda: hung.done, PATIENCE)
-    assert hung.result not in others
-
-
 def test_a_call_gives_what_the_function_does(workers_and_connection: Fakes) -> None:
     """An error only after all workers have answered anew: it may be the first sign of a worker's end."""
     _, connection = workers_and_connection
@@ -172,15 +163,14 @@ def test_a_call_gives_what_the_function_does(workers_and_connection: Fakes) -> N
     assert connection.lost is None
 
 
-@pytest.mark.parametrize("strikes", ["as it begins", "later"])
-def test_ctrl_c_waits_for_the_step_under_way(strikes: str, workers_and_connection: Fakes) -> None:
+def test_ctrl_c_waits_for_the_step_under_way(workers_and_connection: Fakes) -> None:
     """Struck while the thread of the call was being started, Ctrl-C left the step to itself."""
     _, connection = workers_and_connection
     here, ended = threading.get_ident(), 0
 
     def step() -> None:
         nonlocal ended
-        time.sleep(0.0 if strikes == "as it begins" else 0.05)
+        time.sleep(0.01 * (count % 2))
         signal.pthread_kill(here, signal.SIGINT)
         time.sleep(0.02)
         ended += 1
@@ -189,16 +179,6 @@ def test_ctrl_c_waits_for_the_step_under_way(strikes: str, workers_and_connectio
         with pytest.raises(KeyboardInterrupt):
             connection.call(step)
         assert ended == count
-
-
-def test_a_worker_that_is_lost_while_nothing_runs(workers_and_connection: Fakes) -> None:
-    fakes, connection = workers_and_connection
-    fakes.kill(1, away=0)
-    wait_until(lambda: connection.lost is not None)
-    called: list[int] = []
-    with pytest.raises(WorkerLostError, match=fakes.cluster.addresses[1]):
-        connection.call(lambda: called.append(1))
-    assert not called
 
 
 def test_a_long_run_with_a_link_that_is_broken(workers_and_connection: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,11 +197,8 @@ def test_a_worker_that_this_process_has_in_another_cluster() -> None:
     with FakeWorkers(3).used() as fakes:
         first, second, third = fakes.cluster.addresses
         pairs = [dapple.Cluster.of_servers(own, devices_per_server=1) for own in ([first, second], [third, second])]
-        with held(pairs[0]):
-            with pytest.raises(ClusterError, match=f"{second} is in use by this process already, in another cluster"):
-                acquire(pairs[1], QUICK)
-            with held(dapple.Cluster.of_servers([third], devices_per_server=1)):  # None in common.
-                pass
+        with held(pairs[0]), pytest.raises(ClusterError, match=f"{second} is in use by this process already, in anoth"):
+            acquire(pairs[1], QUICK)
         with held(pairs[1]):
             pass
 
@@ -229,9 +206,13 @@ def test_a_worker_that_this_process_has_in_another_cluster() -> None:
 def test_the_end_of_a_lost_connection_leaves_the_next_one_alone() -> None:
     """It was forgotten with the lost one, so that the third took the workers from the second, of the same process."""
     with FakeWorkers(2).used() as fakes:
+        called: list[int] = []
         lost = acquire(fakes.cluster, QUICK)
         fakes.kill(1, away=0)
         wait_until(lambda: lost.lost is not None)
+        with pytest.raises(WorkerLostError, match=fakes.cluster.addresses[1]):
+            lost.call(lambda: called.append(1))
+        assert not called
         with held(fakes.cluster) as second:
             assert second is not lost
             release(lost)
@@ -286,8 +267,8 @@ def test_a_session_is_closed_behind_its_former_calls(monkeypatch: pytest.MonkeyP
 # ---- all workers there
 
 
-def test_two_sessions_share_a_connection_and_no_variables(
-    cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
+def test_two_sessions_share_a_connection_and_no_variables_and_are_told_of_a_signal(
+    cluster: dapple.Cluster, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy in the environment is passed by: TensorFlow's servers looked for each other there, for a minute.
 
@@ -310,61 +291,54 @@ def test_two_sessions_share_a_connection_and_no_variables(
             assert one.run(made[0]) == 1.0
             with pytest.raises(tf.errors.FailedPreconditionError):
                 other.run(made[0])
+    with held(cluster, FaultPolicy(notice_seconds=10.0)) as connection:
+        wait_until(lambda: len(children(workers.processes[1].pid)) == 1)
+        (child,) = children(workers.processes[1].pid)
+        os.kill(child, signal.SIGSEGV)
+        wait_until(lambda: connection.lost is not None)
+        assert "its process was ended by SIGSEGV" in str(connection.lost)
+    wait_until(lambda: f"process {child} for a client: its process was ended by SIGSEGV" in workers.lines(1))
     for address in cluster.addresses:
         wait_until(lambda address=address: status(address)["holder"] is None)
 
 
-def test_a_server_that_starts_on_no_port_is_told(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All attempts are tried; then the client is told, and the other worker is given back."""
-    first, second = cluster.addresses
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port, borrow = taken.getsockname()[1], Connection._borrow
-
-        def on_that_port(connection: Connection, task: int) -> Any:
-            connection_module._ports[second] = port
-            return borrow(connection, task)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Connection, "_borrow", on_that_port)
-            with pytest.raises(ClusterError, match=rf"worker 1 \({second}\).*no server can be started on port {port}"):
-                acquire(cluster, QUICK)
-        wait_until(lambda: all(reachable(cluster.addresses, PATIENCE)))
-        wait_until(lambda: status(first)["holder"] is None)  # Its lease is given back in the background.
-        connection_module._ports.pop(second, None)
-    assert works(cluster)
-
-
-@pytest.mark.parametrize("server", ["the client's", "both workers'"])
 def test_a_free_port_that_somebody_takes_before_the_server_starts(
-    server: str, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine hands a port out again within the second: training ended with "is it taken?" at its first step.
 
-    Also to two of its workers, each of which asks for itself.
+    Also to two of its workers, each of which asks for itself. Where nothing helps, the other worker is given back.
     """
-    connection_module._ports.pop(cluster.addresses[1], None)  # The client has a server for these ports.
     borrow, free_port = Connection._borrow, client_server_module.free_port
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = [taken.getsockname()[1]]
 
-        def borrow_on_one_port(connection: Connection, task: int) -> Any:
-            if ports:
-                connection_module._ports[cluster.addresses[task]] = ports.pop()
+    def lend_on(port_of: Callable[[int], int | None]) -> None:
+        def borrow_on(connection: Connection, task: int) -> Any:
+            if own := port_of(task):
+                connection_module._ports[cluster.addresses[task]] = own
             return borrow(connection, task)
 
-        if server == "the client's":
-            monkeypatch.setattr(
-                client_server_module, "free_port", lambda host: ports.pop() if ports else free_port(host)
-            )
-        else:
-            ports[:] = [free_ports(1)[0]] * 2
-            monkeypatch.setattr(Connection, "_borrow", borrow_on_one_port)
-        assert works(cluster)
-    assert not ports
+        monkeypatch.setattr(Connection, "_borrow", borrow_on)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        of_client, of_workers = [port], [free_ports(1)[0]] * 2
+        monkeypatch.setattr(
+            client_server_module, "free_port", lambda host: of_client.pop() if of_client else free_port(host)
+        )
+        connection_module._ports.pop(cluster.addresses[1], None)  # The client has a server for these ports.
+        assert works(cluster) and not of_client
+        lend_on(lambda task: of_workers.pop() if of_workers else None)
+        assert works(cluster) and not of_workers
+        lend_on(lambda task: port if task else None)
+        with pytest.raises(ClusterError, match=rf"worker 1 .*no server can be started on port {port}"):
+            acquire(cluster, QUICK)
+    for address in cluster.addresses:
+        connection_module._ports.pop(address, None)
+        wait_until(lambda address=address: status(address)["holder"] is None)
 
 
-def test_nobody_there(cluster: dapple.Cluster) -> None:
-    """The worker that is there is given back."""
+def test_nobody_there_or_fewer_devices_than_the_cluster_has(cluster: dapple.Cluster) -> None:
+    """TensorFlow told of an unknown device, step by step, after the model had been prepared."""
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(ClusterError, match=f"worker 0 .* refused; is `python -m dapple_tf.worker --address={nobody}`"):
         dapple.Cluster.of_servers([nobody])
@@ -372,7 +346,12 @@ def test_nobody_there(cluster: dapple.Cluster) -> None:
     half = dapple.Cluster.of_servers(addresses, devices_per_server=1)
     with pytest.raises(ClusterError, match=rf"worker 1 \({nobody}\) can't be reached"):
         acquire(half, QUICK)
-    wait_until(lambda: reachable(addresses, PATIENCE) == [True, False])
+    wait_until(lambda: reachable(addresses, PATIENCE) == [True, False])  # The one that is there is given back.
+    larger = dapple.Cluster.of_servers(cluster.addresses, devices_per_server=2)
+    text = rf"worker 0 \({cluster.addresses[0]}\) has 1 CPU device, but the cluster has 2 CPU devices of it"
+    with pytest.raises(UnusableWorkersError, match=text) as raised:
+        acquire(larger, QUICK)
+    assert raised.value.tasks == (0,)
 
 
 def line(answer: dict[str, Any]) -> bytes:
@@ -384,11 +363,8 @@ def line(answer: dict[str, Any]) -> bytes:
     ("answer", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "sends something that isn't JSON"),
-        (b"{}\n", "answers {}, which lacks 'versions' or garbles it"),
         (b'{"devices": 5, "versions": {"dapple_tf": 1}}\n', "which lacks 'versions' or garbles it"),
-        (line({"devices": 5}), "which lacks 'devices' or garbles it"),
         (line({"devices": [{"kind": "TPU"}]}), "which lacks 'devices' or garbles it"),
-        (b"", "connection closed by the other side"),
     ],
 )
 def test_something_else_that_listens_there(answer: bytes, message: str) -> None:
@@ -437,20 +413,6 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
         assert time.monotonic() - started < PATIENCE / 2
         assert str(connection.lost) == str(failures[0])
     wait_until(lambda: has_ended(child) and not children(workers.processes[0].pid))
-    workers.restart(1)
-    assert works(cluster)
-
-
-def test_a_worker_with_fewer_devices_than_the_cluster_has_of_it(cluster: dapple.Cluster) -> None:
-    """TensorFlow told of an unknown device, step by step, after the model had been prepared."""
-    larger = dapple.Cluster.of_servers(cluster.addresses, devices_per_server=2)
-    with pytest.raises(UnusableWorkersError) as raised:
-        acquire(larger, QUICK)
-    assert f"worker 0 ({cluster.addresses[0]}) has 1 CPU device, but the cluster has 2 CPU devices of it" in str(
-        raised.value
-    )
-    assert raised.value.tasks == (0,)
-    assert works(cluster)
 
 
 def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
@@ -535,3 +497,269 @@ def test_a_process_that_forks_and_leaves_its_session_open(cluster: dapple.Cluste
     workers.cont(1)
     for worker in workers.processes[:2]:
         wait_until(lambda worker=worker: not children(worker.pid))
+
+
+SECONDS = 1.0
+MIB = 2**20
+
+
+# ---- a worker whose connection is held up isn't lost as long as it gives signs of life on others
+
+
+@contextlib.contextmanager
+def lent(pulse: Callable[[], Mapping[str, Any] | None]) -> Iterator[tuple[Loan, Channel]]:
+    """A loan whose worker answers on new connections only; and the worker's end of its own connection."""
+    held: list[Channel] = []
+
+    def serve(connection: socket.socket) -> None:
+        held.append(Channel(connection))
+        if len(held) > 1:
+            assert held[-1].receive(PATIENCE)["ask"] == "pulse"
+            if (answer := pulse()) is not None:
+                held[-1].send(answer, PATIENCE)
+
+    with serving(serve) as address, contextlib.closing(Channel.connect(address, PATIENCE)) as ours:
+        wait_until(lambda: held)
+        yield Loan(0, address, ours, 1, "127.0.0.1"), held[0]
+
+
+def test_a_worker_that_answers_on_a_new_connection() -> None:
+    with lent(lambda: {"age": 0.0}) as (loan, theirs):
+        asked = time.monotonic()
+        assert asked < loan.ping(1, SECONDS) < time.monotonic()
+        loan.ping(2, SECONDS)
+        # What was held up arrives in the end, and isn't taken for the answer to a later question.
+        for number in (1, 2, 3):
+            theirs.send({"pong": number}, PATIENCE)
+        asked = time.monotonic()
+        assert loan.ping(3, PATIENCE) >= asked
+
+
+def test_a_worker_that_says_something_else() -> None:
+    """Old pongs were read on and on, while nobody noticed that the worker was lost."""
+    with lent(lambda: None) as (loan, theirs):
+        theirs.send({"pong": 1}, PATIENCE)
+        loan.ping(1, SECONDS)
+        for _ in range(1000):
+            theirs.send({"pong": 1}, PATIENCE)
+        with pytest.raises(ControlError, match=re.escape("was asked for 'pong' and said {'pong': 1}")):
+            loan.ping(2, PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        *((answer, SilentError, "doesn't answer within 0.4 s") for answer in (None, {"age": 100.0}, {})),
+        ({"error": "isn't lent to this process any more"}, ControlError, "isn't lent to this process any more"),
+    ],
+)
+def test_a_worker_without_a_sign_of_life(answer: Mapping[str, Any] | None, error: type[Exception], text: str) -> None:
+    with lent(lambda: answer) as (loan, _), pytest.raises(error, match=text):
+        loan.ping(1, 0.4)
+
+
+# ---- how a worker's process has ended
+
+
+@pytest.mark.parametrize(
+    ("status", "kills", "end"),
+    [
+        (signal.SIGSEGV, 5, End("its process was ended by SIGSEGV")),
+        (signal.SIGKILL, 0, End("its process was ended by SIGKILL")),
+        (
+            signal.SIGKILL,
+            1,
+            End(
+                "its process was ended by SIGKILL when the kernel killed 1 for lack of memory; it had up to 3.00 MiB",
+                out_of_memory=True,
+            ),
+        ),
+    ],
+)
+def test_ends(status: int, kills: int, end: End) -> None:
+    assert End.of(int(status), 3 * MIB, kills) == end
+    assert End.parsed(end.message()) == end
+    assert End.parsed(end.message() | {"out_of_memory": 1}) is End.parsed({}) is None
+
+
+def test_the_kernel_s_count(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_kills() >= 0
+    counts = tmp_path / "vmstat"
+    counts.write_text("pgfault 7\noom_kill 3\n")
+    monkeypatch.setattr(ends, "_COUNTS", counts)
+    assert memory_kills() == 3
+
+
+def test_what_stages_were_predicted_to_need_is_told() -> None:
+    report = types.SimpleNamespace(stages=[StageReport(1, 0.5, 0.1, 1, 3 * MIB, 2 * MIB)])
+    runtime: Any = types.SimpleNamespace(plan=types.SimpleNamespace(report=report))
+    told = Runtime._memory_of(runtime, [0])
+    assert told.startswith("stage 0 was predicted to need 3.00 MiB of 2.00 MiB; use smaller micro-batches")
+
+
+@pytest.mark.parametrize(("out_of_memory", "attempts"), [(True, 1), (False, 5)])
+def test_a_process_without_memory_is_started_again_once(out_of_memory: bool, attempts: int) -> None:
+    reopened = itertools.count()
+    engine: Any = types.SimpleNamespace(
+        cluster=Cluster.of_servers(["a:1", "b:1"], devices_per_server=1),
+        close=lambda: None,
+        reopen=lambda: next(reopened),
+    )
+    recovery = Recovery(dapple.FaultPolicy("restart"))
+    error = WorkerLostError("worker 1", 1, "", out_of_memory)
+    with pytest.raises(WorkerLostError) as raised:
+        while True:
+            recovery.wait(error, engine)
+    assert (next(reopened), raised.value.out_of_memory) == (attempts, out_of_memory)
+
+
+# ---- closed ports are told of before TensorFlow waits for ever: from where, to which port
+
+ADDRESSES = ["a:1", "b:1", "c:1"]
+SERVERS = ["10.0.0.1:7", "10.0.0.2:7", "10.0.0.3:7"]
+CLIENT = "10.0.0.9:7"
+
+
+def check_ports(*answers: Mapping[str, Any], client: list[str] | None = None) -> None:
+    """Checks a cluster whose workers give these answers, and of whose servers this process reaches all but some."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        closed = dict.fromkeys(client or [], "Connection refused")
+        monkeypatch.setattr(open_ports, "unreachable", lambda servers, seconds: closed)
+        servers = {server: server for server in SERVERS[: len(answers)]}
+        told = dict(enumerate(answers))
+        open_ports.check_ports(ADDRESSES[: len(answers)], lambda ask: told, servers, [CLIENT] * len(answers), 0.5)
+
+
+def closed_to(*servers: str) -> dict[str, Any]:
+    return {"unreachable": dict.fromkeys(servers, "no answer within 8 s")}
+
+
+def test_closed_ports() -> None:
+    """Of this process to one worker, and between workers."""
+    check_ports(closed_to(), closed_to(), closed_to())
+    for own, answers, text, tasks in (
+        (
+            [],
+            [closed_to(), closed_to(CLIENT)],
+            "10.0.0.9:7 of this process can't be reached from worker 1 (b:1): no",
+            (1,),
+        ),
+        (
+            [SERVERS[0]],
+            [closed_to(), closed_to(SERVERS[0]), closed_to(SERVERS[1])],
+            "10.0.0.1:7 of worker 0 (a:1) can't be reached from this process: Connection refused, nor from worker 1 "
+            "(b:1): no answer within 8 s; TensorFlow's port 10.0.0.2:7 of worker 1 (b:1) can't be reached from worker",
+            (0, 1),
+        ),
+    ):
+        with pytest.raises(UnusableWorkersError, match="firewall") as raised:
+            check_ports(*answers, client=own)
+        assert text in str(raised.value)
+        assert tuple(raised.value.tasks) == tasks
+
+
+@pytest.mark.parametrize("told", [[], {SERVERS[0]: 5}, {"elsewhere:5": "closed"}])
+def test_a_worker_that_does_not_say_which_ports_are_closed(told: Any) -> None:
+    with pytest.raises(ClusterError, match="lacks 'unreachable' or garbles it"):
+        check_ports(closed_to(), {"unreachable": told})
+
+
+# ---- lost workers that answer again are told from those that can't be used, without waiting for any
+
+CPU = {"kind": "CPU", "memory_bytes": 2**30, "hardware": "a processor"}
+GPU = {"kind": "GPU", "memory_bytes": 2**30, "hardware": "a GPU"}
+
+
+def said(*devices: Mapping[str, Any], holder: str | None = None, **versions: str) -> dict[str, Any]:
+    return {"devices": list(devices), "holder": holder, "versions": own_versions() | versions}
+
+
+def answering(answers: dict[str, Any]) -> contextlib.AbstractContextManager[str]:
+    """A worker's address, where ``answers["status"]`` is the answer to all questions."""
+
+    def serve(connection: socket.socket) -> None:
+        with contextlib.closing(Channel(connection)) as channel:
+            assert channel.receive(PATIENCE)["ask"] == "status"
+            channel.send(answers["status"], PATIENCE)
+
+    return serving(serve)
+
+
+def cluster_at(*addresses: str) -> Cluster:
+    name = "/job:worker/replica:0/task:{}/device:CPU:0"
+    return Cluster(
+        tuple(Device(name.format(task), task, kind="a processor") for task in range(len(addresses))),
+        addresses=addresses,
+    )
+
+
+def there(returning: Returning, own: Cluster) -> frozenset[str]:
+    """The answer to a question that is asked now."""
+    assert not returning.there(own, range(len(own.addresses)))
+    wait_until(lambda: not returning._answers.empty())
+    return returning.there(own, range(len(own.addresses)))
+
+
+def test_workers_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """Why a worker isn't taken is logged once; of one that isn't there nothing is said."""
+    answers = [
+        *({"status": said(CPU)}, {"status": said(CPU, holder="somebody")}, {"status": said(GPU)}),
+        *({"status": said(CPU, tensorflow="1.0")}, {"status": {"error": "busy"}}),
+    ]
+    with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
+        addresses = [stack.enter_context(answering(own)) for own in answers]
+        own = cluster_at(*addresses, f"127.0.0.1:{free_ports(1)[0]}")
+        returning = Returning(PATIENCE, 0.0)
+        assert there(returning, own) == {addresses[0]}
+        texts = sorted(record.getMessage() for record in caplog.records)
+        assert len(texts) == 4
+        for number, text in enumerate(texts, 1):
+            assert text.startswith(f"training goes on without a lost worker: worker {number} ({addresses[number]})")
+        assert "in use by another client" in texts[0]
+        assert "is back with 1 GPU device (a GPU), but the cluster has 1 CPU device (a processor) of it" in texts[1]
+        assert "1.0" in texts[2] and "busy" in texts[3]
+        answers[1]["status"] = said(CPU, holder=client_name())  # an older connection of this process's, which hangs
+        assert there(returning, own) == {addresses[0], addresses[1]}
+        assert len(caplog.records) == 4
+        # Before it is time, nobody is asked.
+        threads, late = threading.active_count(), Returning(PATIENCE, 1e6)
+        assert not any(late.there(own, [0]) for _ in range(3))
+        assert threading.active_count() == threads
+
+
+def test_a_question_without_an_answer_holds_nobody_up() -> None:
+    """A worker that accepts and says nothing: one question at a time, and steps go on meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        own = cluster_at(f"127.0.0.1:{silent.getsockname()[1]}")
+        returning = Returning(PATIENCE, 0.0)
+        threads = threading.active_count()
+        assert not returning.there(own, [0])
+        wait_until(lambda: threading.active_count() >= threads + 2)  # who asks, and its helper for this worker
+        for _ in range(100):
+            assert not returning.there(own, [0])
+        assert threading.active_count() == threads + 2
+        with contextlib.closing(Channel(silent.accept()[0])) as channel:
+            assert channel.receive(PATIENCE)["ask"] == "status"
+            channel.send(said(CPU), PATIENCE)
+            wait_until(lambda: not returning._answers.empty())
+        assert returning.there(own, [0]) == {own.addresses[0]}
+
+
+def devices(kind: str, count: int, hardware: str = "") -> list[Device]:
+    name = f"/job:worker/replica:0/task:0/device:{kind}"
+    return [Device(f"{name}:{number}", 0, kind=hardware) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("offered", "wanted", "told"),
+    [
+        pytest.param([CPU, CPU], devices("CPU", 1, "a processor"), None, id="more"),
+        pytest.param([GPU], devices("CPU", 1), None, id="the CPU that each server has"),
+        pytest.param([CPU], devices("CPU", 2, "a processor"), r"1 CPU device \(a processor\), .* 2 CPU", id="fewer"),
+        pytest.param([GPU], devices("GPU", 1, "faster"), r"1 GPU device \(a GPU\), .* \(faster\)", id="GPU"),
+    ],
+)
+def test_devices_of_a_worker_that_is_back(offered: list[dict[str, Any]], wanted: list[Device], told: str) -> None:
+    refused = pytest.raises(ClusterError, match=rf"worker 0 \(10\.0\.0\.1:1\) is back with {told}")
+    with refused if told else contextlib.nullcontext():
+        check_back(0, "10.0.0.1:1", said(*offered), wanted)

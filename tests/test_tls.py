@@ -1,15 +1,26 @@
 """TLS: who has no certificate of the authority gets nothing, and what can't be used is told early.
 
-Training by it, and a hostile host in the same network: test_networks.py.
+Networks that fail, and in which somebody hostile has no certificate:
+
+         outside ─── public network ─── host 0 ──┐
+    198.51.100.9      198.51.100.1  └─ 10.77.0.1 │
+                                                 ├── one network, 10.77.0.0/24
+    hostile host, 10.77.0.9 ─────────────────────┤
+    host 1, 10.77.0.2, and the client on it ─────┘
+
+The outside knows both of host 0's addresses, the ports, and host 0 as its way to the private network.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import random
+import re
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -28,13 +39,13 @@ from dapple_tf.clusters import connection as connection_module
 from dapple_tf.clusters.shared_connections import connected
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.certificates import AUTHORITY_KEY, Authority
-from dapple_tf.network.control import Channel, ControlError, Hello, split_address
+from dapple_tf.network.control import PROTOCOL, Channel, ControlError, Hello, split_address
 from dapple_tf.network.inquiry import reachable
 from dapple_tf.network.keys import AUTHORITY, CERTIFICATE, KEY, Keys, tls_directory
-from dapple_tf.network.relay import LOOPBACK, Relay, _break_off_after, _End, _user_at_the_other_end, carry
+from dapple_tf.network.relay import LOOPBACK, Relay, _End, _user_at_the_other_end, carry
 from dapple_tf.network.tunnels import Tunnels
 from dapple_tf.tools import keys as tool
-from dapple_tf.tools.hosts import LocalWorkers, environment, free_ports
+from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, environment, free_ports, join
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +81,18 @@ def test_keys_are_for_their_names(keys: Keys) -> None:
             keys.check_host(host)
 
 
-@pytest.mark.parametrize("name", [AUTHORITY, CERTIFICATE, KEY])
-def test_a_file_that_is_missing_or_something_else_is_told(machine: pathlib.Path, name: str) -> None:
-    (machine / name).write_text("nothing")
-    with pytest.raises(ClusterError, match=r"TLS: .*can't be read"):
-        Keys(machine)
-    (machine / name).unlink()
-    with pytest.raises(ClusterError, match=rf"TLS: {machine}/{name} \(.*\) is missing; a directory for TLS has"):
-        Keys(machine)
-
-
-def test_keys_that_are_open_to_all_or_that_others_would_refuse(
+def test_files_that_are_missing_or_open_to_all_or_that_others_would_refuse(
     authority: Authority, machine: pathlib.Path, foreign: Keys, tmp_path: pathlib.Path
 ) -> None:
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        whole = tmp_path / f"without_{name}"
+        shutil.copytree(machine, whole)
+        (whole / name).write_text("nothing")
+        with pytest.raises(ClusterError, match=r"TLS: .*can't be read"):
+            Keys(whole)
+        (whole / name).unlink()
+        with pytest.raises(ClusterError, match=rf"TLS: {whole}/{name} \(.*\) is missing; a directory for TLS has"):
+            Keys(whole)
     (machine / KEY).chmod(0o644)
     with pytest.raises(ClusterError, match=rf"every user of this machine can read {machine}/key.pem; `chmod o= "):
         Keys(machine)
@@ -133,17 +143,14 @@ def test_the_fingerprint_is_that_of_the_certificate_that_is_shown(label: str, ke
     assert renewed.fingerprint == keys.fingerprint
 
 
-@pytest.mark.parametrize(("named", "variable"), [("", None), ("", "keys"), (None, "")])
-def test_an_empty_directory_is_no_choice_against_tls(
-    named: str | None, variable: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_directory_is_no_choice_against_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable without a value in a script: the worker was open to everybody, without a word."""
     monkeypatch.delenv("DAPPLE_TF_TLS", raising=False)
     assert tls_directory(None) is None
-    if variable is not None:
+    for named, variable in (("", "keys"), (None, "")):
         monkeypatch.setenv("DAPPLE_TF_TLS", variable)
-    with pytest.raises(ClusterError, match="is empty: name the directory with this machine's certificate, or leave"):
-        tls_directory(named)
+        with pytest.raises(ClusterError, match="is empty: name the directory with this machine's certificate, or le"):
+            tls_directory(named)
 
 
 # ---- connections
@@ -246,19 +253,14 @@ def test_both_directions_of_a_link_at_once(keys: Keys) -> None:
     draw = random.Random(0)
     one, other = draw.randbytes(5_000_001), draw.randbytes(4_000_003)
     with first, left, second, right:
-        sender = threading.Thread(target=first.sendall, args=(one,))
-        sender.start()
-        got = bytearray()
-        while len(got) < len(one):
-            got += second.recv(1 << 16)
-        sender.join(PATIENCE)
-        sender = threading.Thread(target=second.sendall, args=(other,))
-        sender.start()
-        back = bytearray()
-        while len(back) < len(other):
-            back += first.recv(1 << 16)
-        sender.join(PATIENCE)
-        assert (got, back) == (one, other)
+        for near, far, sent in ((first, second, one), (second, first, other)):
+            sender = threading.Thread(target=near.sendall, args=(sent,))
+            sender.start()
+            got = bytearray()
+            while len(got) < len(sent):
+                got += far.recv(1 << 16)
+            sender.join(PATIENCE)
+            assert got == sent
         first.close()
         carrier.join(PATIENCE)
         assert not carrier.is_alive()
@@ -400,18 +402,6 @@ def test_a_port_that_a_firewall_closes_in_the_middle_ends_both_sides_of_its_link
     assert done.stdout == "both ends know\n", done.stderr
 
 
-def test_links_that_may_be_down_for_long(keys: Keys) -> None:
-    """Not less than what counts as a loss of the worker."""
-    one, other = pair()
-    seconds: list[float] = []
-    with one, other:
-        for silence in (1.0, 300.0, 86_400.0):
-            _break_off_after(one, Relay(keys, [], 0, [], [], silence)._silence)
-            seconds.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000)
-            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert seconds == [50, 300, 32_767]
-
-
 # ---- a worker with TLS
 
 
@@ -470,30 +460,254 @@ def test_the_tool_makes_an_authority_once(
     assert not (tmp_path / "others" / AUTHORITY_KEY).exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no machine is named"),
-        (["a,b", "a"], "two machines have the same first name"),
-        (["../a"], "'../a' in '../a' is neither a host's name nor an address"),
-        (["a,,b"], "'' in 'a,,b' is neither"),
-        (["--authority=a.pem", "a"], "--authority and --authority_key go together"),
-        (["--authority=none.pem", "--authority_key=none.pem", "a"], "the authority can't be read"),
-    ],
-)
-def test_mistakes_of_the_command_line(
-    authority: Authority, arguments: list[str], message: str, tmp_path: pathlib.Path
-) -> None:
-    with pytest.raises(app.UsageError, match=message):
-        run(f"--directory={tmp_path / 'keys'}", *arguments)
+def test_mistakes_of_the_command_line(machine: pathlib.Path) -> None:
+    def told(message: str, *arguments: str) -> None:
+        with pytest.raises(app.UsageError, match=message):
+            run(f"--directory={machine}", *arguments)
 
-
-def test_half_an_authority_is_told(machine: pathlib.Path) -> None:
-    with pytest.raises(app.UsageError, match=r"the authority can't be read: .*authority_key.pem"):
-        run(f"--directory={machine}", "a")
+    told("no machine is named")
+    told("two machines have the same first name", "a,b", "a")
+    told("'../a' in '../a' is neither a host's name nor an address", "../a")
+    told("--authority and --authority_key go together", "--authority=a.pem", "a")
+    told("the authority can't be read", "--authority=none.pem", "--authority_key=none.pem", "a")
+    told("the authority can't be read: .*authority_key.pem", "a")
     shutil.copy(machine / KEY, machine / AUTHORITY_KEY)
-    with pytest.raises(app.UsageError, match="certificate and key don't go together"):
-        run(f"--directory={machine}", "a")
+    told("certificate and key don't go together", "a")
     shutil.copy(machine / CERTIFICATE, machine / AUTHORITY)
-    with pytest.raises(app.UsageError, match="is one of a machine"):
-        run(f"--directory={machine}", "a")
+    told("is one of a machine", "a")
+
+
+# ---- training in networks that fail, and in which somebody hostile has no certificate
+
+SERVER_PORT = 2300
+PUBLIC, OUTSIDE, HOSTILE = "198.51.100.1", "198.51.100.9", "10.77.0.9"
+
+CLIENT = """
+import sys, time
+import keras, numpy as np
+import dapple_tf as dapple
+from dapple_tf.measuring.links import measure_between_servers
+
+tls, *addresses = sys.argv[1:]
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="a"), keras.layers.Dense(1, name="b")])
+model.compile(keras.optimizers.SGD(0.05), "mse")
+x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+cluster = dapple.Cluster.of_servers(addresses, tls=tls or None)
+plan = dapple.Plan.manual(["a"], [[0], [1]], micro_batches=2, global_batch_size=16)
+faults = dapple.FaultPolicy("restart", notice_seconds=4, wait_seconds=60)
+while line := sys.stdin.readline():
+    if line == "transform\\n":
+        try:
+            pipelined = dapple.transform(model, cluster, plan, faults=faults)
+            print("done", flush=True)
+        except dapple.ClusterError as error:
+            print(type(error).__name__, error, flush=True)
+    elif line == "train\\n":
+        pipelined.train_on_batch(x, x[:, :1])
+        print(len(pipelined.faults), flush=True)
+    elif line == "lose\\n":
+        while pipelined.lost is None:
+            time.sleep(0.05)
+        print("lost", pipelined.lost.task, flush=True)
+    elif line == "measure\\n":
+        print(measure_between_servers(cluster, large=1 << 20, repeats=3)[0, 1].bandwidth, flush=True)
+"""
+
+ATTACK = """
+import contextlib, json, socket, ssl, sys
+from concurrent.futures import ThreadPoolExecutor
+protocol, foreign, *addresses = sys.argv[1:]
+
+def contexts():
+    yield "plain", None
+    for name in ("no certificate", "foreign certificate"):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if name.startswith("foreign"):
+            context.load_cert_chain(foreign + "/certificate.pem", foreign + "/key.pem")
+        yield name, context
+
+asked = {
+    "status": {"protocol": protocol, "ask": "status"},
+    "lease": {"protocol": protocol, "ask": "lease", "client": "hostile", "secret": "x" * 64, "port": 0},
+}
+says = {name: json.dumps(message).encode() + b"\\n" for name, message in asked.items()}
+says["grpc"] = b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+def attempt(address, kind, context, name):
+    host, port = address.split(":")
+    got = b""
+    try:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=3))
+            if context is not None:
+                connection = stack.enter_context(context.wrap_socket(connection))
+            connection.sendall(says[name])
+            got = connection.recv(1000)
+    except OSError:
+        pass
+    if kind == "plain" and got[:1] == b"\\x15":
+        got = b""  # an alert of TLS: "this isn't TLS"
+    print(json.dumps([address, kind, name, got.decode(errors="replace")]) + "\\n", end="", flush=True)
+
+with ThreadPoolExecutor(40) as pool:
+    for address in addresses:
+        for kind, context in contexts():
+            for name in says:
+                pool.submit(attempt, address, kind, context, name)
+"""
+
+
+class Training:
+    """Two workers on hosts of their own, and a client on the second one that does what it is told."""
+
+    def __init__(self, hosts: Hosts, tls: str) -> None:
+        self.hosts = hosts
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._client = hosts.popen(1, [sys.executable, "-c", CLIENT, tls, *hosts.addresses], **pipes)
+
+    def tell(self, order: str) -> None:
+        assert self._client.stdin is not None
+        self._client.stdin.write(order + "\n")
+        self._client.stdin.flush()
+
+    def ask(self, *orders: str) -> str:
+        """Tells the client these orders; returns its answer to the last one."""
+        assert self._client.stdout is not None and self._client.stderr is not None
+        for order in orders:
+            self.tell(order)
+            answer = self._client.stdout.readline()
+            assert answer, self._client.stderr.read()
+        return answer.rstrip("\n")
+
+    def end(self) -> None:
+        assert self._client.stdin is not None
+        self._client.stdin.close()
+        assert self._client.wait(PATIENCE) == 0
+
+
+@contextlib.contextmanager
+def training(worker_keys: str = "", client_keys: str = "") -> Iterator[Training]:
+    require_namespaces()
+    arguments = [f"--server_port={SERVER_PORT}", *([f"--tls={worker_keys}"] if worker_keys else [])]
+    with Hosts(2, arguments=arguments, echo=lambda *_: None) as hosts:
+        yield Training(hosts, client_keys)
+
+
+@contextlib.contextmanager
+def outside(hosts: Hosts) -> Iterator[Namespace]:
+    with Namespace() as made:
+        first = hosts.namespaces[0]
+        join(first, "eth1", made, "eth0")
+        first.call("ip", "addr", "add", f"{PUBLIC}/24", "dev", "eth1")
+        made.call("ip", "addr", "add", f"{OUTSIDE}/24", "dev", "eth0")
+        made.call("ip", "route", "add", "10.77.0.0/24", "via", PUBLIC)
+        yield made
+
+
+def knock(where: Namespace, *addresses: str) -> dict[str, str]:
+    """What becomes of connections to these addresses, made in a namespace."""
+    became = {}
+    for address in addresses:
+        opens = f"exec 3<>/dev/tcp/{address.replace(':', '/')}"
+        done = subprocess.run(
+            [*where.prefix, "timeout", "1", "bash", "-c", opens], stderr=subprocess.DEVNULL, check=False
+        )
+        became[address] = {0: "open", 124: "silent"}.get(done.returncode, "closed")
+    return became
+
+
+def listening_ports(namespace: Namespace) -> list[int]:
+    """All TCP ports on which something listens in a namespace, whoever may reach it."""
+    table = namespace.call("cat", "/proc/net/tcp", "/proc/net/tcp6")
+    ports = {int(match[1], 16) for match in re.finditer(r"^\s*\d+: \w+:(\w{4}) \w+:0000 0A ", table, re.MULTILINE)}
+    assert {2222, SERVER_PORT} <= ports
+    return sorted(ports)
+
+
+def attempts(hosts: Hosts, foreign: pathlib.Path) -> dict[tuple[str, str, str], str]:
+    """Address, way and question of each attempt of the hostile host that is answered, and the answer.
+
+    It tries all ports that there are, TensorFlow's on the loopback devices included.
+    """
+    with Namespace() as hostile:
+        join(hostile, "eth0", hosts._switch, "port9")
+        hosts._switch.call("ip", "link", "set", "port9", "master", "bridge")
+        hostile.call("ip", "addr", "add", f"{HOSTILE}/24", "dev", "eth0")
+        addresses = [
+            f"{ip}:{port}" for ip, own in zip(hosts.ips, hosts.namespaces, strict=True) for port in listening_ports(own)
+        ]
+        attack = [*hostile.prefix, sys.executable, "-c", ATTACK, PROTOCOL, str(foreign), *addresses]
+        done = subprocess.run(attack, capture_output=True, text=True, timeout=300, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 9 * len(addresses)
+    return {(address, way, asked): got for address, way, asked, got in answers if got}
+
+
+@pytest.fixture(scope="module")
+def folders(authority: Authority, foreign: Keys, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Directories of both hosts (in one) and of the client, now and renewed."""
+    folder = tmp_path_factory.mktemp("folders")
+    for age in ("", "renewed_"):
+        new_machine(authority, folder / f"{age}hosts", "10.77.0.1", "10.77.0.2")
+        new_machine(authority, folder / f"{age}client", "client")
+    return folder
+
+
+def test_private_networks_firewalls_partitions_and_slow_links(foreign: Keys) -> None:
+    with training() as own:
+        hosts = own.hosts
+        first = hosts.namespaces[0]
+        # TensorFlow's port of host 0 is firewalled: `transform` waited for an hour, `step_seconds`.
+        rule = f"ipproto tcp sport {SERVER_PORT} blackhole"
+        first.call("ip", "rule", "add", "priority", "100", *rule.split())
+        assert own.ask("transform").startswith(
+            "UnusableWorkersError TensorFlow's port 10.77.0.1:2300 of worker 0 (10.77.0.1:2222) can't be reached from "
+            "this process: no answer within"
+        )
+        first.call("ip", "rule", "del", "priority", "100")
+        assert own.ask("transform", "train") == "0"
+        # Nobody gets in from outside the private network.
+        private, public = ([f"{ip}:{port}" for port in (2222, SERVER_PORT)] for ip in (hosts.ips[0], PUBLIC))
+        with outside(hosts) as other:
+            assert knock(hosts.namespaces[1], *private) == dict.fromkeys(private, "open")
+            nothing = [f"{ip}:9" for ip in (hosts.ips[0], PUBLIC)]
+            assert knock(other, *nothing) == dict.fromkeys(nothing, "closed")  # It does reach the machine.
+            assert "open" not in knock(other, *private, *public).values()
+        # Within it, a hostile host is told of devices, and TensorFlow's servers greet it, the client's, too.
+        answers = attempts(hosts, foreign.directory)
+        assert {way for _, way, _ in answers} == {"plain"}
+        servers = {address for address, _, asked in answers if asked == "grpc"}
+        assert len(servers) == 3 and {f"{ip}:{SERVER_PORT}" for ip in hosts.ips} < servers
+        for address in hosts.addresses:
+            assert json.loads(answers[address, "plain", "status"])["holder"] == "another client"
+            assert answers[address, "plain", "lease"].startswith('{"error": "in use by another client')
+        # A host that is cut off is lost, and taken again.
+        hosts.cut(0)
+        assert own.ask("lose") == "lost 0"
+        own.tell("train")
+        hosts.join(0)
+        assert own.ask("train") == "1"
+        # A slow link is measured as what it is.
+        hosts.limit(50)
+        own.ask("measure")
+        assert float(own.ask("measure")) < 1.3 * 50e6 / 8
+        own.end()
+
+
+def test_by_tls_a_hostile_host_gets_nothing_and_a_lost_worker_is_taken_again(
+    folders: pathlib.Path, foreign: Keys
+) -> None:
+    """No status, no lease, no byte of TensorFlow's; new tunnels have certificates that were renewed meanwhile."""
+    with training(str(folders / "hosts"), str(folders / "client")) as own:
+        assert own.ask("transform", "train") == "0"
+        assert attempts(own.hosts, foreign.directory) == {}
+        assert own.ask("train") == "0"  # Nobody has disturbed it.
+        for machine in ("hosts", "client"):
+            for file in (folders / f"renewed_{machine}").iterdir():
+                os.replace(file, folders / machine / file.name)
+        (child,) = children(own.hosts.processes[0].pid)
+        os.kill(child, signal.SIGKILL)
+        assert int(own.ask("train", "train")) >= 1
+        own.end()

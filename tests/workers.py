@@ -64,12 +64,6 @@ def _fields(process: int) -> list[str]:
     return []
 
 
-def resident_bytes(process: int) -> int:
-    """Memory that a process has of its own."""
-    fields = pathlib.Path(f"/proc/{process}/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
-
-
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> float:
     """Waits until something is true; returns how long that took.
 
