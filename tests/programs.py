@@ -26,7 +26,6 @@ from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.ir.graph import (
-    LAYER_ATTR,
     Builder,
     Graph,
     GraphDef,
@@ -46,7 +45,7 @@ from graph_passes.ir.program import (
     Variable,
     VariableKind,
 )
-from graph_passes.ir.storage import load_function, merge_library, read_function
+from graph_passes.ir.storage import load_function, merge_library
 from graph_passes.ir.tasks import Phase, Schedule, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import verify
@@ -386,15 +385,6 @@ def sgd(parameters: Sequence[Variable], rate: float) -> Captured:
 # ---- looking at programs
 
 
-def layers_by_stage(program: Program) -> dict[int, list[str]]:
-    """Stage -> the layers that have nodes in it, in order."""
-    by_stage: dict[int, dict[str, None]] = {}
-    for node in program.graph.node:
-        if node.name in program.node_stage and LAYER_ATTR in node.attr:
-            by_stage.setdefault(program.node_stage[node.name], {})[node.attr[LAYER_ATTR].s.decode()] = None
-    return {stage: list(layers) for stage, layers in sorted(by_stage.items())}
-
-
 def crossing(program: Program) -> list[tuple[str, int, tuple[int, ...]]]:
     """(name, producer, consumers) of each boundary tensor."""
     return [(str(boundary.ref), boundary.producer, boundary.consumers) for boundary in program.boundaries]
@@ -475,16 +465,6 @@ class Machine:
         self.add(graph, name)
         flat = np.concatenate([np.ravel(value) for value in values])
         self._session.run(f"{name}/{call}", {f"{name}/values:0": flat})
-
-    def read(self, device: str, *variables: Variable) -> list[Any]:
-        """Values of variables of a device."""
-        name = f"read{next(self._numbers)}"
-        function = read_function(f"{name}_function", variables)
-        graph = empty_graph()
-        graph.node.append(call_node("call", function, [], device=device))
-        merge_library(graph, [function])
-        self.add(graph, name)
-        return list(self._session.run([f"{name}/call:{index}" for index in range(len(variables))]))
 
 
 def run(graph: GraphDef, fetches: Sequence[Ref], feeds: Mapping[Ref, Any] | None = None, devices: int = 1) -> Any:

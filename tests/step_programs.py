@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,33 +134,6 @@ def cuts_of(model: str, stages: int) -> tuple[str, ...]:
     """Where to cut a model into so many stages."""
     cuts = MODELS[model][1]
     return {1: (), 2: cuts[:1], 3: cuts[:2], 4: cuts}[stages]
-
-
-def sampled(seed: int) -> Case:
-    """Some case: of any model, shape and schedule."""
-    draw = random.Random(seed)
-    model = draw.choice(list(MODELS))
-    stages = draw.randint(1, len(MODELS[model][1]) + 1)
-    micro_batches = draw.randint(1, 5)
-    schedule = draw.choice(["gpipe", "dapple_a", "dapple_b", "fast_forward", "zb_h1", "zero_bubble"])
-    options: dict[str, Any] = {"bucket_bytes": draw.choice([8, 64, 1 << 20]), "wait_free": draw.random() < 0.7}
-    shape = draw.random()
-    if shape < 0.2:
-        devices = [[0, 1] if draw.random() < 0.5 else [stage % 2] for stage in range(stages)]
-        devices[0] = [0, 1]
-        schedule = "modulo"
-    else:
-        devices, start = [], 0
-        for _ in range(stages):
-            count = draw.randint(1, 3)
-            devices.append(list(range(start, start + count)))
-            start += count
-        if shape < 0.5 and stages > 1 and model == "mlp":
-            options["carried_updates"] = 1
-    batch = micro_batches * draw.randint(3, 5) + draw.randint(0, 2)
-    made = plan(model, stages, devices, micro_batches, batch, schedule, **options)
-    samples = batch if draw.random() < 0.7 else draw.randint(1, batch)
-    return Case(model, made, samples, head=bool(made.carried_updates) and draw.random() < 0.5)
 
 
 def built_of_model(model: keras.Model, passes: StepPasses, table: VariableTable) -> Build:

@@ -14,7 +14,6 @@ from tensorflow.core.framework import types_pb2
 from dapple_tf.frontend import optimizer as optimizers
 from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis.gradient_flow import gradients_behind
-from graph_passes.analysis.repeated_update import repeated_update
 from graph_passes.ir.graph import Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.program import Variable, VariableKind
@@ -64,17 +63,6 @@ def test_equal_layers_are_traced_once(
     assert [list(update.apply.gradients) for update in updates] == groups
 
 
-def test_what_decays_otherwise_has_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third layer's kernel doesn't decay; with the second one's trace it would."""
-    model = _equal_layers()
-    optimizer = keras.optimizers.AdamW(weight_decay=0.1)
-    optimizer.exclude_from_weight_decay(var_list=[model.layers[2].kernel])
-    groups, updates, traced = _groups(optimizer, monkeypatch, model)
-    assert traced == 2
-    assert list(updates[2].apply.gradients) == groups[2]
-    assert len(updates[2].apply.graph.node) < len(updates[1].apply.graph.node)
-
-
 def test_what_does_not_decay_is_told_by_its_layers_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keras' variables are called ``kernel``: asked by these, all decayed, then and in the user's optimizer later."""
     model = _equal_layers()
@@ -105,25 +93,6 @@ def test_constraints_and_own_optimizers_are_traced_for_each_group(monkeypatch: p
         assert _groups(own, monkeypatch, _equal_layers())[2] == 4, own
         monkeypatch.undo()
     assert _groups(keras.optimizers.SGD(), monkeypatch, _equal_layers(kernel_constraint="non_neg"))[2] == 4
-
-
-def test_what_is_written_once_for_each_parameter_is_not_repeated() -> None:
-    class Counts(keras.optimizers.SGD):
-        """Counts parameters, too."""
-
-        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            super().update_step(gradient, variable, learning_rate)
-            self.iterations.assign_add(1)
-
-    for optimizer, apart in ((keras.optimizers.SGD(), True), (Counts(), False)):
-        model = _equal_layers()
-        optimizer.build(model.trainable_variables)
-        table = VariableTable(model)
-        table.add_optimizer(optimizer)
-        names = [table.name_of(variable) for variable in model.trainable_variables[:2]]
-        captured = optimizers._capture_apply(optimizer, table, names, {}, None, guarded=False)
-        owners = {ref: variable.name for ref, variable in captured.variables.items() if variable.name in names}
-        assert (repeated_update(captured, owners, {}) is not None) == apart
 
 
 # ---- which gradients are in a variable's new value
@@ -180,11 +149,6 @@ def in_a_branch(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> N
     tf.cond(w[0] > 0, both, lambda: w.read_value())
 
 
-def which_branch(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
-    tf.cond(h[0] > 0, lambda: v.assign_sub(g), lambda: v.read_value())
-    w.assign_sub(h)
-
-
 def in_a_function(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) -> None:
     both = tf.function(lambda a, b: (a, a + b), autograph=False)
     one, other = both(g, h)
@@ -200,7 +164,6 @@ def in_a_function(v: tf.Variable, w: tf.Variable, g: tf.Tensor, h: tf.Tensor) ->
         (through_a_variable, "v", "vw"),
         (read_before, "v", "w"),
         (in_a_branch, "v", "w"),
-        (which_branch, "vw", "w"),
         (in_a_function, "v", "vw"),
     ],
 )

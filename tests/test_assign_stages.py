@@ -14,14 +14,12 @@ import pytest
 from program_text import read_program
 from programs import (
     DOUBLE,
-    METRIC,
     STATE,
     apply,
     captured,
     compiled,
     crossing,
     dense,
-    layers_by_stage,
     mlp,
     run,
     sent,
@@ -38,7 +36,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.program import Boundary, LayerCall, Program
 from graph_passes.ir.text import graph_text, stages_text
-from graph_passes.passes.assign_stages import AssignStages, find_call
+from graph_passes.passes.assign_stages import AssignStages
 
 
 def assign(program: Program, *cuts: str) -> Program:
@@ -65,17 +63,6 @@ def test_a_flat_program_before_and_after(golden: Callable[[str, str], None]) -> 
         "assign_stages.txt",
         f"before\n\n{graph_text(before.graph)}\nafter\n\n{graph_text(after.graph)}\n{stages_text(after)}",
     )
-
-
-def test_a_chain_is_cut_behind_the_named_layers_and_the_loss_follows_the_last() -> None:
-    program = assign(mlp(), "dense_0", "dense_1")
-    assert layers_by_stage(program) == {0: ["dense_0"], 1: ["dense_1"], 2: ["dense_2"]}
-    assert [(producer, consumers) for _, producer, consumers in crossing(program)] == [(0, (1,)), (1, (2,))]
-    assert [stage.reads for stage in program.stages] == [
-        tuple(f"dense_{index}/{part}" for part in ("kernel", "bias")) for index in range(3)
-    ]
-    updates = [v.update for v in program.roles.variables if v.kind is METRIC]
-    assert {program.node_stage[ref.node] for ref in [*updates, program.roles.loss] if ref is not None} == {2}
 
 
 GRAPHS = {
@@ -134,13 +121,6 @@ def tied() -> Program:
     shared = dense("shared")
     y = shared(dense("middle")(shared(x)))
     return captured(compiled(x, dense("head", 1)(y)), np.zeros((4, 3)), np.zeros((4, 1)))
-
-
-def test_a_tied_weight_is_read_in_each_stage_that_calls_its_layer() -> None:
-    program = assign(tied(), "shared#0", "middle#0", "shared#1")
-    assert layers_by_stage(program) == {0: ["shared"], 1: ["middle"], 2: ["shared"], 3: ["head"]}
-    readers = [stage.index for stage in program.stages if "shared/kernel" in stage.reads]
-    assert readers == [0, 2]
 
 
 # ---- what belongs to no stage
@@ -396,7 +376,6 @@ CROSSES = "of layer 'a', which crosses the cut after 'a',"
             "dense_9",
             "cut 'dense_9' names no layer of the model; did you mean one of 'dense_2', 'dense_1', 'dense_0'",
         ),
-        (mlp, "xyz", "cut 'xyz' names no layer of the model; its layers are 'dense_0', 'dense_1', 'dense_2'"),
         (
             mlp,
             "dense_1 dense_0",
@@ -437,32 +416,8 @@ def test_a_wrong_cut_is_refused_with_the_fix(program: Callable[[], Program], cut
         AssignStages(tuple(cuts.split())).run(made)
 
 
-def test_a_name_of_several_layers_is_refused_with_their_paths() -> None:
-    calls = [LayerCall("encoder/dense", 0, 2), LayerCall("decoder/dense", 2, 4)]
-    with pytest.raises(PassError, match="could be any of the layers 'decoder/dense', 'encoder/dense'; give the path"):
-        find_call("dense", calls)
-    assert find_call("encoder/dense", calls) == calls[0]
-
-
 @pytest.mark.parametrize(("kind", "shape"), [("unknown_axis", (1, None)), ("integer", ())])
 def test_what_samples_decide_together_is_handed_on_whole(kind: str, shape: tuple[int | None, ...]) -> None:
     boundary = only_boundary(assign(through(kind), "a"))
     assert (boundary.batch_axis, boundary.shape, boundary.example_shape) == (None, shape, shape)
     assert boundary.own_lengths and boundary.whole
-
-
-def test_integers_that_no_sample_changes_may_cross_a_cut() -> None:
-    program = read_program(
-        """
-        x[?, 2], w[2], table[2]
-        a/scaled = Mul(x, w)
-        a/twice = AddV2(table, table)
-        a/whole = Cast(a/twice, DstT=int64)
-        b/back = Cast(a/whole, DstT=float64)
-        b/shifted = AddV2(a/scaled, b/back)
-        loss = L2Loss(b/shifted)
-    """,
-        states={"table": None},
-    )
-    program = assign(program, "a")
-    assert [(str(each.ref), each.batch_axis) for each in program.boundaries] == [("a/scaled", 0), ("a/whole", None)]

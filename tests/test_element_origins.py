@@ -84,11 +84,9 @@ CONSTANT: dict[str, Made] = {
 SAMPLES: dict[str, Made] = {
     "ids": lambda ids, fixed, samples: flat(ids + 1),
     "random numbers of samples": lambda ids, fixed, samples: tf.random.uniform([samples], maxval=9, dtype=tf.int32),
-    "a broadcast variable": lambda ids, fixed, samples: tf.tile(fixed[None], [tf.shape(ids)[0], 1]),
     "two lookups": lambda ids, fixed, samples: tf.concat([flat(ids), ids[:, 0]], 0),
     "a mask": lambda ids, fixed, samples: tf.boolean_mask(ids, ids > 2) + 1,
     "by places in the batch": lambda ids, fixed, samples: tf.gather(flat(ids), tf.range(samples) * 4 + ids[:, 0] % 4),
-    "a vocabulary": lambda ids, fixed, samples: tf.gather(fixed, ids % 3),
     "a loop": lambda ids, fixed, samples: tf.map_fn(lambda row: row[:2], ids),
     "python": lambda ids, fixed, samples: tf.numpy_function(larger, [ids], tf.int32),
     "parts by data": lambda ids, fixed, samples: tf.dynamic_partition(flat(ids), flat(ids) % 2, 2)[1],
@@ -100,14 +98,11 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
         Origin.DISTINCT,
     ),
     "largest of the batch": (lambda ids, fixed, samples: tf.reduce_max(ids, 0), Origin.COUPLED),
-    "unique, without equals": (lambda ids, fixed, samples: tf.unique(tf.unique(flat(ids))[0] // 2)[0], Origin.DISTINCT),
     "unique, gathered": (lambda ids, fixed, samples: tf.gather(fixed, tf.unique(flat(ids))[0] % 3), Origin.COUPLED),
     "pairs of samples": (lambda ids, fixed, samples: ids[:, :1] - tf.transpose(ids[:, :1]), Origin.COUPLED),
     "places of samples": (lambda ids, fixed, samples: tf.range(samples), Origin.PLACES),
     "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
-    "running sums of the batch": (lambda ids, fixed, samples: tf.cumsum(ids, axis=0), Origin.PLACES),
     "random numbers": (lambda ids, fixed, samples: tf.random.uniform([4], maxval=9, dtype=tf.int32), Origin.DRAWN),
-    "the size": (lambda ids, fixed, samples: tf.stack([samples, samples // 2]), Origin.SIZE),
 }
 
 
@@ -118,30 +113,10 @@ CASES = (
 )
 
 
-def called(made: Made) -> Made:
-    """The same in a function that stays a call, within another one."""
-
-    @tf.function(autograph=False)
-    def inner(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
-        return made(ids, fixed, samples)
-
-    @tf.function(autograph=False)
-    def outer(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
-        return inner(ids, fixed, samples) + 1
-
-    return outer
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_indices_belong_to_follows_from_data_flow(name: str) -> None:
     made, origins = CASES[name]
     assert set(origins_of(made)) == origins
-
-
-def test_calls_are_looked_into() -> None:
-    assert origins_of(called(CONSTANT["positions"])) == [Origin.CONSTANT]
-    assert origins_of(called(SAMPLES["ids"])) == [Origin.SAMPLES]
-    assert origins_of(called(OTHERS["largest of the batch"][0])) == [Origin.COUPLED]
 
 
 def test_parts_of_a_concatenation_are_told_apart_through_maps_and_shapes() -> None:
@@ -153,15 +128,6 @@ def test_parts_of_a_concatenation_are_told_apart_through_maps_and_shapes() -> No
     ids = np.arange(12).reshape(3, 4)
     indices, *parts = values_of(made, ids, *(part.tensor for part in parts_of(made)))
     assert [part.size for part in parts] == [8, 12, 4] and indices.size == 24
-
-
-def test_different_elements_are_computed_from_those_that_they_come_from() -> None:
-    origins, (part,) = origins_and_parts(
-        lambda ids, fixed, samples: (lambda rows: tf.where(rows < 0, rows + 9, rows))(tf.unique(flat(ids))[0])
-    )
-    image = origins.image(part, np.arange(-9, 9))
-    assert image is not None
-    np.testing.assert_array_equal(image, np.arange(-9, 9) % 9)
 
 
 @pytest.mark.parametrize("from_end", [False, True])

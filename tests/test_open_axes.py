@@ -12,7 +12,6 @@ import tensorflow as tf
 from equivalence import (
     TOLERANCE,
     assert_same_variables,
-    assert_same_variables_after,
     largest_difference,
     pair,
     pipeline,
@@ -110,7 +109,6 @@ def batch(model: keras.Model, sizes: Sequence[int]) -> tuple[Any, Any]:
         # A length that equals the batch, then others, and a smaller last batch.
         (strided, "conv", [(5, 3), (5, 20), (3, 5)]),
         (attention, "encoder", [(4, 7, 4), (4, 3, 2)]),
-        (merged, "flat", [(4, 9), (4, 20)]),
     ],
 )
 def test_batches_of_any_lengths_train_as_in_plain_keras(
@@ -126,18 +124,6 @@ def test_batches_of_any_lengths_train_as_in_plain_keras(
         plain.train_on_batch(x, y)
     pipelined.close()
     assert_same_variables(own, plain, TOLERANCE["float64"])
-
-
-def test_a_length_that_a_model_has_no_positions_for_is_told_with_the_layer() -> None:
-    model = attention()
-    pipelined = pipeline(model, ["encoder"], (1, 1), 1, 2)
-    with pytest.raises(PassError) as caught:
-        pipelined.train_on_batch(*batch(model, (2, 20, 3)))
-    assert str(caught.value) == (
-        "pass assign_stages: layer 'positions' can't compute AddV2 of tensors of shapes [?,10,4], [6,4]: Dimensions "
-        "must be equal, but are 10 and 6, for batch_x_source of shape (?, 20, 4), batch_x_target of shape (?, 3), "
-        "batch_y of shape (?, 3, 3)"
-    )
 
 
 # ---- no axis of samples
@@ -241,15 +227,6 @@ def masked_mean(h: Any, n: Any, _: Any) -> Any:
     return tf.reduce_sum(h * mask[..., None], 1) / tf.reduce_sum(mask, 1)[:, None]
 
 
-def best(x: Any, n: Any, _: Any) -> Any:
-    places = tf.nn.top_k(tf.reduce_sum(x, -1), tf.reduce_max(n)).indices
-    return tf.gather(x, places, axis=1, batch_dims=1)
-
-
-def summed_rows(h: Any, n: Any, _: Any) -> Any:
-    return tf.math.unsorted_segment_sum(h, tf.repeat(tf.range(tf.shape(n)[0]), n), tf.shape(n)[0])
-
-
 def taken_apart(h: Any, n: Any, _: Any) -> Any:
     return tf.reduce_mean(tf.reshape(h, (-1, tf.reduce_max(n), 4)), 1)
 
@@ -262,10 +239,7 @@ LENGTHS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
     "cropped to the longest": (cropped, mean, False),
     "cropped, with a mask": (cropped, masked_mean, True),
     "cropped to a variable": (lambda x, n, k: x[:, :k], mean, True),
-    "the best, as many as a variable": (lambda x, n, k: tf.nn.top_k(tf.transpose(x, (0, 2, 1)), k).values,
-                                        lambda h, n, _: tf.reduce_mean(h, -1), True),
     "places merged with samples": (flattened, taken_apart, False),
-    "rows of a mask": (lambda x, n, _: tf.boolean_mask(x, tf.sequence_mask(n, 6)), summed_rows, True),
 }  # fmt: skip
 
 
@@ -274,10 +248,7 @@ def decided(case: str, then: str = "dense") -> keras.Model:
     make, back, _ = LENGTHS[case]
     x, n = keras.Input((6, 4), name="x"), keras.Input((), dtype="int32", name="n")
     h = Kept(make, "a")(layers.Dense(4, "tanh", name="p")(x), n)
-    if case == "the best, as many as a variable":
-        h = layers.Activation("tanh", name="d")(h)
-    else:
-        h = (layers.GRU(4, return_sequences=True, name="d") if then == "gru" else layers.Dense(4, "tanh", name="d"))(h)
+    h = (layers.GRU(4, return_sequences=True, name="d") if then == "gru" else layers.Dense(4, "tanh", name="d"))(h)
     return compiled({"x": x, "n": n}, layers.Dense(1)(Kept(back, "m")(h, n)))
 
 
@@ -326,14 +297,6 @@ def test_lengths_of_a_slice_are_noted_and_refused_between_unlike_slices() -> Non
     )
     with pytest.raises(PassError, match=r"layer 'a' has .* that it can't be joined: .* in slices of \[4, 4\] samples"):
         pipeline(decided("cropped to the longest"), ["a"], (2, 1), 1, 8).train_on_batch(x, y)
-
-
-@pytest.mark.parametrize(("case", "replicas"), [("to the longest", (1, 2)), ("to a variable", (2, 1))])
-def test_one_length_for_all_slices_is_split_and_joined(case: str, replicas: tuple[int, int]) -> None:
-    use_float64()
-    x, y = lengths()
-    own, plain = pair(lambda: decided(f"cropped {case}"))
-    assert_same_variables_after(1, pipeline(own, ["a"], replicas, 1, 8), plain, x, y)
 
 
 def test_predictions_of_unlike_lengths_are_refused() -> None:

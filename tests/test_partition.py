@@ -23,11 +23,8 @@ from programs import (
     apply,
     attention,
     captured,
-    chain,
     compiled,
-    copied,
     dense,
-    meanings,
     mlp,
     sent,
     staged,
@@ -37,7 +34,7 @@ from programs import (
 
 import dapple_tf as dapple
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr, make_node
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Phase
@@ -105,61 +102,6 @@ def test_forward_and_backward_together_are_the_whole(policy: str) -> None:
         # Nothing of the whole is lost, and constants aren't kept.
         assert arguments[ValueKind.FORWARD] <= {*forward.inputs, *backward.inputs, *measured}
         assert all(Graph(stage.own_graph).nodes[ref.node].op != "Const" for ref in residuals(stage))
-
-
-def test_the_split_is_by_data_flow_and_not_by_names() -> None:
-    (stage,) = staged(chain("gradients: w")).stages  # the name under which TensorFlow puts gradients
-    forward, backward = functions(stage)
-    assert {"gradients/matmul", "gradients/tanh", "loss"} == {each.name for each in forward.function.node_def}
-    assert not {"gradients/matmul", "gradients/tanh"} & {each.name for each in backward.function.node_def}
-
-
-def beside(control: bool, of: str, reader: str) -> Program:
-    """`stateful_layers` in two stages; with ``control``, ``reader`` waits for minus ``of``, which nothing reads."""
-    program = copied(apply(stateful_layers(), AssignStages(("a",)), BuildForward(), BuildBackward()))
-    for graph in (stage.own_graph for stage in program.stages):
-        place = [each.name for each in graph.node].index(reader) if reader in Graph(graph) else None
-        if place is not None:
-            kind = {"T": dtype_attr(dtype_of(Graph(graph), Ref(of)))}
-            graph.node[place].input.extend(["^beside"] * control)
-            graph.node.insert(place, make_node("beside", "Neg", [Ref(of)], attrs=kind))
-    return program
-
-
-@pytest.mark.parametrize(
-    ("of", "reader"),
-    [
-        ("b/matmul", "loss"),  # forward
-        ("loss", "gradients/b/matmul_grad/MatMul"),  # backward, or Bx
-        ("a/counted", "sum"),  # metrics
-        ("gradients/b/matmul_grad/MatMul", "gradients/b/matmul_grad/MatMul_1"),  # Bw
-        ("w", "gradients/a/matmul_grad/MatMul_1"),  # an argument that nothing else reads
-    ],
-)
-@pytest.mark.parametrize("split", [(), (0, 1)])
-def test_what_only_has_to_run_before_is_in_no_function(of: str, reader: str, split: tuple[int, ...]) -> None:
-    """It has its order from the step; results and arguments are those without it."""
-    plain, ordered = (
-        [
-            (meanings(function.inputs), meanings(function.outputs), len(function.function.node_def))
-            for stage in apply(beside(control, of, reader), Partition(split=split)).stages
-            for function in stage.functions
-        ]
-        for control in (False, True)
-    )
-    assert ordered == plain
-
-
-def test_without_training_there_is_no_backward_function() -> None:
-    for stage in staged(two_layers(), "a", training=False).stages:
-        assert stage.backward is None and stage.forward is not None
-        assert not any(value.kind is RESIDUAL for value in stage.forward.outputs)
-
-
-def test_a_stage_without_gradients_has_an_empty_backward_function() -> None:
-    program = read_program("x[?, 2], v[2]\na/tanh = Tanh(x)\nb/scaled = Mul(a/tanh, v)\nloss = L2Loss(b/scaled)")
-    backward = functions(staged(program, "a").stages[0])[1]
-    assert (backward.inputs, backward.outputs, len(backward.function.node_def)) == ((), (), 0)
 
 
 def test_functions_are_compiled_with_xla_and_metrics_never_and_the_last_f_and_b_are_one() -> None:

@@ -12,8 +12,6 @@ import pytest
 from google.protobuf import text_format
 from models_for_tests import classifier, samples, transform
 from programs import (
-    DOUBLE,
-    FLOAT,
     HOST,
     apply,
     connected,
@@ -21,18 +19,15 @@ from programs import (
     layout,
     owners,
     replicated,
-    show_changes,
     staged,
     two_layers,
     two_stages,
     unchanged,
 )
 
-import dapple_tf as dapple
 from dapple_tf.execution.step_passes import PASSES, pipeline
-from dapple_tf.operators.op_costs import OperatorCosts
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, reroute
+from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.text import graph_text
 from graph_passes.pass_manager import After, Before, Dump, Pass, Timing, run_passes
@@ -140,13 +135,6 @@ def test_verification_may_be_left_out() -> None:
     assert "broken" in graph_text(run_passes(two_layers(), [Does(broken)], verified=False).graph)
 
 
-def test_timing_adds_up_the_seconds_of_passes_of_one_name() -> None:
-    timing = Timing()
-    for name, seconds in (("a", 1.0), ("a", 2.0), ("b", 0.5)):
-        timing(1, Looks(name=name), two_layers(), seconds)
-    assert timing.seconds == {"a": 3.0, "b": 0.5}
-
-
 def parsed(path: pathlib.Path) -> GraphDef:
     return text_format.Parse(path.read_text(), GraphDef())
 
@@ -176,13 +164,6 @@ def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_buil
     assert parsed(target / "05_replicate.pbtxt").library.function
 
 
-def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
-    for slot in PASSES:
-        assert dataclasses.is_dataclass(slot.pass_type)
-        assert slot.pass_type.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        assert f"graph_passes.passes.{slot.name}" == slot.pass_type.__module__
-
-
 # ---- places
 
 
@@ -192,12 +173,6 @@ def test_own_passes_stand_before_and_after_those_that_they_name_in_the_order_giv
     order = pipeline([*after, Before("accumulate", last), Before("replicate", early)])
     assert [item.name for item in order.placed([SplitConcat()])] == ["split_concat", "first", "second"]
     assert [order.number(own) for own in (early, first, second, last)] == [5, 9, 10, 11]
-
-
-def test_what_comes_before_a_pass_that_runs_again_does_not() -> None:
-    order = pipeline([Before("partition", Looks(name="before")), After("partition", Looks(name="after"))])
-    assert [item.name for item in order.placed([Partition()])] == ["before", "partition", "after"]
-    assert [item.name for item in order.placed([Partition()], again=True)] == ["partition", "after"]
 
 
 @pytest.mark.parametrize(
@@ -247,25 +222,6 @@ def test_an_own_pass_is_dumped_timed_and_run_for_each_step(tmp_path: pathlib.Pat
     pipelined.close()
 
 
-def test_own_passes_run_where_operators_are_placed() -> None:
-    looks = Looks()
-    cluster, own = dapple.Cluster.local(2, kind="cpu"), dapple.Plan.by_operators(2, 7)
-    passes = [After("flatten", looks)]
-    pipelined = dapple.transform(classifier(), cluster, own, operator_costs=OperatorCosts(), passes=passes)
-    pipelined.train_on_batch(X, Y)
-    (flat,) = looks.seen
-    assert flat.own_step.dissolved and not flat.own_step.placed_on
-    pipelined.close()
-
-
-def test_the_twin_that_verifies_has_them_too() -> None:
-    looks = Looks()
-    pipelined = transform(classifier(), passes=[After("update", looks)])
-    pipelined.verify(X, Y, steps=1, float64=True)
-    assert {variable.dtype for program in looks.seen for variable in program.roles.variables} >= {FLOAT, DOUBLE}
-    pipelined.close()
-
-
 # ---- facts
 
 
@@ -286,30 +242,6 @@ def test_every_pass_says_what_it_requires_and_ensures_and_each_fact_has_its_make
     for item in STAGES:
         facts = run_passes(two_layers(), STAGES[: STAGES.index(item) + 1]).facts
     assert facts == {Fact.STAGES, Fact.GRAPHS, Fact.FUNCTIONS}
-
-
-def test_programs_and_stages_tell_what_they_lack() -> None:
-    program = apply(two_layers(), AssignStages(("a",)))
-    for ask, text in (
-        (lambda: program.own_step, "the program has no step yet; run replicate before"),
-        (lambda: program.stages[1].own_graph, "stage 1 has no graph yet; run build_forward before"),
-        (lambda: program.stages[1].own_backward, "stage 1 has no function B"),
-    ):
-        with pytest.raises(PassError, match=text):
-            ask()
-
-
-def test_a_chain_of_nodes_is_put_behind_a_tensor() -> None:
-    graph = copied(two_layers()).graph
-    before = graph_text(graph)
-    builder, double = Builder(graph), {"T": dtype_attr(2)}
-    negated = builder.add("negated", "Neg", [Ref("a/tanh")], **double)
-    back = builder.add("back", "AddV2", [builder.add("again", "Neg", [negated], **double), Ref("a/tanh")], **double)
-    reroute(graph, {Ref("a/tanh"): back})
-    assert show_changes(before, graph_text(graph)) == (
-        "- b/matmul = MatMul(a/tanh, v)\n+ b/matmul = MatMul(back, v)\n"
-        "+ negated = Neg(a/tanh)\n+ again = Neg(negated)\n+ back = AddV2(again, a/tanh)\n"
-    )
 
 
 # ---- documents

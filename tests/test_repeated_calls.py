@@ -134,15 +134,6 @@ def _twice() -> keras.Model:
     return keras.Model(inputs, x)
 
 
-def _attention() -> keras.Model:
-    inputs = keras.Input((4, 6))
-    x = inputs
-    for _ in range(3):
-        x, scores = keras.layers.MultiHeadAttention(2, 3)(x, inputs, return_attention_scores=True)
-        x = x + keras.ops.mean(scores, axis=(1, 2, 3), keepdims=True)[:, 0]
-    return keras.Model(inputs, x)
-
-
 @pytest.mark.parametrize(
     ("build", "shared"),
     [
@@ -150,9 +141,8 @@ def _attention() -> keras.Model:
         (lambda: _convolutional(dtype="mixed_bfloat16"), 2 * 4 + 1),
         (_masked, 2),
         (_twice, 3),
-        (_attention, 2),
     ],
-    ids=["bert", "mixed precision", "masked", "twice", "attention"],
+    ids=["bert", "mixed precision", "masked", "twice"],
 )
 def test_the_graph_is_that_of_a_trace_of_each_call(
     build: Callable[[], keras.Model], shared: int, traces: _Traces
@@ -169,14 +159,6 @@ class _OwnDense(keras.layers.Dense):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         type(self).calls += 1
         return super().call(inputs) * float(self.calls)
-
-
-def _replaced() -> keras.layers.Layer:
-    layer = keras.layers.Dense(4)
-    original, number = layer.call, float(len(_REPLACED))
-    _REPLACED.append(layer)
-    vars(layer)["call"] = lambda inputs, training=None: original(inputs) * number
-    return layer
 
 
 _REPLACED: list[keras.layers.Layer] = []
@@ -373,17 +355,14 @@ def _unlike(**options: Any) -> keras.Model:
 
 TRACED: dict[str, Callable[[], keras.Model]] = {
     "own class": lambda: _one_after_the_other(*(_OwnDense(4) for _ in range(3))),
-    "own call": lambda: _one_after_the_other(*(_replaced() for _ in range(3))),
     "own activation": lambda: _one_after_the_other(*(_activated() for _ in range(3))),
     "without bias": lambda: _unlike(activation="tanh", use_bias=False),
-    "another activation": lambda: _unlike(activation="relu"),
     "not trained": lambda: _unlike(activation="tanh", trainable=False),
     "other values: a stand-in took the layer's own": lambda: _one_after_the_other(Perturbed()),
     "who looks at types": lambda: _looking(lambda _, outputs: outputs * float(len(outputs.op.type))),
     "who differentiates, and catches the error": lambda: _looking(_slope),
     "control inputs": lambda: _one_after_the_other(_Scoped(lambda tensor: tf.control_dependencies([tensor]))),
     "attributes": lambda: _one_after_the_other(_Scoped(lambda _: tf.xla.experimental.jit_scope())),
-    "places": lambda: _one_after_the_other(_Scoped(tf.compat.v1.colocate_with)),
     "tapes": lambda: _one_after_the_other(_Scoped(lambda _: tf.GradientTape())),
 }
 

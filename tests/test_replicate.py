@@ -13,18 +13,15 @@ from programs import (
     BACKWARD,
     FORWARD,
     HOST,
-    apply,
     devices,
     interpret,
     layout,
     node,
-    owners,
     replicated,
     run,
     staged,
     stateful_layers,
     step_of,
-    two_layers,
     two_stages,
 )
 
@@ -32,7 +29,6 @@ from graph_passes.ir.graph import NodeDef, Ref, data_inputs
 from graph_passes.ir.program import Normalizer, Program, Value
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.text import graph_text, library_text
-from graph_passes.passes.replicate import Replicate
 
 
 def tasks(program: Program, phase: str) -> list[NodeDef]:
@@ -78,29 +74,7 @@ def test_every_replica_with_samples_runs_each_micro_batch_forwards_and_backwards
     assert len(set(step.entry.values())) == len(step.entry)
 
 
-def test_names_of_functions_begin_with_the_prefix() -> None:
-    program = staged(two_layers(), "a", prefix="train0_")
-    program = apply(program, Replicate(layout([1, 1], 2), HOST, owners(program), prefix="train0_"))
-    assert {f.signature.name.startswith("train0_") for f in program.graph.library.function} == {True}
-
-
 # ---- samples
-
-
-def split_sizes(program: Program, name: str) -> list[int]:
-    (split,) = [each for each in program.graph.node if each.name == name]
-    return interpret(program.graph, [data_inputs(split)[1]], {})[0].tolist()
-
-
-def test_batch_inputs_are_cut_once_for_each_stage_into_slices_as_even_as_can_be() -> None:
-    program = replicated(sized(), layout([3, 2], 11, 2))
-    assert split_sizes(program, "stage0/slices/x") == [2, 2, 2, 2, 2, 1]
-    assert [each.name for each in program.graph.node if each.op == "SplitV"] == ["stage0/slices/x"]
-
-
-def test_a_single_slice_is_the_batch_itself() -> None:
-    program = replicated(two_stages(), layout([1, 1], 4))
-    assert argument(program, "0F0", Value(Ref("x"))) == Ref("batch/x")
 
 
 def sized() -> Program:
@@ -137,15 +111,6 @@ def test_each_call_is_told_the_weight_the_number_and_the_samples_of_its_slice() 
     }
 
 
-# ---- variables
-
-
-def test_each_replica_reads_the_variables_of_its_own_device_once_for_all_micro_batches() -> None:
-    program = replicated(two_stages(), layout([2, 1], 8, 4))
-    assert {argument(program, f"0F{m}.r1", Value(Ref("w"))) for m in range(4)} == {Ref("stage0/replica1/read_from0")}
-    assert node(program, "stage0/replica1/read_from0").device == devices(2)[0][1]
-
-
 # ---- loss, outputs, metrics and divisors
 
 
@@ -159,18 +124,6 @@ def test_the_loss_is_the_sum_of_all_slices_on_the_first_device_of_its_stage() ->
     # Two by two: of three, TensorFlow adds the last one first if its buffer is free, so that steps wouldn't repeat.
     pairs = [slices[:2], ["loss/first2", slices[2]], ["loss/first3", slices[3]]]
     assert [[str(ref) for ref in data_inputs(call)] for call in sums] == pairs
-
-
-def test_metric_values_pass_from_one_micro_batch_of_a_replica_to_the_next() -> None:
-    program = replicated(staged(stateful_layers(), "a"), layout([1, 2], 8, 3))
-    step = step_of(program)
-    for replica, start in enumerate(step.metric_feeds["total"]):
-        names = [f"stage1/replica{replica}/metrics{m}" for m in range(3)]
-        for name, value in zip(names, [start, *map(Ref, names)], strict=False):
-            assert value in data_inputs(node(program, name))
-            assert node(program, name).device == devices(1, 2)[1][replica]
-        assert node(program, start.node).device == HOST
-    assert step.metric_results == {"total": (Ref("stage1/replica0/metrics2"), Ref("stage1/replica1/metrics2"))}
 
 
 def test_a_metric_value_that_is_no_sum_passes_through_all_replicas_in_the_order_of_samples() -> None:

@@ -65,7 +65,6 @@ def interpreted(function: Callable[[Any, Any], Any], loss_nodes: frozenset[str] 
 
 SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     "samples": (lambda x, w: tf.tanh(x) * w, Spread(0, varies=True, known=False)),
-    "two batches in one axis": (lambda x, w: tf.concat([x, x], 0), Spread(0, outer=2, varies=True)),
     "a sum": (lambda x, w: tf.reduce_sum(x), Spread(varies=True, degree=1)),
     "a mean": (lambda x, w: tf.reduce_mean(x * w), Spread(varies=True, known=False)),
     "a sum over a number": (
@@ -74,9 +73,7 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
     ),
     "a mean behind a loop": (lambda x, w: mean_by_size(behind_a_loop(x, w)), Spread(varies=True, known=False)),
     "a mean behind Python code": (lambda x, w: mean_by_size(behind_python(x, w)), Spread(varies=True, known=False)),
-    "a regularizer": (lambda x, w: tf.nn.l2_loss(w), Spread(known=False)),
     "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False, extreme="Max")),
-    "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
     "the first of two batches": (
         lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]],
         Spread(0, varies=True),
@@ -89,21 +86,11 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
         lambda x, w: tf.size(tf.boolean_mask(x[:, 0], x[:, 0] > 0)),
         Spread(varies=True, degree=1),
     ),
-    "bits of the number of samples": (lambda x, w: tf.bitwise.invert(tf.shape(x)[0]), Spread(degree=None)),
     "sums in a table": (
         lambda x, w: tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0], tf.int32), 7),
         Spread(varies=True, degree=1),
     ),
-    "the last place of a value": (
-        lambda x, w: tf.reduce_max(tf.unique(x[:, 0]).idx),
-        Spread(varies=True, linear=False),
-    ),
     "features before samples": (lambda x, w: tf.reshape(tf.transpose(x), [-1]), Spread(0, outer=5, varies=True)),
-    "each sample three times": (lambda x, w: tf.repeat(x, 3, 0), Spread(0, varies=True)),
-    "joined again": (
-        lambda x, w: tf.batch_to_space(tf.tile(x[:, :4, None, None], [4, 1, 1, 1]), [2, 1], [[0, 0], [0, 0]]),
-        Spread(0, outer=2, varies=True),
-    ),
     "two batches, some of repeated samples": (
         lambda x, w: tf.concat([tf.repeat(x, 2, 0), x], 0),
         Spread(0, outer=None, varies=True),
@@ -139,7 +126,6 @@ def summed_over_replicas(x: Any) -> Any:
 COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
     "every sample from the first": (lambda x, w: x[::1], set()),
     "the first of two batches": (lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]], set()),
-    "every sample, of whose number only Python knows": (lambda x, w: behind_python(x, w)[::1], set()),
     "every second sample": (lambda x, w: x[::2], {Coupling.PLACE}),
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), {Coupling.TOGETHER}),
     "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
@@ -182,13 +168,6 @@ def test_a_loss_reads_statistics_of_inputs_of_the_whole_batch() -> None:
     in_model = interpreted(masked_mean)
     assert not in_model.wholes
     assert list(in_model.couplings) == [("part", Coupling.TOGETHER)]
-
-
-def test_a_loss_that_needs_a_statistic_of_trained_values_is_a_coupling() -> None:
-    def root(x: Any, w: Any) -> Any:
-        return tf.sqrt(tf.reduce_mean(tf.square(x * w)), name="part")
-
-    assert list(interpreted(root, LOSS).couplings) == [("part", Coupling.NOT_LINEAR)]
 
 
 def test_a_branch_with_a_sum_over_samples_is_a_coupling() -> None:
@@ -248,12 +227,6 @@ def strided(x: tf.Tensor) -> tf.Tensor:
 def test_a_length_is_what_the_arithmetic_of_strides_says() -> None:
     assert axes(strided) == [(BATCH, 1), (LENGTH, 9), (FIXED, 4)]
     assert axes(lambda x: tf.nn.max_pool1d(strided(x), 2, 2, "VALID")) == [(BATCH, 1), (LENGTH, 4), (FIXED, 4)]
-
-
-def test_axes_that_are_merged_depend_on_both() -> None:
-    assert axes(lambda x: tf.reshape(strided(x), (-1,))) == [(BOTH, 36)]
-    assert axes(lambda x: tf.reshape(x, (-1, 2))) == [(BOTH, 80), (FIXED, 2)]
-    assert axes(lambda x: tf.transpose(x, (1, 0, 2))) == [(LENGTH, 20), (BATCH, 1), (FIXED, 8)]
 
 
 def test_without_a_batch_at_hand_nothing_is_made_up() -> None:

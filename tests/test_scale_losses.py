@@ -186,10 +186,17 @@ def model_of(loss: Any, *middle: layers.Layer, metrics: Any = ()) -> keras.Model
     return model
 
 
-def check(build: Callable[[], keras.Model], cut: str = "first", replicas: tuple[int, int] = (2, 1)) -> None:
-    """Two steps of two micro-batches, replicated first stage, the second batch smaller; then its evaluation."""
-    own, plain = pair(build)
-    pipelined = pipeline(own, [cut], replicas, 2, 7)
+def all_of_them(y: Any, p: Any) -> Any:
+    """The sum of all exact losses."""
+    return tf.add_n([tf.cast(loss(y, p), p.dtype) for loss in EXACT.values()])
+
+
+def test_losses_and_state_of_the_whole_batch_are_those_of_plain_keras() -> None:
+    """A layer's sum crosses the cut as the mean over the slices of its stage; each slice of the last one adds it up."""
+    use_float64()
+    middle = {"adds": Adds, "counts": Counts, "exact": Extremes}
+    own, plain = pair(lambda: model_of(all_of_them, *(kind(name=name) for name, kind in middle.items())))
+    pipelined = pipeline(own, ["adds"], (2, 3), 2, 7)
     rng = np.random.default_rng(0)
     for count in (7, 5):
         x, y = rng.normal(size=(count, 4)), rng.normal(size=(count, 3))
@@ -199,43 +206,6 @@ def check(build: Callable[[], keras.Model], cut: str = "first", replicas: tuple[
     pipelined.sync()
     assert_same_variables(own, plain, TOLERANCE["float64"])
     assert pipelined.notes == ()
-
-
-def all_of_them(y: Any, p: Any) -> Any:
-    """The sum of all exact losses."""
-    return tf.add_n([tf.cast(loss(y, p), p.dtype) for loss in EXACT.values()])
-
-
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
-def test_losses_and_state_of_the_whole_batch_are_those_of_plain_keras(replicas: tuple[int, int]) -> None:
-    """A layer's sum crosses the cut as the mean over the slices of its stage; each slice of the last one adds it up."""
-    use_float64()
-
-    def build() -> keras.Model:
-        return model_of(all_of_them, Adds(name="adds"), Counts(name="counts"), Extremes(name="exact"))
-
-    check(build, "adds", replicas)
-
-
-def test_the_mean_of_what_a_loop_makes_is_a_mean() -> None:
-    """Behind an LSTM nobody asked how many samples there were: the mean was taken for a sum, once for each slice."""
-
-    def build() -> keras.Model:
-        tokens = keras.Input((4, 3))
-        x = layers.LSTM(3, return_sequences=True)(layers.Dense(3, name="first")(tokens))
-        model = keras.Model(tokens, layers.Dense(2, activation="softmax")(x))
-        model.compile(keras.optimizers.SGD(0.1), "categorical_crossentropy")
-        return model
-
-    use_float64()
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(7, 4, 3)), np.eye(2)[rng.integers(0, 2, size=(7, 4))]
-    model, plain = pair(build)
-    pipelined = pipeline(model, ["first"], (1, 2), 2, 7)
-    assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-6)
-    pipelined.sync()
-    assert pipelined.notes == ()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
 @pytest.mark.parametrize("loss", TOLD)

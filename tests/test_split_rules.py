@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.core.framework import types_pb2
 from tensorflow.python.framework import op_def_registry
 
-from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule, chosen_rule, split_rules
+from graph_passes.analysis.split_rules import FIRST, Split, SplitRule, chosen_rule, split_rules
 from graph_passes.analysis.split_table import ELEMENTWISE, OPERATORS
-from graph_passes.ir.graph import Graph, GraphDef, Ref, dtype_attr, make_node
+from graph_passes.ir.graph import Graph, GraphDef, Ref, make_node
 from graph_passes.ir.static_shapes import infer_shapes
 from graph_passes.ir.tensorflow_bridge import constant_value, is_stateful, output_dtypes
 from graph_passes.passes.split_operators import split_operators
@@ -149,7 +148,6 @@ CASES = [
     ),
     Case("MatMul", [(5, 7), (7, 3)], {"batch": 5, "channel": 3, "inner": 7}),
     Case("MatMul", [(7, 5), (7, 3)], {"row": 5, "channel": 3, "batch": 7}, {"transpose_a": True}),
-    Case("MatMul", [(5, 7), (3, 7)], {"batch": 5, "channel": 3, "inner": 7}, {"transpose_b": True}),
     Case("BatchMatMulV2", [(2, 1, 5, 7), (3, 7, 4)], {"batch": 2, "axis1": 3, "row": 5, "channel": 4, "inner": 7}),
     # In half precision, a part of the sum may be larger than the largest number.
     Case("BatchMatMulV2", [halves(2, 5, 7), halves(2, 7, 4)], {"batch": 2, "row": 5, "channel": 4}),
@@ -167,7 +165,6 @@ CASES = [
     ),
     Case("Einsum", [[(2, 3, 4)]], {"batch": 4, "channel": 2, "sum_b": 3}, {"equation": "abc->ca"}),
     Case("BiasAdd", [image(), (6,)], BC),
-    Case("BiasAdd", [(5, 6), (6,)], BC),
     Case("BiasAdd", [(5, 6, 3, 4), (6,)], BC, {"data_format": "NCHW"}),
     Case("BiasAddGrad", [image()], BC),
     Case("BiasAddGrad", [(5, 6, 3, 4)], BC, {"data_format": "NCHW"}),
@@ -191,7 +188,6 @@ CASES = [
     Case("TopKV2", [distinct(5, 7), 2], BATCH),
     Case("InTopKV2", [(5, 7), LABELS, 2], BATCH),
     Case("L2Loss", [image()], BATCH),
-    Case("FusedBatchNormV3", [image(), (6,), (6,), (0,), (0,)], {"channel": 6}, {}, 1e-4, (5,)),
     Case("FusedBatchNormV3", NORM, {"channel": 6}, {"exponential_avg_factor": 0.5}, 1e-4, (5,)),
     # In inference, kernels that aren't oneDNN's leave all outputs but the first as they are.
     Case("FusedBatchNormV3", NORM, BC, {"is_training": False}, 1e-4, (1, 2, 3, 4, 5)),
@@ -205,10 +201,8 @@ CASES = [
     ),
     Case("AddV2", [image(), image()], SPATIAL),
     Case("Mul", [image(), (6,)], SPATIAL),
-    Case("Sub", [(), image()], SPATIAL),
     Case("Maximum", [(5, 1, 6), (1, 4, 6)], {"batch": 5, "axis1": 4, "channel": 6}),
     Case("SelectV2", [tensor(image(), 1) > 0, image(), (7, 1, 6)], SPATIAL),
-    Case("Select", [tensor(image(), 1) > 0, image(), image()], SPATIAL),
     Case("Select", [tensor((5,), 1) > 0, (5, 2), (5, 2)], {}),  # of rows
     Case("ClipByValue", [(5, 6), np.float32(-1), np.float32(2)], BC),
     Case("AddN", [[(5, 6)] * 3], BC),
@@ -243,28 +237,19 @@ CASES = [
     Case("Reshape", [(5, 3, 4), [15, -1]], {"batch": 5, "channel": 4}),
     Case("Reshape", [(6, 6), [4, 9]], {"batch": 2}),
     Case("Reshape", [(2, 3, 8), [-1, 3, 4, 2]], {"batch": 2, "axis1": 3, "axis2": 4}),
-    Case("Reshape", [(1, 3, 4, 2), [1, 3, -1]], {"axis1": 3, "channel": 4}),
     Case("Reshape", [(6, 6, 15), [4, 9, 1, 5, 3]], {"batch": 2, "axis3": 5}),
-    Case("Reshape", [(6,), [1, 1, 6]], {"channel": 6}),
     Case("Reshape", [(1, 1, 6), [6]], {"channel": 6}),
-    Case("Reshape", [(6, 1), [6]], {"batch": 6}),
     Case("ExpandDims", [(5, 6), 1], BC),
-    Case("ExpandDims", [(5, 6), -1], BATCH),
     Case("Squeeze", [(5, 1, 1, 6)], BC, {"axis": [1, 2]}),
-    Case("Squeeze", [(5, 1, 6)], {}),
     Case("Transpose", [(5, 5, 3), [1, 0, 2]], {"batch": 5, "axis1": 5, "channel": 3}),
     Case("Sum", [image(), [1, 2]], SPATIAL),
-    Case("Sum", [(5, 6), [0, 1]], BC),
     Case("Sum", [(5, 6), [0]], BC, {"keep_dims": True}),
-    Case("Mean", [image(), [1, 2]], SPATIAL, {}, 1e-5),
     Case("Mean", [image(), [0, 1, 2]], SPATIAL, {"keep_dims": True}, 1e-5),
     Case("Mean", [halves(5, 3), [0]], {"channel": 3}),
     Case("Max", [(5, 5, 3), [-1]], {"batch": 5, "axis1": 5}),
     Case("ArgMax", [(5, 3), -1], BATCH),
     Case("UnsortedSegmentSum", [(5, 6), LABELS, 6], BC),
-    Case("UnsortedSegmentSum", [(5,), LABELS, 6], BATCH),
     Case("Bitcast", [(5, 6)], BC, {"type": tf.int32}),
-    Case("Bitcast", [(5, 6)], {}, {"type": tf.uint8}),
     Case("GatherV2", [(9, 6), np.array([[1, 8], [0, 0], [5, 4]], np.int32), 0], {"batch": 3, "axis1": 2, "channel": 6}),
     Case("GatherV2", [(5, 9), LABELS, 1], {}),
     Case("OneHot", [LABELS, 7, 1.0, 0.0], BATCH),
@@ -280,14 +265,6 @@ def test_parts_give_what_the_whole_gives(case: Case) -> None:
     refs = [Ref("op", output) for output in range(outputs) if output not in case.skipped]
     parts = [(rule, number) for rule in rules for number in sorted({min(3, rule.length), min(rule.length, 8)})]
     assert_same(definition, [{"op": Split(rule.dimension, number)} for rule, number in parts], refs, case.tolerance)
-
-
-def test_asking_how_an_operator_can_be_split_leaves_it_as_it_was() -> None:
-    """An attribute of a newer version of the operator was added to it by looking it up."""
-    node = make_node("op", "BatchMatMulV2", [Ref("x"), Ref("y")], attrs={"T": dtype_attr(types_pb2.DT_FLOAT)})
-    before = node.SerializeToString(deterministic=True)
-    assert split_rules(node, [(2, 5, 7), (2, 7, 4)], [(2, 5, 4)])
-    assert node.SerializeToString(deterministic=True) == before
 
 
 def test_every_operator_is_tried_and_none_is_stateful() -> None:
@@ -346,55 +323,7 @@ def test_formats_of_images() -> None:
     assert rule(split_rules(node, [(4, 6, 9, 9)], [(4, 6, 4, 4)]), "channel").output_axes == (1,)
 
 
-@pytest.mark.parametrize(
-    ("op", "before", "after"),
-    [
-        *(("Relu", *shapes) for shapes in [(None, (4, 3)), ((None, 3), (4, 3)), ((4, 3), None), ((4, 3), (4, None))]),
-        *(("Relu", shape, shape) for shape in [(1, 1), (0, 0), ()]),
-        ("NoSuchOp", (4,), (4,)),
-    ],
-)
-def test_without_shapes_or_long_dimensions_nothing_is_split(op: str, before: Any, after: Any) -> None:
-    assert split_rules(make_node("op", op, [Ref("x")]), [before], [after]) == ()
-
-
 ALONG_B, ALONG_BC = {"batch": (0, 0)}, {"batch": (0, 0), "channel": (1, 1)}
-
-
-@pytest.mark.parametrize(
-    ("op", "before", "after", "expected"),
-    [
-        ("Mean", (4, 8, 8, 6), (4, 6), ALONG_B | {"channel": (3, 1)}),
-        ("Mean", (4, 8, 8, 4), (4, 4), ALONG_B | {"channel": (3, 1)}),
-        ("Mean", (4, 8, 8, 4), (4,), {}),
-        (
-            "Sum",
-            (4, 8, 8, 6),
-            (6,),
-            {"batch": (0, None), "axis1": (1, None), "axis2": (2, None), "channel": (3, 0)},
-        ),
-        ("Sum", (4, 8), (4, 8), ALONG_BC),
-        ("Mean", (4, 8, 6), (4, 1, 6), ALONG_B | {"channel": (2, 2)}),
-        ("Transpose", (4, 5, 5, 6), (4, 5, 6, 5), ALONG_B | {"axis2": (3, 2)}),
-        ("Mean", (4, 5), (7,), {}),
-    ],
-)
-def test_axes_that_shapes_tell_need_no_constants(op: str, before: Any, after: Any, expected: Any) -> None:
-    node = make_node("op", op, [Ref("x"), Ref("axes")], attrs={"keep_dims": True} if 1 in after else {})
-    rules = split_rules(node, [before, (2,)], [after])
-    assert {rule.dimension: (rule.input_axes[0], rule.output_axes[0]) for rule in rules} == expected
-
-
-def test_cuts_are_equal_if_and_only_if_their_parts_are() -> None:
-    for elements in range(2, 25):
-        cuts: dict[tuple[int, ...], Cut] = {}
-        for length in (length for length in range(2, elements + 1) if elements % length == 0):
-            for parts in range(2, length + 1):
-                cut = Cut.of(0, parts, length)
-                sizes = cut.sizes(elements)
-                assert sum(sizes) == elements and len(sizes) == parts and min(sizes) > 0
-                assert cuts.setdefault(sizes, cut) == cut
-        assert len(set(cuts.values())) == len(set(map(str, cuts.values()))) == len(cuts)
 
 
 def test_what_cant_be_split_is_told() -> None:

@@ -10,25 +10,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from program_text import read_program
-from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, run, two_layers
-from tensorflow.core.framework import types_pb2
+from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, run
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
-from graph_passes.ir.static_shapes import infer_shapes
+from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, dtypes_attr, make_node
 from graph_passes.ir.tensorflow_bridge import (
     add_gradients,
-    dtype_size,
-    empty_graph,
     evaluate,
     function_body_name,
-    is_stateful,
-    makes_resource,
     measure_shapes,
     op_def,
     output_dtypes,
     output_number,
-    takes_functions,
 )
 
 DOUBLES = {"T": dtype_attr(DOUBLE)}
@@ -55,18 +48,6 @@ def test_what_tensorflow_does_not_know_is_refused(ask: Callable[[], object], tex
 
 
 @pytest.mark.parametrize(
-    ("holds", "true", "false"),
-    [
-        (is_stateful, ["RandomStandardNormal", "ReadVariableOp"], ["MatMul", "StatelessRandomUniformV2"]),
-        (takes_functions, ["While", "If", "Case", "PartitionedCall"], ["MatMul", "VarHandleOp"]),
-        (makes_resource, ["VarHandleOp", "HashTableV2"], ["Identity", "ReadVariableOp"]),
-    ],
-)
-def test_kinds_of_ops(holds: Callable[[str], bool], true: list[str], false: list[str]) -> None:
-    assert [op for op in (*true, *false) if holds(op)] == true
-
-
-@pytest.mark.parametrize(
     ("op", "attrs", "dtypes", "last"),
     [
         ("NoOp", {}, [], ""),
@@ -89,30 +70,7 @@ def test_each_output_has_a_dtype_and_a_name_in_function_bodies(
         assert output_number(node, argument, int(index)) == number
 
 
-def test_an_attribute_that_a_node_leaves_out_has_the_ops_default_and_is_not_added() -> None:
-    node = make_node("n", "Shape", [Ref("x")], attrs={"T": dtype_attr(FLOAT)})
-    assert output_dtypes(node) == [INT32]
-    assert "out_type" not in node.attr
-
-
-def test_bytes_of_an_element_are_zero_where_there_is_no_fixed_size() -> None:
-    dtypes = (DOUBLE, FLOAT, types_pb2.DT_BFLOAT16, BOOL)
-    assert [dtype_size(dtype) for dtype in dtypes] == [8, 4, 2, 1]
-    assert not any(map(dtype_size, (types_pb2.DT_STRING, types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)))
-
-
 # ---- gradients
-
-
-def test_gradients_of_several_outputs_add_up() -> None:
-    graph = read_program(
-        "x[]\nsquare = Square(x)\ndouble = AddV2(x, x)\none = Mul(1.0, 1.0)\nten = Mul(10.0, 1.0)"
-    ).graph
-    x, square, double, one, ten = map(Ref, ("x", "square", "double", "one", "ten"))
-    result, gradients = add_gradients(graph, [(square, one), (double, ten)], [x])
-    assert gradients[0] is not None
-    assert run(result, [gradients[0].dense], {x: 3.0}) == [2 * 3 + 10 * 2]
-    assert gradients[0].slices is None
 
 
 def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
@@ -175,30 +133,3 @@ def test_what_is_computed_here_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch
     assert list(evaluate(builder.graph, [one])[one]) == [1, 1]
     assert measure_shapes(builder.graph, {}, {}, [one]) == {one: (2,)}
     assert counts == [{"GPU": 0}] * 2
-
-
-def test_shapes_follow_from_assumed_placeholders() -> None:
-    graph = two_layers().graph
-    before = graph.SerializeToString(deterministic=True)
-    shapes = infer_shapes(graph, {"x": [5, 2]}, {})
-    assert shapes[Ref("a/tanh")] == (5, 3)
-    assert shapes[Ref("b/matmul")] == (5, 1)
-    assert shapes[Ref("loss")] == ()
-    assert infer_shapes(graph, {}, {})[Ref("a/tanh")] == (None, 3)
-    assert graph.SerializeToString(deterministic=True) == before
-
-
-def test_shapes_follow_from_assumed_values() -> None:
-    graph = read_program("dims = Pack(samples)\njoined = ConcatV2(dims, [2], 0)\nfilled = Fill(joined, weight)").graph
-    assert infer_shapes(graph, {}, {Ref("samples"): 7})[Ref("filled")] == (7, 2)
-    assert infer_shapes(graph, {}, {})[Ref("filled")] == (None, 2)
-
-
-def test_an_unknown_rank_is_none_and_each_output_has_a_shape() -> None:
-    graph = empty_graph()
-    builder = Builder(graph)
-    x = builder.add("x", "Placeholder", dtype=dtype_attr(FLOAT), shape=shape_attr(None))
-    builder.add("unique", "Unique", [x], T=dtype_attr(FLOAT), out_idx=dtype_attr(INT32))
-    shapes = infer_shapes(graph, {}, {})
-    assert shapes[x] is None
-    assert infer_shapes(graph, {"x": [4]}, {}) == {x: (4,), Ref("unique"): (None,), Ref("unique", 1): (4,)}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
-import numpy as np
 import pytest
-from flat_programs import Steps
 from program_text import read_program
 from programs import (
     DOUBLE,
@@ -17,7 +15,6 @@ from programs import (
     chain,
     connected,
     devices,
-    interpret,
     layout,
     node,
     ordered,
@@ -27,14 +24,13 @@ from programs import (
     staged,
     stateful_layers,
     step_of,
-    two_layers,
     two_stages,
     updated,
 )
 
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, NodeDef, Ref, control_inputs, data_inputs
+from graph_passes.ir.graph import Graph, NodeDef, control_inputs
 from graph_passes.ir.outline import outline
 from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.text import graph_text, library_text
@@ -47,18 +43,6 @@ from graph_passes.passes.update import Update, flush
 def calls(program: Program, phase: str) -> dict[str, NodeDef]:
     """Name -> call of a phase."""
     return {each.name: each for each in program.graph.node if each.attr["_dapple_phase"].s.decode() == phase}
-
-
-def collectives(program: Program) -> dict[str, list[tuple[int, int, int]]]:
-    """Device -> (group size, group key, instance key) of its all-reduces in the order in which it starts them."""
-    graph = Graph(program.graph)
-    by_device: dict[str, list[tuple[int, int, int]]] = {}
-    for name in graph.topological():
-        each = graph.nodes[name]
-        if each.op == "CollectiveReduceV2":
-            size, group, instance = (int(value) for value in interpret(program.graph, data_inputs(each)[1:4], {}))
-            by_device.setdefault(each.device, []).append((size, group, instance))
-    return by_device
 
 
 # ---- structure
@@ -111,28 +95,9 @@ def test_gradients_are_reduced_in_buckets_of_one_dtype_up_to_a_size(limit: int, 
     assert [node(program, f"stage0/replica0/all_reduce{i + 1}").attr["T"].type for i in range(len(kinds))] == kinds
 
 
-def test_keys_begin_where_they_are_told_to_and_each_bucket_has_its_own() -> None:
-    program = ordered(three_parameters(), layout([2], 4))
-    after = apply(program, Update(sgd_updates(program), owners(program), HOST, 1, first_key=100, prefix="p_"))
-    assert collectives(after) == {device: [(2, 100, 100), (2, 100, 101), (2, 100, 102)] for device in devices(2)[0]}
-    made = {call.attr["f"].func.name for what in ("pack", "apply", "gradients") for call in calls(after, what).values()}
-    assert made == {"p_stage0_pack", "p_stage0_apply", "p_stage0_gradients"}
-
-
 def tied_and_own(split: Container[int] = ()) -> Program:
     """``w`` in stages 0 and 2; ``u`` in 0, ``v`` in 1 and ``t`` in 2."""
     return staged(chain("a: w u", "b: v", "c: w t"), "a", "b", split=split)
-
-
-def test_a_tied_weight_is_reduced_over_all_devices_of_its_stages() -> None:
-    program = updated(tied_and_own(), layout([2, 1, 2], 4))
-    first, second, third = devices(2, 1, 2)
-    by_device = collectives(program)
-    assert set(by_device) == {*first, *third}
-    last, tied, own = (2, 1, 1), (4, 2, 2), (2, 3, 3)
-    assert {device: by_device[device] for device in third} == {device: [last, tied] for device in third}
-    assert {device: by_device[device] for device in first} == {device: [tied, own] for device in first}
-    assert second[0] not in by_device
 
 
 def test_a_stage_that_keeps_a_variable_without_contributing_adds_zeros() -> None:
@@ -148,50 +113,11 @@ def test_a_stage_that_keeps_a_variable_without_contributing_adds_zeros() -> None
 # ---- one micro-batch
 
 
-def test_gradients_of_one_micro_batch_are_taken_from_the_tasks_that_made_them() -> None:
-    program = updated(two_stages(), layout([2, 1], 2), accumulated=False)
-    library = program.graph.library.function
-    touched = {each.attr["shared_name"].s.decode() for function in library for each in function.node_def}
-    assert touched - {""} == {"w", "v"}
-    assert data_inputs(calls(program, "pack")["stage0/replica1/pack"]) == [Ref("stage0/replica1/backward0")]
-    # Steps with several micro-batches, of other batches, have functions of their own.
-    assert calls(program, "apply")["stage1/replica0/apply"].attr["f"].func.name == "stage1_apply_at_once"
-
-
 def test_what_is_carried_over_needs_accumulators() -> None:
     program = ordered(two_stages(), layout([1, 1], 2), accumulated=False)
     update = Update(sgd_updates(program), owners(program), HOST, 1 << 20, accumulated=False, carried=((1,),))
     with pytest.raises(PassError, match=r"updates are carried over, but gradients have no accumulators"):
         update.run(program)
-
-
-# ---- numbers
-
-
-@pytest.mark.parametrize(
-    ("flat", "cuts", "cut", "options"),
-    [
-        (two_layers(), ("a",), layout([2, 1], 5, 2), {"bucket_bytes": 1}),
-        (two_layers(), ("a",), layout([2, 1], 3, 4, global_batch_size=8), {}),
-        (two_layers(), ("a",), layout([3, 1], 2), {"accumulated": False}),
-        (stateful_layers(), ("a",), layout([2, 1], 5, 2), {}),
-    ],
-    ids=["two buckets", "a short batch", "a replica without samples, at once", "moving averages and counters"],
-)
-def test_any_layout_trains_like_one_device(
-    flat: Program, cuts: Sequence[str], cut: Layout, options: dict[str, Any]
-) -> None:
-    x = np.random.default_rng(0).normal(size=(cut.batch, 2))
-    results = []
-    for program in (updated(staged(flat), layout([1], cut.batch)), updated(staged(flat, *cuts), cut, **options)):
-        with Steps(program, sum(map(len, step_of(program).layout.devices))) as steps:
-            steps.load()
-            for _ in range(2):
-                steps.run([x])
-            results.append(steps.values())
-    for name, (expected,) in results[0].items():
-        for value in results[1][name]:
-            np.testing.assert_allclose(value, expected, rtol=1e-11)
 
 
 # ---- stages that share devices, and the order of reductions
@@ -224,12 +150,6 @@ def test_a_chunk_is_reduced_when_its_own_tasks_are_over() -> None:
     assert ends_before(program, "stage2/replica0/pack") == {"2F0", "2B0"}
     assert ends_before(program, "stage1/replica0/pack") == {"1F0", "1B0"}
     assert ends_before(program, "stage0_2/replica1/pack") == {"0F0.r1", "0B0.r1", "2F0.r1", "2B0.r1"}
-
-
-def test_without_wait_free_reduction_a_chunk_waits_for_the_whole_device() -> None:
-    program = chunked(wait_free=False)
-    for stage in ("stage0", "stage1", "stage2", "stage0_2"):
-        assert ends_before(program, f"{stage}/replica0/pack") == {"0F0", "1F0", "2F0", "2B0", "1B0", "0B0"}
 
 
 @pytest.mark.parametrize(("k", "order"), [(0, ["2", "1", "0_2", "0"]), (2, ["2", "0_2", "0", "1"])])

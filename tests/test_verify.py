@@ -9,14 +9,12 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 from programs import (
-    BOOL,
     DOUBLE,
     FLOAT,
     FORWARD,
     GRADIENT,
     HOST,
     INT32,
-    RESIDUAL,
     connected,
     copied,
     layout,
@@ -35,9 +33,8 @@ from programs import (
 
 from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.connections import connected_shape
 from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, dtype_attr
-from graph_passes.ir.program import Layout, Program, Stage, StageFunction, Value
+from graph_passes.ir.program import Layout, Program, Stage, Value
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import _verify_collectives, verify
 
@@ -199,14 +196,6 @@ def retyped_result(stage: Stage) -> None:
     stage.own_backward.function.signature.output_arg[0].type = FLOAT
 
 
-def without_residuals(stage: Stage) -> Stage:
-    forward = stage.forward
-    assert forward is not None
-    kept = tuple(value for value in forward.outputs if value.kind is not RESIDUAL)
-    del forward.function.signature.output_arg[len(kept) :]
-    return dataclasses.replace(stage, forward=StageFunction(forward.function, forward.inputs, kept))
-
-
 def retyped_gradient(stage: Stage) -> None:
     value, backward = Value(Ref("a/tanh"), GRADIENT), stage.own_backward
     backward.function.signature.input_arg[backward.inputs.index(value)].type = FLOAT
@@ -222,7 +211,6 @@ def retyped_gradient(stage: Stage) -> None:
         ),
         (lambda stage: undescribed(stage, outputs=()), " has 1 results but 0 are described"),
         (retyped_result, f": result {Value(Ref('w'), GRADIENT)} is float32 but the stage's graph says float64"),
-        (without_residuals, f" reads {Value(Ref('a/tanh'), RESIDUAL)}, which no function before it gives"),
         (retyped_gradient, f": {Value(Ref('a/tanh'), GRADIENT)} and a/tanh differ in dtype"),
     ],
 )
@@ -251,17 +239,6 @@ def test_collectives_of_a_device_wait_for_each_other() -> None:
     assert text in {
         f"all-reduce {one.name!r} isn't ordered after the one before it on {one.device}" for one in (first, second)
     }
-
-
-def test_collectives_run_in_one_order_on_all_members() -> None:
-    program, (_, (first, second, *_)) = collective_program()
-    for place in (0, 3):
-        first.input[place], second.input[place] = second.input[place], first.input[place]
-    numbers = [node(program, each.input[3]).attr["value"].tensor.int_val[0] for each in (second, first)]
-    text = refused(program)
-    assert text.startswith("all-reduces wait for each other in a circle: ")
-    for one, other in (numbers, numbers[::-1]):
-        assert any(f"{one} before {other} on {device!r}" in text for device in step_of(program).layout.devices[0])
 
 
 def all_reduces(*ordered: tuple[str, int]) -> Graph:
@@ -310,37 +287,3 @@ def test_a_task_reads_a_tensor_of_the_size_of_its_slice(counts: list[int], reade
     call.input[place] = str(Ref(Ref.parse(call.input[place]).node))  # the slice of the other replica
     text = refused(program)
     assert "with shape [3, 3], but its slice has shape [2, 3]" in text and text.startswith("task ")
-
-
-def test_a_concat_joins_tensors_that_differ_along_its_axis_only() -> None:
-    program = step_program(2, 1, batch=5)
-    concat = next(each for each in program.graph.node if each.op == "ConcatV2")
-    concat.input[-1] = str(Builder(program.graph).const(1, INT32))
-    assert "joins shapes [3, 3] and [2, 3] along axis 1" in refused(program)
-
-
-def test_shapes_of_what_connects_tasks_are_known_as_far_as_its_inputs() -> None:
-    builder = Builder(empty_graph())
-    numbers = {"T": dtype_attr(FLOAT)}
-    x, y = (builder.add(name, "Placeholder", dtype=dtype_attr(FLOAT)) for name in "xy")
-    place = builder.add("axis", "Placeholder", dtype=dtype_attr(INT32))
-    total = builder.add("total", "AddN", [x, y], N=2, **numbers)
-    first, _ = builder.split("first", x, FLOAT, [1, 2], 0)
-    last = builder.split("last", x, FLOAT, [1, 2], 0)[1]
-    Graph(builder.graph).nodes[last.node].input[2] = str(place)
-    part = builder.split("slice", x, BOOL, [1, 2], 1)[1]
-    graph = Graph(builder.graph)
-
-    def shape(ref: Ref, known: dict[Ref, tuple[int | None, ...]]) -> tuple[int | None, ...] | None:
-        return connected_shape(graph, ref, known.get)
-
-    assert shape(total, {x: (3, 2)}) == shape(total, {y: (3, 2)}) == (3, 2)
-    assert shape(total, {}) is None
-    with pytest.raises(PassError, match=r"AddN 'total' adds shapes \[3, 2\] and \[2, 3\]"):
-        shape(total, {x: (3, 2), y: (2, 3)})
-    assert shape(first, {x: (3, 2)}) == (1, 2)
-    assert shape(first, {}) is None
-    assert shape(last, {x: (3, 2)}) is None
-    assert shape(part, {x: (4, 3)}) == shape(part, {x: (4, None)}) == (4, 2)
-    with pytest.raises(PassError, match=r"slice 'slice/part1' cuts 'x' with shape \[4, 2\] from 1 to 3 along axis 1, "):
-        shape(part, {x: (4, 2)})
