@@ -213,12 +213,26 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
     assert '  "warm_up": [2, 1],' in lines and len(lines) == len(dataclasses.fields(Plan)) + 2
 
 
-def test_plans_of_files_with_parameters_in_shards() -> None:
-    """The option is gone, which files of older plans name."""
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ({"parameter_shards": True}, "parameter_shards is true, and no plan has parameters in shards any more"),
+        ({"recompute": ["none", "offload"]}, "recompute has 'offload', and residuals no longer wait in the host's mem"),
+        ({"weight_devices": [[2], [3]]}, "weight_devices is given, and Bw no longer run on devices of their own"),
+        ({"schedule": "dapple_tf.joint:JOINT"}, "its schedule is joint, which no step runs any more"),
+    ],
+)
+def test_files_of_older_plans_say_which_option_is_gone(gone: dict[str, Any], message: str) -> None:
     data = {"format": "dapple_tf.plan/1"} | VALID
-    assert Plan.from_json(json.dumps(data | {"parameter_shards": False})) == Plan(**VALID)
-    with pytest.raises(PlanError, match="parameter_shards is true, and no plan has parameters in shards any more"):
-        Plan.from_json(json.dumps(data | {"parameter_shards": True}))
+    unused = {"parameter_shards": False, "weight_devices": None, "weight_regions": None}
+    assert Plan.from_json(json.dumps(data | unused)) == Plan(**VALID)
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(data | gone))
+
+
+def test_reports_of_older_plans_stay_valid() -> None:
+    """Fields that are gone had dropped out of the fingerprint, so that every plan of before lost its report."""
+    assert Plan.straight(["a"], 4, 2).fingerprint == "0d3e112645b058b3"
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,7 @@ def collective_keys(more: int = 0) -> int:
 def collective_hint(cluster: Cluster) -> str:
     """Returns who makes the all-reduces of gradients: NCCL between GPUs, where it can.
 
-    It refuses two members on one GPU, which logical GPUs are. Its sockets would pass by the tunnels of
-    TLS.
+    It refuses two members on one GPU, which logical GPUs are. Its sockets would pass by the tunnels of TLS.
     """
     if not cluster.has_gpus or cluster.tls:
         return RING

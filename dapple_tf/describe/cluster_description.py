@@ -28,6 +28,11 @@ def parse(text: str, source: str) -> dict[str, Any]:
         ClusterError: not JSON, or an unknown, missing or wrong key.
     """
     data = parse_object(text, source, ClusterError)
+    servers = data["servers"] if isinstance(data.get("servers"), list) else []
+    for described in (data, *(server for server in servers if isinstance(server, dict))):
+        for name in ("host_bandwidth", "host_latency"):
+            if name in described:
+                raise ClusterError(f"{source}: {name} is given, which nothing reads any more; leave it out")
     _DECODER.check_keys(data, ("format", "servers"), (*LINKS, *REDUCTION, "reductions"), source)
     _DECODER.check_format(data, FORMAT, source)
     entries = data["servers"]

@@ -324,11 +324,14 @@ class Plan(JsonFile):
                 f"{source}: parameter_shards is true, and no plan has parameters in shards any more; leave it out: "
                 f"optimizer_shards is as fast, and pipelines hold fewer layers with parameters in shards"
             )
-        if data.pop("weight_devices", None) is not None or data.pop("weight_regions", None) is not None:
-            raise PlanError(
-                f"{source}: weight_devices or weight_regions are given, and Bw run on their stage's own devices; leave "
-                f"both out, and use fast_forward or zb_h1, which delay Bw"
-            )
+        for name in ("weight_devices", "weight_regions"):
+            if (given := data.pop(name, None)) is not None and given != data.get("devices"):
+                raise PlanError(
+                    f"{source}: {name} is given, and Bw no longer run on devices of their own; leave it out, and use "
+                    f"fast_forward or zb_h1 if its schedule is joint"
+                )
+        if data.get("schedule") in ("joint", "dapple_tf.joint:JOINT"):
+            raise PlanError(f"{source}: its schedule is joint, which no step runs any more; use fast_forward or zb_h1")
         if (mode := data.get("recompute")) == "offload" or (isinstance(mode, list) and "offload" in mode):
             raise PlanError(
                 f"{source}: recompute has 'offload', and residuals no longer wait in the host's memory; use "
@@ -358,11 +361,12 @@ class Plan(JsonFile):
         # Reports of plans from before there were these fields stay valid.
         later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
         later |= {"optimizer_shards", "row_shards"}
-        decided = [
-            getattr(self, entry.name)
-            for entry in fields(self)
-            if entry.name != "report" and (entry.name not in later or getattr(self, entry.name) != entry.default)
-        ]
+        decided = []
+        for entry in fields(self):
+            if entry.name != "report" and (entry.name not in later or getattr(self, entry.name) != entry.default):
+                decided.append(getattr(self, entry.name))
+            if entry.name == "task_seconds":
+                decided += [None, None]  # of two fields that are gone
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
     def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:

@@ -180,17 +180,6 @@ def _budget(operators: int, effort: float) -> Budget:
     return Budget(effort * min(_VISITS, _VISITS_EACH * operators))
 
 
-@without_collection
-def with_rounds(candidate: Candidate, *, effort: float = 1.0) -> Candidate:
-    """Returns a placement after the improvement rounds that FD-DPS ends with, for comparisons with other searches.
-
-    Args:
-        candidate: another search's placement.
-        effort: share of the work that a whole search of `fd_dps` may take.
-    """
-    return _finished(candidate, [], _budget(candidate.variant.problem.count, effort).visits)
-
-
 def _improved_best(
     finalists: list[Candidate], promising: list[Candidate], candidates: list[Candidate], visits: float
 ) -> Candidate:

@@ -31,7 +31,7 @@ class SliceTimes(NamedTuple):
 
     Attributes:
         samples: number of its samples.
-        device: where they run.
+        device: where it runs.
         forward: start and end of F.
         backward: start and end of B or Bx; as Bw where Bx has nothing to do.
         weight: start and end of B or Bw.

@@ -1,4 +1,4 @@
-"""Devices' memory, by the stages that they run and those whose variables they keep."""
+"""Devices' memory, by the stages that they run."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def slices_fitting(room: float, each: float, most: int) -> int:
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
     """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
-    owned = _stages_on(costs.devices, costs.plan.devices)
+    stages_on = _stages_on(costs)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
-    sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(owned.values())}
-    return {device: sizes[owned[device]] for device in costs.devices}
+    sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(stages_on.values())}
+    return {device: sizes[stages_on[device]] for device in costs.devices}
 
 
 _Work = tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
     samples = [_largest_slices(costs, stage) for stage in range(len(costs.stages))]
     works: dict[int, _Work] = {
         device: tuple((stage, samples[stage][device]) for stage in stages)
-        for device, stages in _stages_on(costs.devices, costs.plan.devices).items()
+        for device, stages in _stages_on(costs).items()
     }
     needs = {work: device_need(costs, dict(work)) for work in dict.fromkeys(works.values())}
     return tuple(
@@ -181,10 +181,10 @@ def _rows_elsewhere(costs: CostModel, stage: int, *, accumulated: bool) -> float
     return bytes_elsewhere + (costs.table_bytes(stage) - costs.step_row_bytes(stage) if accumulated else 0.0)
 
 
-def _stages_on(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+def _stages_on(costs: CostModel) -> dict[int, tuple[int, ...]]:
     """Maps each device to its stages."""
-    stages_on: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
-    for stage, members in enumerate(stages):
+    stages_on: dict[int, tuple[int, ...]] = dict.fromkeys(costs.devices, ())
+    for stage, members in enumerate(costs.plan.devices):
         for device in members:
             stages_on[device] += (stage,)
     return stages_on

@@ -34,7 +34,7 @@ class LeastTimes:
             carried: the stages whose updates are made in the next step.
             forward_only: whether the step has no backwards.
         """
-        self.costs, self._split = costs, split
+        self.costs = costs
         stages = range(costs.plan.num_stages)
         self.before = [0.0] * len(stages)
         self.after: dict[tuple[int, Phase], float] = {}

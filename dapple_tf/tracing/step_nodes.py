@@ -28,7 +28,6 @@ HOST = NodeKind.SLICES.traced
 """Work of the host: cuts the batch, and computes what slices need of the whole."""
 RELAY = NodeKind.RELAY.traced
 """What a stage hands on to others."""
-"""Residuals on their way to the host and back."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
 
@@ -47,7 +46,7 @@ class StepNode(NamedTuple):
         reduction: for a part of an all-reduce, a number shared by all of them on all devices.
         meeting: for a collective operation, a number shared by its members, none of which ends before all have begun.
         operator: whether it is a single operator of a task or update that was taken apart.
-        relays: for a relay or a copy of residuals, the micro-batch of what it hands on.
+        relays: for a relay, the micro-batch of what it hands on.
     """
 
     kind: str

@@ -12,8 +12,6 @@ from graph_passes.ir.tasks import Phase
 
 TASKS = tuple(phase.value for phase in Phase)
 """Kinds of spans that are tasks of a schedule."""
-COMPUTE = (*TASKS, "accumulate", "apply")
-"""Kinds of spans in which a device computes."""
 SEND, ALL_REDUCE = "send", "all_reduce"
 LINK_KINDS = frozenset({SEND, ALL_REDUCE})
 """Kinds of spans in which a link is busy, not a device."""
@@ -69,7 +67,7 @@ class Lane(NamedTuple):
 
     Attributes:
         device: index of the device.
-        row: ``compute``, ``send`` (what the device sends, and what goes to the host and back) or ``all_reduce``.
+        row: ``compute``, ``send`` (what the device sends) or ``all_reduce``.
     """
 
     device: int

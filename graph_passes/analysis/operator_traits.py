@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from graph_passes.ir.graph import NodeDef
+from graph_passes.ir.tensorflow_bridge import is_stateful
+
 _KEEPING_ORDER_NAMES = """
     Cast CheckNumerics EnsureShape ExpandDims Identity PlaceholderWithDefault PreventGradient Reshape Snapshot Squeeze
     StopGradient
@@ -50,4 +53,11 @@ SHAPE_OPERANDS = {
 
 def draws(op: str) -> bool:
     """Returns whether an operator draws random numbers."""
-    return any(told in op for told in ("Random", "Multinomial", "TruncatedNormal"))
+    return any(told in op for told in ("Random", "Multinomial", "TruncatedNormal", "Shuffle"))
+
+
+def draws_numbers(node: NodeDef) -> bool:
+    """Returns whether a node draws random numbers, also by an operator that only its seeds reveal."""
+    if "dropout" in node.attr and not node.attr["dropout"].f:  # cuDNN's recurrent layers
+        return False
+    return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))

@@ -11,7 +11,7 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
 from graph_passes.analysis.operator_traits import (
     ELEMENTWISE,
-    draws,
+    draws_numbers,
 )
 from graph_passes.analysis.sample_lengths import with_lengths
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
@@ -431,17 +431,17 @@ class Interpreter:
         spreads = self.inputs(node)
         has_rows = any(spread.axis is not None and spread.varies for spread in spreads)
         used = [(ref, self.fixed(node, index, rows=has_rows)) for index, ref in enumerate(refs)]
-        if _draws(node) and (is_stateful(node.op) or self.growing(Ref(node.name))):
+        if draws_numbers(node) and (is_stateful(node.op) or self.growing(Ref(node.name))):
             self.couple(node, Coupling.DRAWS)
         if any(s.axis is not None and s.degree != 0 and self.is_float(ref) for ref, s in used):
             self.couple_size(node)
-        known = all(spread.known for _, spread in used) and not _draws(node)
+        known = all(spread.known for _, spread in used) and not draws_numbers(node)
         given = any(spread.varies for _, spread in used)
         outputs = []
         for output in range(len(self.dtypes(node.name))):
             ref = Ref(node.name, output)
             axis = self.batch_axis(node, output, used)
-            varies = given or (axis is not None and _draws(node))
+            varies = given or (axis is not None and draws_numbers(node))
             place = any(spread.place for _, spread in used)
             if place and self.is_float(ref):
                 self.couple(node, Coupling.PLACE)
@@ -473,13 +473,6 @@ def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) ->
         for axis, (one, other) in enumerate(zip(few, many, strict=True))
         if one and other and one * samples[1] == other * samples[0]
     ]
-
-
-def _draws(node: NodeDef) -> bool:
-    """Returns whether a node draws random numbers, also by an operator that only its seeds reveal."""
-    if "dropout" in node.attr and not node.attr["dropout"].f:  # cuDNN's recurrent layers
-        return False
-    return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
 
 
 def _sorted(graph: GraphDef) -> Graph:

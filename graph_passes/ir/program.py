@@ -582,8 +582,7 @@ class Step:
         dissolved: stages without tasks: their operators are ordered one by one, or the step is one function (`Join`).
             ``entry`` and ``exit`` have none of theirs; ``schedule`` still has their order.
         placed_on: devices of operators that were placed one by one.
-        hosts: the devices whose memory has residuals while they wait for their backward tasks, and those that compute
-            integers for GPUs.
+        hosts: the devices that compute integers for GPUs.
     """
 
     layout: Layout

@@ -17,6 +17,7 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
+from graph_passes.analysis.operator_traits import draws_numbers
 from graph_passes.analysis.sample_dependence import sample_dependence, spreads_of
 from graph_passes.analysis.slice_shapes import (
     Axis,
@@ -39,8 +40,6 @@ from graph_passes.passes.metric_stages import metric_stages
 _NOT_DIFFERENTIABLE = frozenset({"StopGradient", "Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 _CARRIES_GRADIENTS = COUNTABLE_DTYPES | {types_pb2.DT_VARIANT}
 _UNSENDABLE = frozenset({types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE})
-_DRAWING = ("Random", "Multinomial", "Shuffle")
-"""What the names of ops that draw random numbers have in them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +237,7 @@ def _node_stages(
         earliest[node.name] = max((earliest.get(name, 0) for name in producers), default=0)
         read = producers & variables
         free = not staged and not read
-        if producers & drawn or any(word in node.op for word in _DRAWING):
+        if producers & drawn or draws_numbers(node):
             drawn.add(node.name)
         if position < roles.model_end:
             if free and not COUNTABLE_DTYPES.intersection(output_dtypes(node)):

@@ -39,8 +39,6 @@ _CHEAP_NAMES = """
     Tanh Tile Transpose Unpack Xdivy Xlogy ZerosLike
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split()) | METADATA
-
-"""The dtypes of tensors that may be sent to the host. GPUs keep those of 32-bit integers there anyway."""
 _CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 _CUDNN = frozenset({"CudnnRNNV3", "CudnnRNNBackpropV3"})
 

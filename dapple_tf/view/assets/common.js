@@ -197,8 +197,6 @@ window.dappleLib = (() => {
     "apply",
     "all_reduce",
     "send",
-    "offload",
-    "fetch",
     "read",
     "split",
     "concat",

@@ -58,8 +58,7 @@ Object.assign(
 
       rowOf(index) {
         const kind = this.columns.kind[index];
-        if (["send", "offload", "fetch"].includes(kind)) return "send";
-        return kind === "all_reduce" ? kind : "compute";
+        return ["send", "all_reduce"].includes(kind) ? kind : "compute";
       }
 
       makeLanes() {
