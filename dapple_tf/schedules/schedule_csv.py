@@ -247,15 +247,15 @@ def _check_expressible(schedule: Schedule) -> None:
     device_of: dict[int, int] = {}
     for device, tasks in schedule.orders.items():
         for task in tasks:
-            if device_of.setdefault(task.stage, device) != device:
-                raise ScheduleError(
-                    f"device {device} runs {task}, but stage {task.stage} is on device {device_of[task.stage]} too; in "
-                    f"the CSV form a stage is on one rank"
-                )
             if task.replica:
                 raise ScheduleError(
                     f"device {device} runs {task}, of another replica than the first; in the CSV form replicas are "
                     f"groups of ranks of their own: write the schedule of one replica of each stage"
+                )
+            if device_of.setdefault(task.stage, device) != device:
+                raise ScheduleError(
+                    f"device {device} runs {task}, but stage {task.stage} is on device {device_of[task.stage]} too; in "
+                    f"the CSV form a stage is on one rank"
                 )
 
 
