@@ -42,7 +42,7 @@ def copied(paper: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def run(paper: str, folder: pathlib.Path, *more: str) -> int:
-    arguments = (f"--only={SMALLEST[paper]}", f"--directory={folder}", "--jobs=1", *more)
+    arguments = (f'--only="{SMALLEST[paper]}"', f"--directory={folder}", "--jobs=1", *more)
     return command.run(PAPERS[paper].main, FLAGS, arguments)
 
 
