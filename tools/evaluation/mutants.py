@@ -5,7 +5,7 @@
 
 Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
 of our packages: the child compiles the changed module in place of the file, and runs the test files nearest to it by
-imports until the first test fails. Processes started by tests have the unchanged code. An interrupted run
+imports, then those that draw plans, until the first test fails. Processes started by tests have the unchanged code. An interrupted run
 can be resumed: mutants in the JSON file aren't tried again.
 """
 
@@ -45,6 +45,9 @@ GROUPS = {
     "clusters": (("dapple_tf/clusters", "dapple_tf/network"), 60),
 }
 """Packages of each group, and its number of mutants."""
+
+_DRAWS = ("tests/test_random_plans.py", "tests/test_plan_record.py")
+"""Tests of everything together, which are near to no module."""
 
 _PAIRS = (
     "Lt LtE, LtE Lt, Gt GtE, GtE Gt, Eq NotEq, NotEq Eq, In NotIn, NotIn In, Is IsNot, IsNot Is, And Or, Or And, "
@@ -307,7 +310,7 @@ def main(arguments: Sequence[str]) -> None:
         if change.key in outcomes:
             continue
         started = time.monotonic()
-        tests = nearest_tests(module_name(change.file), users, options.files)
+        tests = [*dict.fromkeys((*nearest_tests(module_name(change.file), users, options.files), *_DRAWS))]
         ended = outcome(change, tests, options.seconds)
         if "::" in (by := ended["by"]):
             if by not in sound:
