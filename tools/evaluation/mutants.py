@@ -5,8 +5,8 @@
 
 Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
 of our packages: the child compiles the changed module in place of the file, and runs the test files nearest to it by
-imports, then those that draw plans, until the first test fails. Processes started by tests have the unchanged code. An interrupted run
-can be resumed: mutants in the JSON file aren't tried again.
+imports, then those that draw plans, until the first test fails. Processes started by tests have the unchanged code. An
+interrupted run can be resumed: mutants in the JSON file aren't tried again.
 """
 
 from __future__ import annotations
