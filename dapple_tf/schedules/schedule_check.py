@@ -57,7 +57,7 @@ def validate(
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Returns the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
 
-    Of a schedule of forwards alone that is 0.
+    For a schedule of forwards alone it is 0.
     """
     peaks = [0] * (1 + max((task.stage for task in schedule.tasks), default=-1))
     for _, task, count in _counts(schedule):

@@ -21,7 +21,7 @@ def planned(
 ) -> Timeline:
     """Returns the step as it would be if transfers and reductions were free and devices didn't slow each other down.
 
-    Tasks start as soon as their device's order, their data and the tasks that they are ``after`` in the schedule allow.
+    Tasks start as soon as their device's order and their data allow.
     With a profile they take their stage's times, and updates are made; other costs are left out, so that only the
     schedule's own bubbles remain. Without one, tasks take ``plan.task_seconds``; without these F = Bx = Bw = 1 and
     B = 2, in the unit ``F``.

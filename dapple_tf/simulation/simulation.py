@@ -117,9 +117,9 @@ class Simulation:
     def memory(self) -> Mapping[int, tuple[tuple[float, float], ...]]:
         """Device -> (seconds, bytes in use from then on), its curve over the step.
 
-        F adds a slice's residuals, which B frees at its end. If B is split, Bx leaves the inputs of
-        Bw. A running backward also needs its temporaries, a reduction its buffers. If the profile has buffers, each
-        lives as long as in a real step (`step_memory.py`).
+        F adds a slice's residuals, which B frees at its end. If B is split, Bx leaves the inputs of Bw. A
+        running backward also needs its temporaries, a reduction its buffers. If the profile has buffers, each lives as
+        long as in a real step (`step_memory.py`).
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
         if self.costs.profile.has_buffers:

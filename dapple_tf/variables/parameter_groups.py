@@ -124,7 +124,7 @@ def holdings(
     table: VariableTable,
     owners: Mapping[str, tuple[int, ...]],
     optimizer: Mapping[tuple[int, ...], Sequence[Variable]],
-    owner_devices: Sequence[Sequence[str]],
+    stage_devices: Sequence[Sequence[str]],
     storage_devices: StorageDevices | None = None,
     in_shards: Container[str] = frozenset(),
 ) -> list[Holding]:
@@ -134,7 +134,7 @@ def holdings(
         table: names of the variables.
         owners: variable of the model -> the stages that keep it.
         optimizer: stages -> the optimizer's variables of their parameter group.
-        owner_devices: for each stage the names of the devices that keep its variables.
+        stage_devices: for each stage the names of its devices.
         storage_devices: the devices of variables that were placed one by one.
         in_shards: the variables of the model of which each of their devices keeps a shard.
     """
@@ -142,7 +142,7 @@ def holdings(
     for name, stages in owners.items():
         variable = table.describe(name)
         if name in in_shards:
-            count = len({device for stage in stages for device in owner_devices[stage]})
+            count = len({device for stage in stages for device in stage_devices[stage]})
             variable = dataclasses.replace(variable, shards=count)
         by_stages.setdefault(stages, []).append(variable)
     for stages, variables in optimizer.items():
@@ -155,7 +155,7 @@ def holdings(
             devices = [
                 device
                 for stage, own in zip(stages, placed, strict=True)
-                for device in (owner_devices[stage] if own is None else own)
+                for device in (stage_devices[stage] if own is None else own)
             ]
             together.setdefault((tuple(dict.fromkeys(devices)), variable.shards), []).append(variable)
         for part, ((kept_on, _), group) in enumerate(together.items()):
