@@ -186,7 +186,7 @@ def test_commands_that_cant_be_run_are_found(line: str) -> None:
 def test_commands_are_called_as_they_are_installed() -> None:
     modules = "|".join(map(re.escape, INSTALLED.values()))
     others = {given.document for given in COMMANDS if re.search(rf"-m (dapple_tf\.)?({modules})\b", given.line)}
-    assert others == {"docs/tools.md", "docs/decisions/0025-installed-under-one-name.md"}  # say what a checkout has
+    assert others == {"docs/tools.md"}  # says what a checkout has
 
 
 # ---- examples
