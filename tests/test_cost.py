@@ -212,12 +212,12 @@ def test_costs_worked_out(golden: Callable[[str, str], None]) -> None:
     for shards in (False, True):
         plan = Plan.manual([*"b"], [[0, 1], [2, 3, 4]], 1, 6, optimizer_shards=shards)
         costs(f"slots and updates are divided by the replicas: {shards}", plan, model, cluster(5))
-    # Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 2 replicas of 3 samples, 2 layers.
+    # Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 3 replicas of 2 samples, 2 layers.
     tables = {"parameter_bytes": 100, "slot_bytes": 200, "table_bytes": 60, "row_bytes": Cost(0.0, 4.0)}
     model = profile(letters(2, **tables, apply_seconds=1.0))
     for options in ({}, {"row_shards": True}, {"row_shards": True, "optimizer_shards": True}):
-        plan = Plan.data_parallel(2, 6, **options)
-        costs(f"rows go one way, where an all-reduce brings sums back: {options}", plan, model, cluster(2))
+        plan = Plan.data_parallel(3, 6, **options)
+        costs(f"rows go one way, where an all-reduce brings sums back: {options}", plan, model, cluster(3))
     for rows in (False, True):
         costs(f"on one device: {rows}", Plan.data_parallel(1, 6, row_shards=rows), model, cluster(1))
 
