@@ -109,6 +109,21 @@ def assert_same_training(
     assert any(np.any(a != b) for a, b in zip(before, after, strict=True)), "training changed nothing"
 
 
+def assert_trains_as_keras(
+    build: Callable[[], keras.Model],
+    cuts: Sequence[str],
+    replicas: Sequence[int],
+    micro_batches: int,
+    batches: Sequence[tuple[Any, Any, Any]],
+    **options: Any,
+) -> None:
+    """A pipeline of a model, for batches of the first one's size, trains as plain Keras does in float64."""
+    use_float64()
+    model, plain = pair(build)
+    samples = len(keras.tree.flatten(batches[0][0])[0])
+    assert_same_training(pipeline(model, cuts, replicas, micro_batches, samples, **options), plain, batches)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What plain Keras did in three steps, the last of which has a smaller batch.

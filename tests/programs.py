@@ -12,7 +12,7 @@ import copy
 import difflib
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -27,11 +27,9 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.ir.graph import (
     Builder,
-    Graph,
     GraphDef,
     NodeDef,
     Ref,
-    data_inputs,
     dtype_attr,
 )
 from graph_passes.ir.group_update import Captured, GroupUpdate
@@ -321,10 +319,12 @@ def replicated(program: Program, layout: Layout) -> Program:
     return apply(program, Replicate(layout, HOST, owners(program)))
 
 
-def connected(program: Program, layout: Layout, backward_cuts: Sequence[str] = ()) -> Program:
+def connected(
+    program: Program, layout: Layout, backward_cuts: Sequence[str] = (), relays: Sequence[int] = ()
+) -> Program:
     """A step whose tasks are connected, the last backwards in pieces."""
     passes = [CutBackward(tuple(backward_cuts))] if backward_cuts else []
-    return apply(replicated(program, layout), *passes, SplitConcat())
+    return apply(replicated(program, layout), *passes, SplitConcat(tuple(relays)))
 
 
 def ordered(
@@ -334,11 +334,12 @@ def ordered(
     *,
     accumulated: bool = True,
     backward_cuts: Sequence[str] = (),
+    relays: Sequence[int] = (),
 ) -> Program:
     """A step with accumulation and the order of a policy."""
     names = tuple(itertools.chain.from_iterable(layout.devices))
     passes = [Accumulate()] if accumulated else []
-    step = connected(program, layout, backward_cuts)
+    step = connected(program, layout, backward_cuts, relays)
     return apply(step, *passes, OrderTasks(schedule_of(layout, policy), names))
 
 
@@ -349,11 +350,11 @@ def updated(
     bucket_bytes: int = 1 << 20,
     rate: float = 0.5,
     accumulated: bool = True,
-    backward_cuts: Sequence[str] = (),
+    **options: Sequence[Any],
 ) -> Program:
     """A complete step with plain SGD."""
     update = Update(sgd_updates(program, rate), owners(program), HOST, bucket_bytes, accumulated=accumulated)
-    program = apply(ordered(program, layout, accumulated=accumulated, backward_cuts=backward_cuts), update)
+    program = apply(ordered(program, layout, accumulated=accumulated, **options), update)
     verify(program, complete=True)
     return program
 
@@ -471,45 +472,6 @@ def run(graph: GraphDef, fetches: Sequence[Ref], feeds: Mapping[Ref, Any] | None
     """Values of tensors of a graph without variables."""
     with Machine(graph, devices) as machine:
         return machine.run(fetches, feeds)
-
-
-def interpret(graph: GraphDef, wanted: Sequence[Ref], given: Mapping[Ref, Any]) -> list[Any]:
-    """Values of tensors, computed node by node in Python: fast enough for thousands of small graphs."""
-    index = Graph(graph)
-    known: dict[Ref, Any] = dict(given)
-
-    def value(ref: Ref) -> Any:
-        if ref not in known:
-            node = index.nodes[ref.node]
-            results = _INTERPRETED[node.op](node, *(value(read) for read in data_inputs(node)))
-            known.update({Ref(ref.node, number): result for number, result in enumerate(results)})
-        return known[ref]
-
-    return [value(ref) for ref in wanted]
-
-
-_INTERPRETED: dict[str, Callable[..., Sequence[Any]]] = {
-    "AddN": lambda node, *parts: [sum(parts)],
-    "ConcatV2": lambda node, *parts: [np.concatenate(parts[:-1], axis=int(parts[-1]))],
-    "Const": lambda node: [tf.make_ndarray(node.attr["value"].tensor)],
-    "FloorDiv": lambda node, a, b: [a // b],
-    "Identity": lambda node, tensor: [tensor],
-    "Mul": lambda node, a, b: [a * b],
-    "Shape": lambda node, tensor: [np.array(np.shape(tensor))],
-    "SplitV": lambda node, tensor, sizes, axis: _split(tensor, sizes, int(axis)),
-    "StridedSlice": lambda node, tensor, start, stop, step: [_sliced(node, tensor, start, stop)],
-}
-
-
-def _sliced(node: NodeDef, tensor: Any, start: Any, stop: Any) -> Any:
-    assert stop[-1] <= np.shape(tensor)[len(stop) - 1], f"{start} to {stop} of {np.shape(tensor)}"
-    slices = [slice(None)] * (len(start) - 1) + [slice(start[-1], stop[-1])]
-    return np.squeeze(tensor[tuple(slices)], 0) if node.attr["shrink_axis_mask"].i else tensor[tuple(slices)]
-
-
-def _split(tensor: Any, sizes: Any, axis: int) -> list[Any]:
-    assert sum(sizes) == np.shape(tensor)[axis], f"{list(sizes)} parts of {np.shape(tensor)} along axis {axis}"
-    return np.split(tensor, np.cumsum(sizes)[:-1], axis=axis)
 
 
 GRADIENT, RESIDUAL, FORWARD = ValueKind.GRADIENT, ValueKind.RESIDUAL, Phase.FORWARD

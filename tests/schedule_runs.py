@@ -84,11 +84,6 @@ def there_and_back(policy: str) -> bool:
     return policy_of(policy).planning.placements == (Placement.VEE,)
 
 
-def straight_only(policy: str) -> bool:
-    """Whether a policy wants one stage on each device."""
-    return policy_of(policy).planning.placements == (Placement.STRAIGHT,)
-
-
 def vee(positions: int) -> list[list[int]]:
     """Stages i and 2p - 1 - i on device i."""
     return straight(positions) + straight(positions)[::-1]

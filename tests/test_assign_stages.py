@@ -161,16 +161,19 @@ def test_a_random_seed_is_read_where_numbers_are_drawn_and_does_not_cross_the_cu
 
 
 @pytest.mark.parametrize(
-    "drawn",
+    ("drawn", "shape", "whole"),
     [
-        "StatelessRandomUniformInt(a/shape, a/seed, 0, 9)",
-        "StatelessRandomUniformInt(a/shape, [1, 2], 0, 9)",
-        "RandomUniformInt(a/shape, 0, 9)",
+        ("StatelessRandomUniformInt(a/shape, a/seed, 0, 9)", (None, 4), False),
+        ("StatelessRandomUniformInt(a/shape, [1, 2], 0, 9)", (None, 4), False),
+        ("RandomUniformInt(a/shape, 0, 9)", (None, 4), False),
+        ("RandomUniformInt([4], 0, 9)", (4,), True),
     ],
-    ids=["seeds of slices", "one seed", "stateful"],
+    ids=["seeds of slices", "one seed", "stateful", "stateful for a slice"],
 )
-def test_integers_that_are_drawn_for_each_sample_are_drawn_in_one_stage(drawn: str) -> None:
-    """Each stage drew its own, which differ where stages have other slices: the mask of an autoencoder, say."""
+def test_integers_that_stages_would_draw_differently_are_drawn_in_one(
+    drawn: str, shape: tuple[int | None, ...], whole: bool
+) -> None:
+    """Each stage drew its own: the mask of an autoencoder, say, or one shift for a batch, undone in a later stage."""
     program = read_program(f"""
         x[?, 4], w[4]
         a/shape = Shape(x)
@@ -182,7 +185,8 @@ def test_integers_that_are_drawn_for_each_sample_are_drawn_in_one_stage(drawn: s
         loss = L2Loss(b/sum)
     """)
     integers, _ = assign(program, "a").boundaries
-    assert (str(integers.ref), integers.shape, integers.producer, integers.consumers) == ("a/drawn", (None, 4), 0, (1,))
+    assert (str(integers.ref), integers.producer, integers.consumers) == ("a/drawn", 0, (1,))
+    assert (integers.shape, integers.whole) == (shape, whole)
 
 
 def test_a_regularizer_is_computed_in_the_stage_of_its_weight() -> None:

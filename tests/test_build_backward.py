@@ -163,8 +163,3 @@ def test_gradients_are_added_in_the_order_in_which_a_tape_adds_them() -> None:
     )
     assert before == after and len(after) == 1
     assert not [n.name for n in extended.node if n.op == "Placeholder" and n.name not in ("x", "dy")]
-
-
-def test_the_same_order_of_nodes_comes_out_every_time() -> None:
-    first, again = (backward(stateful_layers(), "a") for _ in range(2))
-    assert stages_text(first) == stages_text(again)

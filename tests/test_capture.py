@@ -17,6 +17,7 @@ from equivalence import (
     assert_same_training,
     assert_same_variables,
     assert_same_variables_after,
+    assert_trains_as_keras,
     largest_difference,
     pair,
     pipeline,
@@ -56,11 +57,8 @@ def mlp(*, middle: Callable[[Any], Any] = lambda x: x, **compile_options: Any) -
 
 
 def check(build: Callable[[], keras.Model], cuts: list[str], batch: tuple[Any, Any, Any], **options: Any) -> None:
-    """Two steps with 3:1 replicas and 3 micro-batches of an odd batch, in float64."""
-    use_float64()
-    model, plain = pair(build)
-    pipelined = pipeline(model, cuts, (3, 1), 3, len(keras.tree.flatten(batch[0])[0]), **options)
-    assert_same_training(pipelined, plain, [batch] * 2)
+    """Two steps with 3:1 replicas and 3 micro-batches of an odd batch."""
+    assert_trains_as_keras(build, cuts, (3, 1), 3, [batch] * 2, **options)
 
 
 # ---- structure
@@ -137,20 +135,6 @@ def test_masked_time_steps_divide_by_the_valid_ones_of_the_whole_batch() -> None
     check(build, ["embedding"], (tokens, rng.normal(size=(11, 5, 2)), None))
 
 
-def test_compute_loss_may_be_overridden() -> None:
-    class Custom(keras.Model):
-        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
-            return keras.ops.mean(keras.ops.abs(y - y_pred)) + 0.1 * keras.ops.mean(keras.ops.square(x))
-
-    def build() -> keras.Model:
-        plain = mlp()
-        model = Custom(plain.inputs[0], plain.outputs[0])
-        model.compile("sgd")
-        return model
-
-    check(build, ["first"], (X, Y, None))
-
-
 # ---- state and random draws
 
 
@@ -175,7 +159,6 @@ def test_batch_norm_moves_to_the_mean_of_its_slices() -> None:
 
 def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> None:
     """What TensorFlow reads from a variable has no gradient; here it was taken for the tensor that was assigned."""
-    use_float64()
 
     class Centred(layers.Layer):
         def build(self, shape: tuple[int | None, ...]) -> None:
@@ -185,9 +168,7 @@ def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> No
             self.mean.assign(0.5 * self.mean + 0.5 * keras.ops.mean(x, axis=0))
             return x - self.mean
 
-    model, plain = pair(lambda: mlp(middle=Centred(name="centred")))
-    pipelined = pipeline(model, ["centred"], (1, 1), 1, 11)
-    assert_same_variables_after(2, pipelined, plain, X, Y)
+    assert_trains_as_keras(lambda: mlp(middle=Centred(name="centred")), ["centred"], (1, 1), 1, [(X, Y, None)] * 2)
 
 
 def dropout() -> keras.Model:
@@ -475,9 +456,7 @@ def test_models_train_with_the_gradients_that_they_define() -> None:
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         return model
 
-    use_float64()
-    model, plain = pair(build)
-    assert_same_training(pipeline(model, ["second"], (2, 1), 2, 11), plain, [(SEQUENCES, Y, None)] * 2)
+    assert_trains_as_keras(build, ["second"], (2, 1), 2, [(SEQUENCES, Y, None)] * 2)
 
 
 class Recomputed(layers.Layer):
@@ -515,9 +494,7 @@ class Doubled(Recomputed):
 
 def test_gradients_of_the_weights_that_such_a_function_reads_are_its_own_too() -> None:
     """They ended in "Cannot convert a Tensor of dtype resource to a NumPy array", or would have been 0."""
-    use_float64()
-    model, plain = pair(lambda: with_layer(Recomputed, Doubled))
-    assert_same_training(pipeline(model, ["second"], (2, 1), 2, 11), plain, [(X, Y, None)] * 2)
+    assert_trains_as_keras(lambda: with_layer(Recomputed, Doubled), ["second"], (2, 1), 2, [(X, Y, None)] * 2)
 
 
 def test_layers_of_placed_operators_see_the_whole_batch_as_in_plain_keras() -> None:

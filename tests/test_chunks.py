@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.planning.chunks import chunked
-from dapple_tf.simulation.simulator import simulate
 
 
 def profile_of(
@@ -73,16 +71,6 @@ def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
     assert in_chunks.warm_up == (3, 3, 2, 2)
     assert in_chunks.reverse_first_k == 2
     assert in_chunks.task_seconds == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-
-
-def test_gradients_of_the_last_chunk_are_reduced_while_those_of_the_first_are_computed() -> None:
-    profile = profile_of([10] * 4)
-    cluster = Cluster((Device("a", 0), Device("b", 0)), real=False, intra_bandwidth=20.0)
-    plan = Plan.data_parallel(2, 4)
-    whole, parts = (simulate(each, profile, cluster) for each in (plan, chunked(plan, profile, 4)))
-    # All-reduce takes 2 s, of which 1.5 s are hidden behind the backwards of the other chunks.
-    assert whole.latency == pytest.approx(4 * 2 * 3 + 2)
-    assert parts.latency == pytest.approx(4 * 2 * 3 + 0.5)
 
 
 @pytest.mark.parametrize(

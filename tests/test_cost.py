@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLat
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.simulation.all_reduce import all_reduce_time, exchange_time
-from dapple_tf.simulation.cost import CostModel, Message
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_cost import stage_cost
 from graph_passes.ir.tasks import Phase, Task
 
@@ -63,37 +63,6 @@ def test_an_exchange_sends_all_at_once_and_over_each_card_what_its_server_exchan
     assert exchange_time(two_each, {0: 1}).seconds(400.0) == 0
 
 
-def test_shards_divide_slots_and_updates_by_the_replicas() -> None:
-    """Weights that stages share are kept by the devices of all of them."""
-    layers = letters(4, parameter_bytes=100, slot_bytes=600, apply_seconds=6.0)
-    model = profile(layers, shared=[SharedParameters((0, 3), 40, 120)])
-    plan = Plan.manual([*"b"], [[0, 1], [2, 3, 4]], 1, 6)
-    whole, shards = (
-        CostModel(dataclasses.replace(plan, optimizer_shards=value), model, cluster(5)) for value in (False, True)
-    )
-    saved = [whole.stored_bytes[device] - shards.stored_bytes[device] for device in range(5)]
-    assert saved == pytest.approx([1200 / 2 + 120 * 4 / 5] * 2 + [1200 * 2 / 3 + 120 * 4 / 5] * 3)
-    assert [shards.apply_seconds(0, 0), shards.apply_seconds(1, 2)] == pytest.approx([6.0, 4.0])
-    assert whole.needed_bytes(0, 1) - shards.needed_bytes(0, 1) == pytest.approx(saved[0])
-
-
-def test_rows_in_shards_divide_tables_and_take_the_place_of_their_gradients() -> None:
-    """Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 2 replicas of 3 samples, 2 layers."""
-    model = profile(letters(2, parameter_bytes=100, slot_bytes=200, table_bytes=60, row_bytes=Cost(0.0, 4.0)))
-    plan = Plan.data_parallel(2, 6)
-    whole, rows = (CostModel(dataclasses.replace(plan, row_shards=value), model, cluster(2)) for value in (False, True))
-    assert whole.stored_bytes[0] - rows.stored_bytes[0] == 2 * (60 + 120) / 2 + (2 * 60 - 24)
-    # Rows go one way, where an all-reduce brings sums back.
-    assert [costs.reductions[0].bytes for costs in (whole, rows)] == [200, 200 - 120 + 24 / 2]
-    assert sum(rows.layer_gradients(0)) == rows.reductions[0].bytes
-    busy = dataclasses.replace(model, layers=[dataclasses.replace(each, apply_seconds=1.0) for each in model.layers])
-    assert CostModel(rows.plan, busy, cluster(2)).apply_seconds(0, 0) == pytest.approx(2 * (0.4 + 0.6 / 2))
-    both = CostModel(dataclasses.replace(plan, row_shards=True, optimizer_shards=True), model, cluster(2))
-    assert rows.stored_bytes[0] - both.stored_bytes[0] == 2 * (200 - 120) / 2, "slots of the rest"
-    alone = CostModel(Plan.data_parallel(1, 6, row_shards=True), model, cluster(1))
-    assert alone.stored_bytes[0] == whole.stored_bytes[0]
-
-
 def test_hierarchical_adds_the_ring_inside_to_the_ring_between_servers() -> None:
     two = cluster(4, 4, intra_bandwidth=100.0, intra_latency=0.25, inter_bandwidth=10.0, inter_latency=1.0)
     # Each device gets three quarters of the bytes at once, and sends as many back.
@@ -137,30 +106,7 @@ def test_what_was_measured_of_all_reduces_counts_before_links() -> None:
     assert all_reduce_seconds(measured, range(4), 200.0, "hierarchical") == pytest.approx(by_server)
 
 
-# --- tasks ---
-
-
-def test_a_task_takes_its_layers_time_and_that_to_start_it_by_the_devices_speed() -> None:
-    model = profile(letters(3), task_seconds=0.5)
-    costs = CostModel(Plan.manual([*"b"], [[0, 1], [2]], 2, 8), model, cluster(3, speeds=[1.0, 2.0, 0.5]))
-    assert costs.seconds(Task(0, Phase.FORWARD, 0, 0)) == 0.5 + 2 * 2.0
-    assert costs.seconds(Task(0, Phase.FORWARD, 0, 1)) == (0.5 + 2 * 2.0) / 2
-    assert costs.seconds(Task(0, Phase.BACKWARD, 1, 0)) == 0.5 + 2 * 4.0
-    assert costs.seconds(Task(1, Phase.BACKWARD, 1)) == (0.5 + 4 * 2.0) / 0.5
-
-
-GRADIENTS = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
-
-
-def test_the_two_gradients_of_a_layer_are_half_of_b_each_unless_the_profile_knows() -> None:
-    plan = Plan.straight([*"ab"], 4, 2)
-    layers = [layer("a"), layer("b", backward_weight=Cost(0.0, 0.5)), layer("c")]
-    layers = [dataclasses.replace(one, parameter_bytes=4) for one in layers]
-    costs = CostModel(plan, profile(layers), cluster(3))
-    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [3.0, 1.0]
-    assert [costs.seconds(Task(2, phase, 0)) for phase in GRADIENTS] == [2.0, 2.0]
-    whole = CostModel(Plan.straight([*"a"], 2, 1), profile([layers[0], layers[1], layer("c")]), cluster(2))
-    assert [whole.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [7.0, 1.0]  # c has no parameters
+# --- stages ---
 
 
 def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
@@ -188,101 +134,6 @@ def test_what_no_backward_of_the_stage_needs_is_not_computed_again() -> None:
         assert cost.forward == stage_cost(model, start, stop).forward
 
 
-# --- what goes between stages ---
-
-
-TEN = Cost(0.0, 10.0)
-
-
-def two_stages(senders: int, receivers: int, samples: int, size: Cost = TEN) -> CostModel:
-    devices = [range(senders), range(senders, senders + receivers)]
-    model = profile(letters(2), [Tensor(0, (1,), size)])
-    return CostModel(Plan.manual([*"a"], devices, 1, samples), model, cluster(senders + receivers))
-
-
-def test_three_to_two_sends_from_owner_to_owner_and_back() -> None:
-    costs = two_stages(3, 2, 6)
-    assert costs.messages(0, 1, 0) == (Message(0, 0, 20), Message(1, 0, 10), Message(1, 1, 10), Message(2, 1, 20))
-    assert costs.messages(0, 1, 0, backward=True) == (
-        Message(0, 0, 20),
-        Message(0, 1, 10),
-        Message(1, 1, 10),
-        Message(1, 2, 20),
-    )
-
-
-def test_no_gradient_of_what_has_none() -> None:
-    model = profile(letters(2), [Tensor(0, (1,), Cost(0.0, 5.0), differentiable=False)])
-    costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
-    assert [message.bytes for message in costs.messages(0, 1, 0)] == [10.0]
-    assert costs.messages(0, 1, 0, backward=True) == ()
-
-
-def test_a_tensor_without_bytes_is_waited_for_all_the_same() -> None:
-    model = profile(letters(2), [Tensor(0, (1,), ZERO)])
-    costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
-    assert costs.messages(0, 1, 0) == costs.messages(0, 1, 0, backward=True) == (Message(0, 0, 0.0),)
-
-
-# --- reductions ---
-
-
-def test_tied_weights_are_reduced_over_all_replicas_of_all_their_stages() -> None:
-    model = profile(letters(4, parameter_bytes=100), shared=[SharedParameters((0, 3), 40), SharedParameters((1, 2), 7)])
-    costs = CostModel(Plan.manual([*"ac"], [[0], [1, 2], [3, 4]], 1, 2), model, cluster(5))
-    assert [(r.stages, r.devices, r.bytes) for r in costs.reductions] == [
-        ((1,), (1, 2), 207),
-        ((2,), (3, 4), 100),
-        ((0, 2), (0, 3, 4), 40),
-    ]
-    assert [cost.parameter_bytes for cost in costs.stages] == [140, 207, 140]
-
-
-def in_pieces(layers: Sequence[LayerProfile], cuts: str, recompute: str = "none", **values: Any) -> CostModel:
-    plan = Plan.data_parallel(2, 4, recompute=recompute, backward_cuts=[*cuts])
-    return CostModel(plan, profile(layers, **values), cluster(2))
-
-
-def test_pieces_are_ready_as_b_runs_through_the_layers_from_the_last() -> None:
-    layers = [
-        layer("a", backward=1.0, parameter_bytes=30),
-        layer("b", backward=2.0, parameter_bytes=50),
-        layer("c", backward=4.0, parameter_bytes=60),
-        layer("d", backward=1.0, parameter_bytes=40),
-    ]
-    assert in_pieces(layers, "b").backward_pieces(0) == ((5 / 8, 100), (1.0, 80))
-    assert in_pieces(layers, "abc").backward_pieces(0) == ((1 / 8, 40), (5 / 8, 60), (7 / 8, 50), (1.0, 30))
-    assert in_pieces(layers, "").backward_pieces(0) == ((1.0, 180),)
-
-
-def test_parameters_that_layers_of_one_stage_share_are_in_the_piece_of_the_first() -> None:
-    layers = letters(3, parameter_bytes=10)
-    costs = in_pieces(layers, "ab", shared=[SharedParameters((1, 2), 5)])
-    assert costs.backward_pieces(0) == ((pytest.approx(1 / 3), 10), (pytest.approx(2 / 3), 15), (1.0, 10))
-    assert sum(size for _, size in costs.backward_pieces(0)) == costs.reductions[0].bytes
-
-
-def test_a_piece_of_a_split_backward_is_one_of_bw() -> None:
-    layers = letters(4, backward=3.0, backward_weight=Cost(0.0, 1.0), parameter_bytes=8)
-    plan = Plan.manual([*"b"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["c"])
-    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == ((1 / 2, 8), (1.0, 8))
-
-
-def test_pieces_end_within_a_bw_that_takes_less_than_its_layers_say() -> None:
-    layers = letters(4, backward=1.0, backward_weight=Cost(0.0, 3.0), parameter_bytes=8)
-    plan = Plan.manual([*"a"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=["b", "c"])
-    assert CostModel(plan, profile(layers), cluster(3)).backward_pieces(1) == (
-        (pytest.approx(1 / 3), 8),
-        (pytest.approx(2 / 3), 8),
-        (1.0, 8),
-    )
-
-
-def test_an_update_takes_its_layers_time_by_the_devices_speed() -> None:
-    costs = CostModel(Plan.data_parallel(2, 2), profile(letters(2, apply_seconds=0.5)), cluster(2, speeds=[1.0, 4.0]))
-    assert [costs.apply_seconds(0, device) for device in (0, 1)] == [1.0, 0.25]
-
-
 # --- memory ---
 
 # 2 x 100 for weights and gradients, 50 for slots, 10 for state: 260 stored. 30 per sample kept, 7 while B runs.
@@ -299,34 +150,6 @@ def heavy(memory: int | None, schedule: str = "dapple_a", micro_batches: int = 4
     """Two stages; a micro-batch of two samples keeps 60 bytes in the first and 60 + 20 in the second."""
     plan = Plan.straight([*"a"], 2 * micro_batches, micro_batches, schedule, **options)
     return CostModel(plan, profile(letters(2, **HEAVY)), cluster(2, memory=memory))
-
-
-def test_needed_bytes_are_what_is_stored_and_k_times_the_residuals_and_the_running_b() -> None:
-    costs = heavy(None)
-    assert [costs.needed_bytes(0, k) for k in (1, 2, 4)] == [260 + k * 60 + 7 for k in (1, 2, 4)]
-    assert [costs.needed_bytes(1, k) for k in (1, 2, 4)] == [260 + k * 80 + 7 for k in (1, 2, 4)]
-
-
-def test_stages_of_one_device_share_its_memory() -> None:
-    model = profile(letters(3, **HEAVY), shared=[SharedParameters((0, 2), 40, 5)])
-    plan = Plan.manual([*"ab"], [[0], [1], [0]], 1, 1, "modulo")
-    costs = CostModel(plan, model, cluster(2))
-    assert costs.stored_bytes == {0: 2 * 260 + 2 * 40 + 5, 1: 260}
-    assert costs.needed_bytes(0, 1) == costs.needed_bytes(2, 1) == 605 + (30 + 40) + 4
-    assert costs.needed_bytes(1, 1) == 260 + 40 + 4
-    assert costs.reductions == ()
-    assert CostModel(plan, model, cluster(2, memory=679)).holds == (1, 1, 1)
-    assert CostModel(plan, model, cluster(2, memory=678)).holds == (0, 1, 0)
-
-
-def test_what_is_delayed_counts_where_backwards_are_split() -> None:
-    layers = letters(2, **{**HEAVY, "delayed_bytes": Cost(0.0, 50.0)})
-    whole, split = (
-        CostModel(Plan.straight([*"a"], 4, 4, policy), profile(layers), cluster(2)) for policy in ("gpipe", "zb_h1")
-    )
-    assert whole.needed_bytes(1, 2) == 260 + 2 * 40 + 4
-    assert split.needed_bytes(1, 2) == 260 + 2 * 50 + 4
-    assert split.needed_bytes(0, 2) == 260 + 2 * 30 + 4  # the first stage's Bx does nothing
 
 
 def test_memory_bounds_the_warm_up() -> None:
@@ -350,4 +173,95 @@ def test_the_smallest_device_of_a_stage_decides() -> None:
     assert costs.holds == (1, 4)
 
 
-# --- wrong input ---
+# --- everything that a step costs, of plans small enough to work out ---
+
+
+def told(costs: CostModel) -> str:
+    """Seconds of tasks, bytes on devices and between them, and what is reduced when."""
+    plan, lines = costs.plan, []
+    for stage, devices in enumerate(plan.devices):
+        for replica, device in enumerate(devices):
+            seconds = [f"{phase.value} {costs.seconds(Task(stage, phase, 0, replica)):.4g}" for phase in Phase]
+            lines.append(
+                f"stage {stage} on {device}: {', '.join(seconds)}, apply {costs.apply_seconds(stage, device):.4g}"
+            )
+        needed = ", ".join(f"{costs.needed_bytes(stage, count):g}" for count in (1, 2, 4))
+        pieces = ", ".join(f"{size:g} after {part:.4g}" for part, size in costs.backward_pieces(stage))
+        lines.append(f"  {needed} bytes for 1, 2 and 4 micro-batches in flight; gradients: {pieces}")
+    lines.append("stored: " + ", ".join(f"{size:g} on {device}" for device, size in costs.stored_bytes.items()))
+    for one in costs.reductions:
+        lines.append(f"reduction of {one.bytes:g} bytes of stages {one.stages} on {one.devices}")
+    for producer, consumer in costs.routes:
+        for backward in (False, True):
+            sent = costs.messages(producer, consumer, 0, backward=backward)
+            text = ", ".join(f"{one.sender}>{one.receiver} {one.bytes:g}" for one in sent)
+            lines.append(f"{'gradients' if backward else 'tensors'} of {producer} and {consumer}: {text or 'none'}")
+    return "\n".join(lines)
+
+
+def test_costs_worked_out(golden: Callable[[str, str], None]) -> None:
+    texts: list[str] = []
+
+    def costs(title: str, plan: Plan, model: Profile, where: Cluster) -> None:
+        texts.append(f"{title}\n{told(CostModel(plan, model, where))}\n")
+
+    # Weights that stages share are kept by the devices of all of them.
+    model = profile(
+        letters(4, parameter_bytes=100, slot_bytes=600, apply_seconds=6.0), shared=[SharedParameters((0, 3), 40, 120)]
+    )
+    for shards in (False, True):
+        plan = Plan.manual([*"b"], [[0, 1], [2, 3, 4]], 1, 6, optimizer_shards=shards)
+        costs(f"slots and updates are divided by the replicas: {shards}", plan, model, cluster(5))
+    # Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 3 replicas of 2 samples, 2 layers.
+    tables = {"parameter_bytes": 100, "slot_bytes": 200, "table_bytes": 60, "row_bytes": Cost(0.0, 4.0)}
+    model = profile(letters(2, **tables, apply_seconds=1.0))
+    for options in ({}, {"row_shards": True}, {"row_shards": True, "optimizer_shards": True}):
+        plan = Plan.data_parallel(3, 6, **options)
+        costs(f"rows go one way, where an all-reduce brings sums back: {options}", plan, model, cluster(3))
+    for rows in (False, True):
+        costs(f"on one device: {rows}", Plan.data_parallel(1, 6, row_shards=rows), model, cluster(1))
+
+    plan, speeds = Plan.manual([*"b"], [[0, 1], [2]], 2, 8), [1.0, 2.0, 0.5]
+    model = profile(letters(3, apply_seconds=0.5), task_seconds=0.5)
+    costs("a task takes its layers' time and that to start it, by speed", plan, model, cluster(3, speeds=speeds))
+    layers = [dataclasses.replace(one, parameter_bytes=4) for one in letters(3)]
+    layers[1] = dataclasses.replace(layers[1], backward_weight=Cost(0.0, 0.5))
+    costs("Bx and Bw are half of B unless the profile knows", Plan.straight([*"ab"], 4, 2), profile(layers), cluster(3))
+    layers[2] = layer("c")  # It has no parameters.
+    costs("of two layers", Plan.straight([*"a"], 2, 1), profile(layers), cluster(2))
+
+    tensors = [Tensor(0, (1,), Cost(0.0, 10.0))]
+    costs("three to two", Plan.manual([*"a"], [[0, 1, 2], [3, 4]], 1, 6), profile(letters(2), tensors), cluster(5))
+    tensors = [Tensor(0, (1,), Cost(0.0, 5.0), differentiable=False)]
+    costs("what has no gradient", Plan.straight([*"a"], 2, 1), profile(letters(2), tensors), cluster(2))
+    tensors = [Tensor(0, (1,), ZERO)]
+    costs("what has no bytes is waited for", Plan.straight([*"a"], 2, 1), profile(letters(2), tensors), cluster(2))
+    shared = [SharedParameters((0, 3), 40), SharedParameters((1, 2), 7)]
+    plan, model = (
+        Plan.manual([*"ac"], [[0], [1, 2], [3, 4]], 1, 2),
+        profile(letters(4, parameter_bytes=100), shared=shared),
+    )
+    costs("tied weights are reduced over all replicas of all their stages", plan, model, cluster(5))
+
+    backwards = [("a", 1.0, 30), ("b", 2.0, 50), ("c", 4.0, 60), ("d", 1.0, 40)]
+    model = profile([layer(name, backward=time, parameter_bytes=size) for name, time, size in backwards])
+    for cuts in ("b", "abc"):
+        costs(f"pieces cut after {cuts}", Plan.data_parallel(2, 4, backward_cuts=[*cuts]), model, cluster(2))
+    model = profile(letters(3, parameter_bytes=10), shared=[SharedParameters((1, 2), 5)])
+    costs("shared in the first's piece", Plan.data_parallel(2, 4, backward_cuts=[*"ab"]), model, cluster(2))
+    for backward, weight, cuts in ((3.0, 1.0, "c"), (1.0, 3.0, "bc")):  # The second Bw takes less than its layers say.
+        model = profile(letters(4, backward=backward, backward_weight=Cost(0.0, weight), parameter_bytes=8))
+        plan = Plan.manual([*"a"], [[0], [1, 2]], 2, 4, "zb_h1", backward_cuts=[*cuts])
+        costs(f"pieces of Bw, cut after {cuts}", plan, model, cluster(3))
+
+    costs(
+        "K times the residuals and the running B", Plan.straight([*"a"], 8, 4), profile(letters(2, **HEAVY)), cluster(2)
+    )
+    model = profile(letters(3, **HEAVY), shared=[SharedParameters((0, 2), 40, 5)])
+    plan = Plan.manual([*"ab"], [[0], [1], [0]], 1, 1, "modulo")
+    costs("stages of one device share its memory", plan, model, cluster(2))
+    assert [CostModel(plan, model, cluster(2, memory=size)).holds for size in (679, 678)] == [(1, 1, 1), (0, 1, 0)]
+    model = profile(letters(2, **HEAVY, delayed_bytes=Cost(0.0, 50.0)))
+    for policy in ("gpipe", "zb_h1"):  # The first stage's Bx does nothing.
+        costs(f"what is delayed counts under {policy}", Plan.straight([*"a"], 4, 4, policy), model, cluster(2))
+    golden("costs.txt", "\n".join(texts))

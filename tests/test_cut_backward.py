@@ -20,7 +20,6 @@ from programs import (
     staged,
     step_of,
     task,
-    tied_layers,
     two_layers,
     updated,
 )
@@ -69,12 +68,6 @@ def test_the_last_backward_with_samples_of_each_replica_is_cut() -> None:
     assert {str(each) for each in step_of(apply(before, CutBackward(("dense_0",)))).pieces} == {"0B1", "0B0.r1"}
 
 
-def test_gradients_belong_to_the_piece_of_the_first_layer_that_reads_them() -> None:
-    assert gradients(cut(two_layers(), "a")) == [["gradient(v)"], ["gradient(w)"]]
-    # The same weight in both layers: its gradient is complete with that of the first.
-    assert gradients(cut(tied_layers(), "layer_0")) == []
-
-
 def test_rows_of_an_embedding_come_last_and_are_gathered_by_themselves() -> None:
     program = updated(staged(embedding(tied=False)), layout([2], 8, 2), backward_cuts=["a"])
     assert [own[0].split("(")[0] for own in gradients(program)] == ["gradient", "slice_values"]
@@ -88,12 +81,6 @@ def test_what_is_sent_back_comes_from_the_piece_of_the_layer_that_received_it() 
     boundary = f"gradient({program.boundaries[0].ref})"
     assert boundary not in first
     assert boundary in last
-
-
-def test_a_split_backward_is_cut_in_its_second_part() -> None:
-    program = staged(mlp(), split={0})
-    after = apply(replicated(program, layout([2], 4, 2)), CutBackward(("dense_0",)))
-    assert sorted(map(str, step_of(after).pieces)) == ["0Bw1", "0Bw1.r1"]
 
 
 def test_each_piece_is_reduced_when_it_is_over() -> None:

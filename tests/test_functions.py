@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import assert_same_training, pair, pipeline, use_float64
+from equivalence import assert_trains_as_keras
 from models_for_tests import with_layer
 from step_programs import of_model
 
@@ -114,9 +114,7 @@ CASES = {
 def test_functions_train_as_in_plain_keras(case: str) -> None:
     """They had no gradient (SymbolicGradient), or read variables by a graph that was traced before (refused)."""
     build, cut, x = CASES[case]
-    use_float64()
-    model, plain = pair(build)
-    assert_same_training(pipeline(model, [cut], (2, 1), 2, len(x)), plain, [(x, Y, None)])
+    assert_trains_as_keras(build, [cut], (2, 1), 2, [(x, Y, None)])
 
 
 def test_a_grouped_convolution_is_one_compiled_call_forward_and_one_backward() -> None:

@@ -116,14 +116,6 @@ def test_it_trains_as_plain_keras(optimizer: str, cuts: tuple[str, ...], jit_com
     assert_same_training(pipelined, plain, [(*batch(), None), (*batch(4, 1), None), (*batch(6, 2), None)])
 
 
-def test_steps_with_several_micro_batches_and_with_one_take_turns() -> None:
-    """They have functions of their own in one library; the shortest batch leaves replicas without samples."""
-    use_float64()
-    own, plain = pair(lambda: model(OPTIMIZERS["clipped"](), 0.0, keras.layers.LayerNormalization))
-    batches = [batch(), batch(BATCH // 3, 1), batch(1, 2)]
-    assert_same_training(pipeline(own, (), [2], 3, BATCH), plain, [(*each, None) for each in batches])
-
-
 def test_traced_steps_run_stage_functions_one_by_one_and_train_as_well() -> None:
     use_float64()
     traced, plain = pair(model)

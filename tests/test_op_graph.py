@@ -415,34 +415,10 @@ def chain(*rules: SplitRule | None) -> OpGraph:
     )
 
 
-def show(graph: OpGraph) -> list[str]:
-    """``producer[output] -> consumer[argument] (bytes)`` for each edge."""
-    assert (graph.edges[:, 0] < graph.edges[:, 1]).all(), "the numbering isn't topological"
-    assert graph.tensor_outputs is not None
-    return [
-        f"{graph.names[producer]}[{graph.tensor_outputs[tensor]}] -> {graph.names[consumer]}[{argument}] "
-        f"({graph.tensor_bytes[tensor]:g})"
-        for producer, consumer, tensor, argument in graph.edges.tolist()
-    ]
-
-
-def test_an_operator_is_cut_and_joined_for_its_neighbours() -> None:
+def test_parts_and_copies_take_their_times() -> None:
+    """a, its split, four parts of b, their concatenation and c; names, edges and sizes: test_split_operators.py."""
     graph = chain(None, ROWS, None)
     split = apply_splits(graph, {"b": Split("batch", 4)})
-    assert split.names == ("a", "a/split_0_0_4_of_6", "b/part0", "b/part1", "b/part2", "b/part3", "b/joined_0", "c")
-    assert split.ops == ("Op", "SplitV", "Op", "Op", "Op", "Op", "ConcatV2", "Op")
-    assert show(split) == [
-        "a[0] -> a/split_0_0_4_of_6[0] (24)",
-        "a/split_0_0_4_of_6[0] -> b/part0[0] (8)",
-        "a/split_0_0_4_of_6[1] -> b/part1[0] (8)",
-        "a/split_0_0_4_of_6[2] -> b/part2[0] (4)",
-        "a/split_0_0_4_of_6[3] -> b/part3[0] (4)",
-        "b/part0[0] -> b/joined_0[0] (8)",
-        "b/part1[0] -> b/joined_0[1] (8)",
-        "b/part2[0] -> b/joined_0[2] (4)",
-        "b/part3[0] -> b/joined_0[3] (4)",
-        "b/joined_0[0] -> c[0] (24)",
-    ]
     third, sixth, copied = 10 / 3 + LAUNCH, 10 / 6 + LAUNCH, LAUNCH + 24 * COPY
     np.testing.assert_allclose(split.seconds[:, 0], [10.5, copied, third, third, sixth, sixth, copied, 10.5])
     assert len(set(split.groups.tolist())) == 8
@@ -453,9 +429,6 @@ def test_an_operator_is_cut_and_joined_for_its_neighbours() -> None:
     "changes, splits, text",
     [
         ({}, {"x": Split("batch", 2)}, "no operator 'x'"),
-        ({}, {"a": Split("batch", 2)}, "only along nothing"),
-        ({}, {"b": Split("channel", 2)}, r"'b' can't be split along 'channel', only along batch \(6\)"),
-        ({}, {"b": Split("batch", 7)}, "into 7 parts: it has length 6"),
         ({}, {"b": Split("batch", 1)}, "into 1 parts"),
         ({"groups": np.array([0, 0])}, {"b": Split("batch", 2)}, "where 1 others are"),
         ({"pinned": np.array([-1, 1])}, {"b": Split("batch", 2)}, "on device 1"),

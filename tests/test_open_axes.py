@@ -291,7 +291,7 @@ def test_lengths_of_a_slice_are_noted_and_refused_between_unlike_slices() -> Non
     with pytest.raises(PassError) as caught:
         pipeline(decided("cropped, with a mask"), ["a"], (1, 2), 1, 8).train_on_batch(x, y)
     assert str(caught.value).endswith(
-        "of layer 'a' has lengths, or a value, that samples of a slice decide together, so that it can't be cut: stage "
+        "of layer 'a' has lengths, or a value, that differ between slices, so that it can't be cut: stage "
         "0 makes it in slices of [8] samples, stage 1 reads it in slices of [4, 4]; give both stages the same number "
         "of replicas and the same shares, or cut elsewhere"
     )

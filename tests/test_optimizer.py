@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import assert_same_variables_after, pair, pipeline, use_float64
+from equivalence import assert_same_variables_after, assert_trains_as_keras, pair, pipeline, use_float64
 from step_programs import built_of_model
 
 import dapple_tf as dapple
@@ -21,6 +21,7 @@ optimizers = keras.optimizers
 rng = np.random.default_rng(0)
 TOKENS = rng.integers(0, 4, size=(7, 3)).astype("int32")
 TARGETS = rng.normal(size=(7, 2))
+BATCH = (TOKENS, TARGETS, None)
 
 
 def model_with(optimizer: Callable[[], Any]) -> keras.Model:
@@ -44,9 +45,19 @@ def without_decay_of_biases() -> Any:
     return made
 
 
+class Centralized(optimizers.SGD):
+    """Overrides what Keras' steps call: ours called `apply` instead, without a word."""
+
+    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+        whole = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in grads_and_vars]
+        centred = [(gradient - tf.reduce_mean(gradient, axis=0), variable) for gradient, variable in whole]
+        return super().apply_gradients(centred, **options)
+
+
 SETTINGS: dict[str, Callable[[], Any]] = {
     "excluded": without_decay_of_biases,
     "adafactor": lambda: optimizers.Adafactor(0.05),
+    "centralized": lambda: Centralized(0.1, momentum=0.9),
 }
 
 
@@ -56,10 +67,7 @@ def averaged() -> Any:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_update_as_in_plain_keras(name: str) -> None:
-    use_float64()
-    model, plain = pair(lambda: model_with(SETTINGS[name]))
-    pipelined = pipeline(model, ["flat"], (2, 1), 2, 7)
-    assert_same_variables_after(2, pipelined, plain, TOKENS, TARGETS)
+    assert_trains_as_keras(lambda: model_with(SETTINGS[name]), ["flat"], (2, 1), 2, [BATCH] * 2)
 
 
 def test_compiled_updates_are_those_of_plain_keras() -> None:
@@ -81,25 +89,7 @@ def test_a_frozen_first_stage_has_an_empty_backward() -> None:
         model.compile(optimizers.SGD(0.1), "mse")
         return model
 
-    use_float64()
-    model, plain = pair(build)
-    assert_same_variables_after(1, pipeline(model, ["flat"], (2, 1), 2, 7), plain, TOKENS, TARGETS)
-
-
-class Centralized(optimizers.SGD):
-    """Overrides what Keras' steps call."""
-
-    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
-        whole = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in grads_and_vars]
-        centred = [(gradient - tf.reduce_mean(gradient, axis=0), variable) for gradient, variable in whole]
-        return super().apply_gradients(centred, **options)
-
-
-def test_what_an_optimizer_does_in_apply_gradients_is_done() -> None:
-    """Steps called its ``apply`` instead, without a word."""
-    use_float64()
-    model, plain = pair(lambda: model_with(lambda: Centralized(0.1, momentum=0.9)))
-    assert_same_variables_after(1, pipeline(model, ["flat"], (2, 1), 2, 7), plain, TOKENS, TARGETS)
+    assert_trains_as_keras(build, ["flat"], (2, 1), 2, [BATCH])
 
 
 class ClippedTogether(optimizers.SGD):
@@ -119,8 +109,7 @@ def test_an_optimizer_that_couples_gradients_of_stages_is_refused() -> None:
     for model in (build(), scaled):
         with pytest.raises(dapple.CaptureError, match=coupled):
             pipeline(model, ["flat"], (1, 1), 1, 7).train_on_batch(TOKENS, TARGETS)
-    model, plain = pair(build)
-    assert_same_variables_after(1, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
+    assert_trains_as_keras(build, [], (2,), 2, [BATCH])
 
 
 def test_the_norm_of_accumulated_gradients_of_several_stages_is_refused() -> None:
@@ -134,8 +123,7 @@ def test_the_norm_of_accumulated_gradients_of_several_stages_is_refused() -> Non
     for optimizer, cuts, replicas, shards in ((own, ["flat"], (1, 1), False), (scaled, [], (2,), True)):
         with pytest.raises(dapple.CaptureError, match=r"global_clipnorm=0.05.*gradient_accumulation_steps=2.*larger"):
             pipeline(model_with(optimizer), cuts, replicas, 1, 7, optimizer_shards=shards)
-    model, plain = pair(lambda: model_with(own))
-    assert_same_variables_after(2, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
+    assert_trains_as_keras(lambda: model_with(own), [], (2,), 2, [BATCH] * 2)
 
 
 def test_an_average_of_a_variable_without_gradient_is_refused() -> None:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import assert_trains_as_keras
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_text import read_program
@@ -32,7 +33,6 @@ from programs import (
     two_layers,
 )
 
-import dapple_tf as dapple
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.outline import dtype_of
@@ -278,17 +278,12 @@ def test_a_stage_with_branches_is_not_compiled_and_trains() -> None:
         def call(self, x: Any) -> Any:
             return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.tanh(self.w * x), lambda: x * self.w)
 
-    x = keras.Input((3,))
-    model = compiled(x, keras.layers.Dense(1, name="last")(Branching(name="branching")(x)))
-    plain = keras.models.clone_model(model)
-    plain.set_weights(model.get_weights())
-    plain.compile(keras.optimizers.SGD(0.1), "mse")
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    plan = dapple.Plan.manual(["branching"], [[0], [1]], 2, 4, jit_compile=True)
-    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
-    values, labels = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
-    for _ in range(2):
-        assert pipelined.train_on_batch(values, labels) == pytest.approx(plain.train_on_batch(values, labels), rel=1e-5)
+    def build() -> keras.Model:
+        x = keras.Input((3,))
+        return compiled(x, keras.layers.Dense(1, name="last")(Branching(name="branching")(x)))
+
+    batch = (np.ones((4, 3)), np.ones((4, 1)), None)
+    assert_trains_as_keras(build, ["branching"], (1, 1), 2, [batch] * 2, jit_compile=True)
 
 
 def test_equal_stages_are_differentiated_and_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:

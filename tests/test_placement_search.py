@@ -10,15 +10,15 @@ import pytest
 from op_graphs import LAUNCH, Builder, chain_network, random_graph, simulated, topology
 
 from dapple_tf.describe.plan_values import PlanError
-from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, kind_of, place_average_slice
+from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, place_average_slice
 from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.coarsening import coarsen
 from dapple_tf.operators.dynamic_critical_path import MostCritical
 from dapple_tf.operators.fast_t import critical_path, fast_t
 from dapple_tf.operators.fd_dps import _improved_best, fd_dps
 from dapple_tf.operators.heft import by_rank, heft
-from dapple_tf.operators.islands import largest_island, on_island
-from dapple_tf.operators.list_placement import InsertionScheduler, Slots
+from dapple_tf.operators.islands import on_island
+from dapple_tf.operators.list_placement import InsertionScheduler
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import Candidate, placed_by, scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
@@ -70,16 +70,6 @@ def test_heft_finds_its_papers_ranks_and_schedule() -> None:
     placement = heft(graph, topology(3, 1.0, 0.0))
     assert devices_of(graph, placement) == scheduler.device
     assert placement.seconds == 91.0  # The simulator's links send one tensor after another.
-
-
-def test_an_operator_takes_the_first_free_time_that_is_long_enough() -> None:
-    slots = Slots()
-    for start, seconds in ((2.0, 1.0), (5.0, 2.0)):
-        slots.take(slots.find(start, seconds), seconds)
-    assert [slots.find(0.0, seconds) for seconds in (2.0, 2.5)] == [0.0, 7.0]
-    assert [slots.find(ready, 1.0) for ready in (0.5, 1.5, 4.5, 9.0)] == [0.5, 3.0, 7.0, 9.0]
-    slots.take(slots.find(0.5, 1.0), 1.0)
-    assert [slots.find(0.0, seconds) for seconds in (0.5, 1.0, 2.0, 3.0)] == [0.0, 3.0, 3.0, 7.0]
 
 
 def test_fast_t_keeps_the_critical_path_on_its_fastest_device() -> None:
@@ -449,13 +439,6 @@ def test_pieces_keep_the_order_groups_and_time(seed: int) -> None:
         assert pin < 0 or coarse.graph.pinned[group] == pin
 
 
-def test_a_chain_becomes_few_pieces() -> None:
-    builder = Builder(2)
-    for number in range(200):
-        builder.add("A", 1e-3, 1e3, range(number)[-1:])
-    assert 40 <= coarsen(compile_problem(builder.graph(), topology(2))).graph.count <= 60
-
-
 # ---- islands: more devices behind slow links never make a placement slower
 
 
@@ -465,20 +448,6 @@ def servers(*sizes: int, slower: float = 1e-2) -> Topology:
     server = np.repeat(np.arange(len(sizes)), sizes)
     between = server[:, None] != server[None, :]
     return dataclasses.replace(whole, bandwidth=np.where(between, slower * 12e9, whole.bandwidth))
-
-
-@pytest.mark.parametrize(
-    ("links", "island"),
-    [
-        (servers(2, 2), (0, 1)),
-        (servers(1, 3), (1, 2, 3)),
-        (servers(2, 2, slower=0.6), (0, 1, 2, 3)),
-        (topology(1), (0,)),
-        (topology(3, bandwidth=np.inf), (0, 1, 2)),
-    ],
-)
-def test_the_largest_island(links: Topology, island: tuple[int, ...]) -> None:
-    assert largest_island(links) == island
 
 
 def test_operators_that_are_pinned_elsewhere_cant_move_to_an_island() -> None:
@@ -601,12 +570,6 @@ def test_of_two_placements_the_one_that_fits_is_taken() -> None:
     links = topology(2, latency=1.0, memory=1.1 * max(apart.peak_bytes))  # One device is faster, and has no room.
     placement = place_average_slice(graph, links, kinds, search=search)
     assert search.splits == [None, "none"] and placement.devices == apart.devices
-
-
-def test_parts_have_the_purpose_of_their_operator() -> None:
-    kinds = {"stage0/read/kernel": NodeKind.READ, "a": None}
-    assert kind_of("stage0/read/kernel/split_0_1_2", kinds) is NodeKind.READ
-    assert kind_of("a/part0", kinds) is None and kind_of("unknown/part0", kinds) is None
 
 
 @pytest.mark.parametrize(

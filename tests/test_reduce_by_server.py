@@ -11,7 +11,6 @@ from programs import (
     HOST,
     Machine,
     apply,
-    interpret,
     layout,
     mlp,
     ordered,
@@ -31,6 +30,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, data_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import constant_value
 from graph_passes.ir.text import graph_text
 from graph_passes.ir.verify import verify
 from graph_passes.passes.reduce_by_server import ReduceByServer, part_count
@@ -59,7 +59,7 @@ def collectives(program: Program) -> dict[str, list[tuple[int, int, int]]]:
     for name in graph.topological():
         each = graph.nodes[name]
         if each.op == "CollectiveReduceV2":
-            size, group, instance = (int(value) for value in interpret(program.graph, data_inputs(each)[1:4], {}))
+            size, group, instance = (int(constant_value(graph.nodes[ref.node])) for ref in data_inputs(each)[1:4])
             by_device.setdefault(each.device[-1], []).append((size, group, instance))
     return by_device
 

@@ -25,7 +25,6 @@ from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.variables import stored_values
 from graph_passes.ir.program import Layout
-from graph_passes.ir.tasks import Task
 
 layers = keras.layers
 
@@ -45,42 +44,6 @@ def built(pipelined: dapple.PipelinedModel) -> tuple[Any, str, Any]:
     (build,) = [b for (mode, *_), b in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
     ((prefix, step),) = build.steps.values()
     return build, prefix, step
-
-
-def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]]:
-    """Tasks of each device in the order in which a traced step started them."""
-    _, prefix, step = built(pipelined)
-    tasks = {f"{prefix}/{node}": task for task, node in step.entry.items()}
-    started: dict[str, dict[Task, int]] = collections.defaultdict(dict)
-    for device in stats.dev_stats:
-        for node in device.node_stats:
-            if node.node_name in tasks:
-                started[device.device][tasks[node.node_name]] = node.all_start_nanos or 1000 * node.all_start_micros
-    return {device: sorted(times, key=times.__getitem__) for device, times in started.items()}
-
-
-def test_tasks_start_in_the_order_of_the_schedule_on_every_device() -> None:
-    """Whole backwards beside split ones."""
-    plan = dapple.Plan.manual(["dense_0", "dense_1"], [[0, 1]] * 3, 4, 16, "dapple_a", reverse_first_k=2)
-    pipelined = dapple.transform(chain(3), dapple.Cluster.local(2, kind="cpu"), plan)
-    x, y = np.zeros((16, 8)), np.zeros((16, 1))
-    pipelined.train_on_batch(x, y)
-    measured = starts(pipelined, pipelined.trace_step(x, y))
-    build, _, step = built(pipelined)
-    assert step.schedule is not None
-    names = pipelined._engine.cluster.device_names
-    # What has nothing to compute (Bx of the first stage, say) is a NoOp, which TensorFlow may drop.
-    computed = {
-        Task(task.stage, phase, task.micro_batch, task.replica)
-        for task in step.entry
-        for phase, function in build.program.stages[task.stage].phases
-        if function is not None
-    }
-    expected = {
-        names[device]: [task for task in tasks if task in computed] for device, tasks in step.schedule.orders.items()
-    }
-    ran = {name: [task for task in tasks if task in computed] for name, tasks in measured.items()}
-    assert ran == expected
 
 
 def peaks(stats: Any) -> dict[str, int]:

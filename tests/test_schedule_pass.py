@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 from collections.abc import Callable
 
 import pytest
 from programs import (
-    FORWARD,
     HOST,
     apply,
     connected,
     devices,
     layout,
-    node,
-    schedule_of,
     staged,
     stateful_layers,
     step_of,
@@ -26,13 +22,16 @@ from programs import (
     unchanged,
 )
 
+from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, GraphDef, control_inputs, data_inputs
+from graph_passes.ir.graph import GraphDef, control_inputs
 from graph_passes.ir.program import Layout, Program
-from graph_passes.ir.tasks import Schedule, Task
+from graph_passes.ir.tasks import Schedule
 from graph_passes.ir.verify import verify
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.schedule import OrderTasks
+
+LAYERS = ("layer_0", "layer_1", "layer_2")
 
 
 def names_of(layout: Layout) -> tuple[str, ...]:
@@ -51,26 +50,6 @@ def added(before: Program, after: Program) -> set[tuple[str, str]]:
     }
 
 
-# ---- which edges there are
-
-
-def test_the_next_task_waits_for_metrics_and_accumulation_of_the_one_before_it() -> None:
-    cut = layout([1, 1], 4, 2)
-    program = apply(connected(staged(stateful_layers(), "a"), cut), Accumulate())
-    after = apply(program, OrderTasks(schedule_of(cut, "gpipe"), names_of(cut)))
-    for stage, last in enumerate(("accumulate_F0", "metrics0")):
-        waited = control_inputs(node(after, f"stage{stage}/replica0/forward1"))
-        assert waited == [f"stage{stage}/replica0/forward0", f"stage{stage}/replica0/{last}"]
-
-
-def test_evaluation_has_an_order_of_forwards() -> None:
-    cut = layout([2, 1], 6, 2)
-    program = connected(staged(two_layers(), "a", training=False), cut)
-    after = apply(program, OrderTasks(schedule_of(cut, forward_only=True), names_of(cut)))
-    assert {task.phase for task in step_of(after).entry} == {FORWARD}
-    assert ("stage0/replica1/forward0", "stage0/replica1/forward1") in added(program, after)
-
-
 def test_a_schedule_that_waits_for_itself_in_a_circle_is_found_by_the_verifier() -> None:
     cut = layout([1, 1], 2, 2)
     stuck = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
@@ -81,13 +60,6 @@ def test_a_schedule_that_waits_for_itself_in_a_circle_is_found_by_the_verifier()
     assert shown[0] == shown[-1]
     assert {f"stage0/replica0/{each}" for each in ("backward0", "forward1")} <= set(shown)
     assert {f"stage1/replica0/{each}" for each in ("backward0", "forward1")} <= set(shown)
-
-
-def test_micro_batches_are_accumulated_in_one_order_so_that_no_schedule_may_run_backwards_in_another() -> None:
-    cut = layout([1, 1], 2, 2)
-    result = OrderTasks(Schedule.parse("0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0"), names_of(cut)).run(accumulated(cut))
-    with pytest.raises(PassError, match=r"^the graph has a cycle: "):
-        verify(result)
 
 
 # ---- what is refused
@@ -134,49 +106,30 @@ def computed(program: Program) -> tuple[dict[str, bytes], bytes]:
     return nodes, b"".join(functions)
 
 
-def some_schedule(program: Program, names: tuple[str, ...], seed: int) -> Schedule:
-    """A random order that can run: of the tasks whose inputs are there any one is next, on its device.
-
-    Some tasks wait for one of any device that came before them, besides.
-    """
-    draw = random.Random(seed)
-    graph, step = program.graph, step_of(program)
-    nodes = {each.name: each for each in graph.node}
-    owner = {entry: task for task, entry in step.entry.items()}
-    # Node -> the tasks that it needs, its own included.
-    needed: dict[str, set[Task]] = {}
-    for name in Graph(graph).topological():
-        read = [*(ref.node for ref in data_inputs(nodes[name])), *control_inputs(nodes[name])]
-        needed[name] = {owner[name]} if name in owner else set()
-        needed[name] = needed[name].union(*(needed[each] for each in read))
-    # A task's last nodes add up gradients, in the order of micro-batches.
-    waits = {task: set().union(*(needed[last] for last in step.exit[task])) - {task} for task in step.entry}
-    orders: dict[int, list[Task]] = {number: [] for number in range(len(names))}
-    done: list[Task] = []
-    while len(done) < len(waits):
-        ready = sorted(task for task in waits if task not in done and waits[task] <= set(done))
-        task = draw.choice(ready)
-        orders[names.index(nodes[step.entry[task]].device)].append(task)
-        done.append(task)
-    return Schedule(f"random_{seed}", {device: tuple(tasks) for device, tasks in orders.items()})
-
-
-SHAPES: dict[str, tuple[Callable[[], Program], Layout]] = {
-    "Bx and Bw": (lambda: staged(tied_layers(3), "layer_0", "layer_1", split={0, 1}), layout([1, 1, 1], 4, 4)),
-    "uneven replicas": (lambda: staged(tied_layers(3), "layer_0", "layer_1"), layout([2, 3, 1], 7, 3)),
-    "chunks": (lambda: staged(tied_layers(4), "layer_0", "layer_1", "layer_2"), Layout(devices(1, 1) * 2, 4, 4, 4)),
-    "state and metrics": (lambda: staged(stateful_layers(), "a"), layout([2, 1], 6, 2)),
+CHUNKS = Layout(devices(1, 1) * 2, 4, 4, 4)
+SHAPES: dict[str, tuple[Callable[[], Program], Layout, tuple[str, ...]]] = {
+    "Bx and Bw": (
+        lambda: staged(tied_layers(3), *LAYERS[:2], split=range(3)),
+        layout([1, 1, 1], 4, 4),
+        ("zb_h1", "zb_h2"),
+    ),
+    "uneven replicas": (lambda: staged(tied_layers(3), *LAYERS[:2]), layout([2, 3, 1], 7, 3), ("gpipe", "dapple_b")),
+    "chunks": (lambda: staged(tied_layers(4), *LAYERS), CHUNKS, ("interleaved",)),
+    "state and metrics": (lambda: staged(stateful_layers(), "a"), layout([2, 1], 6, 2), ("gpipe",)),
+    "evaluation": (lambda: staged(two_layers(), "a", training=False), layout([2, 1], 6, 2), ("gpipe",)),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_order_that_can_run_adds_control_edges_and_nothing_else(shape: str) -> None:
-    make, cut = SHAPES[shape]
+    make, cut, policies = SHAPES[shape]
     names = tuple(dict.fromkeys(names_of(cut)))
-    before = apply(connected(make(), cut), Accumulate())
+    training, count = shape != "evaluation", len(cut.micro_batch_intervals)
+    before = apply(connected(make(), cut), *([Accumulate()] if training else []))
     known = {each.name: control_inputs(each) for each in before.graph.node}
-    for seed in range(2):
-        schedule = some_schedule(before, names, seed)
+    for policy in policies:
+        places = [[names.index(device) for device in stage] for stage in cut.devices]
+        schedule = make_schedule(policy, places, count, active=cut.active, forward_only=not training)
         after = apply(before, OrderTasks(schedule, names))
         assert computed(after) == computed(before)
         assert all(control_inputs(each)[: len(known[each.name])] == known[each.name] for each in after.graph.node)

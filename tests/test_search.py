@@ -17,7 +17,7 @@ from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.planning.latency import StageTime, pipeline_latency, pivot_stage, stage_times
-from dapple_tf.planning.placement import Placements, Step, allocate, links_of
+from dapple_tf.planning.placement import Placements, allocate, links_of
 from dapple_tf.planning.search import Search, coarsened
 from dapple_tf.planning.stage_cuts import balanced, by_memory, by_time
 from dapple_tf.simulation.all_reduce import all_reduce_time
@@ -243,25 +243,6 @@ def test_unlike_devices_of_a_stage_work_at_their_mean_speed_on_shares_by_speed()
     assert used == {(2**30, 1.5), (2**30, 0.5)}
     alone = next(i for i, own in enumerate(placements.steps) if own.source == 0 and own.counts == (0, 2))
     assert [(kind.share[alone], bool(kind.used[alone])) for kind in links.kinds] == [(3.0, False), (1.0, True)]
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 2)])
-def test_a_path_gives_each_device_once(sizes: tuple[int, ...]) -> None:
-    cluster = cluster_of(*sizes)
-    placements = Placements(cluster)
-
-    def walk(state: int, path: list[Step]) -> None:
-        devices = placements.devices(path)
-        flat = list(itertools.chain.from_iterable(devices))
-        assert len(set(flat)) == len(flat)
-        assert [len(group) for group in devices] == [sum(step.counts) for step in path]
-        used = Counter(cluster.devices[device].server for device in flat)
-        assert sorted(used.values()) == sorted(filter(None, placements.states[state]))
-        if len(path) < 3:
-            for step in [step for step in placements.steps if step.source == state][::3]:
-                walk(step.target, [*path, step])
-
-    walk(0, [])
 
 
 def test_links_are_those_of_the_devices() -> None:

@@ -224,20 +224,6 @@ def _graph(scope: str, layer: str) -> GraphDef:
     return graph
 
 
-def test_what_a_node_computes_makes_a_difference() -> None:
-    graph = _graph("a", "first")
-    graph.node[1].attr["num_split"].i = 3
-    assert Twin(graph).serialized != Twin(_graph("a", "first")).serialized
-
-
-def test_the_twin_itself_has_the_graphs_names_again() -> None:
-    graph = _graph("a", "first")
-    twin = Twin(graph)
-    same, named = twin.named(GraphDef.FromString(twin.serialized))
-    assert same == graph
-    assert named(Ref("n2")) == Ref("a/z")
-
-
 def test_new_nodes_are_called_after_those_they_come_from() -> None:
     graph = _graph("a", "first")
     graph.node.append(make_node("gradients/a/z_grad", "NoOp"))

@@ -97,15 +97,6 @@ def test_tasks_take_the_time_of_their_slices_at_the_speed_of_their_device() -> N
     assert simulate(costs.plan, costs.profile, cluster).latency == pytest.approx(24e-3)
 
 
-def test_two_kinds_of_devices_take_the_work_over_their_speed() -> None:
-    cluster = cluster_of(2, 2, speeds=(1.0, 1.0, 0.5, 0.5), intra_bandwidth=1e12, inter_bandwidth=1e12)
-    step = simulate(
-        with_shares(Plan.data_parallel(4, 48), profile_of(8, parameters=0), cluster), profile_of(8), cluster
-    )
-    assert step.latency == pytest.approx(48 * 8 * 3e-3 / 3.0, rel=1e-3)
-    assert simulate(Plan.data_parallel(4, 48), profile_of(8), cluster).latency > 1.49 * step.latency
-
-
 def limited(*sizes: int | None, speeds: tuple[float, ...] = (1.0, 1.0)) -> Cluster:
     devices = zip(sizes, speeds, strict=True)
     return Cluster(tuple(Device(f"d{i}", 0, *own) for i, own in enumerate(devices)), real=False)
@@ -260,32 +251,6 @@ def test_evaluation_and_prediction_are_those_of_plain_keras() -> None:
     own = pipelined.test_on_batch(x, y, sample_weight=weights, return_dict=True)
     other = plain.test_on_batch(x, y, sample_weight=weights, return_dict=True)
     assert own == pytest.approx(other, rel=1e-5)
-
-
-def normalised(synchronized: bool) -> keras.Model:
-    features = keras.Input((3,))
-    x = layers.BatchNormalization(momentum=0.0, synchronized=synchronized, name="norm")(features)
-    model = keras.Model(features, layers.Dense(1, name="last")(x))
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-@pytest.mark.parametrize("synchronized", [False, True])
-def test_moving_averages_are_means_weighted_by_samples(synchronized: bool) -> None:
-    """Slices of 6 and 2 samples: the mean of means of slices would be another."""
-    use_float64()
-    model, plain = pair(lambda: normalised(synchronized))
-    pipelined = pipeline(model, [], (2,), 1, 8, shares=[[3, 1]])
-    x = np.random.default_rng(0).normal(size=(8, 3)) + np.arange(8)[:, None]
-    for own in (pipelined, plain):
-        own.train_on_batch(x, np.ones((8, 1)))
-    pipelined.sync()
-    if synchronized:
-        assert_same_variables(model, plain, EXACT)
-    else:
-        norm = model.get_layer("norm")
-        np.testing.assert_allclose(norm.moving_mean, x.mean(0), rtol=EXACT)
-        np.testing.assert_allclose(norm.moving_variance, (6 * x[:6].var(0) + 2 * x[6:].var(0)) / 8, rtol=EXACT)
 
 
 def swapped(x: Any) -> Any:

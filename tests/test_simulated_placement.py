@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -174,36 +175,16 @@ PLACEMENT = OpPlacement(
 )
 
 
-def test_each_stage_tells_its_devices_splits_and_queue() -> None:
-    other = OpPlacement({"a": 0}, ("a",), {}, 0.5, (8.0,))
-    assert placements_report({1: PLACEMENT, 0: other}, [[[3]], [[1, 2], [4, 5]]]) == (
-        "stage 0 on devices 3: 1 operator on 1 device, 500 ms simulated for a step\n"
-        "no operator is split\n"
-        "device  operators  peak memory\n"
-        "0               1      8 bytes\n\n"
-        "queue: position, device, operator\n\n"
-        "0  0  a\n\n"
-        "stage 1 on devices 1 2 and 4 5: 4 operators on 2 devices, 12.35 ms simulated for a step\n"
-        "split: 1 by batch into 2: 1 of unknown type\n"
-        "device  operators  peak memory\n"
-        "0               1        3 MiB\n"
-        "1               3    100 bytes\n\n"
-        "queue: position, device, operator\n\n"
-        "0  1  read\n1  1  a/part1\n2  0  a/part0\n3  1  b\n"
-    )
-    nothing = OpPlacement({}, (), {}, 0.0, (0.0,))
-    assert str(nothing).startswith("0 operators on 1 device, 0 ms") and queue_report(nothing) == ""
-
-
-def test_splits_are_counted_and_devices_called_by_name() -> None:
+def test_reports_tell_devices_splits_and_queues(golden: Callable[[str, str], None]) -> None:
+    other, nothing = OpPlacement({"a": 0}, ("a",), {}, 0.5, (8.0,)), OpPlacement({}, (), {}, 0.0, (0.0,))
     splits = {f"op{number}": Split("batch", 2) for number in range(12)} | {"d": Split("channel", 4)}
     ops = {f"op{number}": f"Type{min(number, 9)}" for number in range(12)} | {"d": "Conv2D"}
     names = ("/job:localhost/replica:0/task:0/device:CPU:10", "/job:worker/replica:0/task:1/device:GPU:0")
     named = dataclasses.replace(PLACEMENT, splits=splits, ops=ops, device_names=names)
-    some = ", ".join(f"1 Type{number}" for number in range(7))
-    assert str(named).splitlines()[1:3] == [
-        f"split: 12 by batch into 2: 3 Type9, {some}, 2 others",
-        "split: 1 by channel into 4: 1 Conv2D",
+    devices = [device_name(named, device) for device in (0, 1)]
+    texts = [
+        placements_report({1: PLACEMENT, 0: other}, [[[3]], [[1, 2], [4, 5]]]),
+        f"on {devices}: {named}\n{queue_report(named)}",
+        f"{nothing}\n{queue_report(nothing)}",
     ]
-    assert [device_name(named, device) for device in (0, 1)] == ["CPU:10", "job:worker/task:1/GPU:0"]
-    assert queue_report(named).splitlines()[2] == "2  CPU:10                   a/part0"
+    golden("placements.txt", "\n".join(texts))

@@ -81,14 +81,6 @@ def test_nothing_is_computed_twice(name: str) -> None:
         assert sum(len(operations(function)) for function in functions) == len(set().union(*map(operations, functions)))
 
 
-def test_bw_of_a_dense_layer_is_one_product() -> None:
-    """dy v' and tanh' are Bx of the first stage's reader; x' dh is left for Bw."""
-    first, second = split("two layers").stages
-    assert first.input_grad is None and second.input_grad is not None and second.weight_grad is not None
-    assert [each.op for each in second.weight_grad.function.node_def].count("MatMul") == 1
-    assert [each.op for each in second.input_grad.function.node_def].count("MatMul") == 1
-
-
 def test_a_stage_without_parameters_has_no_bw_and_the_first_no_bx() -> None:
     program = read_program("x[?, 2], w[2, 3]\na/matmul = MatMul(x, w)\nb/tanh = Tanh(a/matmul)\nloss = L2Loss(b/tanh)")
     program = staged(program, "a", split=(0, 1))

@@ -3,127 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import assert_same_training, pair, use_float64
+from equivalence import assert_trains_as_keras
+from flat_programs import Steps
 from models_for_tests import Computed
 from program_text import read_program
 from programs import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
     apply,
     connected,
-    interpret,
     layout,
-    node,
-    owners,
     replicated,
-    sent,
     show_changes,
     staged,
-    step_of,
     two_stages,
+    updated,
 )
 
-import dapple_tf as dapple
-from graph_passes.ir.batching import Interval, split_by_shares
-from graph_passes.ir.graph import Ref, data_inputs
-from graph_passes.ir.program import Boundary, Layout, Program, Value
-from graph_passes.ir.tasks import Task
+from graph_passes.ir.batching import split_by_shares
+from graph_passes.ir.program import Program
 from graph_passes.ir.text import graph_text
-from graph_passes.ir.verify import verify
-from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.split_concat import SplitConcat
-
-HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
-WIDTH = 3
-"""Rows of a sample, or length of the other axis."""
-
-
-@functools.cache
-def program_of(kind: str) -> Program:
-    return staged(sent(kind), "a")
-
-
-class Exchange:
-    """What each replica of two adjacent stages gets when the others give known slices.
-
-    A sample's data are its number and, behind the decimal point, the numbers of its rows or columns.
-    """
-
-    def __init__(self, program: Program, layout: Layout) -> None:
-        self.program, self.layout, self.step = program, layout, step_of(program)
-        (self.boundary,) = program.boundaries
-
-    def data(self, samples: Interval) -> np.ndarray:
-        """The boundary tensor for some samples."""
-        return encoded(self.boundary, range(*samples))
-
-    def samples(self, task: Task) -> Interval:
-        return self.layout.slice(task.stage, task.micro_batch, task.replica)
-
-    def given(self, phase: Any) -> dict[Ref, np.ndarray]:
-        """The boundary tensor (or its gradient) as every sender makes it."""
-        value = Value(self.boundary.ref) if phase is FORWARD else Value(self.boundary.ref, GRADIENT)
-        stage = 0 if phase is FORWARD else 1
-        return {
-            ref: self.data(self.samples(task))
-            for (task, meaning), ref in self.step.values.items()
-            if meaning == value and task.stage == stage and task.phase is phase
-        }
-
-    def wanted(self, phase: Any) -> dict[Task, Ref]:
-        """Task -> what it gets of the boundary tensor (or its gradient)."""
-        receiver = self.program.stages[1] if phase is FORWARD else self.program.stages[0]
-        function = receiver.forward if phase is FORWARD else receiver.backward
-        assert function is not None
-        value = Value(self.boundary.ref) if phase is FORWARD else Value(self.boundary.ref, GRADIENT)
-        position = function.inputs.index(value)
-        return {
-            task: data_inputs(node(self.program, name))[position]
-            for task, name in self.step.entry.items()
-            if task.stage == receiver.index and task.phase is phase
-        }
-
-    def given_by(self, phase: Any) -> dict[Task, Ref]:
-        given = self.given(phase)
-        return {task: ref for (task, _), ref in self.step.values.items() if ref in given}
-
-    def check(self) -> None:
-        """Every receiver gets its samples."""
-        for phase in (FORWARD, BACKWARD):
-            wanted = self.wanted(phase)
-            got = interpret(self.program.graph, list(wanted.values()), self.given(phase))
-            for task, tensor in zip(wanted, got, strict=True):
-                np.testing.assert_array_equal(tensor, self.data(self.samples(task)), err_msg=f"{self.layout} {task}")
-
-
-def encoded(boundary: Boundary, samples: Sequence[int]) -> np.ndarray:
-    """Samples as a tensor of the boundary's layout."""
-    rows = np.array([[sample + column / 10 for column in range(WIDTH)] for sample in samples]).reshape(-1, WIDTH)
-    if boundary.batch_axis is None:
-        return rows.mean()
-    if boundary.batch_axis == 1:
-        return rows.T
-    if boundary.outer == WIDTH:
-        return rows.T.reshape(-1)
-    return rows.reshape(-1) if len(boundary.shape) == 1 else rows[:, : boundary.shape[1]]
-
-
-def exchanged(kind: str, layout: Layout) -> Exchange:
-    """An exchange, without the checks of :func:`programs.apply`, for long sweeps."""
-    program = program_of(kind)
-    program = SplitConcat().run(Replicate(layout, HOST, owners(program)).run(program))
-    verify(program)
-    return Exchange(program, layout)
-
 
 # ---- structure
 
@@ -134,67 +39,96 @@ def test_what_is_changed_in_a_step(golden: Callable[[str, str], None]) -> None:
     golden("split_concat.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
 
 
-# ---- who gets what
+# ---- who gets what: each replica its own samples, and gradients mirrored
+
+SENT = {
+    "rows": ("Identity(a/scaled)", "Identity(x)"),
+    "time_major": ("Transpose(a/scaled, [1, 0])", "Transpose(x, [1, 0])"),
+    "merged": ("Reshape(a/scaled, [-1])", "Reshape(x, [-1])"),
+    "heads": ("Reshape(a/turned, [-1])", "Reshape(b/turned, [-1])"),
+    "mean": ("Mean(a/scaled, [0, 1])", "Identity(x)"),
+    "parameters": ("Identity(u)", "Identity(x)"),
+}
+"""What the first of four stages sends to all others, and their own samples in that layout."""
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (1, 4), (2, 3), (3, 3), (4, 2), (5, 6), (6, 1)])
-def test_each_replica_gets_its_rows_in_order_and_gradients_come_back_mirrored(senders: int, receivers: int) -> None:
-    for size in range(1, 14):  # the small ones leave replicas without samples
-        micro_batches = min(2, size)  # the second has one sample less
-        cut = layout([senders, receivers], 2 * size - 1 if micro_batches == 2 else 1, micro_batches)
-        exchange = exchanged("rows", cut)
-        exchange.check()
-        active = {(t.stage, t.micro_batch, t.replica) for t in (*exchange.wanted(FORWARD), *exchange.wanted(BACKWARD))}
-        assert len(active) == sum(
-            min(count, interval.size) for count in (senders, receivers) for interval in cut.micro_batch_intervals
+def program_of(kind: str) -> Program:
+    """Four stages, each of which multiplies what the first one sends by its own samples."""
+    sent, own = SENT[kind.removesuffix("_unknown")]
+    width = "?" if kind.endswith("_unknown") else 3
+    return read_program(f"""
+        x[?, {width}], u[1], w[1], v[1], t[1], s[1]
+        a/scaled = Mul(x, w)
+        a/turned = Transpose(a/scaled, [1, 0])
+        a/sent = {sent}
+        b/turned = Transpose(x, [1, 0])
+        b/own = {own}
+        b/scaled = Mul(b/own, v)
+        b/product = Mul(b/scaled, a/sent)
+        c/scaled = Mul(b/product, t)
+        c/product = Mul(c/scaled, a/sent)
+        d/scaled = Mul(c/product, s)
+        d/product = Mul(d/scaled, a/sent)
+        loss = L2Loss(d/product)
+    """)
+
+
+def of_whole_batch(program: Program, x: np.ndarray, values: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """The loss and gradients of a flat program, by TensorFlow."""
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(program.graph, name="")
+        tensors = {name: graph.get_tensor_by_name(f"{name}:0") for name in ("x", "loss", *values)}
+        loss = tensors.pop("loss")
+        gradients = dict(
+            zip(
+                values,
+                tf.gradients(loss, [tensors[name] for name in values], unconnected_gradients="zero"),
+                strict=True,
+            )
         )
+        with tf.compat.v1.Session(graph=graph) as session:
+            given = {tensors[name]: value for name, value in {"x": x, **values}.items()}
+            computed: tuple[float, dict[str, Any]] = session.run((loss, gradients), given)
+    return computed
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares"),
+    ("kind", "replicas", "batch", "micro_batches", "relays"),
     [
-        ("rows", (15, 1)),
-        ("time_major", (1, 15)),
-        ("merged", (11, 5)),
-        ("merged_unknown", (5, 11)),
-        ("heads", (3, 2)),
-        ("rows", ((2, 1), (1, 3))),
-        ("time_major", ((3, 2, 1), (1,))),
-        ("merged_unknown", ((1, 4), (2, 2, 5))),
-        ("heads", ((5, 1), (1, 5))),
+        ("rows", (1, 4, 1, 2), 7, 2, ()),
+        ("rows", (5, 6, 2, 3), 13, 2, (1, 2)),
+        ("rows", (6, 1, 3, 1), 3, 2, (0, 1, 2, 3)),  # Some replicas have no samples.
+        ("rows", ((2, 1), (1, 3), (1,), (3, 2, 1)), 31, 1, (1,)),
+        ("time_major", ((3, 2, 1), (1,), (1, 1), (1, 15)), 31, 1, ()),
+        ("time_major", (1, 5, 2, 3), 13, 2, (2,)),
+        ("merged", ((11, 5), (1,), (1, 1, 1), (2, 1)), 31, 1, ()),
+        ("merged_unknown", ((1, 4), (2, 2, 5), (1,), (1, 1)), 31, 1, (1,)),
+        ("heads", (3, 2, 1, 3), 13, 2, ()),
+        ("heads", ((5, 1), (1, 5), (1,), (2, 1)), 31, 1, (1, 2)),
+        ("mean", (3, 2, 1, 4), 7, 1, ()),  # the mean by samples, whose gradient is shared out
+        ("mean", (2, 3, 2, 1), 7, 1, (1, 2)),
+        ("parameters", (2, 1, 3, 2), 7, 2, (1, 2)),
     ],
 )
-def test_slices_are_right_in_every_layout_of_the_batch_axis_and_by_shares(kind: str, shares: Any) -> None:
-    counts = [own if isinstance(own, int) else len(own) for own in shares]
-    for size in (1, 7, 13, 31):
-        cut = layout(counts, size)
-        exchange = exchanged(kind, cut if counts == [*shares] else dataclasses.replace(cut, shares=shares))
-        exchange.check()
-        if counts != [*shares]:
-            sizes = [exchange.layout.slice(0, 0, replica).size for replica in range(counts[0])]
-            assert sizes == list(split_by_shares(size, shares[0]))
-
-
-# ---- tensors without a batch axis
-
-
-@pytest.mark.parametrize(("senders", "receivers", "batch"), [(1, 1, 3), (3, 2, 7), (2, 3, 7), (4, 1, 2)])
-def test_without_a_batch_axis_it_is_the_mean_by_samples_and_its_gradient_is_shared_out(
-    senders: int, receivers: int, batch: int
+def test_slices_give_the_loss_and_gradients_of_the_whole_batch(
+    kind: str, replicas: Sequence[Any], batch: int, micro_batches: int, relays: Sequence[int]
 ) -> None:
-    exchange = exchanged("scalar", layout([senders, receivers], batch))
-    values = np.arange(float(batch)) ** 2
-    given = {ref: values[slice(*exchange.samples(task))].mean() for task, ref in exchange.given_by(FORWARD).items()}
-    got = interpret(exchange.program.graph, list(exchange.wanted(FORWARD).values()), given)
-    assert len(got) == min(receivers, batch)
-    np.testing.assert_allclose(got, values.mean(), rtol=1e-15)
-    given = {ref: 10.0**index for index, ref in enumerate(exchange.given(BACKWARD))}
-    wanted = exchange.wanted(BACKWARD)
-    shares = [sum(given.values()) * exchange.samples(task).size / batch for task in wanted]
-    np.testing.assert_allclose(interpret(exchange.program.graph, list(wanted.values()), given), shares, rtol=1e-14)
-    for task, ref in (*exchange.wanted(FORWARD).items(), *wanted.items()):
-        if senders > 1 < receivers:
-            assert node(exchange.program, ref.node).device == exchange.layout.devices[task.stage][task.replica]
+    counts = [own if isinstance(own, int) else len(own) for own in replicas]
+    cut = layout(counts, batch, micro_batches)
+    if not isinstance(replicas[0], int):
+        cut = dataclasses.replace(cut, shares=replicas)
+        assert [part.size for part in cut.slices(0, 0)] == list(split_by_shares(batch, replicas[0]))
+    flat = program_of(kind)
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (batch, 3))
+    with Steps(updated(staged(flat, *"abc"), cut, relays=relays), sum(counts)) as steps:
+        steps.load()
+        values = {name: value[0] for name, value in steps.values().items()}
+        for _ in range(2):  # Accumulators begin anew in each step.
+            made = steps.run([x], gradients=True)
+    loss, gradients = of_whole_batch(flat, x, values)
+    np.testing.assert_allclose(made["loss"], [loss], rtol=1e-12)
+    for name, (gradient,) in made["gradients"].items():
+        np.testing.assert_allclose(gradient, gradients[name], rtol=1e-12, err_msg=name)
 
 
 # ---- several readers
@@ -231,9 +165,6 @@ def routed() -> keras.Model:
 
 
 def test_integers_and_masks_are_cut_for_other_numbers_of_replicas() -> None:
-    use_float64()
-    model, plain = pair(routed)
-    plan = dapple.Plan.manual(["told"], [[0, 1], [2, 3, 4]], 2, 10)
     rng = np.random.default_rng(0)
     batches = [(rng.normal(size=(count, 4)), rng.normal(size=(count, 2)), None) for count in (10, 7)]
-    assert_same_training(dapple.transform(model, dapple.Cluster.local(5, kind="cpu"), plan), plain, batches)
+    assert_trains_as_keras(routed, ["told"], (2, 3), 2, batches)

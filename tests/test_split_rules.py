@@ -323,9 +323,6 @@ def test_formats_of_images() -> None:
     assert rule(split_rules(node, [(4, 6, 9, 9)], [(4, 6, 4, 4)]), "channel").output_axes == (1,)
 
 
-ALONG_B, ALONG_BC = {"batch": (0, 0)}, {"batch": (0, 0), "channel": (1, 1)}
-
-
 def test_what_cant_be_split_is_told() -> None:
     rules = (SplitRule("batch", 4, (0,), (0,)), SplitRule("channel", 3, (1,), (1,)))
     assert chosen_rule("op", rules, Split("channel", 3)) is rules[1]

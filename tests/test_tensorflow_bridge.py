@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from program_text import read_program
 from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, run
 
 from graph_passes.errors import PassError
@@ -71,20 +70,6 @@ def test_each_output_has_a_dtype_and_a_name_in_function_bodies(
 
 
 # ---- gradients
-
-
-def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
-    text = (
-        "table[3, 2], rows int32[?]\ngathered = GatherV2(table, rows, 0)\nloss = L2Loss(gathered)\none = Mul(1.0, 1.0)"
-    )
-    table, rows = Ref("table"), Ref("rows")
-    result, gradients = add_gradients(read_program(text).graph, [(Ref("loss"), Ref("one"))], [table])
-    assert gradients[0] is not None and gradients[0].slices is not None
-    value = np.arange(6.0).reshape(3, 2)
-    whole, values, indices = run(result, [gradients[0].dense, *gradients[0].slices], {table: value, rows: [2, 0, 2]})
-    np.testing.assert_array_equal(whole, value * [[1], [0], [2]])
-    np.testing.assert_array_equal(values, value[[2, 0, 2]])
-    assert indices.tolist() == [2, 0, 2]
 
 
 # ---- shapes

@@ -75,11 +75,6 @@ FFNN = [
 ]
 # Zero Bubble Pipeline Parallelism (ICLR'24): with F, B and W alike, also in the first stage, ZB-H1 has a third of
 # 1F1B's bubbles: p - 1 units instead of 3 (p - 1).
-EVEN = chain(layers(4, first_backward=2.0))
-ZERO_BUBBLE = [
-    pipeline("1F1B", 33, "dapple_a", EVEN, 4, 4, 8),
-    pipeline("ZB-H1", 27, "zb_h1", EVEN, 4, 4, 8),
-]
 
 
 def figure_4(name: str, units: int, k: int, order: Sequence[int] | None = None) -> Example:
@@ -104,7 +99,7 @@ DATA_PARALLEL = [
     figure_4("figure 4c, k = 3", 25, 3),
     figure_4("figure 4c, k = 4", 25, 4),
 ]
-EXAMPLES = [*CROSS_LAYER, *FFNN, *ZERO_BUBBLE, *DATA_PARALLEL]
+EXAMPLES = [*CROSS_LAYER, *FFNN, *DATA_PARALLEL]
 
 
 def simulated(example: Example) -> Simulation:

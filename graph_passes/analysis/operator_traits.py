@@ -61,3 +61,8 @@ def draws_numbers(node: NodeDef) -> bool:
     if "dropout" in node.attr and not node.attr["dropout"].f:  # cuDNN's recurrent layers
         return False
     return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
+
+
+def draws_anew(node: NodeDef) -> bool:
+    """Returns whether a node draws other numbers each time that it runs, whatever its inputs."""
+    return draws_numbers(node) and is_stateful(node.op)

@@ -72,7 +72,7 @@ def check_rows(program: Program, layout: Layout) -> None:
                 rows = "several" if boundary.rows_per_sample is None else boundary.rows_per_sample
                 why = f"{rows} rows for each sample in an order that isn't known"
                 if boundary.own_lengths:
-                    why = "lengths, or a value, that samples of a slice decide together"
+                    why = "lengths, or a value, that differ between slices"
                 raise PassError(
                     f"tensor {boundary.ref} of layer {layer!r} has {why}, so that it can't be "
                     f"{'cut' if apart else 'joined'}: stage {boundary.producer} makes it in slices of {sizes[0]} "

@@ -17,7 +17,7 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
-from graph_passes.analysis.operator_traits import draws_numbers
+from graph_passes.analysis.operator_traits import draws_anew, draws_numbers
 from graph_passes.analysis.sample_dependence import sample_dependence, spreads_of
 from graph_passes.analysis.slice_shapes import (
     Axis,
@@ -53,7 +53,7 @@ class AssignStages:
     its tensors are. All of a metric goes to one stage, see `metric_stages`. Integer and boolean tensors that depend on
     batch inputs and integer state alone (masks, positions, random seeds) and everything that depends on labels alone
     belong to no stage: each stage that reads them computes them from its own slice. Random integers for each sample
-    are drawn once, since slices of other stages would draw others.
+    are drawn once, since slices of other stages would draw others; so are all of operators that draw others each time.
 
     Attributes:
         cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
@@ -242,7 +242,7 @@ def _node_stages(
         if position < roles.model_end:
             if free and not COUNTABLE_DTYPES.intersection(output_dtypes(node)):
                 samples = node.name in drawn and shapes is not None and _may_be_cut(shapes, Ref(node.name))
-                if not samples:
+                if not (samples or draws_anew(node)):
                     continue
             stage = bisect.bisect_right(positions, position)
             for name in read:
@@ -292,7 +292,7 @@ def _boundaries(
         return ()
     assert shapes is not None
     differentiable = _differentiable(graph, roles)
-    sized = _depends_on_slice_size(graph, roles)
+    differs = _differs_between_slices(graph, roles)
     boundaries = []
     sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
     shapes = shapes.through_functions(program, sendable)
@@ -323,7 +323,7 @@ def _boundaries(
         shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
         example = tuple(each.size if place == axis or not each.of_batch else None for place, each in enumerate(axes))
         reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
-        own = axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES
+        own = axis is None and ref.node in differs and ref.node not in even and dtype not in COUNTABLE_DTYPES
         own = own or (ref in vague and _has_own_lengths(spreads, ref, axis))
         ragged = axis is None or ref not in spreads or spreads[ref].partial
         whole = own and (ragged or not deciding.isdisjoint(reading))
@@ -424,12 +424,13 @@ def _differentiable(graph: Graph, roles: Roles) -> set[str]:
     return differentiable
 
 
-def _depends_on_slice_size(graph: Graph, roles: Roles) -> set[str]:
-    sized = {ref.node for ref in (*roles.inputs, *roles.scalars)}
+def _differs_between_slices(graph: Graph, roles: Roles) -> set[str]:
+    """Nodes whose values follow from a slice's samples, size or number, or are drawn anew for each slice."""
+    differs = {ref.node for ref in (*roles.inputs, *roles.scalars)}
     for node in graph:
-        if any(ref.node in sized for ref in graph.inputs(node.name)):
-            sized.add(node.name)
-    return sized
+        if draws_anew(node) or any(ref.node in differs for ref in graph.inputs(node.name)):
+            differs.add(node.name)
+    return differs
 
 
 def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
