@@ -122,6 +122,18 @@ def _own_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_workers() -> Iterator[None]:
+    """Workers that tests start don't ask TensorFlow about this machine; test_install.py has some that do."""
+    from workers import quick_command
+
+    from dapple_tf.tools import hosts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "worker_command", quick_command)
+        yield
+
+
 @pytest.fixture(scope="session")
 def _running_workers() -> Iterator[LocalWorkers]:
     from workers import running_workers

@@ -97,6 +97,10 @@ class FakeWorkers:
         """Brings a worker back, and its connections."""
         self._away[worker] = self._parted[worker] = 0
 
+    def join(self) -> None:
+        """Brings all connections between workers back."""
+        self._parted.clear()
+
     @contextlib.contextmanager
     def used(self) -> Iterator[FakeWorkers]:
         """A context in which the client's code takes them for real ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -60,8 +60,8 @@ def build() -> keras.Model:
 class User:
     """Does what a script says with a plain or a pipelined model, which gives the same results."""
 
-    def __init__(self, own: Any, folder: pathlib.Path) -> None:
-        self._own, self._folder = own, folder
+    def __init__(self, own: Any, folder: pathlib.Path, closed: Callable[[], object] = lambda: None) -> None:
+        self._own, self._folder, self._closed = own, folder, closed
         self._plain = isinstance(own, keras.Model)
         self._model: keras.Model = own if self._plain else own.model
         self._saved: Any = None
@@ -143,6 +143,7 @@ class User:
     def _close(self) -> None:
         if not self._plain:
             self._own.close()
+            self._closed()
 
 
 class Trained:
@@ -170,7 +171,8 @@ class Trained:
             self.pipelined.reset_metrics()
             self.pipelined.load()
             self.workers.begin(faults or {})
-            results = User(self.pipelined, folder).follow(script)
+            # The start of a session tells of workers that are parted, whatever the policy: test_recovery.py.
+            results = User(self.pipelined, folder, self.workers.join).follow(script)
         assert not faults or self.workers.met or min(faults) >= self.workers.calls
         return results
 

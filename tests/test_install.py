@@ -113,7 +113,7 @@ def test_a_wheel_has_two_packages_with_their_files_and_nothing_called_tools_or_m
     assert set(command.CONSOLE.values()) == COMMANDS - {"dapple-worker"}
 
 
-PLANNED = ("--profile=bert-48", "--cluster=local:2", "--global_batch_size=4")
+PLANNED = ("--profile=bert-48", "--cluster=cpu:2", "--global_batch_size=4")
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_the_examples_of_readme_run_one_after_the_other(installed: Installed) ->
     assert automatic in whole[0]
     (first,) = free_ports(1)
     text = whole[0].replace(automatic, automatic[:-1] + ", profile_seconds=2)").replace("epochs=3", "epochs=1")
-    for shown, port in (("2222", first), ("2223", first + 1)):
-        text = text.replace(shown, str(port))
+    for shown, own in (("2222", first), ("2223", first + 1), ("2048", 128)):
+        text = text.replace(shown, str(own))
     (installed.folder / "example.py").write_text(text + parts[0], encoding="utf-8")
     program = ["--workers=2", f"--base_port={first}", "--", str(installed.programs / "python"), "example.py"]
     assert "expected step" in installed.run("dapple-launch", *program)

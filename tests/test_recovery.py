@@ -31,6 +31,7 @@ from workers import wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import remote_session, shared_connections
+from dapple_tf.errors import UnusableWorkersError
 from dapple_tf.execution import growing, recovery
 from dapple_tf.execution.growing import Growing
 from dapple_tf.execution.runtime import Runtime
@@ -174,6 +175,21 @@ def test_closing_frees_workers_also_when_one_is_lost_or_answers_and_cannot_be_us
     with pytest.raises(dapple.WorkerLostError, match="it isn't back: TensorFlow's port of worker 1 can't be reach"):
         train(pipelined, 3)
     pipelined.close(sync=False)
+
+
+@pytest.mark.parametrize("kind", ["dies", "parted"])
+def test_a_fault_at_the_end_of_a_session_meets_the_next_one(workers: FakeWorkers, kind: str) -> None:
+    """As `transform`, that waits for a worker, and tells of a closed port. It didn't wait, whatever the policy."""
+    pipelined = train(transform(workers), 0)
+    pipelined.sync()
+    workers.begin({0: Fault(kind, 1, away=3)})
+    pipelined.close()
+    assert workers.met
+    if kind == "parted":
+        with pytest.raises(UnusableWorkersError, match="TensorFlow's port of worker 1 can't be reached"):
+            train(pipelined, 1)
+        workers.restart(1)
+    assert_as_plain_keras(train(pipelined, 1), 0, 1)
 
 
 def test_ctrl_c_while_waiting(workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from absl import app, flags
 from absl.testing import flagsaver
 from workers import (
     PATIENCE,
+    STARTS,
     children,
     client,
     expect,
@@ -427,19 +428,9 @@ def test_a_worker_that_cannot_fork_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
         assert first.recv(10) == b""
 
 
-SERVES = """
-import sys
-from absl import app
-from dapple_tf import worker
-
-worker.report = worker.MachineReport  # without TensorFlow
-app.run(worker.main, sys.argv)
-"""
-
-
 def test_sigterm_ends_a_worker_and_its_clients_servers() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    with client(SERVES, f"--address={address}", "--devices=1") as process:
+    with client(STARTS, json.dumps({}), f"--address={address}", "--devices=1") as process:
         expect(process, f"worker on {address} (process {process.pid}), WITHOUT TLS: whoever reaches it can take it")
         with leased(address):
             (child,) = children(process.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import socket
@@ -10,26 +11,46 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from dapple_tf.network.certificates import Authority
 from dapple_tf.network.control import PROTOCOL, Channel
+from dapple_tf.network.versions import own_versions
+from dapple_tf.network.worker_process import worker_command
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 
 TESTS = pathlib.Path(__file__).parent
 COUNT = 4
 """Workers of one device each, which all tests of a process share; each client gets fresh servers from them."""
+STARTS = """
+import json, sys
+from dapple_tf import worker
+from dapple_tf.describe.machine_report import MachineReport
+
+told = MachineReport(json.loads(sys.argv.pop(1)))
+worker.report = lambda: told
+worker.run()
+"""
+"""A worker that is told its versions: to ask TensorFlow for them takes three seconds of a core."""
 PATIENCE = 60.0
 """Seconds until something that must happen counts as not happening, on a busy machine."""
 
 
+def quick_command(address: str, devices: int, arguments: Sequence[str] = ()) -> list[str]:
+    """The command of a worker that has this process's versions; one of GPUs asks TensorFlow for these."""
+    command = worker_command(address, devices, arguments)
+    _, module, name, *rest = command
+    assert (module, name) == ("-m", "dapple_tf.worker")
+    return [sys.executable, "-c", STARTS, json.dumps(dict(own_versions())), *rest] if devices else command
+
+
 @contextlib.contextmanager
-def running_workers(count: int = COUNT) -> Iterator[LocalWorkers]:
+def running_workers() -> Iterator[LocalWorkers]:
     """Workers that say nothing; none is left afterwards, whatever happens."""
-    with LocalWorkers(count, echo=lambda *_: None) as workers:
+    with LocalWorkers(COUNT, echo=lambda *_: None) as workers:
         yield workers
 
 

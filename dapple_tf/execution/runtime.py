@@ -29,7 +29,7 @@ from dapple_tf.execution.builds import PREPARED_STEPS, StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.growing import Growing, GrowthRecord
 from dapple_tf.execution.notes import NoteKind
-from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
+from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate, wait_for_workers
 from dapple_tf.execution.terminal import batch_done
 from dapple_tf.execution.values import LiveValues
 from dapple_tf.frontend.batch import CANCELLED, Batch, BatchSpec
@@ -127,7 +127,8 @@ class Runtime:
         self._start(Deployment(cluster, plan))
 
     def start(self) -> None:
-        """Makes a fresh engine, for the model as it is compiled now."""
+        """Makes a fresh engine, for the model as it is compiled now; its workers are waited for as by `transform`."""
+        wait_for_workers(self.cluster, self._recovery.policy)
         self._start(self._deployment)
 
     @property
