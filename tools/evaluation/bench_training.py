@@ -20,9 +20,7 @@ import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.automatic import plan_model, slice_sizes
-from dapple_tf.schedules.schedules import POLICIES
-from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
+from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn, each
 from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, Trainer
 from dapple_tf.tools.evaluation.peers import Peers
 from dapple_tf.tools.hosts import ROOT, LocalWorkers, free_ports
@@ -91,43 +89,6 @@ def recomputation(stack: Stack, settings: Settings) -> dict[str, Turn]:
         return turn
 
     return {name: way(name) for name in ("none", "min_cut", "boundary")}
-
-
-def prediction(stack: Stack, settings: Settings) -> dict[str, Turn]:
-    """Steps of plans beside their simulation by a profile and links that are measured before.
-
-    The ratio of predicted_of_measured to the first variant's, which has one device, is free of the machine's drift.
-    """
-    described, devices, batch = MODELS[settings["model"]], settings["devices"], settings["batch"]
-    cluster = dapple.Cluster.local(devices, kind="cpu")
-    profiled = dapple.profile(described.make(), slice_sizes(batch, devices), cluster=cluster, cache=False)
-    planned = plan_model(described.make(), cluster, batch, profiled=profiled)
-    profile, cluster = planned.profile, planned.cluster
-    plans = {
-        "one device": dapple.Plan.data_parallel(1, batch),
-        "the planner's": planned.plan,
-        "one device, M = 4": dapple.Plan.data_parallel(1, batch, 4),
-        "data parallel": dapple.Plan.data_parallel(devices, batch, 2),
-    }
-    for schedule in settings["schedules"].split(","):
-        plans[schedule] = described.pipeline(devices, 4, batch, schedule)
-    for recompute in ("boundary", "min_cut"):
-        plans[f"dapple_a, {recompute}"] = described.pipeline(devices, 4, batch, "dapple_a", recompute=recompute)
-
-    def way(plan: dapple.Plan) -> Turn:
-        pipelined = stack.enter_context(contextlib.closing(dapple.transform(described.make(), cluster, plan)))
-        predicted, (x, y) = dapple.simulate(plan, profile, cluster).latency, described.batch(batch)
-
-        def turn() -> Numbers:
-            for _ in range(3):  # The first ones get their data back into the caches.
-                pipelined.train_on_batch(x, y)
-            measured = pipelined.last_step_seconds
-            numbers = {"step_ms": 1e3 * measured, "predicted_ms": 1e3 * predicted}
-            return numbers | {"predicted_of_measured": predicted / measured}
-
-        return turn
-
-    return {name: way(plan) for name, plan in plans.items()}
 
 
 # ---- workers
@@ -203,7 +164,7 @@ def cluster(stack: Stack, settings: Settings) -> dict[str, Turn]:
             waiting.result()
 
     ways: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
-    for schedule in filter(None, settings["schedules"].split(",")):
+    for schedule in each(settings, "schedules"):
         plan = dapple.Plan.manual(described.cuts(2), [[0], [1]], count, batch, schedule=schedule, jit_compile=jit)
         ways[f"pipeline, {schedule}"] = batch, trainer(plan)
     ways["data parallel"] = batch, trainer(parallel(2, batch))
@@ -292,12 +253,6 @@ CASES = {
     "overhead": Case("one stage beside plain Keras", overhead, _STEPS | {"jit_compile": False}, rounds=30),
     "monitoring": Case("fits with the monitor", monitoring, {"model": "gpt", "batch": 32, "steps": 5}, rounds=40),
     "recompute": Case("what recomputation costs and saves", recomputation, _PARTS | {"micro_batches": 4, "steps": 2}),
-    "prediction": Case(
-        "simulated steps beside real ones",
-        prediction,
-        {"model": "gpt:small", "devices": 2, "batch": 32, "schedules": ",".join(POLICIES)},
-        rounds=15,
-    ),
     "client": Case("what the client adds on workers", client, _STEPS | {"steps": 40, "samples": 2, "micro_batches": 8}),
     "cluster": Case(
         "throughput of two workers",
