@@ -181,11 +181,11 @@ def test_servers_of_v100s_are_filled() -> None:
 def test_peers_answer_and_tell_why_they_dont() -> None:
     program = "import sys\nprint('here', flush=True)\nfor line in sys.stdin: print(2 * int(line), flush=True)"
     with contextlib.ExitStack() as stack:
-        peers = Peers(stack, [[sys.executable, "-c", program]] * 2, greeted=True)
+        peers = Peers(stack, [[sys.executable, "-c", program]] * 2)
         assert peers.answers == ["here", "here"]
         assert peers(3) > 0 and peers.answers == ["6", "6"]
         with pytest.raises(PeersError, match=r"ended with code 1 instead of an answer; it said.*no memory"):
-            Peers(stack, [[sys.executable, "-c", "raise SystemExit('no memory')"]], greeted=True)
+            Peers(stack, [[sys.executable, "-c", "raise SystemExit('no memory')"]])
 
 
 def test_ways_that_train_otherwise_are_told() -> None:

@@ -110,29 +110,18 @@ MODELS: Mapping[str, BenchModel] = {
 """Models by name; the tiny ones are for trying a benchmark out."""
 
 
-class Trainer:
-    """A pipelined model on workers, and a batch that it trains on again and again.
+def trainer(
+    stack: contextlib.ExitStack,
+    model: keras.Model,
+    data: tuple[Any, np.ndarray],
+    cluster: dapple.Cluster,
+    plan: dapple.Plan,
+    **options: Any,
+) -> Callable[[int], float]:
+    """Returns a function that trains a model on workers for some steps on a batch, and returns the last step's loss.
 
-    Attributes:
-        loss: loss of the last step.
+    The stack closes the pipelined model; ``options`` are further ones of `dapple.transform`.
     """
-
-    def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        model: keras.Model,
-        data: tuple[Any, np.ndarray],
-        cluster: dapple.Cluster,
-        plan: dapple.Plan,
-        **options: Any,
-    ) -> None:
-        """Transforms the model, with further ``options`` of `dapple.transform`; the stack closes it."""
-        self._pipelined = dapple.transform(model, cluster, plan, **options)
-        stack.callback(self._pipelined.close, sync=False)
-        self._data = data
-        self.loss = 0.0
-
-    def __call__(self, steps: int) -> None:
-        """Trains for ``steps`` steps."""
-        for _ in range(steps):
-            self.loss = float(self._pipelined.train_on_batch(*self._data))
+    pipelined = dapple.transform(model, cluster, plan, **options)
+    stack.callback(pipelined.close, sync=False)
+    return lambda steps: [float(pipelined.train_on_batch(*data)) for _ in range(steps)][-1]

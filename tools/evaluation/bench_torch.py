@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 import dapple_tf as dapple
+from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
-from dapple_tf.tools.evaluation.bench_models import LEARNING_RATE, MODELS, Trainer
+from dapple_tf.tools.evaluation.bench_models import LEARNING_RATE, MODELS, trainer
 from dapple_tf.tools.evaluation.peers import Peers, PeersError, pinned
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
@@ -54,6 +55,9 @@ def check_alike(losses: dict[str, float]) -> None:
 def torch_way(stack: contextlib.ExitStack, settings: Settings, schedule: str, *, compiled: bool) -> tuple[Run, Any]:
     """Starts PyTorch's two processes with our first weights; returns how they train, and their ids."""
     model, count = MODELS[settings["model"]], settings["micro_batches"]
+    command.check(
+        model.family == "gpt", f"--set=model={settings['model']}: PyTorch has a GPT alone; use gpt:small, say"
+    )
     file = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())) / "start.npz"
     variables = model.make().trainable_variables
     x, y = model.batch(count * settings["samples"])
@@ -71,12 +75,18 @@ def torch_way(stack: contextlib.ExitStack, settings: Settings, schedule: str, *,
         "compile": compiled,
         "file": str(file),
     }
-    program = [settings["python"] or sys.executable, "-m", "tools.evaluation.torch_pipeline"]
+    program = [
+        "env",
+        "OMP_NUM_THREADS=1",
+        settings["python"] or sys.executable,
+        "-m",
+        "tools.evaluation.torch_pipeline",
+    ]
     lines = [
         [*(pinned(rank) if settings["pinned"] else []), *program, json.dumps({**task, "rank": rank})]
         for rank in range(2)
     ]
-    peers = Peers(stack, lines, environments=[{"OMP_NUM_THREADS": "1"}] * 2, greeted=True)
+    peers = Peers(stack, lines)
     theirs = sum(json.loads(answer)["parameters"] for answer in peers.answers)
     ours = sum(weight.size for weight in weights.values())
     if theirs != ours:
@@ -99,12 +109,7 @@ def own_way(stack: contextlib.ExitStack, settings: Settings, schedule: str, *, c
     batch, groups = count * settings["samples"], [[device] for device in devices]
     plan = dapple.Plan.manual(model.cuts(len(devices)), groups, count, batch, schedule, jit_compile=compiled)
     cluster = dapple.Cluster.of_servers(workers.addresses)
-    trainer = Trainer(stack, model.make(), model.batch(batch), cluster, plan)
-
-    def run(steps: int) -> float:
-        trainer(steps)
-        return trainer.loss
-
+    run = trainer(stack, model.make(), model.batch(batch), cluster, plan)
     return run, [os.getpid(), *(worker.pid for worker in workers.processes)]
 
 

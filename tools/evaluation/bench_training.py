@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn, each
-from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, Trainer
+from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, trainer
 from dapple_tf.tools.evaluation.peers import Peers
 from dapple_tf.tools.hosts import ROOT, LocalWorkers, free_ports
 from graph_passes.ir.tensorflow_private import SESSION_RUN
@@ -154,10 +154,10 @@ def cluster(stack: Stack, settings: Settings) -> dict[str, Turn]:
     threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
     parallel = functools.partial(dapple.Plan.data_parallel, jit_compile=jit)
 
-    def trainer(plan: dapple.Plan, **options: Any) -> Trainer:
-        return Trainer(stack, described.make(), described.batch(batch), workers, plan, **options)
+    def training(plan: dapple.Plan, **options: Any) -> Callable[[int], float]:
+        return trainer(stack, described.make(), described.batch(batch), workers, plan, **options)
 
-    copies = [trainer(parallel([worker], batch, count)) for worker in range(2)]
+    copies = [training(parallel([worker], batch, count)) for worker in range(2)]
 
     def both(steps: int) -> None:
         for waiting in [threads.submit(copy, steps) for copy in copies]:
@@ -166,10 +166,10 @@ def cluster(stack: Stack, settings: Settings) -> dict[str, Turn]:
     ways: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
     for schedule in each(settings, "schedules"):
         plan = dapple.Plan.manual(described.cuts(2), [[0], [1]], count, batch, schedule=schedule, jit_compile=jit)
-        ways[f"pipeline, {schedule}"] = batch, trainer(plan)
-    ways["data parallel"] = batch, trainer(parallel(2, batch))
+        ways[f"pipeline, {schedule}"] = batch, training(plan)
+    ways["data parallel"] = batch, training(parallel(2, batch))
     compressing = [dapple.After("update", compress_gradients())]
-    ways["data parallel, bfloat16 gradients"] = batch, trainer(parallel(2, batch), passes=compressing)
+    ways["data parallel, bfloat16 gradients"] = batch, training(parallel(2, batch), passes=compressing)
     if settings["peers"]:
         ways["keras"] = 2 * batch, _peers(stack, settings, batch, mirrored=False)
         ways["mirrored"] = batch, _peers(stack, settings, batch, mirrored=True)
@@ -198,8 +198,7 @@ def _peers(stack: Stack, settings: Settings, batch: int, *, mirrored: bool) -> P
     task = {"mirrored": mirrored, "batch": batch, "model": settings["model"], "jit_compile": settings["jit_compile"]}
     line = [sys.executable, "-m", "tools.evaluation.bench_training", json.dumps(task)]
     configs = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in range(2)]
-    environments = [{"TF_CONFIG": json.dumps(config)} if mirrored else {} for config in configs]
-    return Peers(stack, [line] * 2, environments=environments)
+    return Peers(stack, [["env", f"TF_CONFIG={json.dumps(config)}", *line] if mirrored else line for config in configs])
 
 
 def be_peer(task: Mapping[str, Any]) -> None:
@@ -221,6 +220,8 @@ def be_peer(task: Mapping[str, Any]) -> None:
         else:
             model.make_train_function()
             step = functools.partial(model.train_function, iter(data))
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
         for line in sys.stdin:
             for _ in range(int(line)):
                 step()

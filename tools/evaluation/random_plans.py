@@ -84,21 +84,20 @@ class MixedPlan:
 
     @property
     def cluster(self) -> dapple.Cluster:
-        """Local devices, as if they were on these servers."""
-        return local_servers(*self.servers)
-
-
-def local_servers(*servers: int) -> dapple.Cluster:
-    """Returns local devices as if they were on servers of these numbers, with links that needn't be measured."""
-    local = dapple.Cluster.local(sum(servers), kind="cpu")
-    numbers = [server for server, count in enumerate(servers) for _ in range(count)]
-    devices = tuple(
-        dataclasses.replace(device, server=server) for device, server in zip(local.devices, numbers, strict=True)
-    )
-    known = dataclasses.replace(
-        local, intra_bandwidth=1e10, intra_latency=1e-6, inter_bandwidth=1e10, inter_latency=1e-6
-    )
-    return dataclasses.replace(known, devices=devices)
+        """Local devices, as if they were on these servers, with links that needn't be measured."""
+        local = dapple.Cluster.local(sum(self.servers), kind="cpu")
+        numbers = [server for server, count in enumerate(self.servers) for _ in range(count)]
+        pairs = zip(local.devices, numbers, strict=True)
+        devices = tuple(dataclasses.replace(device, server=server) for device, server in pairs)
+        bandwidth, latency = 1e10, 1e-6
+        return dataclasses.replace(
+            local,
+            devices=devices,
+            intra_bandwidth=bandwidth,
+            intra_latency=latency,
+            inter_bandwidth=bandwidth,
+            inter_latency=latency,
+        )
 
 
 def fields_text(plan: dapple.Plan) -> str:
