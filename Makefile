@@ -63,9 +63,8 @@ results-operators: $(STAMP) ## the part on FD-DPS
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 20 minutes
-	$(BIN)/python -m tools.evaluation.check_simulator
 	$(BIN)/python -m pytest --timed $(TIMED)
-	$(BENCH) --cases=prediction
+	$(BENCH) --cases=simulator,prediction
 	$(BENCH) --cases=prediction --set=model=dense --set=batch=256
 	$(BENCH) --cases=prediction --set=model=resnet
 
@@ -74,14 +73,15 @@ bench: $(STAMP) ## run all benchmarks, two hours on a quiet machine; adds to doc
 	$(BENCH) --cases=overhead,cluster --set=jit_compile=true --json=docs/results/speed.json
 	$(BENCH) --cases=cluster --set=model=resnet --json=docs/results/speed.json
 	$(BENCH) --cases=torch,torch_memory --set=python=$(TORCH_PYTHON) --json=docs/results/speed.json
-	$(BENCH) --cases=planner,preparation,first_step,memory,recompute,rewriting --json=docs/results/scale.json
+	$(BENCH) --cases=planner,preparation,first_step,recompute,rewriting,memory --json=docs/results/scale.json
 
 zoo: $(STAMP)-zoo ## train keras.applications, other libraries' and random models beside plain Keras, hours; rewrites docs/zoo.md
 	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
 
-faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, while a model trains, three hours; needs root
-	$(BIN)/python -m tools.evaluation.check_faults
+faults: $(STAMP) ## kill, stop and cut off workers, and lose packets one way, while a model trains, four hours; needs root
 	$(BIN)/python -m tools.evaluation.soak --json=docs/results/soak.json
+	for plan in 1:3 3:1 straight zb_h1 data_parallel chunks; do \
+		$(BIN)/python -m tools.evaluation.soak --plan=$$plan --minutes=15 || exit 1; done
 
 test: lint ## check style and types, and run all tests: five minutes on two cores, or three times as long on a slow machine
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -9,7 +9,6 @@ import pathlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ import dapple_tf as dapple
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import bench, bench_training, zoo
 from dapple_tf.tools.evaluation.bench_models import MODELS
-from dapple_tf.tools.evaluation.bench_report import check_output, own_commit, read_results, write_results
+from dapple_tf.tools.evaluation.bench_report import Quartiles, check_output, own_commit, read_results, write_results
 from dapple_tf.tools.evaluation.bench_scale import cluster_of
 from dapple_tf.tools.evaluation.bench_torch import check_alike
 from dapple_tf.tools.evaluation.peers import Peers, PeersError
-from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
@@ -58,6 +56,11 @@ def test_variants_take_turns_in_both_orders_and_ratios_are_of_the_same_round() -
         "step_ms_ratio": Quartiles(2.0, 2.0, 2.0),
     }
     assert bench.table(rows).splitlines()[-1] == "| b | 4 (3 to 6) | 2 |"
+
+
+def test_medians_beyond_their_limits_are_told() -> None:
+    rows = [{"variant": "a", "error": Quartiles(-0.3, -0.2, 0.0)}, {"variant": "b", "error": Quartiles(0.0, 0.1, 0.3)}]
+    assert bench.beyond(rows, {"error": 0.1}) == ["a: error is -0.2, limit 0.1"]
 
 
 def test_settings_have_the_types_of_their_defaults() -> None:
@@ -100,10 +103,15 @@ SMALL = ["--set=samples=1", "--set=micro_batches=2"]
             ["--set=batch=8", "--set=schedules=zb_v"],
             ["one device", "the planner's", "one device, M = 4", "data parallel", "zb_v"],
         ),
+        (
+            "simulator",
+            ["--set=shapes=2x4,6x1", "--set=schedules=gpipe,zb_v", "--set=replicas=6", "--set=networks=0.3"],
+            ["2x4, gpipe, 6 replicas, network 0.3", "6x1, zb_v, 6 replicas, network 0.3"],
+        ),
         ("client", SMALL, ["two stages", "data parallel"]),
         ("cluster", [*SMALL, "--set=peers=false", "--set=schedules=gpipe"], ["copies", "pipeline, gpipe"]),
         ("planner", ["--set=layers=2", "--set=devices=2"], ["2 layers, 2 devices"]),
-        ("memory", [*SMALL, "--set=schedules=zb_v"], ["zb_v, M = 2"]),
+        ("memory", ["--set=micro_batches=2", "--set=schedules=zb_v"], ["zb_v, M = 2", "shares"]),
         ("rewriting", ["--set=models=ffnn:tiny", "--set=stages=2", "--set=replicas=2"], ["ffnn:tiny"]),
     ],
 )
@@ -113,18 +121,19 @@ def test_a_case_leaves_rows_and_a_table(
     known = bench.known_cases()[case].settings
     common = [text for text in TINY_TRAINING if text.split("=")[1] in known]
     file = tmp_path / "speed.json"
-    assert run(f"--cases={case}", *common, *settings, "--rounds=1", f"--json={file}") == 0
+    beyond = run(f"--cases={case}", *common, *settings, "--rounds=1", f"--json={file}")
+    assert not beyond or bench.known_cases()[case].limits
     (entry,) = read_results(file).values()
     assert [row["variant"] for row in entry["records"]][: len(rows)] == rows
     numbers = [value["median"] for row in entry["records"] for value in row.values() if isinstance(value, dict)]
-    assert numbers and min(numbers) >= 0 and max(numbers) > 0
+    assert numbers and max(numbers) > 0
     assert len(capsys.readouterr().out.splitlines()) > len(rows)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install -e .[torch]")
 def test_pytorch_trains_alike(capsys: pytest.CaptureFixture[str]) -> None:
     ways = "--set=ways=torch, 1f1b;ours, dapple_a"
-    assert run("--cases=torch", "--set=model=bert:tiny", *SMALL, ways, "--rounds=1") == 0
+    assert run("--cases=torch", "--set=model=gpt:tiny", *SMALL, ways, "--rounds=1") == 0
     assert "| ours, dapple_a |" in capsys.readouterr().out
 
 
@@ -138,7 +147,6 @@ def test_pytorch_trains_alike(capsys: pytest.CaptureFixture[str]) -> None:
         (bench, ["--cases=overhead", "--before=missing"], "make one with `git worktree add`"),
         (bench, ["--cases=overhead", "--json=missing/file.json"], "no folder missing"),
         (zoo, ["--models=Nothing"], "unknown Nothing"),
-        (zoo, ["--micro_batches=x"], "--micro_batches"),
         (zoo, ["--document=zoo.md"], "give both"),
     ],
 )
@@ -152,11 +160,11 @@ def test_wrong_flags_are_told_before_anything_runs(
 # ---- parts of cases
 
 
-@pytest.mark.parametrize("name", ["dense", "gpt:tiny", "bert:tiny", "resnet:tiny"])
+@pytest.mark.parametrize("name", ["dense", "gpt:tiny", "resnet:tiny"])
 def test_models_and_their_data_fit_each_other(name: str) -> None:
     described = MODELS[name]
-    model, (x, y) = described.make(dtype="bfloat16"), described.batch(3)
-    assert model(x).shape[:-1] == y.shape and model.dtype_policy.name == "mixed_bfloat16"
+    model, (x, y) = described.make(), described.batch(3)
+    assert model(x).shape[:-1] == y.shape
     names = [layer.name for layer in model.layers]
     cuts = described.cuts(4)
     assert len(cuts) == 3 and [*sorted(cuts, key=names.index)] == cuts
@@ -173,17 +181,17 @@ def test_servers_of_v100s_are_filled() -> None:
 def test_peers_answer_and_tell_why_they_dont() -> None:
     program = "import sys\nprint('here', flush=True)\nfor line in sys.stdin: print(2 * int(line), flush=True)"
     with contextlib.ExitStack() as stack:
-        peers = Peers(stack, [[sys.executable, "-c", program]] * 2, greeted=True)
+        peers = Peers(stack, [[sys.executable, "-c", program]] * 2)
         assert peers.answers == ["here", "here"]
         assert peers(3) > 0 and peers.answers == ["6", "6"]
         with pytest.raises(PeersError, match=r"ended with code 1 instead of an answer; it said.*no memory"):
-            Peers(stack, [[sys.executable, "-c", "raise SystemExit('no memory')"]], greeted=True)
+            Peers(stack, [[sys.executable, "-c", "raise SystemExit('no memory')"]])
 
 
 def test_ways_that_train_otherwise_are_told() -> None:
-    check_alike({"torch, 1f1b": 5.0, "ours, zb_v": 5.001}, "float32")
+    check_alike({"torch, 1f1b": 5.0, "ours, zb_v": 5.001})
     with pytest.raises(PeersError, match=r"the first has a loss of 5.0, {'ours, zb_v': 5.1}"):
-        check_alike({"torch, 1f1b": 5.0, "ours, zb_v": 5.1}, "float32")
+        check_alike({"torch, 1f1b": 5.0, "ours, zb_v": 5.1})
 
 
 def test_the_strategys_compiled_step_is_that_of_keras() -> None:
@@ -206,12 +214,12 @@ def test_a_file_holds_the_newest_results_of_each_benchmark_and_other_files_are_l
 ) -> None:
     file = tmp_path / "results.json"
     write_results(file, "one", [{"ratio": Quartiles(0.5, 1.0, 2.0)}])
-    write_results(file, "two", [{"steps": 3}], kind="simulated", versions={"torch": "0.0"})
+    write_results(file, "two", [{"steps": 3}])
     write_results(file, "one", [{"ratio": Quartiles(0.5, 1.5, 2.0)}])
     results = read_results(file)
-    assert [(name, entry["kind"]) for name, entry in results.items()] == [("one", "measured"), ("two", "simulated")]
+    assert [*results] == ["one", "two"]
     assert results["one"]["records"] == [{"ratio": {"low": 0.5, "median": 1.5, "high": 2.0}}]
-    assert results["two"]["machine"]["versions"]["torch"] == "0.0" and results["one"]["commit"] == own_commit()
+    assert results["one"]["commit"] == own_commit()
     (tmp_path / "plan.json").write_text('{"devices": [[0]]}')
     (tmp_path / "text.json").write_text("no JSON")
     for name, what in (("plan.json", "something other"), ("text.json", "isn't JSON")):
@@ -219,8 +227,6 @@ def test_a_file_holds_the_newest_results_of_each_benchmark_and_other_files_are_l
             write_results(tmp_path / name, "one", [])
         with pytest.raises(app.UsageError, match=what):
             check_output(str(tmp_path / name))
-    with pytest.raises(ValueError, match="use one of measured, simulated"):
-        write_results(tmp_path / "fresh.json", "one", [], kind="guessed")
     with pytest.raises(TypeError, match="no place in a record"):
         write_results(tmp_path / "fresh.json", "one", [{"path": tmp_path}])
     assert (tmp_path / "plan.json").read_text() == '{"devices": [[0]]}'
@@ -251,15 +257,6 @@ def test_facts_are_about_the_machine_and_nobody() -> None:
     assert {"python", "tensorflow", "keras", "numpy"} <= facts["versions"].keys()
     text = json.dumps(facts)
     assert socket.gethostname() not in text and str(pathlib.Path.home()) not in text
-
-
-def test_ratios_are_of_as_many_rounds() -> None:
-    assert ratios([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Quartiles(2.0, 2.0, 2.0)
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
-    with pytest.raises(ValueError, match="1 rounds can't be compared with 2"):
-        ratios([1.0], [1.0, 2.0])
-    calls: dict[str, Callable[[], object]] = {"a": list, "b": list}
-    assert {name: len(seconds) for name, seconds in take_turns(calls, 3).items()} == {"a": 3, "b": 3}
 
 
 def test_pages_are_those_of_their_numbers() -> None:

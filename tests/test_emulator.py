@@ -22,9 +22,7 @@ from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import Emulation, emulate
 from dapple_tf.schedules.schedules import make_schedule
 from dapple_tf.simulation.simulator import Simulation
-from dapple_tf.tools import command
-from dapple_tf.tools.evaluation import check_simulator
-from dapple_tf.tools.evaluation.check_simulator import pipeline
+from dapple_tf.tools.evaluation.bench_accuracy import pipeline
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Schedule
 
@@ -150,18 +148,3 @@ def test_tasks_out_of_order_are_found() -> None:
     spans = [Span(kind, at, at + 1, 0, 0, number) for at, (kind, number) in enumerate([("F", 0), ("B", 0), ("F", 1)])]
     with pytest.raises(EmulationError, match="device 0 ran 0B0 0F1 as task 1 where the schedule has 0F1 0B0 0B1"):
         emulator._check_order(spans, schedule.orders)
-
-
-# --- the tool ---
-
-
-def test_the_tool_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """The sweep stopped where a shape has too few stages for a policy."""
-    arguments = ["--shapes=2x4,6x1", "--schedules=gpipe,zb_v", "--replicas=6", "--networks=0.3", "--tolerance=1e9"]
-    assert command.run(check_simulator.main, check_simulator.FLAGS, [*arguments, "--nocatch_up"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines[0].split()) == "S M schedule replicas network simulated ms emulated ms error late ms"
-    assert lines[1].split()[:5] == ["2", "4", "gpipe", "6", "30%"]
-    assert "zb_v wants stages i and 2 - 1 - i on the same devices" in lines[2]
-    assert lines[3].endswith("36 devices, more than 32")
-    assert lines[-1].startswith("2 rows in ")  # zb_v goes there and back over half of the devices

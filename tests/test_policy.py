@@ -27,7 +27,7 @@ from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from dapple_tf.schedules.schedules import ScheduleError, make_schedule, policy_of
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.planned import planned
-from dapple_tf.tools.evaluation.check_simulator import pipeline
+from dapple_tf.tools.evaluation.bench_accuracy import pipeline
 from dapple_tf.view.text import timeline_text
 from graph_passes.ir.tasks import Phase
 

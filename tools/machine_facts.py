@@ -15,21 +15,18 @@ from typing import Any
 _PACKAGES = ("tensorflow", "keras", "numpy", "torch")
 
 
-def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Returns the machine's facts, to stand beside measured numbers in JSON.
-
-    Args:
-        versions: of packages that another interpreter has run, such as PyTorch's; they precede this one's.
 
     Returns:
         ``cpu`` (its model), ``cores`` (that this process may use), ``memory_gib``, ``system``, ``load_1min`` (processes
         that wanted a core within the last minute, which reveals other load), ``date`` (UTC)
         and ``versions``.
     """
-    own_versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            own_versions[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
@@ -39,7 +36,7 @@ def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "load_1min": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-        "versions": {**own_versions, **(versions or {})},
+        "versions": versions,
     }
 
 

@@ -24,16 +24,16 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
 
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
-from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
+from dapple_tf.tools.evaluation.bench_report import Quartiles, check_output, markdown, write_results
 
-MODULES = ("bench_training", "bench_scale", "bench_torch")
+MODULES = ("bench_training", "bench_accuracy", "bench_scale", "bench_torch")
 """Modules of `tools.evaluation` with cases."""
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -50,8 +50,9 @@ class Case(NamedTuple):
         variants: function that sets up (the stack ends with the case) and returns variant -> its turn.
         settings: name -> default; a command gives others by ``--set``.
         rounds: number of rounds by default.
-        apart: whether each turn has a process of its own, as for times of preparation and peaks of memory; else a
-            first turn of each variant, which prepares it, doesn't count.
+        apart: whether each turn has a process of its own, as for times of preparation and peaks of memory; else, if
+            there are several rounds by default, a first turn of each variant, which prepares it, doesn't count.
+        limits: number -> the most that its median may be, above or below zero.
     """
 
     about: str
@@ -59,6 +60,12 @@ class Case(NamedTuple):
     settings: Settings
     rounds: int = 8
     apart: bool = False
+    limits: Numbers = types.MappingProxyType({})
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether a first turn of each variant doesn't count."""
+        return not self.apart and self.rounds > 1
 
 
 FLAGS = flags.FlagValues()
@@ -95,6 +102,11 @@ def settings_of(case: Case, given: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def each(settings: Settings, name: str) -> list[str]:
+    """Returns the parts of a setting with commas between them; none of an empty one."""
+    return [part for part in str(settings[name]).split(",") if part]
+
+
 # ---- turns
 
 
@@ -128,17 +140,19 @@ def measured(turns: Mapping[str, Turn], rounds: int, *, warm_up: bool) -> list[d
     for run in turns.values() if warm_up else ():
         run()
     seen: dict[str, list[Numbers]] = {name: [] for name in turns}
-    calls = {name: functools.partial(lambda name: seen[name].append(turns[name]()), name) for name in turns}
-    take_turns(calls, rounds, lambda number, name: command.say(f"round {number + 1}: {name}", began))
+    for number in range(rounds):
+        for name in list(turns)[:: 1 if number % 2 == 0 else -1]:
+            seen[name].append(turns[name]())
+            command.say(f"round {number + 1}: {name}", began)
     base = next(iter(seen.values()))
     rows = []
     for name, own in seen.items():
         row: dict[str, Any] = {"variant": name}
         for key in own[0]:
             values, first = ([numbers[key] for numbers in several if key in numbers] for several in (own, base))
-            row[key] = quartiles(values)
+            row[key] = Quartiles.of(values)
             if own is not base and len(first) == len(values) and all(first):
-                row[f"{key}_ratio"] = ratios(values, first)
+                row[f"{key}_ratio"] = Quartiles.of([one / other for one, other in zip(values, first, strict=True)])
         rows.append(row)
     return rows
 
@@ -165,7 +179,7 @@ def run_case(
         command.check(not unknown, f"--only: {', '.join(unknown)}: {name} has {', '.join(turns)}")
         turns = {variant: run for variant, run in turns.items() if not only or variant in only}
         if before is None and not case.apart:
-            return measured(turns, rounds, warm_up=True)
+            return measured(turns, rounds, warm_up=case.warms_up)
     apart = functools.partial(in_process, name)
     if before is None:
         own = {variant: functools.partial(apart, variant, settings) for variant in turns}
@@ -184,15 +198,14 @@ def run_case(
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns rows as Markdown: medians, with quartiles, and ratios where there are any."""
     keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, Quartiles)))
-    body = [[row["variant"], *(_shown(row.get(key)) for key in keys)] for row in rows]
+    body = [[row["variant"], *(row.get(key, "") for key in keys)] for row in rows]
     return markdown([["variant", *(key.replace("_", " ") for key in keys)], *body])
 
 
-def _shown(value: Quartiles | None) -> str:
-    if value is None:
-        return ""
-    low, median, high = (f"{number:.4g}" for number in (value.low, value.median, value.high))
-    return median if low == high else f"{median} ({low} to {high})"
+def beyond(rows: Sequence[Mapping[str, Any]], limits: Numbers) -> list[str]:
+    """Returns which medians are beyond their limits."""
+    values = [(row["variant"], key, row[key].median, most) for row in rows for key, most in limits.items()]
+    return [f"{name}: {key} is {value:.4g}, limit {most:g}" for name, key, value, most in values if abs(value) > most]
 
 
 def main() -> None:
@@ -213,13 +226,14 @@ def main() -> None:
         before is None or (before / "tools" / "evaluation" / "bench.py").is_file(),
         f"--before={_BEFORE.value}: no checkout with this program; make one with `git worktree add`",
     )
+    failures: list[str] = []
     for name in _CASES.value:
         case = known[name]
         settings = settings_of(case, _SET.value)
         if _CHILD.value:
             with contextlib.ExitStack() as stack:
                 run = case.variants(stack, settings)[_ONLY.value[0]]
-                if not case.apart:
+                if case.warms_up:
                     run()
                 sys.stdout.write(f"\n{json.dumps(run())}\n")
             continue
@@ -229,6 +243,10 @@ def main() -> None:
             changed = [f"{key}={value}" for key, value in settings.items() if value != case.settings[key]]
             title = " ".join([name, *changed, *(["before and now"] if before else [])])
             write_results(_JSON.value, title, [{**settings, **row} for row in rows])
+        failures += [f"{name}, {text}\n" for text in beyond(rows, case.limits)]
+    if failures:
+        sys.stdout.write("".join(failures))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

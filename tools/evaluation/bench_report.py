@@ -4,20 +4,18 @@ One file holds the newest results of several benchmarks, each under its own name
 
     {
      "overhead": {
-      "kind": "measured",
-      "command": "python -m tools.evaluation.bench_overhead --rounds=20",
+      "command": "python -m tools.evaluation.bench --cases=overhead --rounds=20",
       "machine": {"cpu": "...", "cores": 2, "versions": {...}, "date": "2026-01-31 12:00", ...},
       "commit": "1a2b3c4d+",
-      "records": [{"model": "small", "step_ms": 5.1, "ratio": {"low": 1.0, "median": 1.01, "high": 1.03}}, ...]
+      "records": [{"model": "small", "step_ms": {"low": 5.0, "median": 5.1, "high": 5.3}}, ...]
      }
     }
 
 A record is a mapping of plain values: the varied settings and the results. Names of numbers end with their unit
-(``_ms``, ``_s``, ``_mib``, ``_per_s``) unless they are counts or ratios. A number over several rounds is a
-`ratios.Quartiles`, in JSON a mapping as above. ``commit`` is that of the measured code, with a plus if files had been
-changed since, and null outside of a git repository. ``kind`` says what the numbers are: "measured" on that machine,
-"simulated", or "predicted" (computed without running anything). A program that writes such a file has the flag
-``--json``, which `check_output` checks before anything is measured.
+(``_ms``, ``_s``, ``_mib``, ``_per_s``) unless they are counts or ratios. A number over several rounds has `Quartiles`.
+``commit`` is that of the measured code, with a plus if files had been changed since, and null outside of a git
+repository. A program that writes such a file has the flag ``--json``, which `check_output` checks before anything is
+measured.
 """
 
 from __future__ import annotations
@@ -30,52 +28,58 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.ratios import Quartiles
-from dapple_tf.tools.machine_facts import machine_facts
+import numpy as np
 
-KINDS = ("measured", "simulated", "predicted")
+from dapple_tf.tools import command
+from dapple_tf.tools.machine_facts import machine_facts
 
 Record = Mapping[str, Any]
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 """Folder of the measured code."""
 
 
-def write_results(
-    path: str | os.PathLike[str],
-    name: str,
-    records: Sequence[Record],
-    *,
-    kind: str = "measured",
-    versions: dict[str, str] | None = None,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Quartiles:
+    """Quartiles of a number over the rounds of a benchmark.
+
+    Attributes:
+        low: lower quartile.
+        median: median.
+        high: upper quartile.
+    """
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        """Returns the quartiles of at least one number."""
+        return cls(*np.percentile(np.asarray(values, np.float64), (25, 50, 75)).tolist())
+
+    def __str__(self) -> str:
+        low, median, high = (f"{number:.4g}" for number in (self.low, self.median, self.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
+
+def write_results(path: str | os.PathLike[str], name: str, records: Sequence[Record]) -> None:
     """Writes a benchmark's results in place of its earlier ones; those of other benchmarks in the file stay.
 
     Args:
         path: the JSON file; created if it is missing.
         name: name of the benchmark.
         records: see the module.
-        kind: one of `KINDS`, for all these records.
-        versions: versions of packages that ran in another interpreter; see `machine_facts`.
 
     Raises:
-        ValueError: the kind is unknown, or the file has other contents.
+        ValueError: the file has other contents.
         OSError: the file can't be written.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is unknown; use one of {', '.join(KINDS)}")
     file = pathlib.Path(path)
     earlier = read_results(file) if file.exists() else {}
-    entry = {
-        "kind": kind,
-        "command": own_command(),
-        "machine": machine_facts(versions),
-        "commit": own_commit(),
-        "records": list(records),
-    }
+    entry = {"command": own_command(), "machine": machine_facts(), "commit": own_commit(), "records": list(records)}
     text = json.dumps({**earlier, name: entry}, indent=1, default=_plain) + "\n"
     fresh = file.with_name(f"{file.name}.new")
     fresh.write_text(text, encoding="utf-8")
@@ -93,30 +97,10 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         results = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} isn't JSON ({error}); give another file for the results") from error
-    if not isinstance(results, dict) or not all(
-        isinstance(entry, dict) and "records" in entry and entry.get("kind") in KINDS for entry in results.values()
-    ):
+    entries = results.values() if isinstance(results, dict) else [results]
+    if not all(isinstance(entry, dict) and "records" in entry for entry in entries):
         raise ValueError(f"{path} holds something other than benchmarks' results; give another file for them")
-    return results
-
-
-def write_document(path: str, document: Callable[[dict[str, Any]], str]) -> None:
-    """Writes the Markdown document of a file of results beside it.
-
-    Args:
-        path: the JSON file, of the flag ``--json``.
-        document: the file's results -> the document's text.
-
-    Raises:
-        app.UsageError: the file can't be read, or has other contents.
-    """
-    file = pathlib.Path(path)
-    try:
-        results = read_results(file)
-    except (OSError, ValueError) as problem:
-        command.check(False, f"--json: {problem}")
-        raise
-    file.with_suffix(".md").write_text(document(results), encoding="utf-8")
+    return dict(results)
 
 
 def check_output(path: str | None) -> None:
@@ -134,20 +118,6 @@ def check_output(path: str | None) -> None:
             read_results(path)
         except ValueError as error:
             command.check(False, f"--json: {error}")
-
-
-def numbers(flag: str, values: Sequence[str]) -> list[int]:
-    """Returns a flag's whole numbers of at least 1.
-
-    Raises:
-        app.UsageError: there are none, or others; the text names the flag.
-    """
-    wrong = [value for value in values if not (value.isascii() and value.isdigit() and int(value))]
-    command.check(
-        bool(values) and not wrong,
-        f"--{flag}={','.join(values)}: need whole numbers of at least 1 with commas between them",
-    )
-    return [*map(int, values)]
 
 
 def own_command() -> str:
@@ -185,38 +155,13 @@ def own_commit(root: pathlib.Path = _ROOT) -> str | None:
     return commit.stdout.strip() + ("+" if changed.stdout or changed.returncode else "")
 
 
-def rows_apart(module: str, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yields rows that a program prints as lines of JSON, in a separate process, whose memory is freed afterwards.
-
-    Args:
-        module: the program.
-        options: its flags.
-        environment: variables that it has besides this process's.
-
-    Raises:
-        RuntimeError: the process failed; its output has gone to standard error.
-    """
-    line = [sys.executable, "-m", module, *options]
-    variables = {**os.environ, **(environment or {})}
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=variables) as process:
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
-    if process.returncode:
-        raise RuntimeError(f"{shlex.join(line[1:])} ended with code {process.returncode}")
-
-
-def cells(rows: Iterable[Record], columns: Mapping[str, str]) -> list[list[str]]:
-    """Returns a table of records: a header, and records in the columns' formats, such as ``{step_ms:.2f}``."""
-    return [list(columns), *([form.format_map(row) for form in columns.values()] for row in rows)]
-
-
 def markdown(rows: Sequence[Sequence[object]]) -> str:
     """Returns a table in Markdown; the first row is the header.
 
     >>> print(markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))]))
     | way | ratio |
     |---|---|
-    | keras | 1.000 (0.900 to 1.100) |
+    | keras | 1 (0.9 to 1.1) |
     """
     header, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
     return "\n".join([header, "|" + "---|" * len(rows[0]), *body])

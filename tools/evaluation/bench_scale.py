@@ -1,4 +1,4 @@
-"""Benchmarks of preparation: planning, rewriting full-size models, first steps, and memory against micro-batches."""
+"""Benchmarks of preparation: planning, rewriting full-size models, and first steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import resource
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,7 @@ from dapple_tf.execution.planned_steps import planned_step
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models import bert
 from dapple_tf.models.registry import find_model
-from dapple_tf.tools.evaluation import check_memory
-from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
+from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn, each
 from dapple_tf.tools.evaluation.bench_models import MODELS
 from dapple_tf.tools.evaluation.paper_models import deep_bert, hardware
 from dapple_tf.tools.shapes import cuts_by_parameters, devices_of
@@ -29,10 +27,6 @@ SERVER = 8
 """Devices of a server."""
 _GIGABITS = 25
 """Ethernet between servers, in Gbit/s."""
-
-
-def _each(settings: Settings, name: str) -> list[int]:
-    return [int(part) for part in str(settings[name]).split(",")]
 
 
 def _peak_mib() -> float:
@@ -68,7 +62,7 @@ def planner(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Turn]:
         make = functools.partial(dapple.plan, profile, described, settings["global_batch_size"], least_gain=0.0)
         return {"core_s": _timed(make)[1]}
 
-    sizes = itertools.product(_each(settings, "layers"), _each(settings, "devices"))
+    sizes = itertools.product(map(int, each(settings, "layers")), map(int, each(settings, "devices")))
     return {f"{size[0]} layers, {size[1]} devices": functools.partial(turn, *size) for size in sizes}
 
 
@@ -95,7 +89,7 @@ def rewriting(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Turn
             "peak_mib": _peak_mib(),
         }
 
-    return {name: functools.partial(turn, name) for name in settings["models"].split(",")}
+    return {name: functools.partial(turn, name) for name in each(settings, "models")}
 
 
 # ---- the first step
@@ -127,56 +121,20 @@ def preparation(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Tu
         cluster = dapple.Cluster.local(devices, kind="cpu")
         return _first_step(lambda: dapple.transform(model, cluster, plan), x, drawn[1])
 
-    return {f"{devices} devices": functools.partial(turn, devices) for devices in _each(settings, "devices")}
-
-
-CUTS = {
-    "MobileNetV2": "block_8_add",
-    "ResNet50": "conv4_block1_out",
-    "DenseNet121": "pool3_pool",
-    "EfficientNetB0": "block4c_add",
-}
-"""Model of keras.applications -> the last layer of its first stage."""
+    return {f"{devices} devices": functools.partial(turn, devices) for devices in map(int, each(settings, "devices"))}
 
 
 def first_step(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Turn]:
-    """The first step of an image model in two stages on logical devices, beside plain Keras'."""
-    name, jit, size, samples = settings["model"], settings["jit_compile"], settings["size"], 8
+    """The first step of a model in two stages on logical devices, beside plain Keras'."""
+    described, jit, samples = MODELS[settings["model"]], settings["jit_compile"], 8
 
     def turn(ours: bool) -> Numbers:
-        keras.utils.set_random_seed(0)
-        model = getattr(keras.applications, name)(weights=None, classes=10, input_shape=(size, size, 3))
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(), jit_compile=jit)
-        draw = np.random.default_rng(0)
-        x, y = draw.random((samples, size, size, 3), "float32"), draw.integers(0, 10, samples)
-        plan = dapple.Plan.manual([CUTS[name]], [[0], [1]], 4, samples, jit_compile=jit)
+        model, (x, y) = described.make(jit_compile=jit), described.batch(samples)
+        plan = described.pipeline(2, 4, samples, "dapple_a", jit_compile=jit)
         cluster = dapple.Cluster.local(2, kind="cpu")
         return _first_step(lambda: dapple.transform(model, cluster, plan) if ours else model, x, y)
 
     return {"keras": functools.partial(turn, False), "ours": functools.partial(turn, True)}
-
-
-# ---- memory
-
-
-def memory(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Turn]:
-    """The fullest device's peak by schedule and number of micro-batches of a fixed size, measured and simulated."""
-    described, devices, samples = MODELS[settings["model"]], settings["devices"], settings["samples"]
-    cluster = dapple.Cluster.local(devices, kind="cpu")
-    profile = dapple.profile(described.make(), samples, cluster=cluster, cache=False, repeats=2)
-
-    def turn(schedule: str, count: int) -> Numbers:
-        policy, _, mode = schedule.partition("+")
-        plan = described.pipeline(devices, count, count * samples, policy, recompute=mode or "none")
-        x, y = described.batch(plan.global_batch_size)
-        peaks = check_memory.measure(described.make(), x, y, plan, cluster, settings["steps"])
-        keras.backend.clear_session(free_memory=True)
-        simulated = max(dapple.simulate(plan, profile, cluster).peak_bytes.values())
-        measured = max(statistics.median(own) for own in peaks.values())
-        return {"peak_mb": measured / 1e6, "simulated_mb": simulated / 1e6}
-
-    ways = [(name, count) for count in _each(settings, "micro_batches") for name in settings["schedules"].split(",")]
-    return {f"{name}, M = {count}": functools.partial(turn, name, count) for name, count in ways}
 
 
 _FULL_SIZE = "gpt:medium,bert:12,bert:24,bert:48,xlnet:36,gnmt:16,vgg:19,resnet:50,resnet:200,densenet:121,nasnet:large"
@@ -204,17 +162,10 @@ CASES = {
         apart=True,
     ),
     "first_step": Case(
-        "the first step of an image model beside plain Keras'",
+        "the first step of a model beside plain Keras'",
         first_step,
-        {"model": "ResNet50", "size": 96, "jit_compile": False},
+        {"model": "resnet", "jit_compile": False},
         rounds=3,
         apart=True,
-    ),
-    "memory": Case(
-        "peak memory against micro-batches, by schedule",
-        memory,
-        {"model": "gpt", "devices": 2, "samples": 4, "micro_batches": "2,4,8,16", "steps": 3}
-        | {"schedules": "gpipe,dapple_a,dapple_b,zb_h1,zb_h2,modulo,interleaved,zb_v,v_half,v_min,dualpipe_v"},
-        rounds=1,
     ),
 }

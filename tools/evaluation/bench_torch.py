@@ -1,4 +1,4 @@
-"""Benchmarks of pipelines of two processes beside PyTorch's: the same models, weights, batches and optimizer.
+"""Benchmarks of pipelines of two processes beside PyTorch's: the same GPT, weights, batches and optimizer.
 
 PyTorch's are torch.distributed.pipelining's schedules in two gloo processes of one thread each (`torch_pipeline`),
 eager or with stages compiled by torch.compile; ours are the same stages on two workers, with XLA or without. All have a
@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 import dapple_tf as dapple
+from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
-from dapple_tf.tools.evaluation.bench_models import LEARNING_RATE, MODELS, Trainer
+from dapple_tf.tools.evaluation.bench_models import LEARNING_RATE, MODELS, trainer
 from dapple_tf.tools.evaluation.peers import Peers, PeersError, pinned
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
@@ -33,35 +34,37 @@ STAGES = {"1f1b": (0, 1), "dapple_a": (0, 1), "interleaved": (0, 1, 0, 1), "zb_v
 THEIRS = (("1f1b", False), ("interleaved", False), ("zb_v", False), ("1f1b", True))
 OURS = (("dapple_a", False), ("interleaved", False), ("zb_v", False), ("dapple_a", True))
 """Schedules, and whether stages are compiled."""
-TOLERANCES = {"float32": 2e-3, "bfloat16": 2e-2}
+TOLERANCE = 2e-3
 """Relative tolerance of losses: both round differently, and their Adams have epsilon in different places."""
 
 Run = Callable[[int], float]
 """Trains for some steps; returns the loss of the last one."""
 
 
-def check_alike(losses: dict[str, float], dtype: str) -> None:
+def check_alike(losses: dict[str, float]) -> None:
     """Compares the losses of ways that have trained equally long.
 
     Raises:
         PeersError: one isn't the first one's.
     """
     first = next(iter(losses.values()))
-    if wrong := {name: loss for name, loss in losses.items() if not np.isclose(loss, first, TOLERANCES[dtype], 0)}:
+    if wrong := {name: loss for name, loss in losses.items() if not np.isclose(loss, first, TOLERANCE, 0)}:
         raise PeersError(f"not all train alike: the first has a loss of {first}, {wrong}")
 
 
 def torch_way(stack: contextlib.ExitStack, settings: Settings, schedule: str, *, compiled: bool) -> tuple[Run, Any]:
     """Starts PyTorch's two processes with our first weights; returns how they train, and their ids."""
     model, count = MODELS[settings["model"]], settings["micro_batches"]
+    command.check(
+        model.family == "gpt", f"--set=model={settings['model']}: PyTorch has a GPT alone; use gpt:small, say"
+    )
     file = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())) / "start.npz"
     variables = model.make().trainable_variables
-    x, y = model.data(count * settings["samples"])
+    x, y = model.batch(count * settings["samples"])
     weights = {variable.path: np.asarray(variable.value) for variable in variables}
-    np.savez(file, **{f"x/{name}": values for name, values in x.items()}, y=y, **weights)  # type: ignore[arg-type]
+    np.savez(file, x=x, y=y, **weights)  # type: ignore[arg-type]
     ranks = STAGES[schedule]
     task = {
-        "family": model.family,
         "size": dict(model.size),
         "blocks": model.ranges(len(ranks)),
         "ranks": ranks,
@@ -69,19 +72,21 @@ def torch_way(stack: contextlib.ExitStack, settings: Settings, schedule: str, *,
         "schedule": schedule,
         "micro_batches": count,
         "learning_rate": LEARNING_RATE,
-        "dtype": settings["dtype"],
         "compile": compiled,
-        "threads": 1,
-        "inputs": list(x),
-        "shared": model.shared_inputs,
         "file": str(file),
     }
-    program = [settings["python"] or sys.executable, "-m", "tools.evaluation.torch_pipeline"]
+    program = [
+        "env",
+        "OMP_NUM_THREADS=1",
+        settings["python"] or sys.executable,
+        "-m",
+        "tools.evaluation.torch_pipeline",
+    ]
     lines = [
         [*(pinned(rank) if settings["pinned"] else []), *program, json.dumps({**task, "rank": rank})]
         for rank in range(2)
     ]
-    peers = Peers(stack, lines, environments=[{"OMP_NUM_THREADS": "1"}] * 2, greeted=True)
+    peers = Peers(stack, lines)
     theirs = sum(json.loads(answer)["parameters"] for answer in peers.answers)
     ours = sum(weight.size for weight in weights.values())
     if theirs != ours:
@@ -104,12 +109,7 @@ def own_way(stack: contextlib.ExitStack, settings: Settings, schedule: str, *, c
     batch, groups = count * settings["samples"], [[device] for device in devices]
     plan = dapple.Plan.manual(model.cuts(len(devices)), groups, count, batch, schedule, jit_compile=compiled)
     cluster = dapple.Cluster.of_servers(workers.addresses)
-    trainer = Trainer(stack, model.make(dtype=settings["dtype"]), model.batch(batch), cluster, plan)
-
-    def run(steps: int) -> float:
-        trainer(steps)
-        return trainer.loss
-
+    run = trainer(stack, model.make(), model.batch(batch), cluster, plan)
     return run, [os.getpid(), *(worker.pid for worker in workers.processes)]
 
 
@@ -124,7 +124,7 @@ def speed(stack: contextlib.ExitStack, settings: Settings) -> dict[str, Turn]:
     """Samples per second of all ways, which have made one equal step before."""
     wanted = settings["ways"].split(";") if settings["ways"] else list(WAYS)
     runs = {name: WAYS[name](stack, settings)[0] for name in wanted}
-    check_alike({name: run(1) for name, run in runs.items()}, settings["dtype"])
+    check_alike({name: run(1) for name, run in runs.items()})
     samples = settings["steps"] * settings["micro_batches"] * settings["samples"]
 
     def turn(run: Run) -> Numbers:
@@ -166,7 +166,7 @@ def peak_kib(process: int) -> int:
     return 0
 
 
-_SETTINGS = {"model": "gpt", "dtype": "float32", "samples": 8, "micro_batches": 16, "steps": 1}
+_SETTINGS = {"model": "gpt", "samples": 8, "micro_batches": 16, "steps": 1}
 _SETTINGS |= {"pinned": True, "python": "", "ways": ""}
 
 CASES = {

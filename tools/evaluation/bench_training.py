@@ -20,10 +20,8 @@ import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.automatic import plan_model, slice_sizes
-from dapple_tf.schedules.schedules import POLICIES
-from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn
-from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, Trainer
+from dapple_tf.tools.evaluation.bench import Case, Numbers, Settings, Turn, each
+from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel, trainer
 from dapple_tf.tools.evaluation.peers import Peers
 from dapple_tf.tools.hosts import ROOT, LocalWorkers, free_ports
 from graph_passes.ir.tensorflow_private import SESSION_RUN
@@ -93,43 +91,6 @@ def recomputation(stack: Stack, settings: Settings) -> dict[str, Turn]:
     return {name: way(name) for name in ("none", "min_cut", "boundary")}
 
 
-def prediction(stack: Stack, settings: Settings) -> dict[str, Turn]:
-    """Steps of plans beside their simulation by a profile and links that are measured before.
-
-    The ratio of predicted_of_measured to the first variant's, which has one device, is free of the machine's drift.
-    """
-    described, devices, batch = MODELS[settings["model"]], settings["devices"], settings["batch"]
-    cluster = dapple.Cluster.local(devices, kind="cpu")
-    profiled = dapple.profile(described.make(), slice_sizes(batch, devices), cluster=cluster, cache=False)
-    planned = plan_model(described.make(), cluster, batch, profiled=profiled)
-    profile, cluster = planned.profile, planned.cluster
-    plans = {
-        "one device": dapple.Plan.data_parallel(1, batch),
-        "the planner's": planned.plan,
-        "one device, M = 4": dapple.Plan.data_parallel(1, batch, 4),
-        "data parallel": dapple.Plan.data_parallel(devices, batch, 2),
-    }
-    for schedule in settings["schedules"].split(","):
-        plans[schedule] = described.pipeline(devices, 4, batch, schedule)
-    for recompute in ("boundary", "min_cut"):
-        plans[f"dapple_a, {recompute}"] = described.pipeline(devices, 4, batch, "dapple_a", recompute=recompute)
-
-    def way(plan: dapple.Plan) -> Turn:
-        pipelined = stack.enter_context(contextlib.closing(dapple.transform(described.make(), cluster, plan)))
-        predicted, (x, y) = dapple.simulate(plan, profile, cluster).latency, described.batch(batch)
-
-        def turn() -> Numbers:
-            for _ in range(3):  # The first ones get their data back into the caches.
-                pipelined.train_on_batch(x, y)
-            measured = pipelined.last_step_seconds
-            numbers = {"step_ms": 1e3 * measured, "predicted_ms": 1e3 * predicted}
-            return numbers | {"predicted_of_measured": predicted / measured}
-
-        return turn
-
-    return {name: way(plan) for name, plan in plans.items()}
-
-
 # ---- workers
 
 
@@ -193,22 +154,22 @@ def cluster(stack: Stack, settings: Settings) -> dict[str, Turn]:
     threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
     parallel = functools.partial(dapple.Plan.data_parallel, jit_compile=jit)
 
-    def trainer(plan: dapple.Plan, **options: Any) -> Trainer:
-        return Trainer(stack, described.make(), described.batch(batch), workers, plan, **options)
+    def training(plan: dapple.Plan, **options: Any) -> Callable[[int], float]:
+        return trainer(stack, described.make(), described.batch(batch), workers, plan, **options)
 
-    copies = [trainer(parallel([worker], batch, count)) for worker in range(2)]
+    copies = [training(parallel([worker], batch, count)) for worker in range(2)]
 
     def both(steps: int) -> None:
         for waiting in [threads.submit(copy, steps) for copy in copies]:
             waiting.result()
 
     ways: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
-    for schedule in filter(None, settings["schedules"].split(",")):
+    for schedule in each(settings, "schedules"):
         plan = dapple.Plan.manual(described.cuts(2), [[0], [1]], count, batch, schedule=schedule, jit_compile=jit)
-        ways[f"pipeline, {schedule}"] = batch, trainer(plan)
-    ways["data parallel"] = batch, trainer(parallel(2, batch))
+        ways[f"pipeline, {schedule}"] = batch, training(plan)
+    ways["data parallel"] = batch, training(parallel(2, batch))
     compressing = [dapple.After("update", compress_gradients())]
-    ways["data parallel, bfloat16 gradients"] = batch, trainer(parallel(2, batch), passes=compressing)
+    ways["data parallel, bfloat16 gradients"] = batch, training(parallel(2, batch), passes=compressing)
     if settings["peers"]:
         ways["keras"] = 2 * batch, _peers(stack, settings, batch, mirrored=False)
         ways["mirrored"] = batch, _peers(stack, settings, batch, mirrored=True)
@@ -237,8 +198,7 @@ def _peers(stack: Stack, settings: Settings, batch: int, *, mirrored: bool) -> P
     task = {"mirrored": mirrored, "batch": batch, "model": settings["model"], "jit_compile": settings["jit_compile"]}
     line = [sys.executable, "-m", "tools.evaluation.bench_training", json.dumps(task)]
     configs = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in range(2)]
-    environments = [{"TF_CONFIG": json.dumps(config)} if mirrored else {} for config in configs]
-    return Peers(stack, [line] * 2, environments=environments)
+    return Peers(stack, [["env", f"TF_CONFIG={json.dumps(config)}", *line] if mirrored else line for config in configs])
 
 
 def be_peer(task: Mapping[str, Any]) -> None:
@@ -260,6 +220,8 @@ def be_peer(task: Mapping[str, Any]) -> None:
         else:
             model.make_train_function()
             step = functools.partial(model.train_function, iter(data))
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
         for line in sys.stdin:
             for _ in range(int(line)):
                 step()
@@ -292,12 +254,6 @@ CASES = {
     "overhead": Case("one stage beside plain Keras", overhead, _STEPS | {"jit_compile": False}, rounds=30),
     "monitoring": Case("fits with the monitor", monitoring, {"model": "gpt", "batch": 32, "steps": 5}, rounds=40),
     "recompute": Case("what recomputation costs and saves", recomputation, _PARTS | {"micro_batches": 4, "steps": 2}),
-    "prediction": Case(
-        "simulated steps beside real ones",
-        prediction,
-        {"model": "gpt:small", "devices": 2, "batch": 32, "schedules": ",".join(POLICIES)},
-        rounds=15,
-    ),
     "client": Case("what the client adds on workers", client, _STEPS | {"steps": 40, "samples": 2, "micro_batches": 8}),
     "cluster": Case(
         "throughput of two workers",

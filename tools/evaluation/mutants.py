@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import copy
 import dataclasses
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -112,50 +112,37 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Call(node.func, [second, first, *others], node.keywords)
 
 
-def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """Yields (parent, field, index in it) of nodes that tests could miss: no annotations, decorators or error texts."""
+def replacements(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST, ast.AST]]:
+    """Yields (parent, field, index in it, node, its replacement): no annotations, decorators or error texts."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list") or isinstance(tree, (ast.Raise, ast.JoinedStr)):
             continue
-        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(child, ast.AST):
-                yield tree, field, index
-                yield from places(child)
+        for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(node, ast.AST):
+                yield from ((tree, field, index, node, new) for new in changes(node))
+                yield from replacements(node)
 
 
-def mutants_of(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
-    """Yields the numbers of all mutants of a file: of the place, and of the change there."""
-    for number, (parent, field, index) in enumerate(places(ast.parse(path.read_text(encoding="utf-8")))):
-        for change, _ in enumerate(changes(_child(parent, field, index))):
-            yield path, number, change
-
-
-def _child(parent: ast.AST, field: str, index: int | None) -> ast.AST:
-    value = getattr(parent, field)
-    child: ast.AST = value if index is None else value[index]
-    return child
-
-
-def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
-    """Returns the mutant with these numbers, see `mutants_of`."""
+def mutant(path: pathlib.Path, number: int) -> Mutant:
+    """Returns the mutant with this number of all `replacements` in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    parent, field, index = list(places(tree))[number]
-    old = _child(parent, field, index)
-    new = ast.copy_location(list(changes(copy.deepcopy(old)))[change], old)
+    parent, field, index, old, new = next(itertools.islice(replacements(tree), number, None))
+    before, after = (" ".join(ast.unparse(node).split())[:120] for node in (old, new))
     if index is None:
         setattr(parent, field, new)
     else:
         getattr(parent, field)[index] = new
+    ast.copy_location(new, old)
     ast.fix_missing_locations(tree)
-    before, after = (" ".join(ast.unparse(node).split())[:120] for node in (old, new))
     return Mutant(str(path.relative_to(ROOT)), getattr(old, "lineno", 0), before, after, tree)
 
 
 def draw(count: int, seed: int, folders: Sequence[str]) -> list[Mutant]:
     """Draws mutants of all files in folders, with a seed."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    numbers = [mutant_numbers for path in paths for mutant_numbers in mutants_of(path)]
-    return [mutant(*mutant_numbers) for mutant_numbers in random.Random(seed).sample(numbers, min(count, len(numbers)))]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    numbers = [(path, number) for path, tree in trees.items() for number, _ in enumerate(replacements(tree))]
+    return [mutant(*drawn) for drawn in random.Random(seed).sample(numbers, min(count, len(numbers)))]
 
 
 # ---- which tests
@@ -300,8 +287,10 @@ def main(arguments: Sequence[str]) -> None:
     users = imported_by(files)
     import keras  # noqa: F401  What takes long; none of our packages is imported before a mutant is in place.
 
-    sound: dict[str, bool] = {}  # test -> whether it passes without a mutant
-    in_time: dict[tuple[str, ...], bool] = {}  # tests -> whether they end in time without a mutant
+    @functools.cache
+    def pass_unchanged(*tests: str) -> bool:
+        return outcome(None, tests, options.seconds)["outcome"] == "survived"
+
     groups = {
         name: draw(count, options.seed, packages)[: math.ceil(options.share * count)]
         for name, (packages, count) in GROUPS.items()
@@ -312,16 +301,10 @@ def main(arguments: Sequence[str]) -> None:
         started = time.monotonic()
         tests = [*dict.fromkeys((*nearest_tests(module_name(change.file), users, options.files), *_DRAWS))]
         ended = outcome(change, tests, options.seconds)
-        if "::" in (by := ended["by"]):
-            if by not in sound:
-                sound[by] = outcome(None, [by], options.seconds)["outcome"] == "survived"
-            if not sound[by]:
-                ended["outcome"] = "a test that fails anyway"
-        if ended["outcome"] == "out of time":
-            key = tuple(tests)
-            if key not in in_time:
-                in_time[key] = outcome(None, tests, options.seconds)["outcome"] == "survived"
-            ended = {"outcome": "killed", "by": "time"} if in_time[key] else ended
+        if "::" in ended["by"] and not pass_unchanged(ended["by"]):
+            ended["outcome"] = "a test that fails anyway"
+        if ended["outcome"] == "out of time" and pass_unchanged(*tests):
+            ended = {"outcome": "killed", "by": "time"}
         outcomes[change.key] = {**ended, "seconds": round(time.monotonic() - started, 1), "tests": tests}
         options.json.write_text(json.dumps(outcomes, indent=2) + "\n")
         print(f"{number:4d} {ended['outcome']:10s} {change.key} ({ended['by']})", flush=True)

@@ -1,6 +1,6 @@
 """Processes that train in step with each other, by other means than ours: each line on stdin is a number of steps.
 
-Each answers with one line when its steps are done; the line's text is up to the process.
+Each writes a line when it is ready, and answers with one when its steps are done; the text is up to the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO
 
 from dapple_tf.tools.hosts import end_and_close, environment, launch
@@ -27,21 +27,12 @@ class Peers:
         answers: last line that each has answered.
     """
 
-    def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        commands: Sequence[Sequence[str]],
-        *,
-        environments: Sequence[Mapping[str, str]] | None = None,
-        greeted: bool = False,
-    ) -> None:
-        """Starts the processes.
+    def __init__(self, stack: contextlib.ExitStack, commands: Sequence[Sequence[str]]) -> None:
+        """Starts the processes, and waits until they are ready.
 
         Args:
             stack: ends them when it is closed.
             commands: command of each.
-            environments: additional variables of each.
-            greeted: whether each writes a line before anything else.
 
         Raises:
             PeersError: one ended before that.
@@ -50,15 +41,14 @@ class Peers:
         self._processes: list[subprocess.Popen[str]] = []
         self._errors: list[IO[str]] = []
         pipe = subprocess.PIPE
-        for command, own in zip(commands, environments or [{}] * len(commands), strict=True):
+        for command in commands:
             errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (the stack closes it)
             stack.enter_context(errors)
-            started = launch(command, stdin=pipe, stdout=pipe, stderr=errors, env={**environment(), **own})
+            started = launch(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment())
             stack.callback(end_and_close, started)
             self._processes.append(started)
             self._errors.append(errors)
-        if greeted:
-            self._listen()
+        self._listen()
 
     @property
     def processes(self) -> list[int]:

@@ -3,25 +3,26 @@
 A seed gives a model of some blocks (dense, convolution with strides, attention, recurrence, layers that are used twice,
 skip connections, lookups by the batch and by constants, penalties that are means or sums, rows in another order than
 the samples, lengths that data decide, state in branches and loops), whose length may be open, outputs, a loss, a
-metric, an optimizer, a plan, and the training loop's actions between steps: nothing, or reading and assigning variables
-as callbacks do. Blocks are drawn one after another with each other's tensors as inputs; a layer of block k is named
-``block_k``, so that any plan may cut there: the last one, or the one whose rows or length differ.
+metric, an optimizer, a plan of `random_plans`, and the training loop's actions between steps: nothing, or reading and
+assigning variables as callbacks do. Blocks are drawn one after another with each other's tensors as inputs; a layer of
+block k is named ``block_k``, so that any plan may cut there: the last one, or the one whose rows or length differ.
+Operators are placed at random, not by search, which would keep operators as small as these together.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.describe.plan_text import recompute_text
 from dapple_tf.keras_private import learning_rate_of
+from dapple_tf.operators import step_placer
 from dapple_tf.tools.evaluation.random_blocks import (
     DEPENDENT,
     IMAGE,
@@ -34,33 +35,31 @@ from dapple_tf.tools.evaluation.random_blocks import (
     LookUp,
     look_up_both_ways,
 )
+from dapple_tf.tools.evaluation.random_placements import random_placement
+from dapple_tf.tools.evaluation.random_plans import Drawn, MixedPlan, allowed_optimizers, allowed_plan
 from dapple_tf.tools.evaluation.training_comparison import Batch, Comparison, compare_training, train_on_batch
 
 layers, ops = keras.layers, keras.ops
 
 _CLASSES = 3
-_SCHEDULES = ("gpipe", "dapple_a", "dapple_b", "fast_forward", "fast_forward_a", "zb_h1", "zb_h2", "zero_bubble")
+_LEVELS = ("placed", "shards", "stages")
+"""Levels of plans, see `random_plans.LEVELS`; few of these models have tables whose rows could be in shards."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """A model to train.
 
     Attributes:
-        about: blocks, loss, optimizer and plan, in a line.
-        build: function that returns the compiled model; the same values each time.
-        plan: its plan.
+        chain: the model.
+        plan: its plan and optimizer.
         batches: one batch for each step.
         between: name of the training loop's action after each step, see `BETWEEN`.
-        exact: whether the result must be equal, see `Chain.exact`.
     """
 
-    about: str
-    build: Callable[[], keras.Model]
-    plan: dapple.Plan
+    chain: Chain
+    plan: MixedPlan
     batches: tuple[Batch, ...]
     between: str
-    exact: bool
 
 
 def compare_draw(seed: int) -> tuple[str, Comparison]:
@@ -69,54 +68,35 @@ def compare_draw(seed: int) -> tuple[str, Comparison]:
     The float type must be float64.
     """
     drawn = draw(seed)
-    devices = max(device for stage in drawn.plan.devices for device in stage) + 1
-    comparison = compare_training(
-        drawn.build,
-        lambda model: dapple.transform(model, dapple.Cluster.local(devices, kind="cpu"), drawn.plan),
-        drawn.batches,
-        train=functools.partial(_train, drawn.between),
-    )
-    return drawn.about, comparison
+    plan, cluster = drawn.plan.plan, drawn.plan.cluster
+    costs = dapple.OperatorCosts() if plan.operator_devices else None
+    with mock.patch.object(step_placer, "fd_dps", random_placement(seed)):
+        comparison = compare_training(
+            drawn.plan.build,
+            lambda model: dapple.transform(model, cluster, plan, operator_costs=costs),
+            drawn.batches,
+            train=functools.partial(_train, drawn.between),
+        )
+    return f"{drawn.plan}; between: {drawn.between}", comparison
 
 
 def draw(seed: int) -> Draw:
     """Returns the model, plan and batches of a seed."""
     rng = np.random.default_rng(seed)
     chain = Chain(rng)
-    optimizer = str(rng.choice(list(_OPTIMIZERS)))
     between = str(rng.choice([*BETWEEN, "nothing", "nothing"]))
-    stages = int(rng.integers(1, min(3, len(chain.blocks)) + 1))
-    cuts = sorted(rng.choice(len(chain.blocks) - 1, size=stages - 1, replace=False).tolist()) if stages > 1 else []
+    level = str(rng.choice(_LEVELS))
     whole = chain.end == "rows" and bool(rng.integers(2))  # One slice per stage, where labels' rows needn't be cut.
-    replicas = [int(rng.integers(1, 2 if whole else 3)) for _ in range(stages)]
-    starts = np.cumsum([0, *replicas])
-    micro_batches = int(rng.integers(1, 2 if whole else 5))
-    samples = int(rng.integers(micro_batches * 2, micro_batches * 3 + 3))
-    plan = dapple.Plan.manual(
-        [f"block_{cut}" for cut in cuts],
-        [list(range(start, start + count)) for start, count in zip(starts, replicas, strict=False)],
-        micro_batches,
-        samples,
-        str(rng.choice(_SCHEDULES)),
-        recompute=rng.choice(["none", "none", "boundary", "min_cut"], stages).tolist(),
-    )
-    data = tuple(chain.batch(rng, size) for size in (samples, max(1, samples // 2), samples))
-
-    def build() -> keras.Model:
-        keras.utils.set_random_seed(seed)
-        model = chain.build()
-        noise = np.random.default_rng(seed)
-        for variable in model.trainable_variables:
-            variable.assign(variable.numpy() + noise.normal(scale=0.1, size=variable.shape))
-        model.compile(_OPTIMIZERS[optimizer](), chain.losses(), metrics=chain.metrics(), jit_compile=False)
-        return model
-
-    about = (
-        f"{chain.form}: {', '.join(chain.blocks)}; {chain.end}; {chain.loss}; {chain.metric}; {optimizer}; "
-        f"stages {'+'.join(plan.cuts) or 'one'}, replicas {':'.join(map(str, replicas))}, "
-        f"M = {micro_batches} of {samples}, {plan.schedule}, recompute {recompute_text(plan)}; between: {between}"
-    )
-    return Draw(about, build, plan, data, between, chain.exact)
+    while True:
+        plan, servers = allowed_plan(rng, chain.cuts, level)
+        if not whole or plan.micro_batches == max(plan.replicas) == 1:
+            break
+    optimizer = str(rng.choice(allowed_optimizers(plan)))
+    batch = plan.global_batch_size
+    sizes = (batch, int(rng.integers(1, batch)), batch)
+    model = Drawn(chain.about, chain.build, chain.cuts, chain.batch, chain.losses, chain.metrics)
+    batches = tuple(chain.batch(rng, size) for size in sizes)
+    return Draw(chain, MixedPlan(seed, model, optimizer, plan, servers, sizes), batches, between)
 
 
 # ---- models
@@ -147,6 +127,16 @@ class Chain:
     def exact(self) -> bool:
         """Whether nothing in the model may be refused or noted."""
         return not {*self.blocks, self.end} & {*DEPENDENT, "rows"}
+
+    @property
+    def about(self) -> str:
+        """Its blocks, outputs, loss and metric."""
+        return f"{self.form}: {', '.join(self.blocks)}; {self.end}; {self.loss}; {self.metric}"
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Layers after which it may be cut."""
+        return tuple(f"block_{number}" for number in range(len(self.blocks) - 1))
 
     def build(self) -> keras.Model:
         """Builds the model, not compiled."""
@@ -283,20 +273,6 @@ _LOSSES: Mapping[str, Callable[[], Any]] = {
     "masked twice": lambda: _masked_twice,
     "scalar": Scalar,
 }
-
-_OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=1.0),
-    "adam": lambda: keras.optimizers.Adam(1e-2, epsilon=1e-4),
-    "adam, scheduled": lambda: keras.optimizers.Adam(
-        keras.optimizers.schedules.ExponentialDecay(1e-2, 1, 0.5), epsilon=1e-4
-    ),
-    "adamw": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.01, epsilon=1e-4, global_clipnorm=0.5),
-    "rmsprop": lambda: keras.optimizers.RMSprop(1e-2, epsilon=1e-4, momentum=0.5),
-    "lamb": lambda: keras.optimizers.Lamb(1e-2, epsilon=1e-4),
-    "adagrad": lambda: keras.optimizers.Adagrad(0.1, clipvalue=0.1),
-    "nadam": lambda: keras.optimizers.Nadam(1e-2, epsilon=1e-4, use_ema=True, ema_momentum=0.9),
-}
-
 
 # ---- training loops
 

@@ -31,7 +31,6 @@ from absl import app, flags
 import dapple_tf
 
 _WRITE = flags.DEFINE_boolean("write", False, "Rewrite the outputs in the document, and its pictures.")
-_FOLDER = flags.DEFINE_string("folder", None, "Run in this folder and leave everything there; default: a scratch one.")
 
 _ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
@@ -147,10 +146,8 @@ def main(argv: Sequence[str]) -> None:
         if not path.is_file():
             raise app.UsageError(f"{name} isn't a file")
         document = path.read_text(encoding="utf-8")
-        with contextlib.ExitStack() as stack:
-            folder = pathlib.Path(_FOLDER.value or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(contextlib.chdir(folder))
+        with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
+            folder = pathlib.Path(scratch)
             os.environ["DAPPLE_CACHE"] = str(folder / ".cache")  # Profiles are measured now.
             try:
                 changed = run(document, name)

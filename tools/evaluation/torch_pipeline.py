@@ -1,9 +1,8 @@
-"""One rank of a pipeline that PyTorch trains; `tools.evaluation.bench_torch` starts it.
+"""One rank of a pipeline in which PyTorch trains the GPT of `bench_models`; `bench_torch` starts it.
 
-It runs under an interpreter that has PyTorch, which needn't have TensorFlow: it imports nothing but
-`tools.evaluation.torch_models`. The models have the layers and the weights of ours; all else is as PyTorch does it
-best: a fused optimizer, the schedules of torch.distributed.pipelining, a gloo process for each rank, bfloat16 by
-autocast with each weight cast once in a step.
+It runs under an interpreter that has PyTorch, which needn't have TensorFlow: it imports nothing of this repository. The
+model has the layers and the weights of ours; all else is as PyTorch does it best: attention in one call, a fused
+optimizer, the schedules of torch.distributed.pipelining, a gloo process for each rank.
 
 The only argument is a task as JSON (see `main`). For each line on standard input, a number of steps, it trains and
 answers with a line of JSON: the seconds, and the loss of the last step (null in all ranks but that of the last stage).
@@ -12,7 +11,7 @@ The first line that it writes tells the version and its number of parameters.
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import datetime
 import json
 import os
@@ -24,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
+from torch import nn
 from torch.distributed import pipelining
 from torch.nn import functional
-
-from .torch_models import make_stage  # noqa: TID251 (`dapple_tf` can't be imported here)
 
 _PATIENCE = datetime.timedelta(seconds=300)
 
@@ -37,6 +35,103 @@ SCHEDULES = {
     "zb_v": pipelining.ScheduleZBVZeroBubble,
 }
 """Schedules by name; the first takes one stage of a rank, the others two."""
+
+
+_EPSILON = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.attention_output = nn.Linear(width, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, width] -> the same shape."""
+        batch, sequence, width = inputs.shape
+
+        def split(values: torch.Tensor) -> torch.Tensor:
+            return values.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2)
+
+        parts = [split(layer(inputs)) for layer in (self.query, self.key, self.value)]
+        attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.attention_output(attended.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors, with learned positions."""
+
+    def __init__(self, vocabulary: int, sequence: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.zeros(vocabulary, width))
+        self.positions = nn.Parameter(torch.zeros(sequence, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [batch, sequence] -> [batch, sequence, width]."""
+        return functional.embedding(tokens, self.tokens) + self.positions
+
+
+class Block(nn.Module):
+    """Pre-LN transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, eps=_EPSILON)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width, eps=_EPSILON)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, width] -> the same shape."""
+        middle = inputs + self.attention(self.attention_norm(inputs))
+        hidden = functional.gelu(self.expand(self.mlp_norm(middle)), approximate="tanh")
+        return middle + self.contract(hidden)
+
+
+def make_stage(size: Mapping[str, Any], blocks: range) -> nn.Sequential:
+    """Returns a stage of the GPT, whose layers have their names in Keras.
+
+    Args:
+        size: arguments of `models.gpt.GptConfig`.
+        blocks: the blocks; the stage with the first also has what precedes it, that with the last what follows it.
+    """
+    width = size["width"]
+    layers: dict[str, nn.Module] = {}
+    if blocks.start == 0:
+        layers["embedding"] = Embedding(size["vocabulary"], size["sequence"], width)
+    layers |= {f"block_{index}": Block(width, size["heads"]) for index in blocks}
+    if blocks.stop == size["depth"]:
+        layers["final_norm"] = nn.LayerNorm(width, eps=_EPSILON)
+        layers["logits"] = nn.Linear(width, size["vocabulary"], bias=False)
+    return nn.Sequential(collections.OrderedDict(layers))
+
+
+@torch.no_grad()
+def take_weights(stage: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+    """Takes over the weights of the Keras model, by their paths there.
+
+    Raises:
+        ValueError: a weight of this stage isn't among them, or has another number of elements.
+    """
+    by_name = {path.replace("/", "_"): value for path, value in weights.items()}
+    for name, parameter in stage.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        layer = stage.get_submodule(owner)
+        if isinstance(layer, nn.LayerNorm):
+            kind = {"weight": "gamma", "bias": "beta"}[kind]
+        elif kind == "weight":
+            kind = "kernel"
+        key = f"{owner}.{kind}".replace(".", "_")
+        if key not in by_name or by_name[key].size != parameter.numel():
+            actual = f"shape {by_name[key].shape}" if key in by_name else "nothing"
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, but there is {actual} for {key}")
+        value = by_name[key]
+        if kind == "kernel":  # Keras: [in..., out...], e.g. out: (heads, size)
+            value = value.reshape(*parameter.shape[::-1]).T
+        parameter.copy_(torch.from_numpy(np.ascontiguousarray(value.reshape(parameter.shape))))
 
 
 class Trainer:
@@ -49,19 +144,15 @@ class Trainer:
     def __init__(self, task: Mapping[str, Any]) -> None:
         with np.load(task["file"], allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        inputs = {name: _tensor(arrays.pop(f"x/{name}")) for name in task["inputs"]}
-        self._shared = {name: inputs.pop(name) for name in task["shared"]}
-        self._inputs, self._labels = tuple(inputs.values()), _tensor(arrays.pop("y"))
+        self._tokens, self._labels = (torch.from_numpy(arrays.pop(name)).long() for name in "xy")
         own = [index for index, rank in enumerate(task["ranks"]) if rank == task["rank"]]
-        self.stages = [make_stage(task["family"], task["size"], range(*task["blocks"][index])) for index in own]
+        self.stages = [make_stage(task["size"], range(*task["blocks"][index])) for index in own]
         for stage in self.stages:
-            stage.take(arrays)
+            take_weights(stage, arrays)
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         self._optimizer = torch.optim.Adam(parameters, lr=task["learning_rate"], eps=1e-7, fused=True)
-        self._bfloat16 = task["dtype"] == "bfloat16"
-        count = len(task["ranks"])
+        count, device = len(task["ranks"]), torch.device("cpu")
         modules = [torch.compile(stage) if task["compile"] else stage for stage in self.stages]
-        device = torch.device("cpu")
         stages = [
             pipelining.PipelineStage(module, index, count, device) for module, index in zip(modules, own, strict=True)
         ]
@@ -75,17 +166,9 @@ class Trainer:
         self._optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         last: dict[str, Any] = {"target": self._labels, "losses": losses} if self._last else {}
-        precision = torch.autocast("cpu", torch.bfloat16) if self._bfloat16 else contextlib.nullcontext()
-        with precision:
-            self._schedule.step(*self._inputs if self._first else (), **self._shared, **last, return_outputs=False)
+        self._schedule.step(*[self._tokens] if self._first else (), **last, return_outputs=False)
         self._optimizer.step()
         return float(torch.stack(losses).mean()) if losses else None
-
-
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    """Returns images as they are, and indices as int64, which embeddings and losses take."""
-    tensor = torch.from_numpy(values)
-    return tensor if tensor.is_floating_point() else tensor.long()
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -95,15 +178,13 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Trains as it is told.
 
-    The task has ``family`` and ``size`` of the model (see `torch_models.make_stage`), ``blocks`` (start and stop of
-    each stage), ``ranks`` (of each stage), ``rank``, ``port`` (of 127.0.0.1, free), ``schedule`` (one of `SCHEDULES`),
-    ``micro_batches``, ``learning_rate``, ``dtype`` ("float32" or "bfloat16"), ``compile`` (whether by torch.compile),
-    ``threads``, ``inputs`` (names of the model's inputs, in order), ``shared`` (those of them that all stages get), and
-    ``file`` (an .npz file with the inputs as ``x/<name>``, the labels ``y``, and the Keras model's weights by their
-    paths).
+    The task has ``size`` of the GPT, ``blocks`` (start and stop of each stage), ``ranks`` (of each stage), ``rank``,
+    ``port`` (of 127.0.0.1, free), ``schedule`` (one of `SCHEDULES`), ``micro_batches``, ``learning_rate``, ``compile``
+    (whether by torch.compile), and ``file`` (an .npz file with the tokens ``x``, the labels ``y``, and the Keras
+    model's weights by their paths).
     """
     task = json.loads(sys.argv[1])
-    torch.set_num_threads(task["threads"])
+    torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
     ranks = max(task["ranks"]) + 1
     torch.distributed.init_process_group("gloo", rank=task["rank"], world_size=ranks, timeout=_PATIENCE)

@@ -68,7 +68,6 @@ def compare_training(
     *,
     train: Train = train_on_batch,
     dtype: str = "float64",
-    most: float | None = None,
 ) -> Comparison:
     """Trains a model both ways and compares the logs of every step, and finally every variable and slot.
 
@@ -78,7 +77,6 @@ def compare_training(
         batches: one batch for each step.
         train: function that makes a step.
         dtype: selects the tolerance.
-        most: the largest difference that rounding explains; None for that of ``TOLERANCE``.
     """
     plain, own = build(), build()
     before = [variable.numpy() for variable in own.variables]
@@ -101,7 +99,7 @@ def compare_training(
     moved = zip(before, own.variables, strict=True)
     if all(np.array_equal(old, variable.numpy()) for old, variable in moved if variable.trainable):
         return Comparison("failed", difference, "training changed nothing")
-    bound = TOLERANCE[dtype] if most is None else most
+    bound = TOLERANCE[dtype]
     told = [note for note in notes if note.kind not in _NO_EXCUSE]
     if difference <= bound:
         difference, where = max((difference, where), _largest_of_logs(logs, expected, dtype))

@@ -77,8 +77,8 @@ class Architecture:
         inputs = {tensor.name: self._input(tensor, rng, samples) for tensor in model.inputs}
         leaves = [inputs[tensor.name] for tensor in model.inputs]
         x = leaves[0] if len(leaves) == 1 else leaves
-        shapes = [tensor.shape for tensor in keras.tree.flatten(model.compute_output_spec(_symbolic(model, leaves)))]
-        labels = [rng.normal(size=(samples, *shape[1:])).astype(keras.backend.floatx()) for shape in shapes]
+        shapes = [tensor.shape for tensor in keras.tree.flatten(model(x))]
+        labels = [rng.normal(size=shape).astype(keras.backend.floatx()) for shape in shapes]
         return x, labels[0] if len(labels) == 1 else labels
 
     def middle(self, model: keras.Model) -> str:
@@ -135,14 +135,6 @@ def narrowest(model: keras.Model, x: Any, dtype: str) -> str:
 def _float_outputs(backbone: keras.Model) -> list[Any]:
     outputs = keras.tree.flatten(backbone.output)
     return [tensor for tensor in outputs if keras.backend.is_float_dtype(tensor.dtype) and len(tensor.shape) >= 2]
-
-
-def _symbolic(model: keras.Model, leaves: list[np.ndarray]) -> Any:
-    tensors = [
-        keras.KerasTensor((None, *array.shape[1:]), tensor.dtype)
-        for array, tensor in zip(leaves, model.inputs, strict=True)
-    ]
-    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _silence(model: keras.Model) -> None:
