@@ -67,8 +67,8 @@ class Judged:
     verdict: str
 
 
-Value = float | bool | Judged | None
-"""A figure, whether a sentence holds, or a judged one; None where a setting doesn't apply."""
+Value = float | bool | str | Judged | None
+"""A figure, whether a sentence holds, a plan, or a judged one; None where a setting doesn't apply."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Claim:
 
     Attributes:
         name: table or figure, and what.
-        paper: the paper's; a text where it is a sentence.
+        paper: the paper's; a text where it is a sentence or a plan.
         ours: setting -> ours, the paper's own setting first.
         unit: unit of both; ``x`` for ratios, ``%`` for fractions.
         band: the bands.
@@ -106,14 +106,14 @@ class Claim:
             return UNTOLD
         if isinstance(ours, Judged):
             return ours.verdict
-        if isinstance(ours, bool) or isinstance(self.paper, str):
-            return SAME if ours else UNTOLD if self.untold else WORSE
+        if isinstance(self.paper, str) or isinstance(ours, bool | str):
+            return SAME if ours is True or ours == self.paper else WORSE
         within = self.band.verdict(self.paper, ours, ratio=self.unit == "x")
         if within is not None:
             return within
         return UNTOLD if self.untold else BETTER if (ours > self.paper) != self.less else WORSE
 
-    def text(self, value: Value | str) -> str:
+    def text(self, value: Value) -> str:
         """Returns a figure of this claim as it is shown."""
         if isinstance(value, Judged):
             return value.text

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.early_reductions import cut_trials
 from dapple_tf.planning.fastest_reductions import with_fastest_reductions
@@ -37,8 +36,6 @@ from dapple_tf.tools.evaluation.pipedream import pipedream
 
 _PER_DEVICE = (1, 2, 3, 4, 6, 8)
 """Stages on each device in Megatron's layouts."""
-_FLOPS = 60e12
-"""Operations per second of a V100 in a transformer's matrix products, in half precision."""
 _NEAR = 1.05
 """A plan that is slower than its owner's best by this factor under P_B isn't tried under other policies."""
 _VARIED = 2
@@ -54,53 +51,16 @@ class Case(NamedTuple):
     """A model on a cluster.
 
     Attributes:
-        name: its name.
         profile: its layers.
         cluster: the devices.
         batch: samples of a step.
         counts: numbers of micro-batches.
     """
 
-    name: str
     profile: Profile
     cluster: Cluster
     batch: int
     counts: tuple[int, ...]
-
-
-def gpt(blocks: int, hidden: int = 1536, length: int = 1024, words: int = 50257) -> Profile:
-    """Returns a GPT with an embedding and a head that share no weights, in half precision, by its operations.
-
-    Args:
-        blocks: number of transformer blocks.
-        hidden: width of the model.
-        length: tokens of a sample.
-        words: size of the vocabulary.
-    """
-    block = 24 * length * hidden**2 + 4 * length**2 * hidden
-    sent = 2.0 * length * hidden
-
-    def layer(name: str, operations: float, parameters: float, residuals: float) -> LayerProfile:
-        seconds = operations / _FLOPS
-        return LayerProfile(
-            name,
-            Cost(2e-5, seconds),
-            Cost(4e-5, 2 * seconds),
-            Cost(2e-5, seconds),
-            residual_bytes=Cost(0.0, residuals),
-            output_bytes=Cost(0.0, sent),
-            parameter_bytes=int(2 * parameters),
-            slot_bytes=int(12 * parameters),
-            apply_seconds=parameters * 16 / 700e9,
-        )
-
-    layers = (
-        layer("embedding", 2.0 * length * hidden, (words + length) * hidden, sent),
-        *(layer(f"block_{index}", block, 12 * hidden**2, 17 * sent) for index in range(blocks)),
-        layer("head", 2.0 * length * hidden * words, words * hidden, 2.0 * length * words + sent),
-    )
-    tensors = tuple(Tensor(index, (index + 1,), Cost(0.0, sent)) for index in range(blocks + 1))
-    return Profile(f"gpt-{blocks}", "V100", (1, 2), layers, tensors)
 
 
 def experts(case: Case) -> Iterator[Plan]:
