@@ -169,8 +169,12 @@ def samples_of(network: str, cluster: str) -> int:
     return {("ResNet-50", "Pub-A"): 128, ("ResNet-101", "Pub-A"): 96}.get((network, cluster), 64)
 
 
-def figure_10_rows() -> list[tuple[str, str, int]]:
-    """Returns (network, cluster, devices) of the rows that section 8.3 has numbers of."""
+Row = tuple[str, str, int]
+"""Network, cluster and devices."""
+
+
+def figure_10_rows() -> list[Row]:
+    """Returns the rows that section 8.3 has numbers of."""
     rows = [("ResNet-101", "Priv-A", 8), ("ResNet-101", "Pub-A", 8)]
     rows += [(network, "Priv-B", count) for network in SHOWN for count in (16, 20)]
     rows += [(network, "Pub-A", count) for network in SHOWN for count in (2, 4, 16, 32, 48)]

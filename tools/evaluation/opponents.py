@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
@@ -40,7 +40,8 @@ _NEAR = 1.05
 """A plan that is slower than its owner's best by this factor under P_B isn't tried under other policies."""
 _VARIED = 2
 """Number of an owner's leading plans that are tried under every policy."""
-_CHUNKS = (8,)
+_CHUNKS = 8
+"""Chunks of an owner's best plan, whose gradients are then reduced in another order."""
 _HOPELESS = 1.1
 """Layouts of Megatron's that are slower than our plan by this factor aren't simulated to the end."""
 _FIRST = ("dapple_b", "interleaved")
@@ -145,40 +146,27 @@ class _Search:
             leaders = list(dict.fromkeys([*leaders, *kinds.values()]))
         for plan in leaders:
             if plan.num_stages > 1:
-                self.add(_under(plan, [name for name in POLICIES if name not in _FIRST]))
+                self.add(_changed(plan, ({"schedule": name} for name in POLICIES if name not in _FIRST)))
         if self.best is not None:
             best = dataclasses.replace(self.best.costs.plan, backward_cuts=(), relays=(), report=None)
-            for chunks in _CHUNKS:
-                parts = chunked(best, self.case.profile, chunks)
-                if parts != best:
-                    for k in (0, parts.num_stages):
-                        self.add(_changed(parts, reverse_first_k=k))
+            parts = chunked(best, self.case.profile, _CHUNKS)
+            if parts != best:
+                self.add(_changed(parts, ({"reverse_first_k": k} for k in (0, parts.num_stages))))
 
 
-def _changed(plan: Plan, **changes: int) -> Iterator[Plan]:
-    try:
-        yield dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
-    except PlanError:
-        return
-
-
-def _under(plan: Plan, policies: Sequence[str]) -> Iterator[Plan]:
-    for policy in policies:
-        try:
-            yield dataclasses.replace(plan, schedule=policy)
-        except PlanError:
-            continue  # this policy has other placements
+def _changed(plan: Plan, changes: Iterable[Mapping[str, Any]]) -> Iterator[Plan]:
+    """Yields the plan with each of the changes that make a legal one."""
+    for change in changes:
+        with contextlib.suppress(PlanError):
+            yield dataclasses.replace(plan, **change)
 
 
 def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:
     """Yields the plans of these stages under P_B."""
     for partition, count, mode in itertools.product(partitions, case.counts, ("none", "boundary")):
-        cuts = [case.profile.layers[cut].name for cut in partition.cuts]
-        policy = "dapple_b" if cuts else "dapple_a"
-        try:
-            yield Plan.manual(cuts, partition.devices, count, case.batch, policy, recompute=mode)
-        except PlanError:
-            continue  # fewer samples than replicas
+        plan = partition.plan(case.profile, count, case.batch, "dapple_b", mode)
+        if plan is not None:
+            yield plan
 
 
 def strongest(

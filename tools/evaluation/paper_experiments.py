@@ -119,12 +119,9 @@ def _two_stages(
     for end, first in itertools.product(coarsened(profile, _CUTS)[:-1], range(1, devices)):
         partition = Partition((end - 1,), (first, devices - first))
         for count in counts:
-            try:
-                plan = Plan.manual([profile.layers[end - 1].name], partition.devices, count, batch, "dapple_a")
-                costs = CostModel(plan, profile, cluster)
-                yield pipeline_latency(stage_times(costs), count).latency, partition
-            except PlanError:
-                continue  # fewer samples than replicas
+            plan = partition.plan(profile, count, batch, "dapple_a")
+            if plan is not None:
+                yield pipeline_latency(stage_times(CostModel(plan, profile, cluster)), count).latency, partition
 
 
 def in_proportion(profile: Profile) -> Profile:

@@ -7,6 +7,7 @@ the optimizer's update.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,6 +20,7 @@ import numpy as np
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.layer_profile import Cost
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
 
@@ -313,10 +315,13 @@ class Partition:
         ends = list(itertools.accumulate(self.replicas))
         return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
 
-    def __str__(self) -> str:
-        if len(self.replicas) == 1:
-            return "DP"
-        return "straight" if set(self.replicas) == {1} and len(self.replicas) > 2 else ":".join(map(str, self.replicas))
+    def plan(self, profile: Profile, count: int, batch: int, schedule: str, recompute: str = "none") -> Plan | None:
+        """Returns the plan with these micro-batches; None if it isn't legal, as with fewer samples than replicas."""
+        cuts = [profile.layers[cut].name for cut in self.cuts]
+        policy = schedule if cuts else "dapple_a"
+        with contextlib.suppress(PlanError):
+            return Plan.manual(cuts, self.devices, count, batch, policy, recompute=recompute)
+        return None
 
 
 @dataclass(frozen=True)

@@ -160,13 +160,11 @@ def best(
         )
     ]
     for partition, count, samples in divisions:
-        cuts = [profile.layers[cut].name for cut in partition.cuts]
-        for schedule in schedules if cuts else ("dapple_a",):
+        for schedule in schedules if partition.cuts else schedules[:1]:
             for mode in recompute:
-                try:
-                    plan = Plan.manual(cuts, partition.devices, count, samples, schedule, recompute=mode)
-                except PlanError:
-                    break  # fewer samples than replicas
+                plan = partition.plan(profile, count, samples, schedule, mode)
+                if plan is None:
+                    break
                 try:
                     run = _run(plan, profile, cluster)
                 except PlanError:
