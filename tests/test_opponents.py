@@ -9,15 +9,21 @@ from hardware import cluster_of, profile_of
 from op_graphs import Builder, topology
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile import Profile
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.tools.evaluation import opponents
 from dapple_tf.tools.evaluation.bench_scale import cluster_of as v100s
+from dapple_tf.tools.evaluation.ooo_models import Transformer
 from dapple_tf.tools.evaluation.pipedream import pipedream
+
+
+def gpt(blocks: int) -> Profile:
+    return Transformer("gpt", blocks, 512, tokens=1024, words=50257, predicted=1024).profile()
 
 
 @pytest.mark.parametrize(("blocks", "devices", "batch"), [(6, 4, 16), (12, 8, 32)])
 def test_no_expert_and_no_paper_is_faster_on_a_small_gpt(blocks: int, devices: int, batch: int) -> None:
-    case = opponents.Case("small", opponents.gpt(blocks, hidden=512), v100s(devices), batch, (1, 4, 8))
+    case = opponents.Case(gpt(blocks), v100s(devices), batch, (1, 4, 8))
     best = dapple.plan(case.profile, case.cluster, case.batch, micro_batches=case.counts)
     assert best.report is not None
     others = opponents.strongest(case, [], [], math.inf)
@@ -34,7 +40,7 @@ def test_pipedreams_partition_of_equal_layers_is_equal() -> None:
 
 
 def test_megatrons_layouts_have_equal_blocks_on_all_devices() -> None:
-    case = opponents.Case("small", opponents.gpt(14), v100s(8), 32, (8,))
+    case = opponents.Case(gpt(14), v100s(8), 32, (8,))
     plans = list(opponents.experts(case))
     assert {plan.replicas[0] * len(set(plan.devices)) for plan in plans} == {8}
     assert {plan.num_stages // len(set(plan.devices)) for plan in plans} >= {1, 2, 4}

@@ -33,7 +33,7 @@ from absl import flags
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import Quartiles, check_output, markdown, write_results
 
-MODULES = ("bench_training", "bench_accuracy", "bench_scale", "bench_torch")
+MODULES = ("bench_training", "bench_accuracy", "bench_scale", "bench_torch", "bench_limited")
 """Modules of `tools.evaluation` with cases."""
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

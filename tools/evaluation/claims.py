@@ -67,8 +67,8 @@ class Judged:
     verdict: str
 
 
-Value = float | bool | Judged | None
-"""A figure, whether a sentence holds, or a judged one; None where a setting doesn't apply."""
+Value = float | bool | str | Judged | None
+"""A figure, whether a sentence holds, a plan, or a judged one; None where a setting doesn't apply."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Claim:
 
     Attributes:
         name: table or figure, and what.
-        paper: the paper's; a text where it is a sentence.
+        paper: the paper's; the ends of a range, of which the nearest figure counts; a text for a sentence or a plan.
         ours: setting -> ours, the paper's own setting first.
         unit: unit of both; ``x`` for ratios, ``%`` for fractions.
         band: the bands.
@@ -88,7 +88,7 @@ class Claim:
     """
 
     name: str
-    paper: float | str
+    paper: float | tuple[float, float] | str
     ours: Mapping[str, Value] = field(default_factory=dict)
     unit: str = "x"
     band: Band = USUAL
@@ -106,15 +106,23 @@ class Claim:
             return UNTOLD
         if isinstance(ours, Judged):
             return ours.verdict
-        if isinstance(ours, bool) or isinstance(self.paper, str):
-            return SAME if ours else UNTOLD if self.untold else WORSE
-        within = self.band.verdict(self.paper, ours, ratio=self.unit == "x")
+        if isinstance(self.paper, str) or isinstance(ours, bool | str):
+            return SAME if ours is True or ours == self.paper else WORSE
+        paper = self.nearest(ours)
+        within = self.band.verdict(paper, ours, ratio=self.unit == "x")
         if within is not None:
             return within
-        return UNTOLD if self.untold else BETTER if (ours > self.paper) != self.less else WORSE
+        return UNTOLD if self.untold else BETTER if (ours > paper) != self.less else WORSE
 
-    def text(self, value: Value | str) -> str:
+    def nearest(self, ours: float) -> float:
+        """Returns the paper's figure; of a range the nearest to ours."""
+        least, most = self.paper if isinstance(self.paper, tuple) else (float(self.paper), float(self.paper))
+        return min(max(ours, least), most)
+
+    def text(self, value: Value | tuple[float, float]) -> str:
         """Returns a figure of this claim as it is shown."""
+        if isinstance(value, tuple):
+            return " to ".join(map(self.text, value))
         if isinstance(value, Judged):
             return value.text
         if isinstance(value, str):
@@ -128,7 +136,7 @@ class Claim:
         """Returns what results are held to, besides their numbers."""
         verdicts = {setting: verdict for setting in self.ours if (verdict := self.verdict(setting)) is not None}
         gain = f"; gain {MORE:g}x, {MOST:g}x" if self.unit == "x" else ""
-        paper = self.paper if isinstance(self.paper, str) else f"{self.paper:.6g}"
+        paper = f"{self.paper:.6g}" if isinstance(self.paper, float | int) else str(self.paper)
         return {"paper": paper, "band": f"{self.band.same:.4g}, {self.band.near:.4g}{gain}", **verdicts}
 
 

@@ -89,7 +89,7 @@ def picture(claims: Sequence[Claim], settings: Mapping[str, str], title: str) ->
 
     What is beyond four times or a quarter stands at the edge.
     """
-    shown_claims = [claim for claim in claims if isinstance(claim.paper, float | int) and _numbers(claim)]
+    shown_claims = [claim for claim in claims if not isinstance(claim.paper, str) and _numbers(claim)]
     bottom = 60 + _LINE * len(shown_claims)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{bottom + 40}" font-family="sans-serif" '
@@ -114,7 +114,7 @@ def picture(claims: Sequence[Claim], settings: Mapping[str, str], title: str) ->
         numbers = _numbers(claim)
         for setting, colour in reversed(list(zip(settings, _COLOURS, strict=False))):
             if setting in numbers:
-                at = _at(numbers[setting] / float(claim.paper))
+                at = _at(numbers[setting] / claim.nearest(numbers[setting]))
                 lines.append(f'<circle cx="{at:.1f}" cy="{y}" r="4" fill="{colour}" fill-opacity="0.85"/>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 

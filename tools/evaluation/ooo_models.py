@@ -13,14 +13,16 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.operators.flops import MATMUL, MEMORY, Work
 from dapple_tf.operators.rooflines import P100 as P100_SXM2
 from dapple_tf.operators.rooflines import Roofline
+from dapple_tf.tools.evaluation.paper_models import ETHERNET_LATENCY, NVLINK_LATENCY, USABLE_MEMORY, gpus
 
 FLOAT = 4
 """Bytes of a number: the paper trains in single precision."""
@@ -32,41 +34,33 @@ P100 = dataclasses.replace(P100_SXM2, flops=9.3e12)
 TITAN_XP = dataclasses.replace(P100_SXM2, flops=12.15e12, bandwidth=547.7e9)
 """Titan Xp by its data sheet."""
 
-V100_MEMORY = 15_000_000_000
-"""Bytes of a 16 GB V100 that a model can use, as in the evaluation of DAPPLE."""
-
 NVLINK = 50e9
 """Bytes/s, section 8.4.1: "NVLink (50GB), PCIe 3.0 (16GB), and 10Gb Ethernet (1GB)"."""
 PCIE = 16e9
 ETHERNET = 1e9
 GIGABIT = 1e9 / 8
 """Bytes/s of table 2's Ethernets, which stand there by their line rates, for each Gbit/s."""
-NVLINK_LATENCY = 5e-6
-ETHERNET_LATENCY = 30e-6
 
 MOMENTUM, ADAM = 1, 2
 """Numbers that an optimizer keeps for each parameter (section 8.1: momentum for CNNs, Adam for BERT and GPT)."""
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(NamedTuple):
     """A kind of cluster.
 
     Attributes:
-        name: the paper's.
         device: the roofline of its GPUs.
         per_server: GPUs of a server.
         inside: bytes/s between two of them.
-        outside: bytes/s of a server's network card; None for one server only.
+        outside: bytes/s of a server's network card.
         memory: bytes of a GPU that a model can use; None for unknown.
     """
 
-    name: str
     device: Roofline
     per_server: int
     inside: float
-    outside: float | None
-    memory: int | None = V100_MEMORY
+    outside: float
+    memory: int | None = USABLE_MEMORY
 
     def cluster(self, devices: int, *, apart: bool = False) -> Cluster:
         """Returns ``devices`` GPUs, on as few servers as they fill.
@@ -77,35 +71,26 @@ class Hardware:
                 BytePS scripts, which start a worker for each GPU and a parameter server for each machine. A card then
                 carries, each way, what a ring through the servers does, as often as the server has GPUs.
         """
-        servers = (index // self.per_server for index in range(devices))
-        reductions = ReductionLinks()
-        if apart and self.outside is not None and devices > self.per_server:
-            reductions = ReductionLinks(between=Link(self.outside / self.per_server, ETHERNET_LATENCY))
-        return Cluster(
-            tuple(
-                Device(f"/job:worker/task:{server}/device:GPU:{index % self.per_server}", server, self.memory)
-                for index, server in enumerate(servers)
-            ),
-            intra_bandwidth=self.inside,
-            intra_latency=NVLINK_LATENCY,
-            inter_bandwidth=self.outside,
-            inter_latency=ETHERNET_LATENCY,
-            real=False,
-            reductions=reductions,
-        )
+        each = min(devices, self.per_server)
+        inside, between = Link(self.inside, NVLINK_LATENCY), Link(self.outside, ETHERNET_LATENCY)
+        shared = ReductionLinks(between=Link(self.outside / self.per_server, ETHERNET_LATENCY))
+        reductions = shared if apart and devices > each else None
+        return gpus(devices // each, each, inside, between, self.memory, reductions)
 
 
-PRIV_A = Hardware("Priv-A", TITAN_XP, 1, PCIE, 10 * GIGABIT, None)
-PRIV_B = Hardware("Priv-B", P100, 1, PCIE, 20 * GIGABIT, None)
-PUB_A = Hardware("Pub-A", V100, 4, NVLINK, 10 * GIGABIT, None)
-PUB_B = Hardware("Pub-B", V100, 8, NVLINK, 25 * GIGABIT)
+CLUSTERS = {
+    "Priv-A": Hardware(TITAN_XP, 1, PCIE, 10 * GIGABIT, None),
+    "Priv-B": Hardware(P100, 1, PCIE, 20 * GIGABIT, None),
+    "Pub-A": Hardware(V100, 4, NVLINK, 10 * GIGABIT, None),
+    "Pub-B": Hardware(V100, 8, NVLINK, 25 * GIGABIT),
+}
 """Table 2. What data parallelism has in memory is known to fit, as the paper trains it; its own sizes don't count."""
 FOUR = {
-    "NVLink": Hardware("NVLink", V100, 4, NVLINK, None),
-    "PCIe": Hardware("PCIe", V100, 4, PCIE, None),
-    "Ethernet": Hardware("Ethernet", V100, 1, NVLINK, ETHERNET),
+    "NVLink": Hardware(V100, 4, NVLINK, ETHERNET),
+    "PCIe": Hardware(V100, 4, PCIE, ETHERNET),
+    "Ethernet": Hardware(V100, 1, NVLINK, ETHERNET),
 }
-"""Section 8.4.1: four V100s in three networks."""
+"""Section 8.4.1: four V100s in three networks; the first two are in one server."""
 
 
 # ---- layers from kernels

@@ -52,60 +52,35 @@ class Convolution(NamedTuple):
     depthwise: bool = False
     added: int = 0
 
-    @property
-    def depth(self) -> int:
-        """Length of its inner products."""
-        return self.size**2 * (1 if self.depthwise else self.inputs)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters: kernel, and the normalisation's scale and offset."""
-        return self.depth * self.outputs + 2 * self.outputs
-
-    @property
-    def flops(self) -> float:
-        """Operations of a sample's forward."""
-        return 2.0 * self.image**2 * self.outputs * self.depth
-
-    @property
-    def read(self) -> float:
-        """Numbers of a sample's input."""
-        return float((self.image * self.stride) ** 2 * self.inputs)
-
-    @property
-    def written(self) -> float:
-        """Numbers of a sample's output."""
-        return float(self.image**2 * self.outputs)
-
     def profile(self, device: Roofline) -> LayerProfile:
         """Returns its profile.
 
         Normalisation and activation, fused, read the output twice and write it once; backwards they read it and its
         gradient twice and write one.
         """
-        winograd = (
-            not self.depthwise
-            and (self.size, self.stride) == (3, 1)
-            and min(self.inputs, self.outputs) >= _FEWEST_CHANNELS
-        )
-        kinds = (WINOGRAD, WINOGRAD_FILTER) if winograd else (CONV, CONV_FILTER)
-        kinds = (DEPTHWISE, DEPTHWISE_FILTER) if self.depthwise else kinds
-        if self.image == 1 and self.size == 1:
+        area, inputs = self.size**2, 1 if self.depthwise else self.inputs
+        depth, back = area * inputs, area * (1 if self.depthwise else self.outputs)  # lengths of inner products
+        read = float((self.image * self.stride) ** 2 * self.inputs)
+        written = float(self.image**2 * self.outputs)
+        if self.depthwise:
+            kinds = (DEPTHWISE, DEPTHWISE_FILTER)
+        elif self.image == self.size == 1:
             kinds = (MATMUL, MATMUL)
-        moved = FLOAT * (self.read + self.written)
-        forward = Work(kinds[0], self.flops, moved, self.depth)
-        backward = Work(kinds[0], self.flops, moved, self.size**2 * (1 if self.depthwise else self.outputs))
-        weight = Work(kinds[1], self.flops, moved, self.depth)
+        elif (self.size, self.stride) == (3, 1) and min(self.inputs, self.outputs) >= _FEWEST_CHANNELS:
+            kinds = (WINOGRAD, WINOGRAD_FILTER)
+        else:
+            kinds = (CONV, CONV_FILTER)
+        flops, moved = 2.0 * written * depth, FLOAT * (read + written)
         return layer(
             self.name,
             device,
-            [forward, passes(3 + self.added, self.written)],
-            [passes(5 + self.added, self.written), backward],
-            [weight],
-            parameters=self.parameters,
-            output=self.written,
-            residual=2 * self.written,
-            delayed=self.read + self.written,
+            [Work(kinds[0], flops, moved, depth), passes(3 + self.added, written)],
+            [passes(5 + self.added, written), Work(kinds[0], flops, moved, back)],
+            [Work(kinds[1], flops, moved, depth)],
+            parameters=depth * self.outputs + 2 * self.outputs,
+            output=written,
+            residual=2 * written,
+            delayed=read + written,
             slots=MOMENTUM,
         )
 
@@ -188,12 +163,12 @@ def _mobilenet(alpha: float) -> Iterator[Convolution]:
     yield Convolution("logits", 1, 1, 1, 1280, 1000)
 
 
-RESNETS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+RESNETS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 DENSENETS = {121: (6, 12, 24, 16), 169: (6, 12, 32, 32)}
 
 
 def resnet(depth: int, device: Roofline = V100) -> Profile:
-    """Returns ResNet-50, 101 or 152 for ImageNet."""
+    """Returns ResNet-50 or 101 for ImageNet."""
     return chain(f"ResNet-{depth}", [each.profile(device) for each in _resnet(RESNETS[depth])])
 
 

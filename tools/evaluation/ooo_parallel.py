@@ -20,12 +20,13 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.plan import ALL_REDUCE, Plan, PlanError
 from dapple_tf.describe.profile import Profile
+from dapple_tf.operators.rooflines import Roofline
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
 from dapple_tf.simulation.all_reduce import all_reduce_time
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import run, simulate
-from dapple_tf.tools.evaluation.ooo_models import PRIV_A, PRIV_B, PUB_A, Hardware
+from dapple_tf.tools.evaluation.ooo_models import CLUSTERS
 from dapple_tf.tools.evaluation.ooo_networks import densenet, mobilenet, resnet
 from dapple_tf.tools.evaluation.results import Record
 
@@ -57,7 +58,7 @@ class Systems:
             chunks: their number; that of all layers, or more, makes a chunk of each.
         """
         self.profile = profile
-        self.cluster, self.all_reduce = stand_in(cluster, profile.parameter_bytes / chunks)
+        self.cluster = stand_in(cluster, profile.parameter_bytes / chunks)
         plan = Plan.data_parallel(
             self.cluster.num_devices, samples * self.cluster.num_devices, bucket_bytes=profile.parameter_bytes
         )
@@ -129,44 +130,35 @@ class Systems:
         return seconds
 
 
-def stand_in(cluster: Cluster, size: float) -> tuple[Cluster, str]:
+def stand_in(cluster: Cluster, size: float) -> Cluster:
     """Returns a cluster of two devices whose all-reduces take what those of all of a cluster's devices take.
 
     Args:
         cluster: the devices.
         size: bytes of a usual all-reduce, for which it is the fastest one; where each GPU's gradients go by themselves
             it is the one inside and between servers.
-
-    Returns:
-        The cluster, or the same one if it has one device; and the name of the all-reduce.
     """
     if cluster.num_devices == 1:
-        return cluster, ALL_REDUCE[0]
+        return cluster
     members = Counter(device.server for device in cluster.devices)
     apart = cluster.reductions.between is not None
-    times = {name: all_reduce_time(cluster, members, name) for name in (("hierarchical",) if apart else ALL_REDUCE)}
-    name = min(times, key=lambda name: times[name].seconds(size))
-    link = Link(1 / times[name].rate, times[name].start / 2)  # a ring of two takes 2 latencies and its bytes once
-    two = dataclasses.replace(
-        cluster,
-        devices=tuple(dataclasses.replace(device, server=0) for device in cluster.devices[:2]),
-        reductions=ReductionLinks(inside=link),
-    )
-    return two, name
+    times = [all_reduce_time(cluster, members, name) for name in (("hierarchical",) if apart else ALL_REDUCE)]
+    fastest = min(times, key=lambda time: time.seconds(size))
+    link = Link(1 / fastest.rate, fastest.start / 2)  # a ring of two takes 2 latencies and its bytes once
+    devices = tuple(dataclasses.replace(device, server=0) for device in cluster.devices[:2])
+    return dataclasses.replace(cluster, devices=devices, reductions=ReductionLinks(inside=link))
 
 
 # ---- figure 10
 
 
-NETWORKS: Mapping[str, Callable[[Hardware], Profile]] = {
-    "ResNet-50": lambda hardware: resnet(50, hardware.device),
-    "ResNet-101": lambda hardware: resnet(101, hardware.device),
-    "ResNet-152": lambda hardware: resnet(152, hardware.device),
-    "DenseNet-121": lambda hardware: densenet(121, hardware.device),
-    "DenseNet-169": lambda hardware: densenet(169, hardware.device),
-    "MobileNetV3": lambda hardware: mobilenet(hardware.device),
+NETWORKS: Mapping[str, Callable[[Roofline], Profile]] = {
+    "ResNet-50": functools.partial(resnet, 50),
+    "ResNet-101": functools.partial(resnet, 101),
+    "DenseNet-121": functools.partial(densenet, 121),
+    "DenseNet-169": functools.partial(densenet, 169),
+    "MobileNetV3": mobilenet,
 }
-CLUSTERS = {hardware.name: hardware for hardware in (PRIV_A, PRIV_B, PUB_A)}
 SHOWN = ("ResNet-50", "ResNet-101")
 SLOWER = 0.8
 """The text's "10Gb Ethernet (1GB)" of a line rate of 1.25 GB/s."""
@@ -177,8 +169,12 @@ def samples_of(network: str, cluster: str) -> int:
     return {("ResNet-50", "Pub-A"): 128, ("ResNet-101", "Pub-A"): 96}.get((network, cluster), 64)
 
 
-def figure_10_rows() -> list[tuple[str, str, int]]:
-    """Returns (network, cluster, devices) of the rows that section 8.3 has numbers of."""
+Row = tuple[str, str, int]
+"""Network, cluster and devices."""
+
+
+def figure_10_rows() -> list[Row]:
+    """Returns the rows that section 8.3 has numbers of."""
     rows = [("ResNet-101", "Priv-A", 8), ("ResNet-101", "Pub-A", 8)]
     rows += [(network, "Priv-B", count) for network in SHOWN for count in (16, 20)]
     rows += [(network, "Pub-A", count) for network in SHOWN for count in (2, 4, 16, 32, 48)]
@@ -191,7 +187,7 @@ def figure_10_rows() -> list[tuple[str, str, int]]:
 
 def figure_10(network: str, cluster: str, devices: int) -> Record:
     """Figure 10: a network on a cluster, with the scripts' traffic at line rate and slower, and one all-reduce."""
-    profile = NETWORKS[network](CLUSTERS[cluster])
+    profile = NETWORKS[network](CLUSTERS[cluster].device)
     records: Record = {}
     for setting in ("scripts", "slower", "one all-reduce"):
         systems = Systems(profile, _cluster(cluster, devices, setting), samples_of(network, cluster))
@@ -206,14 +202,14 @@ def figure_10(network: str, cluster: str, devices: int) -> Record:
 def _cluster(cluster: str, devices: int, setting: str) -> Cluster:
     """Returns a cluster; in the scripts' traffic each GPU's gradients go by themselves."""
     hardware = CLUSTERS[cluster]
-    if setting == "slower" and hardware.outside is not None:
-        hardware = dataclasses.replace(hardware, outside=SLOWER * hardware.outside)
+    if setting == "slower":
+        hardware = hardware._replace(outside=SLOWER * hardware.outside)
     return hardware.cluster(devices, apart=setting != "one all-reduce")
 
 
 def k_45() -> Record:
     """The discussion of section 8.3: ResNet-50 on 16 V100s of Pub-A, a chunk for each layer, k = 45."""
-    profile = resnet(50, PUB_A.device)
+    profile = resnet(50, CLUSTERS["Pub-A"].device)
     samples = samples_of("ResNet-50", "Pub-A")
     hidden = sum(layer.backward_weight.at(samples) for layer in profile.layers[1:45] if layer.backward_weight)
     records: Record = {}

@@ -9,45 +9,20 @@ much time (`interleaved`), and modulo allocation leaves open where the head goes
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.stage_cuts import by_time
-from dapple_tf.schedules.schedule_request import ScheduleError
-from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulator import Simulation, simulate
-from dapple_tf.tools.evaluation.ooo_models import (
-    BERTS,
-    FINE_TUNED,
-    FOUR,
-    PUB_B,
-    ffnn,
-    rnn,
-    units,
-)
+from dapple_tf.simulation.simulator import Simulation
+from dapple_tf.tools.evaluation.ooo_models import BERTS, CLUSTERS, FINE_TUNED, FOUR, ffnn, rnn, units
+from dapple_tf.tools.evaluation.paper_models import Partition
+from dapple_tf.tools.evaluation.paper_plans import best
 from dapple_tf.tools.evaluation.results import Record
 
 _PER_DEVICE = (2, 3, 4, 6)
 """Stages on each device in Megatron's interleaved pipelines."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a profile is cut, and the device of each stage."""
-
-    ends: tuple[int, ...]
-    devices: tuple[int, ...]
-
-    def plan(self, profile: Profile, batch: int, count: int, policy: str, recompute: str = "none") -> Plan:
-        """Returns a plan; its policy knows the times of the stages' tasks."""
-        cuts = [profile.layers[end - 1].name for end in self.ends[:-1]]
-        return Plan.manual(cuts, [[device] for device in self.devices], count, batch, policy, recompute=recompute)
 
 
 def blocks_of(profile: Profile) -> range:
@@ -56,8 +31,8 @@ def blocks_of(profile: Profile) -> range:
     return range(int("embedding" in names), len(profile.layers) - int("head" in names))
 
 
-def layout(profile: Profile, sizes: Sequence[int], devices: Sequence[int], head: int | None = None) -> Layout:
-    """Returns the layout with ``sizes`` blocks in the stages; an embedding joins the first, a head the last.
+def layout(profile: Profile, sizes: Sequence[int], devices: Sequence[int], head: int | None = None) -> Partition:
+    """Returns the stages with ``sizes`` blocks; an embedding joins the first, a head the last.
 
     Args:
         profile: the model.
@@ -66,22 +41,26 @@ def layout(profile: Profile, sizes: Sequence[int], devices: Sequence[int], head:
         head: device of the head, as a stage of its own; None joins it to the last stage.
     """
     blocks = blocks_of(profile)
-    ends = [blocks.start + end for end in itertools.accumulate(sizes)]
-    if head is None or blocks.stop == len(profile.layers):
-        return Layout((*ends[:-1], len(profile.layers)), tuple(devices))
-    return Layout((*ends, len(profile.layers)), (*devices, head))
+    cuts = [blocks.start + end - 1 for end in itertools.accumulate(sizes)]
+    apart = head is not None and blocks.stop < len(profile.layers)
+    places = [(device,) for device in (*devices, *([head] if head is not None and apart else []))]
+    return Partition(tuple(cuts if apart else cuts[:-1]), (1,) * len(places), tuple(places))
 
 
-def straight(profile: Profile, count: int) -> list[Layout]:
+def timed(profile: Profile, stages: int, devices: int) -> Partition:
+    """Returns stages of equal times, stage i on device i modulo ``devices``."""
+    cuts = tuple(profile.index[cut] for cut in by_time(profile, stages))
+    return Partition(cuts, (1,) * stages, tuple((index % devices,) for index in range(stages)))
+
+
+def straight(profile: Profile, count: int) -> list[Partition]:
     """Returns pipelines with a stage on each device: as many blocks each, as in its scripts, or equal times."""
     each, more = divmod(len(blocks_of(profile)), count)
-    even = layout(profile, [each + (stage < more) for stage in range(count)], range(count)) if each else None
-    cuts = by_time(profile, count, [1.0] * count)
-    timed = Layout((*(profile.index[cut] + 1 for cut in cuts), len(profile.layers)), tuple(range(count)))
-    return [timed] if even is None else list(dict.fromkeys([even, timed]))
+    even = [layout(profile, [each + (stage < more) for stage in range(count)], range(count))] if each else []
+    return list(dict.fromkeys([*even, timed(profile, count, count)]))
 
 
-def modulo(profile: Profile, count: int, group: int = 1) -> list[Layout]:
+def modulo(profile: Profile, count: int, group: int = 1) -> list[Partition]:
     """Returns modulo allocations: group i on device i mod ``count``, the head with the last or on the next device."""
     whole, rest = divmod(len(blocks_of(profile)), group)
     sizes = [group] * whole + [rest] * bool(rest)
@@ -89,48 +68,23 @@ def modulo(profile: Profile, count: int, group: int = 1) -> list[Layout]:
     return list(dict.fromkeys(layout(profile, sizes, devices, head) for head in (None, len(sizes) % count)))
 
 
-def interleaved(profile: Profile, count: int) -> list[Layout]:
+def interleaved(profile: Profile, count: int) -> list[Partition]:
     """Returns Megatron's pipelines: several stages of equal times on each device, repeating."""
-    layouts = []
-    for per_device in _PER_DEVICE:
-        stages = per_device * count
-        if stages <= len(blocks_of(profile)):
-            cuts = by_time(profile, stages, [1.0] * stages)
-            ends = (*(profile.index[cut] + 1 for cut in cuts), len(profile.layers))
-            layouts.append(Layout(ends, tuple(index % count for index in range(stages))))
-    return layouts
-
-
-def timed(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
-    """Simulates a plan, whose policy orders tasks by the times of its stages.
-
-    Raises:
-        PlanError: it doesn't fit the devices' memory.
-    """
-    if plan.policy.planning.by_seconds:
-        plan = dataclasses.replace(plan, task_seconds=CostModel(plan, profile, cluster).task_seconds)
-    return simulate(plan, profile, cluster)
+    blocks = len(blocks_of(profile))
+    return [timed(profile, each * count, count) for each in _PER_DEVICE if each * count <= blocks]
 
 
 def fastest(
-    layouts: Iterable[Layout],
+    partitions: Iterable[Partition],
     profile: Profile,
     cluster: Cluster,
     batch: int,
-    counts: Iterable[int],
+    counts: Sequence[int],
     policies: Sequence[str],
 ) -> Simulation | None:
-    """Returns the fastest step of any layout, number of micro-batches and policy that fits; None if none does."""
-    best: Simulation | None = None
-    for place, count, policy in itertools.product(list(layouts), counts, policies):
-        for recompute in ("none", "boundary"):
-            with contextlib.suppress(PlanError, ScheduleError):
-                run = timed(place.plan(profile, batch, count, policy, recompute), profile, cluster)
-                if run.fits and (best is None or run.latency < best.latency):
-                    best = run
-                if run.fits and min(run.costs.holds or (count,)) >= count:
-                    break  # memory doesn't limit what is in flight
-    return best
+    """Returns the fastest step of any stages, number of micro-batches and policy that fits; None if none does."""
+    outcome = best(partitions, profile, cluster, batch, counts, schedules=policies, short_last=False)
+    return outcome.simulation if outcome is not None and outcome.fits else None
 
 
 # ---- figures 5, 6 and 12: units
@@ -157,9 +111,6 @@ FINE_TUNING = 4
 """Number of micro-batches, as in the scripts for fine-tuning and in figure 12."""
 FINE_COUNTS = (1, 2, 4, 8, 16, 32)
 """Numbers that a system may choose from where it has its best one."""
-
-
-FINE_TUNED_MODELS = ("BERT-24", "RNN", "FFNN")
 
 
 def fine_tuned(model: str) -> tuple[Profile, int]:
@@ -194,8 +145,7 @@ def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequenc
 
 def _single(profile: Profile, cluster: Cluster, batch: int) -> float | None:
     """Returns the seconds of a step on one device, with the best number of micro-batches."""
-    whole = Layout((len(profile.layers),), (0,))
-    run = fastest([whole], profile, cluster, batch, FINE_COUNTS, ["dapple_a"])
+    run = fastest([Partition((), (1,))], profile, cluster, batch, FINE_COUNTS, ["dapple_a"])
     return None if run is None else run.latency
 
 
@@ -219,8 +169,6 @@ STRONG = {24: (320, 32), 48: (320, 40)}
 """Blocks of BERT -> batch and micro-batches on any number of GPUs: those of its script."""
 BATCHES = (512, 1872)
 """The ends of the range of sections 8.1 and 8.4.2; in the setting ``best`` each system has the better one."""
-SETTINGS = ("scripts", "figure 12", "best")
-"""Which batches and numbers of micro-batches systems have, see `batches` and `micro_batches`."""
 POLICIES = {
     "GPipe": ("gpipe",),
     "DAPPLE": ("dapple_a", "dapple_b"),
@@ -230,34 +178,20 @@ POLICIES = {
 }
 
 
-def micro_batches(setting: str, script: int, devices: int, batch: int) -> tuple[int, ...]:
-    """Returns the numbers of micro-batches of a setting.
-
-    Args:
-        setting: ``scripts``; ``figure 12``: as many as devices; or ``best``: each system's best of as many, twice and
-            four times as many, and those of the script's size.
-        script: their number if they have the script's size.
-        devices: number of devices.
-        batch: samples of a step.
-    """
-    if setting == "scripts":
-        return (script,)
-    if setting == "figure 12":
-        return (devices,)
-    return tuple(sorted({count for count in (script, devices, 2 * devices, 4 * devices) if count <= batch}))
-
-
 def batches(setting: str, script: int, script_count: int, devices: int) -> dict[int, tuple[int, ...]]:
     """Returns the batches of a setting, each with its numbers of micro-batches.
 
     Args:
-        setting: one of `SETTINGS`.
+        setting: ``scripts``; ``figure 12``: as many micro-batches as devices; or ``best``: each system's best of as
+            many, twice and four times as many, and those of the script's size.
         script: the script's batch.
         script_count: its number of micro-batches.
         devices: number of devices.
     """
-    sizes = BATCHES if setting == "best" else (script,)
-    return {size: micro_batches(setting, max(1, round(size * script_count / script)), devices, size) for size in sizes}
+    if setting != "best":
+        return {script: (script_count if setting == "scripts" else devices,)}
+    alike = {size: max(1, round(size * script_count / script)) for size in BATCHES}
+    return {size: tuple(sorted({count, devices, 2 * devices, 4 * devices})) for size, count in alike.items()}
 
 
 def pre_training(blocks: int, devices: int, batch: int, script: int, setting: str, systems: Sequence[str]) -> Record:
@@ -266,7 +200,7 @@ def pre_training(blocks: int, devices: int, batch: int, script: int, setting: st
     Where a system's step has another batch, its seconds are those of as many samples.
     """
     profile = BERTS[blocks].profile()
-    cluster = PUB_B.cluster(devices)
+    cluster = CLUSTERS["Pub-B"].cluster(devices)
     chosen = batches(setting, batch, script, devices)
     record: Record = {}
     for system in systems:

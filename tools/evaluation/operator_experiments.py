@@ -19,11 +19,9 @@ from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import Pieces, judged, placed_by, scheduled, variant_of
 from dapple_tf.operators.placement_problem import tails
 from dapple_tf.operators.split_search import by_batch
-from dapple_tf.tools.evaluation import operator_models
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
-from dapple_tf.tools.evaluation.operator_models import MODELS, FlatStep, flat_step, flatten_step
+from dapple_tf.tools.evaluation.operator_models import flat_step, flatten_step, wide_towers
 from dapple_tf.tools.evaluation.results import Record
-from dapple_tf.tools.evaluation.tower_models import model_of
 
 MEMORY_BYTES = 15_000_000_000
 """Bytes of a 16 GB Tesla P100 that a model can use, as of the V100s in the evaluation of DAPPLE."""
@@ -48,15 +46,13 @@ def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
     return dapple.Cluster.from_json(json.dumps(described))
 
 
-@functools.lru_cache(maxsize=1)
-def _step(model: str) -> FlatStep:
-    return flat_step(MODELS[model], operator_models.CACHE)
+_step = functools.lru_cache(maxsize=1)(flat_step)
 
 
 def op_graph(model: str, devices: int, dockers: int = 1) -> tuple[OpGraph, Topology]:
     """Returns the operators of a model's step with P100-like costs, and the devices."""
-    step, topology = _step(model), Topology.of(cluster_of(devices, dockers))
-    return build_op_graph(step.graph, topology, OperatorCosts.p100(), step.shapes), topology
+    (step, shapes), topology = _step(model), Topology.of(cluster_of(devices, dockers))
+    return build_op_graph(step, topology, OperatorCosts.p100(), shapes), topology
 
 
 def run_published(model: str, devices: int) -> Record:
@@ -122,12 +118,11 @@ def run_towers(samples: int) -> Record:
 
     More samples make the towers' work longer, while the bytes of gradients stay the same.
     """
-    model, _, _ = model_of("wide_towers")
-    step = flatten_step(model, samples, dapple.Plan.manual([], [[0]], 1, samples), cluster_of(1))
+    step, shapes = flatten_step(wide_towers(), samples)
     record: Record = {}
     for devices in (2, 4):
         topology = Topology.of(cluster_of(devices))
-        graph = build_op_graph(step.graph, topology, OperatorCosts.p100(), step.shapes)
+        graph = build_op_graph(step, topology, OperatorCosts.p100(), shapes)
         start = by_batch(variant_of(graph, topology, {}))
         graphs: list[OpPlacement] = [] if start is None else [placed_by(start)]
         parallel = min([data_parallel(graph, topology).seconds, *(one.seconds for one in graphs)])

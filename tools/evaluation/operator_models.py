@@ -8,12 +8,11 @@ the size that a model is made for.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
+import os
 import pathlib
-import time
+import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -34,84 +33,65 @@ from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape
 from graph_passes.pass_manager import run_passes
 
-logger = logging.getLogger(__name__)
-
 CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "operator_steps"
 """Cache of flat graphs; the large ones take a minute."""
 
+FlatStep = tuple[GraphDef, Mapping[Ref, Shape | None]]
+"""The operators of a training step (forward, backward, update), and the shapes of all its tensors."""
 
-@dataclass(frozen=True)
-class OperatorModel:
+
+class OperatorModel(NamedTuple):
     """A model of table 3.
 
     Attributes:
-        name: its name here.
-        paper: its name in the paper.
         batch: images of a step.
         operators: number of operators of its graph in the paper.
-        edges: number of edges of its graph in the paper.
         build: function that returns the model, with random weights.
     """
 
-    name: str
-    paper: str
     batch: int
     operators: int
-    edges: int
     build: Callable[[], keras.Model]
 
 
-@dataclass(frozen=True)
-class FlatStep:
-    """The operators of a training step.
-
-    Attributes:
-        graph: the flat training graph: forward, backward, update.
-        shapes: shapes of all its tensors.
-        seconds: processor seconds of making it.
-    """
-
-    graph: GraphDef
-    shapes: Mapping[Ref, Shape | None]
-    seconds: float
-
-
-def _application(name: str) -> Callable[[], keras.Model]:
-    return lambda: getattr(keras.applications, name)(weights=None)
-
-
-def _resnet_200() -> keras.Model:
-    return resnet.deep_resnet(200, classifier_activation="softmax")
-
-
 MODELS: Mapping[str, OperatorModel] = {
-    model.name: model
-    for model in (
-        OperatorModel("VGG-16", "Vgg_16", 64, 3932, 5461, _application("VGG16")),
-        OperatorModel("Inception-V3", "InceptionV3", 64, 12745, 21928, _application("InceptionV3")),
-        OperatorModel("ResNet-50", "ResNet_50", 64, 12692, 24345, _application("ResNet50")),
-        OperatorModel("ResNet-200", "ResNet_200", 16, 45472, 82347, _resnet_200),
-        OperatorModel("PNASNet-mobile", "PnasNet_mobile", 64, 62192, 91957, pnasnet.pnasnet_mobile),
-        OperatorModel("NASNet-large", "NasNet_large", 16, 83206, 148548, _application("NASNetLarge")),
-    )
+    "VGG-16": OperatorModel(64, 3932, lambda: keras.applications.VGG16(weights=None)),
+    "Inception-V3": OperatorModel(64, 12745, lambda: keras.applications.InceptionV3(weights=None)),
+    "ResNet-50": OperatorModel(64, 12692, lambda: keras.applications.ResNet50(weights=None)),
+    "ResNet-200": OperatorModel(16, 45472, lambda: resnet.deep_resnet(200, classifier_activation="softmax")),
+    "PNASNet-mobile": OperatorModel(64, 62192, pnasnet.pnasnet_mobile),
+    "NASNet-large": OperatorModel(16, 83206, lambda: keras.applications.NASNetLarge(weights=None)),
 }
-"""Models by name."""
+
+
+def wide_towers() -> keras.Model:
+    """Returns four compiled towers of wide dense layers, whose gradients outweigh what the towers read."""
+    layers = keras.layers
+    vector = keras.Input((512,), name="vector")
+    ends = []
+    for tower in range(4):
+        x = vector
+        for number in range(3):
+            x = layers.Dense(1024, activation="relu", name=f"tower_{tower}_dense_{number}")(x)
+        ends.append(layers.Dense(16, name=f"tower_{tower}_end")(x))
+    x = layers.Concatenate(name="joined")(ends)
+    model = keras.Model(vector, layers.Dense(10, name="logits")(x), name="wide_towers")
+    model.compile(keras.optimizers.SGD(1e-3, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
 
 
 @without_collection
-def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dapple.Cluster) -> FlatStep:
-    """Returns the operators of a step, by the passes of real training; nothing is run.
+def flatten_step(model: keras.Model, batch: int) -> FlatStep:
+    """Returns the operators of a step by the passes of real training; nothing is run.
 
     Args:
-        model: a compiled classifier of images with integer labels.
-        batch: images of a step.
-        plan: a plan of one stage on one device.
-        cluster: a cluster with that device; may be a description.
+        model: a compiled classifier with integer labels.
+        batch: samples of a step.
     """
-    started = time.process_time()
-    images = np.broadcast_to(np.zeros((), model.input_dtype), (batch, *model.input_shape[1:]))
-    labels = np.zeros(batch, "int32")
-    spec, table, passes = spec_of(model, images, labels), VariableTable(model), StepPasses(plan, cluster)
+    inputs = np.broadcast_to(np.zeros((), model.input_dtype), (batch, *model.input_shape[1:]))
+    plan, cluster = dapple.Plan.by_operators(1, batch), dapple.Cluster((dapple.Device("/device:GPU:0", 0),), real=False)
+    spec, table = spec_of(model, inputs, np.zeros(batch, "int32")), VariableTable(model)
+    passes = StepPasses(plan, cluster)
     build(model, table, spec)
     program = run_passes(
         capture(model, table, Mode.TRAIN, spec, training=True), passes.stage_passes(Mode.TRAIN, "train_")
@@ -120,61 +100,36 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
     chosen = passes.step_passes(built, StepKind(batch), plan.order_tasks(), readers_of(program))
     step = run_passes(program, chosen, complete=True)
     flat = step_placer.flat_step(step, built.input_shapes(StepKind(batch)))
-    return FlatStep(flat.program.graph, flat.shapes, time.process_time() - started)
+    return flat.program.graph, flat.shapes
 
 
-def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
-    """Returns the operators of a model's training step with momentum SGD, as in the paper: one copy of the model.
-
-    Args:
-        model: the model.
-        cache: folder of cached graphs; None makes the graph anew. The name contains a hash of everything it depends on.
-    """
-    path = None if cache is None else cache / f"{model.name}-{model.batch}-{_digest()}.json"
-    if path is not None and path.exists():
-        return _load(path)
-    logger.info("building %s", model.name)
+def flat_step(name: str) -> FlatStep:
+    """Returns the operators of a step of one of `MODELS` with momentum SGD, from `CACHE` if nothing has changed."""
+    model = MODELS[name]
+    path = CACHE / f"{name}-{model.batch}-{_digest()}.pickle"
+    if path.exists():
+        text, shapes = pickle.loads(path.read_bytes())
+        return GraphDef.FromString(text), shapes
     keras.utils.set_random_seed(0)
     built = model.build()
     built.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy())
-    cluster = dapple.Cluster.from_json(
-        '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 1}], "intra_bandwidth": 12e9}'
-    )
-    step = flatten_step(built, model.batch, dapple.Plan.by_operators(1, model.batch), cluster)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for old in path.parent.glob(f"{model.name}-*"):
-            old.unlink()
-        _save(step, path)
-    return step
-
-
-def _save(step: FlatStep, path: pathlib.Path) -> None:
-    """Writes the graph and then the file of its shapes, which shows that both are complete."""
-    path.with_suffix(".pb").write_bytes(step.graph.SerializeToString())
-    shapes = {str(ref): shape for ref, shape in step.shapes.items()}
-    path.write_text(json.dumps({"seconds": step.seconds, "shapes": shapes}), encoding="utf-8")
-
-
-def _load(path: pathlib.Path) -> FlatStep:
-    graph = GraphDef.FromString(path.with_suffix(".pb").read_bytes())
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    shapes = {Ref.parse(name): None if shape is None else tuple(shape) for name, shape in stored["shapes"].items()}
-    return FlatStep(graph, shapes, stored["seconds"])
+    graph, shapes = flatten_step(built, model.batch)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for old in CACHE.glob(f"{name}-*.pickle"):
+        old.unlink(missing_ok=True)
+    complete = path.with_suffix(f".{os.getpid()}")
+    complete.write_bytes(pickle.dumps((graph.SerializeToString(), dict(shapes))))
+    complete.replace(path)
+    return graph, shapes
 
 
 def _digest() -> str:
     """Returns a hash of what makes a step: TensorFlow, Keras, the passes and their callers; not the searches."""
     digest = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
-    for path in sources():
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def sources() -> list[pathlib.Path]:
-    """Returns the files whose changes make cached steps invalid."""
     root = pathlib.Path(graph_passes.__file__).parents[1]
     searches = root / "dapple_tf" / "operators"
     files = [path for name in ("graph_passes", "dapple_tf") for path in (root / name).rglob("*.py")]
     own = [pathlib.Path(str(path)) for path in (__file__, pnasnet.__file__, resnet.__file__, step_placer.__file__)]
-    return sorted([*(path for path in files if searches not in path.parents), *own])
+    for path in sorted([*(path for path in files if searches not in path.parents), *own]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -12,13 +12,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.early_reductions import cut_trials
 from dapple_tf.planning.fastest_reductions import with_fastest_reductions
@@ -37,13 +36,12 @@ from dapple_tf.tools.evaluation.pipedream import pipedream
 
 _PER_DEVICE = (1, 2, 3, 4, 6, 8)
 """Stages on each device in Megatron's layouts."""
-_FLOPS = 60e12
-"""Operations per second of a V100 in a transformer's matrix products, in half precision."""
 _NEAR = 1.05
 """A plan that is slower than its owner's best by this factor under P_B isn't tried under other policies."""
 _VARIED = 2
 """Number of an owner's leading plans that are tried under every policy."""
-_CHUNKS = (8,)
+_CHUNKS = 8
+"""Chunks of an owner's best plan, whose gradients are then reduced in another order."""
 _HOPELESS = 1.1
 """Layouts of Megatron's that are slower than our plan by this factor aren't simulated to the end."""
 _FIRST = ("dapple_b", "interleaved")
@@ -54,53 +52,16 @@ class Case(NamedTuple):
     """A model on a cluster.
 
     Attributes:
-        name: its name.
         profile: its layers.
         cluster: the devices.
         batch: samples of a step.
         counts: numbers of micro-batches.
     """
 
-    name: str
     profile: Profile
     cluster: Cluster
     batch: int
     counts: tuple[int, ...]
-
-
-def gpt(blocks: int, hidden: int = 1536, length: int = 1024, words: int = 50257) -> Profile:
-    """Returns a GPT with an embedding and a head that share no weights, in half precision, by its operations.
-
-    Args:
-        blocks: number of transformer blocks.
-        hidden: width of the model.
-        length: tokens of a sample.
-        words: size of the vocabulary.
-    """
-    block = 24 * length * hidden**2 + 4 * length**2 * hidden
-    sent = 2.0 * length * hidden
-
-    def layer(name: str, operations: float, parameters: float, residuals: float) -> LayerProfile:
-        seconds = operations / _FLOPS
-        return LayerProfile(
-            name,
-            Cost(2e-5, seconds),
-            Cost(4e-5, 2 * seconds),
-            Cost(2e-5, seconds),
-            residual_bytes=Cost(0.0, residuals),
-            output_bytes=Cost(0.0, sent),
-            parameter_bytes=int(2 * parameters),
-            slot_bytes=int(12 * parameters),
-            apply_seconds=parameters * 16 / 700e9,
-        )
-
-    layers = (
-        layer("embedding", 2.0 * length * hidden, (words + length) * hidden, sent),
-        *(layer(f"block_{index}", block, 12 * hidden**2, 17 * sent) for index in range(blocks)),
-        layer("head", 2.0 * length * hidden * words, words * hidden, 2.0 * length * words + sent),
-    )
-    tensors = tuple(Tensor(index, (index + 1,), Cost(0.0, sent)) for index in range(blocks + 1))
-    return Profile(f"gpt-{blocks}", "V100", (1, 2), layers, tensors)
 
 
 def experts(case: Case) -> Iterator[Plan]:
@@ -185,40 +146,27 @@ class _Search:
             leaders = list(dict.fromkeys([*leaders, *kinds.values()]))
         for plan in leaders:
             if plan.num_stages > 1:
-                self.add(_under(plan, [name for name in POLICIES if name not in _FIRST]))
+                self.add(_changed(plan, ({"schedule": name} for name in POLICIES if name not in _FIRST)))
         if self.best is not None:
             best = dataclasses.replace(self.best.costs.plan, backward_cuts=(), relays=(), report=None)
-            for chunks in _CHUNKS:
-                parts = chunked(best, self.case.profile, chunks)
-                if parts != best:
-                    for k in (0, parts.num_stages):
-                        self.add(_changed(parts, reverse_first_k=k))
+            parts = chunked(best, self.case.profile, _CHUNKS)
+            if parts != best:
+                self.add(_changed(parts, ({"reverse_first_k": k} for k in (0, parts.num_stages))))
 
 
-def _changed(plan: Plan, **changes: int) -> Iterator[Plan]:
-    try:
-        yield dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
-    except PlanError:
-        return
-
-
-def _under(plan: Plan, policies: Sequence[str]) -> Iterator[Plan]:
-    for policy in policies:
-        try:
-            yield dataclasses.replace(plan, schedule=policy)
-        except PlanError:
-            continue  # this policy has other placements
+def _changed(plan: Plan, changes: Iterable[Mapping[str, Any]]) -> Iterator[Plan]:
+    """Yields the plan with each of the changes that make a legal one."""
+    for change in changes:
+        with contextlib.suppress(PlanError):
+            yield dataclasses.replace(plan, **change)
 
 
 def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:
     """Yields the plans of these stages under P_B."""
     for partition, count, mode in itertools.product(partitions, case.counts, ("none", "boundary")):
-        cuts = [case.profile.layers[cut].name for cut in partition.cuts]
-        policy = "dapple_b" if cuts else "dapple_a"
-        try:
-            yield Plan.manual(cuts, partition.devices, count, case.batch, policy, recompute=mode)
-        except PlanError:
-            continue  # fewer samples than replicas
+        plan = partition.plan(case.profile, count, case.batch, "dapple_b", mode)
+        if plan is not None:
+            yield plan
 
 
 def strongest(

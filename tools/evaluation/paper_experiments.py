@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
@@ -13,37 +15,10 @@ from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.search import coarsened
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.tools.evaluation import paper_models as models
 from dapple_tf.tools.evaluation.opponents import Case, strongest
-from dapple_tf.tools.evaluation.paper_models import (
-    CONFIGS,
-    FIGURE_14,
-    MODELS,
-    SAME_CUTS,
-    SAME_CUTS_OTHERWISE,
-    TABLE_4,
-    TABLE_5,
-    TABLE_6,
-    LargeBert,
-    PaperRow,
-    Partition,
-    deep_bert,
-    hardware,
-    layer_index,
-    lstm_per_device,
-    measured_bert,
-    paper_partitions,
-    pipedream_partitions,
-    released_links,
-    straight,
-)
-from dapple_tf.tools.evaluation.paper_plans import (
-    Outcome,
-    best,
-    data_parallel,
-    make_plan,
-    micro_batch_counts,
-    record,
-)
+from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, TABLE_4, TABLE_5, TABLE_6, PaperRow, Partition
+from dapple_tf.tools.evaluation.paper_plans import Outcome, best, data_parallel, make_plan, micro_batch_counts, record
 from dapple_tf.tools.evaluation.pipedream import Cost, pipedream, states
 from dapple_tf.tools.evaluation.results import Record
 
@@ -51,6 +26,8 @@ _PER_STAGE = 6
 """Micro-batches per stage in Table 7, which the paper omits: the least with which its utilizations come out."""
 _FEW_MICRO_BATCHES = 16
 """Most micro-batches of a second search: ours is bounded, and finds some plans only if it has fewer to choose from."""
+_SMALL_BATCH = 128
+"""GBS of figure 11."""
 _CUTS, _TRIED = 30, 14
 """Places where two-stage plans are cut, and how many plans are simulated, the best by formula 2."""
 
@@ -64,20 +41,36 @@ def run_row(row: PaperRow) -> Record:
     In Table 6, which figure 12 draws, times are in proportion below the profiled batch, too.
     """
     cluster, profile = CONFIGS[row.config], _profile(row)
-    theirs, dreams = paper_partitions(row, profile), pipedream_partitions(row, profile)
-    counts = micro_batch_counts(profile, row.batch, [*theirs, *dreams])
+    counts = _counts(row, profile)
     ours = make_plan(profile, cluster, row.batch, counts)
     fewer = make_plan(profile, cluster, row.batch, [count for count in counts if count <= _FEW_MICRO_BATCHES])
-    paper = best(theirs, profile, cluster, row.batch, counts)
-    assert paper is not None, row
+    paper, others = _others(row, cluster)
+    first = models.pipedream_partitions(row, profile)[:1]
     return {
         "ours": record(ours),
         "ours from fewer ms": 1e3 * fewer.seconds,
-        "choice": _choice(ours, paper, theirs),
+        "choice": _choice(ours, paper, row),
+        **others,
+        "pipedream, first reading": record(best(first, profile, cluster, row.batch, counts)),
+    }
+
+
+def run_links(row: PaperRow) -> Record:
+    """Returns the plans of others in a row of Table 4 or 6 with the links of the paper's released planner."""
+    return _others(row, models.released_links(CONFIGS[row.config]))[1]
+
+
+def _others(row: PaperRow, cluster: Cluster) -> tuple[Outcome, Record]:
+    """Returns the paper's plan; and the record of it, of data parallelism and of PipeDream's."""
+    profile = _profile(row)
+    counts, dreams = _counts(row, profile), models.pipedream_partitions(row, profile)
+    theirs = models.paper_partitions(row, profile)
+    paper = best(theirs, profile, cluster, row.batch, counts)
+    assert paper is not None, row
+    return paper, {
         "paper": record(paper),
         "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
         "pipedream": record(best(dreams, profile, cluster, row.batch, counts)),
-        "pipedream, first reading": record(best(dreams[:1], profile, cluster, row.batch, counts)),
         "ACR": _ratio(row, paper, theirs, cluster),
     }
 
@@ -87,19 +80,9 @@ def _profile(row: PaperRow) -> Profile:
     return in_proportion(profile) if row.table == 6 else profile
 
 
-def run_links(row: PaperRow) -> Record:
-    """Returns the plans of others in a row of Table 4 or 6 with the links of the paper's released planner."""
-    cluster, profile = released_links(CONFIGS[row.config]), _profile(row)
-    theirs, dreams = paper_partitions(row, profile), pipedream_partitions(row, profile)
-    counts = micro_batch_counts(profile, row.batch, [*theirs, *dreams])
-    paper = best(theirs, profile, cluster, row.batch, counts)
-    assert paper is not None, row
-    return {
-        "paper": record(paper),
-        "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
-        "pipedream": record(best(dreams, profile, cluster, row.batch, counts)),
-        "ACR": _ratio(row, paper, theirs, cluster),
-    }
+def _counts(row: PaperRow, profile: Profile) -> tuple[int, ...]:
+    partitions = [*models.paper_partitions(row, profile), *models.pipedream_partitions(row, profile)]
+    return micro_batch_counts(profile, row.batch, partitions)
 
 
 def _ratio(row: PaperRow, paper: Outcome, theirs: Iterable[Partition], cluster: Cluster) -> float | None:
@@ -116,16 +99,16 @@ def run_released(row: PaperRow) -> Record:
     numbers of replicas are ranked by formula 2; the best are simulated as the paper's own plan is.
     """
     profile, cluster = _profile(row), CONFIGS[row.config]
-    devices, theirs = cluster.num_devices, paper_partitions(row, profile)
+    devices, theirs = cluster.num_devices, models.paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
     ranked = sorted(_two_stages(profile, cluster, row.batch, counts), key=lambda entry: entry[0])
     kept = list(dict.fromkeys(partition for _, partition in ranked))[:_TRIED]
-    pipelines = [lstm_per_device(profile)] if row.model == "gnmt-16" else []
-    partitions = [*theirs, Partition((), (devices,)), straight(profile, devices), *pipelines, *kept]
+    pipelines = [models.lstm_per_device(profile)] if row.model == "gnmt-16" else []
+    partitions = [*theirs, Partition((), (devices,)), models.straight(profile, devices), *pipelines, *kept]
     ours = best(dict.fromkeys(partitions), profile, cluster, row.batch, counts)
     paper = best(theirs, profile, cluster, row.batch, counts)
     assert ours is not None and paper is not None, row
-    return {"ours": record(ours), "paper ms": 1e3 * paper.seconds, "choice": _choice(ours, paper, theirs)}
+    return {"ours": record(ours), "paper ms": 1e3 * paper.seconds, "choice": _choice(ours, paper, row)}
 
 
 def _two_stages(
@@ -136,12 +119,9 @@ def _two_stages(
     for end, first in itertools.product(coarsened(profile, _CUTS)[:-1], range(1, devices)):
         partition = Partition((end - 1,), (first, devices - first))
         for count in counts:
-            try:
-                plan = Plan.manual([profile.layers[end - 1].name], partition.devices, count, batch, "dapple_a")
-                costs = CostModel(plan, profile, cluster)
-                yield pipeline_latency(stage_times(costs), count).latency, partition
-            except PlanError:
-                continue  # fewer samples than replicas
+            plan = partition.plan(profile, count, batch, "dapple_a")
+            if plan is not None:
+                yield pipeline_latency(stage_times(CostModel(plan, profile, cluster)), count).latency, partition
 
 
 def in_proportion(profile: Profile) -> Profile:
@@ -149,15 +129,17 @@ def in_proportion(profile: Profile) -> Profile:
     return dataclasses.replace(profile, batch_sizes=tuple(sorted({1, *profile.batch_sizes})))
 
 
-def _choice(ours: Outcome, paper: Outcome, theirs: Iterable[Partition]) -> str:
+def _choice(ours: Outcome, paper: Outcome, row: PaperRow) -> str:
     """Returns how our planner's choice compares with the paper's plan, whose first reading is the literal one."""
     profile = ours.simulation.costs.profile
-    literal, *others = (tuple(profile.layers[cut].name for cut in partition.cuts) for partition in theirs)
+    readings = [
+        tuple(profile.layers[cut].name for cut in partition.cuts) for partition in models.paper_partitions(row, profile)
+    ]
     if ours.plan.replicas != paper.plan.replicas:
         return "other"
-    if ours.plan.cuts == literal:
-        return SAME_CUTS
-    return SAME_CUTS_OTHERWISE if ours.plan.cuts in others else "same replicas"
+    if ours.plan.cuts == readings[0]:
+        return models.SAME_CUTS
+    return models.SAME_CUTS_OTHERWISE if ours.plan.cuts in readings else "same replicas"
 
 
 def communication_ratio(partition: Partition, profile: Profile, cluster: Cluster) -> float:
@@ -191,16 +173,16 @@ def communication_ratio(partition: Partition, profile: Profile, cluster: Cluster
 def run_opponents(row: PaperRow) -> Record:
     """Returns our plan with everything in a row of Table 4, and the best of others that may have everything, too."""
     profile, cluster = MODELS[row.model].profile(), CONFIGS[row.config]
-    theirs = paper_partitions(row, profile)
+    theirs = models.paper_partitions(row, profile)
     counts = micro_batch_counts(profile, row.batch, theirs)
     ours = make_plan(profile, cluster, row.batch, counts, everything=True)
     dreams = [
         partition
         for other in TABLE_6
         if (other.model, other.config) == (row.model, row.config)
-        for partition in pipedream_partitions(other, profile)
+        for partition in models.pipedream_partitions(other, profile)
     ]
-    case = Case(row.key, profile, cluster, row.batch, counts)
+    case = Case(profile, cluster, row.batch, counts)
     others = {who: record(outcome) for who, outcome in strongest(case, theirs, dreams, ours.seconds).items()}
     return {"ours": record(ours), **others}
 
@@ -232,33 +214,29 @@ def run_pipedream() -> Record:
 
 def run_small_batch(row: PaperRow) -> Record:
     """Returns plans at GBS = 128, as section 6.3 has it, with times in proportion also below the profiled batch."""
-    row = dataclasses.replace(row, batch=128)
     profile, cluster = in_proportion(MODELS[row.model].profile()), CONFIGS[row.config]
-    theirs = paper_partitions(row, profile)
-    counts = micro_batch_counts(profile, row.batch, theirs)
-    return {
-        "ours": record(make_plan(profile, cluster, row.batch, counts)),
-        "paper": record(best(theirs, profile, cluster, row.batch, counts)),
-        "data parallelism": record(data_parallel(profile, cluster, row.batch, counts, idle=True)),
-        "overlap": record(data_parallel(profile, cluster, row.batch, counts)),
-    }
+    theirs = models.paper_partitions(row, profile)
+    counts = micro_batch_counts(profile, _SMALL_BATCH, theirs)
+    paper = record(best(theirs, profile, cluster, _SMALL_BATCH, counts))
+    return {**_columns(profile, cluster, _SMALL_BATCH, counts), "paper": paper}
 
 
 def run_scaling(model: str) -> Record:
     """Returns strong scaling on the first 8 and 10 devices of config A, and on ten as if they were in one server."""
-    profile, batch = MODELS[model].profile(), FIGURE_14[model]
+    profile, batch = MODELS[model].profile(), models.FIGURE_14[model]
     counts = micro_batch_counts(profile, batch)
-
-    def columns(cluster: Cluster) -> Record:
-        return {
-            "ours": record(make_plan(profile, cluster, batch, counts)),
-            "data parallelism": record(data_parallel(profile, cluster, batch, counts, idle=True)),
-            "overlap": record(data_parallel(profile, cluster, batch, counts)),
-        }
-
     eight, ten = (dataclasses.replace(CONFIGS["A"], devices=CONFIGS["A"].devices[:count]) for count in (8, 10))
     one_server = dataclasses.replace(ten, devices=tuple(dataclasses.replace(d, server=0) for d in ten.devices))
-    return {"8": columns(eight), "10": columns(ten), "ten in one server": columns(one_server)}
+    clusters = {"8": eight, "10": ten, "ten in one server": one_server}
+    return {name: _columns(profile, cluster, batch, counts) for name, cluster in clusters.items()}
+
+
+def _columns(profile: Profile, cluster: Cluster, batch: int, counts: tuple[int, ...]) -> Record:
+    return {
+        "ours": record(make_plan(profile, cluster, batch, counts)),
+        "data parallelism": record(data_parallel(profile, cluster, batch, counts, idle=True)),
+        "overlap": record(data_parallel(profile, cluster, batch, counts)),
+    }
 
 
 # ---- table 3
@@ -283,29 +261,22 @@ def run_policies(model: str) -> Record:
 
 
 def _policy_steps(row: PaperRow, profile: Profile) -> Record:
-    cluster, theirs = CONFIGS[row.config], paper_partitions(row, profile)
+    cluster, theirs = CONFIGS[row.config], models.paper_partitions(row, profile)
     steps: Record = {}
     for count in micro_batch_counts(profile, row.batch, theirs):
-        outcomes = [
-            best(
+        step: Record = {"slice": row.batch / count / max(max(partition.replicas) for partition in theirs)}
+        for name, policy in (("P_A", "dapple_a"), ("P_B", "dapple_b")):
+            run = best(
                 *(theirs, profile, cluster, row.batch, [count]),
                 schedules=[policy],
                 recompute=("none",),
                 short_last=False,
             )
-            for policy in ("dapple_a", "dapple_b")
-        ]
-        if all(outcome is not None and outcome.fits for outcome in outcomes):
-            steps[str(count)] = {
-                key: value
-                for name, outcome in zip(("P_A", "P_B"), outcomes, strict=True)
-                if outcome is not None
-                for key, value in (
-                    (f"{name} ms", 1e3 * outcome.seconds),
-                    (f"{name} warm-up", ":".join(map(str, outcome.simulation.costs.warm_up))),
-                )
-            }
-            steps[str(count)]["slice"] = row.batch / count / max(max(partition.replicas) for partition in theirs)
+            if run is not None and run.fits:
+                step[f"{name} ms"] = 1e3 * run.seconds
+                step[f"{name} warm-up"] = ":".join(map(str, run.simulation.costs.warm_up))
+        if "P_A ms" in step and "P_B ms" in step:
+            steps[str(count)] = step
     return steps
 
 
@@ -314,7 +285,7 @@ def _policy_steps(row: PaperRow, profile: Profile) -> Record:
 
 def run_table_5() -> Record:
     """BERT-48 as two equal stages on two devices of config B, 2 samples per micro-batch, with the memory of Table 5."""
-    profile, cluster = measured_bert(), hardware(2, 1, 25)
+    profile, cluster = models.measured_bert(), models.hardware(2, 1, 25)
     lines: Record = {}
     for line in TABLE_5:
         plan = Plan.straight(
@@ -330,52 +301,24 @@ def run_table_5() -> Record:
     return lines
 
 
-def run_table_7(line: LargeBert) -> Record:
-    """Returns the largest BERT on these V100s, with one sample per micro-batch, and its layers with two and three."""
-    costs = largest_bert(line.devices, 1)
-    run = simulate(costs.plan, costs.profile, costs.cluster)
-    busy = sum(span.end - span.start for span in run.spans if span.kind in ("F", "B"))
-    layers = {
-        str(samples): sum(
-            layer.name.startswith("layer_") for layer in largest_bert(line.devices, samples).profile.layers
-        )
-        for samples in (1, 2, 3)
-    }
-    return {"layers by samples": layers, "utilization": busy / line.devices / run.latency}
+def run_table_7(devices: int) -> Record:
+    """Returns the layers of the largest BERT on these V100s of one server, recomputed, one sample per micro-batch."""
+    count, cluster = _PER_STAGE * devices, models.hardware(1, devices, 25)
 
-
-def largest_bert(devices: int, samples: int) -> CostModel:
-    """Returns the costs of the largest BERT on these V100s of one server, with recomputation.
-
-    Args:
-        devices: V100s, one for each stage.
-        samples: samples of a micro-batch.
-    """
-    cluster = hardware(1, devices, 25)
-
-    def costs_of(layers: int) -> CostModel | None:
-        """Costs of a pipeline whose stages have as many layers each, the first fewer for the embeddings' sake."""
-        profile = deep_bert(layers)
-        first = layer_index(profile, "layer_0")
+    def fits(layers: int) -> bool:
+        """Tells if a pipeline fits whose stages have as many layers each, the first fewer for the embeddings' sake."""
+        profile = models.deep_bert(layers)
+        first = models.layer_index(profile, "layer_0")
         for fewer in range(4):
             each, rest = divmod(layers + fewer, devices)
             sizes = [each + (stage >= devices - rest) for stage in range(devices)]
             sizes[0] -= fewer
             cuts = [profile.layers[first + end - 1].name for end in list(itertools.accumulate(sizes))[:-1]]
-            count = _PER_STAGE * devices
-            plan = Plan.straight(cuts, samples * count, count, "dapple_a", recompute="boundary")
-            costs = CostModel(plan, profile, cluster)
-            try:
-                if costs.warm_up == plan.warm_up_counts():
-                    return costs
-            except PlanError:
-                continue
-        return None
+            plan = Plan.straight(cuts, count, count, "dapple_a", recompute="boundary")
+            with contextlib.suppress(PlanError):
+                if CostModel(plan, profile, cluster).warm_up == plan.warm_up_counts():
+                    return True
+        return False
 
-    low, high = devices, 100 * devices
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if costs_of(middle) is not None else (low, middle)
-    costs = costs_of(low)
-    assert costs is not None
-    return costs
+    known = range(devices, 100 * devices)
+    return {"layers": devices - 1 + bisect.bisect_left(known, True, key=lambda layers: not fits(layers))}

@@ -7,6 +7,7 @@ the optimizer's update.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,12 +15,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.layer_profile import Cost
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
-from dapple_tf.units import counted
 
 NVLINK = 130e9
 """Bytes/s between two V100s of a server, in each direction. "Up to 130 GB/s", says DAPPLE's arXiv version, which is
@@ -31,17 +34,39 @@ USABLE_MEMORY = 15_000_000_000
 not GPipe with 3 micro-batches, for which 15.1 GB follow from the other lines."""
 
 
+def gpus(
+    servers: int,
+    each: int,
+    inside: Link,
+    between: Link,
+    memory: int | None = USABLE_MEMORY,
+    reductions: ReductionLinks | None = None,
+) -> Cluster:
+    """Returns servers of GPUs.
+
+    Args:
+        servers: their number.
+        each: GPUs of a server.
+        inside: link between two GPUs of a server.
+        between: link between two servers.
+        memory: bytes of a GPU that a model can use; None for unknown.
+        reductions: links of all-reduces where they aren't these.
+    """
+    names = itertools.product(range(servers), range(each))
+    return Cluster(
+        tuple(Device(f"/job:worker/task:{server}/device:GPU:{i}", server, memory) for server, i in names),
+        intra_bandwidth=inside.bandwidth,
+        intra_latency=inside.latency,
+        inter_bandwidth=between.bandwidth,
+        inter_latency=between.latency,
+        real=False,
+        reductions=reductions or ReductionLinks(),
+    )
+
+
 def hardware(servers: int, devices: int, gigabits: float) -> Cluster:
     """Servers of V100s on an Ethernet of so many Gbit/s."""
-    names = itertools.product(range(servers), range(devices))
-    return Cluster(
-        tuple(Device(f"/job:worker/task:{server}/device:GPU:{i}", server, USABLE_MEMORY) for server, i in names),
-        intra_bandwidth=NVLINK,
-        intra_latency=NVLINK_LATENCY,
-        inter_bandwidth=gigabits * 1e9 / 8,
-        inter_latency=ETHERNET_LATENCY,
-        real=False,
-    )
+    return gpus(servers, devices, Link(NVLINK, NVLINK_LATENCY), Link(gigabits * 1e9 / 8, ETHERNET_LATENCY))
 
 
 def released_links(cluster: Cluster) -> Cluster:
@@ -100,14 +125,10 @@ def apply_share() -> float:
 
     A step of two equal stages takes (M + 1) (F + B) + c: least squares over DAPPLE's three lines give both.
     """
-    points = [
-        (line.micro_batches + 1, 2 * line.micro_batches / line.throughput)
-        for line in TABLE_5
-        if line.schedule == "dapple_a" and line.recompute == "none" and line.throughput
-    ]
-    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return (mean_y - slope * mean_x) / slope
+    lines = [line for line in TABLE_5 if line.schedule == "dapple_a" and line.recompute == "none"]
+    seconds = [2 * line.micro_batches / (line.throughput or 1.0) for line in lines]
+    slope, rest = np.polyfit([line.micro_batches + 1 for line in lines], seconds, 1)
+    return float(rest / slope)
 
 
 @functools.cache
@@ -123,14 +144,11 @@ def apply_seconds_per_parameter() -> float:
 
 def _resized(profile: Profile, factors: Mapping[int, float]) -> Profile:
     """Activations of these layers, multiplied by factors."""
-    layers = [
-        dataclasses.replace(
-            layer,
-            output_bytes=layer.output_bytes * factors.get(index, 1.0),
-            residual_bytes=layer.residual_bytes * factors.get(index, 1.0),
-        )
-        for index, layer in enumerate(profile.layers)
-    ]
+    layers = list(profile.layers)
+    for index, factor in factors.items():
+        layer = layers[index]
+        output, residual = layer.output_bytes * factor, layer.residual_bytes * factor
+        layers[index] = dataclasses.replace(layer, output_bytes=output, residual_bytes=residual)
     tensors = [
         dataclasses.replace(tensor, bytes=tensor.bytes * factors.get(tensor.producer, 1.0))
         for tensor in profile.tensors
@@ -297,10 +315,13 @@ class Partition:
         ends = list(itertools.accumulate(self.replicas))
         return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
 
-    def __str__(self) -> str:
-        if len(self.replicas) == 1:
-            return "DP"
-        return "straight" if set(self.replicas) == {1} and len(self.replicas) > 2 else ":".join(map(str, self.replicas))
+    def plan(self, profile: Profile, count: int, batch: int, schedule: str, recompute: str = "none") -> Plan | None:
+        """Returns the plan with these micro-batches; None if it isn't legal, as with fewer samples than replicas."""
+        cuts = [profile.layers[cut].name for cut in self.cuts]
+        policy = schedule if cuts else "dapple_a"
+        with contextlib.suppress(PlanError):
+            return Plan.manual(cuts, self.devices, count, batch, policy, recompute=recompute)
+        return None
 
 
 @dataclass(frozen=True)
@@ -374,8 +395,6 @@ TABLE_6 = (
     PaperRow(6, "xlnet-36", "A", 128, "8:8", ("Layer_17",), pipedream=()),
 )  # fmt: skip
 
-ROWS = TABLE_4 + TABLE_6
-
 FIGURE_14 = {"gnmt-16": 1024, "bert-48": 64, "xlnet-36": 128, "amoeba-36": 256}
 """Figure 14's models and batches. The paper gives the last; the others' are Table 4's."""
 FIGURE_11_MODELS = ("vgg-19", "gnmt-16", "bert-48", "xlnet-36")
@@ -394,24 +413,11 @@ PIPEDREAM_LARGEST = 3.23
 """The most that the planner's plans gain over PipeDream's; of the abstract, for models and sizes of figure 12."""
 
 
-@dataclass(frozen=True)
-class LargeBert:
-    """A line of Table 7: layers of the largest BERT, and average utilization."""
-
-    devices: int
-    layers: int
-    utilization: float
-
-    @property
-    def key(self) -> str:
-        """Its name, such as ``table 7: 2 devices``."""
-        return f"table 7: {counted(self.devices, 'device')}"
-
-
 RATIO_5 = {"throughput": 1.6, "memory": 0.88}
 """Section 6.5: DAPPLE with M = 16 against GPipe with M = 2, both without recomputation."""
 
-TABLE_7 = (LargeBert(1, 48, 0.93), LargeBert(2, 106, 0.89), LargeBert(4, 215, 0.89), LargeBert(8, 428, 0.87))
+TABLE_7 = {1: 48, 2: 106, 4: 215, 8: 428}
+"""Devices -> layers of the largest BERT."""
 
 
 def measured_bert() -> Profile:

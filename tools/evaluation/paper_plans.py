@@ -159,20 +159,21 @@ def best(
             *(_smallest_slices(partition, profile, batch) if short_last else ()),
         )
     ]
-    for (partition, count, samples), mode in itertools.product(divisions, recompute):
-        cuts = [profile.layers[cut].name for cut in partition.cuts]
-        for schedule in schedules if cuts else ("dapple_a",):
-            try:
-                plan = Plan.manual(cuts, partition.devices, count, samples, schedule, recompute=mode)
-            except PlanError:
-                continue  # fewer samples than replicas
-            try:
-                run = _run(plan, profile, cluster)
-            except PlanError:
-                unfit.append((_shortage(plan, profile, cluster)[0], plan))
-                continue
-            if fastest is None or run.latency < fastest.seconds * (1 - 1e-9):
-                fastest = Outcome(run)
+    for partition, count, samples in divisions:
+        for schedule in schedules if partition.cuts else schedules[:1]:
+            for mode in recompute:
+                plan = partition.plan(profile, count, samples, schedule, mode)
+                if plan is None:
+                    break
+                try:
+                    run = _run(plan, profile, cluster)
+                except PlanError:
+                    unfit.append((_shortage(plan, profile, cluster)[0], plan))
+                    continue
+                if run.fits and (fastest is None or run.latency < fastest.seconds * (1 - 1e-9)):
+                    fastest = Outcome(run)
+                if min(run.costs.holds or (count,)) >= count:
+                    break  # memory limits nothing, and recomputation only takes longer
     if fastest is not None or not unfit:
         return fastest
     devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in cluster.devices)
@@ -198,6 +199,8 @@ def _run(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
 
 
 def _simulated(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
+    if plan.policy.planning.by_seconds:
+        plan = dataclasses.replace(plan, task_seconds=CostModel(plan, profile, cluster).task_seconds)
     plan = reduced_early(fastest_reductions(plan, profile, cluster), profile, cluster)
     return simulate(plan, profile, cluster)
 

@@ -8,43 +8,20 @@ From docs/profiles.md: Tables 3 to 7, figures 11, 12 and 14, our plans beside st
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_experiments as experiments
-from dapple_tf.tools.evaluation.claims import (
-    BETTER,
-    DATA,
-    NEAR,
-    SAME,
-    WORSE,
-    Band,
-    Claim,
-    Judged,
-    Value,
-)
+from dapple_tf.tools.evaluation import paper_models as models
+from dapple_tf.tools.evaluation.claims import BETTER, DATA, NEAR, SAME, WORSE, Band, Claim, Judged, Value
 from dapple_tf.tools.evaluation.document import claimed, counted, picture, table
-from dapple_tf.tools.evaluation.paper_models import (
-    CONFIGS,
-    FIGURE_11,
-    FIGURE_11_LARGEST,
-    FIGURE_11_MODELS,
-    FIGURE_14,
-    PIPEDREAM_LARGEST,
-    RATIO_5,
-    SAME_CUTS,
-    SAME_CUTS_OTHERWISE,
-    TABLE_3,
-    TABLE_4,
-    TABLE_5,
-    TABLE_6,
-    TABLE_7,
-    PaperRow,
-)
+from dapple_tf.tools.evaluation.paper_models import SAME_CUTS, SAME_CUTS_OTHERWISE, TABLE_4, TABLE_5, TABLE_6, PaperRow
 from dapple_tf.tools.evaluation.paper_plans import times_of
 from dapple_tf.tools.evaluation.results import FLAGS, Evaluation, Record, Results, reproduce
+from dapple_tf.units import counted as of_number
 
 OWN, LINKS, HARDER = "paper", "links", "harder"
 SETTINGS = {OWN: "the paper's setting", LINKS: "links of its released planner", HARDER: "harder"}
@@ -121,7 +98,7 @@ def _ratios(results: Results) -> Iterator[Claim]:
     for row in (*TABLE_4, *TABLE_6):
         if row.acr is None:
             continue
-        speed = CONFIGS[row.config].inter_bandwidth or 0.0
+        speed = models.CONFIGS[row.config].inter_bandwidth or 0.0
         same = (row.model, row.plan, row.splits, round(row.acr * speed))
         if same not in known:
             known.add(same)
@@ -134,7 +111,7 @@ def _ratios(results: Results) -> Iterator[Claim]:
 
 
 def _table_3(results: Results) -> Iterator[Claim]:
-    for model, paper in TABLE_3.items():
+    for model, paper in models.TABLE_3.items():
         record = results[f"table 3: {model}"]
         own, smaller = _gain_of_p_b(record["steps"]), _gain_of_p_b(record["in proportion"] or {})
         why = "an ACR of 0.1 leaves P_A less to wait for" if paper > 1.25 else "our transfers take longer"
@@ -166,14 +143,14 @@ def _figure_11(results: Results) -> Iterator[Claim]:
         HARDER: ("figure 11, GBS 128: ", "data parallelism"),
     }
 
-    for config, paper in FIGURE_11.items():
+    for config, paper in models.FIGURE_11.items():
         averages = {
-            setting: statistics.fmean(speedup(results, part, model, config, other) for model in FIGURE_11_MODELS)
+            setting: statistics.fmean(speedup(results, part, model, config, other) for model in models.FIGURE_11_MODELS)
             for setting, (part, other) in ways.items()
         }
         yield Claim(f"figure 11: over DP, average in {config}", paper, averages, why=_SMALL)
     largest = {setting: speedup(results, part, "gnmt-16", "C", other) for setting, (part, other) in ways.items()}
-    yield Claim("figure 11: over DP, gnmt-16 in C", FIGURE_11_LARGEST, largest, why=_SMALL)
+    yield Claim("figure 11: over DP, gnmt-16 in C", models.FIGURE_11_LARGEST, largest, why=_SMALL)
     for model in ("bert-48", "xlnet-36"):
         gains = {
             setting: speedup(results, part, model, "C", other) > MORE * speedup(results, part, model, "B", other)
@@ -195,24 +172,18 @@ def _pipedream(results: Results) -> Iterator[Claim]:
     }
     most = {setting: max(of_models.values()) for setting, of_models in factors.items()}
     why = "as PipeDream means its ranges, the gain is smaller"
-    yield Claim("figure 12: most over PipeDream", PIPEDREAM_LARGEST, most, why=why)
+    yield Claim("figure 12: most over PipeDream", models.PIPEDREAM_LARGEST, most, why=why)
     all_faster = {setting: min(of_models.values()) > 1 + TIE for setting, of_models in factors.items()}
     yield Claim("figure 12: faster than PipeDream for all models", "consistently", all_faster, why="not for amoeba-36")
     plans = results["PipeDream's planner"]
     for row in TABLE_6:
-        assert row.pipedream is not None
         ends = ",".join(map(str, released_ends(row)))
-        replicas = ":".join(str(count) for _, count in row.pipedream) or ":".join(["1"] * 16)
+        replicas = ":".join(str(count) for _, count in row.pipedream or ()) or ":".join(["1"] * 16)
         tried = [plans[f"{row.model}, {links}"] for links in ("130 GB/s, transfers", "130 GB/s", "25 GB/s")]
-        found = next(
-            (plan for plan in tried if plan["replicas"] == replicas and plan["ends"] == (ends or plan["ends"])),
-            tried[0],
-        )
-        same = found["replicas"] == replicas
-        own = Judged(_short(found["replicas"]), SAME if same else WORSE)
-        formula = plans[f"{row.model}, formula"]["replicas"]
-        harder = Judged(_short(formula), SAME if formula == replicas else WORSE)
-        yield Claim(f"{row.key}: PipeDream's plan", _short(replicas), {OWN: own, HARDER: harder})
+        same = (plan for plan in tried if plan["replicas"] == replicas and plan["ends"] == (ends or plan["ends"]))
+        found = {OWN: next(same, tried[0]), HARDER: plans[f"{row.model}, formula"]}
+        ours: dict[str, Value] = {setting: _short(plan["replicas"]) for setting, plan in found.items()}
+        yield Claim(f"{row.key}: PipeDream's plan", _short(replicas), ours)
 
 
 def released_ends(row: PaperRow) -> list[int]:
@@ -226,36 +197,33 @@ def _short(replicas: str) -> str:
     return f"straight ({len(counts)})" if set(counts) == {"1"} and len(counts) > 4 else replicas
 
 
-def lost(record: Record, column: str) -> tuple[float, float] | None:
-    """Returns the efficiency lost from 8 to 10 devices as a fraction, and if all ten were in one server."""
-    eight, ten, alone = (record[devices][column] for devices in ("8", "10", "ten in one server"))
-    if eight is None or ten is None or alone is None:
-        return None
-    return 1 - 0.8 * eight["ms"] / ten["ms"], 1 - 0.8 * eight["ms"] / alone["ms"]
+def _lost(record: Record, column: str, ten: str = "10") -> float:
+    """Returns the efficiency lost from 8 to 10 devices as a fraction; not a number where something doesn't fit."""
+    milliseconds = (record[devices][column] for devices in ("8", ten))
+    eight, more = (math.nan if step is None else step["ms"] for step in milliseconds)
+    return 1 - 0.8 * float(eight / more)
 
 
-def for_the_ethernet(record: Record, column: str) -> float | None:
+def for_the_ethernet(record: Record, column: str) -> float:
     """Returns the part of a lost efficiency that ten devices in one server don't lose."""
-    both = lost(record, column)
-    return None if both is None else 1 - (1 - both[0]) / (1 - both[1])
+    return 1 - (1 - _lost(record, column)) / (1 - _lost(record, column, "ten in one server"))
 
 
 def _figure_14(results: Results) -> Iterator[Claim]:
-    for model in FIGURE_14:
+    for model in models.FIGURE_14:
         record = results[f"figure 14: {model}"]
         slower = {OWN: for_the_ethernet(record, "overlap"), HARDER: for_the_ethernet(record, "data parallelism")}
-        if slower[OWN] is not None:
-            drops: dict[str, Value] = {
-                setting: Judged(f"by {value:.1%}", SAME if value >= STEP else WORSE)
-                for setting, value in slower.items()
-                if value is not None
-            }
+        if not math.isnan(slower[OWN]):
+            drops = {setting: _by(value, value >= STEP) for setting, value in slower.items()}
             yield Claim(f"figure 14: {model}: DP scales worse from 8 to 10 devices", "drops", drops)
-        hybrid = lost(record, "ours")
-        if hybrid is not None:
-            smooth = Judged(f"by {hybrid[0]:.1%}", SAME if abs(hybrid[0]) < STEP else WORSE)
-            why = "the link between the servers is slow"
-            yield Claim(f"figure 14: {model}: hybrid plans scale smoothly", "smoothly", {OWN: smooth}, why=why)
+        hybrid = _lost(record, "ours")
+        smooth = {OWN: _by(hybrid, abs(hybrid) < STEP)}
+        why = "the link between the servers is slow"
+        yield Claim(f"figure 14: {model}: hybrid plans scale smoothly", "smoothly", smooth, why=why)
+
+
+def _by(change: float, holds: bool) -> Judged:
+    return Judged(f"by {change:.1%}", SAME if holds else WORSE)
 
 
 # ---- tables 5 and 7
@@ -276,9 +244,9 @@ def _table_5(results: Results) -> Iterator[Claim]:
     fit = "the update's time and the memory of a micro-batch were solved from these lines"
     throughput = ours["dapple_a, M=16"]["samples/s"] / ours["gpipe, M=2"]["samples/s"]
     both: dict[str, Value] = {OWN: predicted_sixteen(), HARDER: throughput}
-    yield Claim("table 5: throughput, DAPPLE M = 16 over GPipe M = 2", RATIO_5["throughput"], both)
+    yield Claim("table 5: throughput, DAPPLE M = 16 over GPipe M = 2", models.RATIO_5["throughput"], both)
     memory = {OWN: ours["dapple_a, M=16"]["GB"] / ours["gpipe, M=2"]["GB"]}
-    yield Claim("table 5: memory, DAPPLE over GPipe", RATIO_5["memory"], memory, why=fit, fitted=True)
+    yield Claim("table 5: memory, DAPPLE over GPipe", models.RATIO_5["memory"], memory, why=fit, fitted=True)
     for scheme, count in (("gpipe", 2), ("dapple_a", 2), ("dapple_a", 16)):
         first, second = f"{scheme} + RC, M={count}", f"{scheme}, M={count}"
         theirs = (paper[first].throughput or 0.0) / (paper[second].throughput or 1.0)
@@ -294,12 +262,16 @@ def _table_5(results: Results) -> Iterator[Claim]:
     )
 
 
+def _table_7_part(devices: int) -> str:
+    return f"table 7: {of_number(devices, 'device')}"
+
+
 def _table_7(results: Results) -> Iterator[Claim]:
-    for line in TABLE_7:
-        layers = float(results[line.key]["layers by samples"]["1"])
+    for devices, paper in models.TABLE_7.items():
+        part = _table_7_part(devices)
         why = "the samples of a micro-batch aren't in the text"
-        name = f"{line.key}: layers of the largest BERT"
-        yield Claim(name, float(line.layers), {OWN: layers}, "", why=why, fitted=True)
+        layers = {OWN: float(results[part]["layers"])}
+        yield Claim(f"{part}: layers of the largest BERT", float(paper), layers, "", why=why, fitted=True)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -311,24 +283,20 @@ def claims(results: Results) -> list[Claim]:
 # ---- the page
 
 
+def _over_opponents(results: Results, row: PaperRow) -> dict[str, float]:
+    """Returns whose -> how many times as long the step of their best plan takes as ours."""
+    record = results[f"opponents, {row.key}"]
+    return {who: times_of(record["ours"], other) for who, other in record.items() if who != "ours" and other}
+
+
 def _opponents(results: Results) -> str:
     rows = []
     for row in TABLE_4:
-        record = results[f"opponents, {row.key}"]
-        others = {who: times_of(record["ours"], other) for who, other in record.items() if who != "ours" and other}
-        who = min(others, key=lambda name: others[name])
-        ours = record["ours"]
+        over, ours = _over_opponents(results, row), results[f"opponents, {row.key}"]["ours"]
+        who = min(over, key=lambda name: over[name])
         plan = f"{ours['plan']}, M = {ours['M']}, {ours['schedule']}"
-        rows.append(
-            [
-                row.key.removeprefix("table 4: "),
-                plan,
-                ours["ms"],
-                times_of(ours, results[row.key]["paper"]),
-                who,
-                f"{others[who]:.3f}",
-            ]
-        )
+        as_fast = times_of(ours, results[row.key]["paper"])
+        rows.append([row.key.removeprefix("table 4: "), plan, ours["ms"], as_fast, who, f"{over[who]:.3f}"])
     header = ["row", "our plan with everything", "ms", "times as fast as the paper's", "strongest opponent", "over it"]
     return table(header, rows)
 
@@ -340,13 +308,7 @@ def texts(results: Results, all_claims: Sequence[Claim]) -> dict[str, str]:
     paper_replicas = sum(choice in (SAME_CUTS, SAME_CUTS_OTHERWISE, "same replicas") for choice in choices)
     same_cuts = sum(choice in (SAME_CUTS, SAME_CUTS_OTHERWISE) for choice in choices)
     whole = [times_of(results[row.key]["ours"], results[row.key]["paper"]) for row in TABLE_4]
-    factors = {row.key: results[f"opponents, {row.key}"] for row in TABLE_4}
-    least = min(
-        times_of(record["ours"], other)
-        for record in factors.values()
-        for who, other in record.items()
-        if who != "ours" and other
-    )
+    least = min(over for row in TABLE_4 for over in _over_opponents(results, row).values())
     over = {
         row.model: times_of(results[f"links, {row.key}"]["paper"], results[f"links, {row.key}"]["pipedream"])
         for row in TABLE_6
@@ -376,16 +338,16 @@ def parts() -> dict[str, Callable[[], Record]]:
             for row in (*TABLE_4, *TABLE_6)
             if row.model != "resnet-50"
         },
-        **{f"figure 14: {model}": of(experiments.run_scaling, model) for model in FIGURE_14},
+        **{f"figure 14: {model}": of(experiments.run_scaling, model) for model in models.FIGURE_14},
         **{
             f"figure 11, GBS 128: {row.model}/{row.config}": of(experiments.run_small_batch, row)
             for row in TABLE_4
-            if row.model in FIGURE_11_MODELS
+            if row.model in models.FIGURE_11_MODELS
         },
-        **{f"table 3: {model}": of(experiments.run_policies, model) for model in TABLE_3},
+        **{f"table 3: {model}": of(experiments.run_policies, model) for model in models.TABLE_3},
         "PipeDream's planner": experiments.run_pipedream,
         "table 5": experiments.run_table_5,
-        **{line.key: of(experiments.run_table_7, line) for line in TABLE_7},
+        **{_table_7_part(devices): of(experiments.run_table_7, devices) for devices in models.TABLE_7},
     }
 
 
