@@ -12,10 +12,9 @@ import tensorflow as tf
 from tensorflow.core.framework.step_stats_pb2 import StepStats
 
 from dapple_tf.measuring.measure_operators import add_step_stats
-from dapple_tf.operators import flops
-from dapple_tf.operators.flops import Work, work
+from dapple_tf.operators import rooflines
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError, device_kind
-from dapple_tf.operators.rooflines import CPU, P100, Roofline
+from dapple_tf.operators.rooflines import CPU, P100, Roofline, Work, work
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.ir.graph import dtype_name, make_node
 from graph_passes.ir.tensorflow_bridge import op_def, output_dtypes
@@ -107,7 +106,7 @@ def test_operators_bound_by_memory(text: str, size: int) -> None:
 @pytest.mark.parametrize("shape", [None, (), (None, 0, None, 4)])
 def test_no_shape_is_too_little_to_go_by(shape: tuple[int | None, ...] | None) -> None:
     tensor = TensorType("float32", shape)
-    for op in flops._RULES:
+    for op in rooflines._RULES:
         op_work = work(OpSignature(op, (("equation", "abc,cd->abd"),), (tensor,) * 4, (tensor,)))
         assert all(0 <= value < math.inf for value in (op_work.flops, op_work.bytes, op_work.depth)), op
         assert P100.seconds(op_work) < 1

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dapple_tf.describe.plan import PlanError
-from dapple_tf.operators.colocation import DisjointSets
 from dapple_tf.operators.fd_dps import fd_dps
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.op_graph import DisjointSets, OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_graph import apply_splits

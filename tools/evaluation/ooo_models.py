@@ -18,9 +18,8 @@ from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.operators.flops import MATMUL, MEMORY, Work
+from dapple_tf.operators.rooflines import MATMUL, MEMORY, Roofline, Work
 from dapple_tf.operators.rooflines import P100 as P100_SXM2
-from dapple_tf.operators.rooflines import Roofline
 
 FLOAT = 4
 """Bytes of a number: the paper trains in single precision."""
