@@ -120,8 +120,8 @@ def test_os_dpos_and_fd_dps_split_a_long_operator_on_the_critical_path() -> None
     placement = fast_t(graph, links)
     assert placement.splits == {"Long_1": Split("channel", 2)}
     assert placement.seconds == pytest.approx(0.502, abs=1e-3) == simulated(graph, links, placement).seconds
-    assert fd_dps(graph, links, splits="alone").splits == {"Long_1": Split("channel", 2)}
-    assert not fd_dps(graph, topology(2, bandwidth=1e3), splits="alone").splits
+    assert fd_dps(graph, links).splits == {"Long_1": Split("channel", 2)}
+    assert not fd_dps(graph, topology(2, bandwidth=1e3)).splits
 
 
 def test_predicted_paths_stay_on_a_device_or_pay_for_the_transfer() -> None:
@@ -350,7 +350,6 @@ def test_fd_dps_is_never_slower_than_its_rivals_and_all_tell_what_is_simulated(
         if shape == "network":
             start = start_of(graph, links)
             assert max(one.seconds for one in (placements[0], placements[1], placements[4])) <= start.seconds
-            assert fd_dps(graph, links, splits="batch").splits in ({}, start.variant.splits)
             return
 
 
@@ -404,7 +403,7 @@ def test_a_chain_is_split_like_data_parallelism_but_not_where_links_are_slow() -
     placement = fd_dps(graph, topology(4))
     assert {split.parts for split in placement.splits.values()} == {4}
     assert total / 4 < placement.seconds < 0.4 * total
-    whole = fd_dps(graph, topology(4), splits="none")
+    whole = fd_dps(graph, topology(4), split=False)
     assert whole.seconds <= total and not whole.splits
     alone = fd_dps(chain_network(2, layers=3), topology(2, bandwidth=1e6))
     assert not alone.splits and alone.seconds == pytest.approx(chain_network(2, layers=3).seconds[:, 0].sum())
@@ -548,7 +547,7 @@ class Searched:
 
     def __call__(self, graph: OpGraph, links: Topology, **options: object) -> OpPlacement:
         self.graphs.append(graph)
-        self.splits.append(options.get("splits"))
+        self.splits.append(options.get("split"))
         return self.first.pop(0) if self.first else fd_dps(graph, links)
 
 
@@ -613,12 +612,12 @@ def test_variables_that_fit_no_device_together_are_placed_apart() -> None:
 def test_of_two_placements_the_one_that_fits_is_taken() -> None:
     """If the faster one had no room in a whole step, a search for a whole step replaced both."""
     graph, kinds = step()
-    apart = fd_dps(graph, topology(2), splits="none")
+    apart = fd_dps(graph, topology(2), split=False)
     assert set(apart.devices.values()) == {0, 1}
     search = Searched(on_first(graph), apart)
     links = topology(2, latency=1.0, memory=1.1 * max(apart.peak_bytes))  # One device is faster, and has no room.
     placement = place_average_slice(graph, links, kinds, search=search)
-    assert search.splits == [None, "none"] and placement.devices == apart.devices
+    assert search.splits == [None, False] and placement.devices == apart.devices
 
 
 def test_parts_have_the_purpose_of_their_operator() -> None:

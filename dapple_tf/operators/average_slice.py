@@ -116,7 +116,7 @@ def place_average_slice(
     if staying is not None:
         try:
             placements.append(
-                search(staying, topology, splits="none", effort=effort, progress=_part_of(progress, 1, searches))
+                search(staying, topology, split=False, effort=effort, progress=_part_of(progress, 1, searches))
             )
         except PlanError as error:  # Variables that are read together may need more room together than there is.
             _LOGGER.info("with readers of variables on the variables' devices: %s", error)

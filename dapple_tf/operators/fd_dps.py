@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
@@ -25,16 +24,9 @@ from dapple_tf.operators.placement_candidates import (
     variant_of,
 )
 from dapple_tf.operators.simulated_placement import simulate
-from dapple_tf.operators.split_search import Budget, by_batch, fast_t_candidate, placed, split_alone, split_candidates
+from dapple_tf.operators.split_search import Budget, by_batch, fast_t_candidate, placed, split_candidates
 
 _LOGGER = logging.getLogger(__name__)
-
-Splits = Literal["none", "alone", "batch", "regions"]
-"""Which operators may be split.
-
-none: no operator. alone: single ones whose neighbours are whole, as in the paper. batch: all or none by the batch, data
-parallelism's graph. regions: any, with data parallelism's graph as one of the candidates.
-"""
 
 Progress = Callable[[str, float], None]
 """Receives the current activity, and the share of the search that is over."""
@@ -69,19 +61,19 @@ def fd_dps(
     graph: OpGraph,
     topology: Topology,
     *,
-    splits: Splits = "regions",
+    split: bool = True,
     effort: float = 1.0,
     progress: Progress | None = None,
 ) -> OpPlacement:
     """Places the operators of a step so that the simulated step is short.
 
-    It is never slower than `heft` and one device, nor than data parallelism as a placement (`by_batch`) if splits are
-    ``batch`` or ``regions``, nor than `fast_t` if they are ``regions``.
+    It is never slower than `heft` and one device, nor than data parallelism as a placement (`by_batch`) and
+    `fast_t_candidate` if operators may be split.
 
     Args:
         graph: its operators.
         topology: the devices.
-        splits: which operators may be split.
+        split: whether operators may be split.
         effort: share of the usual work that improving may take.
         progress: receives the current activity, and the share of the search that is over.
 
@@ -93,11 +85,11 @@ def fd_dps(
     island = largest_island(topology)
     alone = on_island(graph, topology, island) if len(island) < topology.count else None
     if alone is None:
-        return _placed(graph, topology, splits, effort, tell)
-    everywhere = _placed(graph, topology, splits, effort, lambda text, share: tell(text, 0.6 * share))
+        return _placed(graph, topology, split, effort, tell)
+    everywhere = _placed(graph, topology, split, effort, lambda text, share: tell(text, 0.6 * share))
     try:
         within = _placed(
-            *alone, splits, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
+            *alone, split, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
         )
     except PlanError as error:
         _LOGGER.info("devices %s alone: %s", island, error)
@@ -115,22 +107,22 @@ def as_published(variant: Variant, device_rule: DeviceRule = "paper") -> Candida
     return judged(variant, *fd_dps_schedule(variant.problem, device_rule=device_rule), "published")
 
 
-def _placed(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> OpPlacement:
-    best = _search(graph, topology, splits, effort, progress)
+def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
+    best = _search(graph, topology, split, effort, progress)
     _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, best.seconds, best.origin)
     return placed_by(best)
 
 
 @without_collection
-def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> Candidate:
+def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
     budget = _budget(problem.count, effort)
     alike = _alike(graph, topology)
     candidates = []
-    start = by_batch(base) if topology.count > 1 and splits in ("batch", "regions") else None
-    static = fast_t_candidate(base, start, split=splits == "regions")
+    start = by_batch(base) if topology.count > 1 and split else None
+    static = fast_t_candidate(base, start, split=split)
     for one in (static, judged(base, *heft_schedule(problem), "HEFT")):
         candidates += [one, scheduled(one.variant, one.devices, one.origin)]
     for device in range(topology.count):
@@ -146,12 +138,10 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
         best = min([best, start, *placed(start.variant, None, "data parallelism's graph")], key=lambda one: one.rank)
     simpler = best
     others: list[Candidate] = []
-    if splits == "regions" and topology.count > 1:
+    if split and topology.count > 1:
         best, *others = split_candidates(
             base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share)
         )
-    elif splits == "alone" and topology.count > 1:
-        best = split_alone(base, best, lambda text: progress(text, 0.5))
     progress("improvement", 0.75)
     if best.over > 0:
         best = min([best, *_within_memory(best.variant)], key=lambda one: one.rank)

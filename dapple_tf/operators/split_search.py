@@ -46,8 +46,6 @@ _OTHERS = 3
 """Number of placements besides the best one that are returned."""
 _MOST_CRITICAL = 8
 """The most operators that OS-DPOS considers."""
-_SHARES_ALONE = (1.0, 0.5, 0.2, 0.05, 0.01)
-"""Shares of the splits of single operators that are tried, those that save most."""
 
 
 class Budget:
@@ -106,23 +104,8 @@ def by_batch(base: Variant) -> Candidate | None:
         devices.
     """
     layouts = Layouts(base.problem, base.problem.devices)
-    tried = (by_layout(base, layouts, layout) for layout in batch_layouts(layouts))
-    return min((one for one in tried if one is not None), key=lambda one: one.rank, default=None)
-
-
-def by_layout(base: Variant, layouts: Layouts, layout: Layout) -> Candidate | None:
-    """Splits operators as a layout says, part k on device k, and places the others.
-
-    Args:
-        base: the graph without splits.
-        layouts: the ways to split its operators.
-        layout: one of them.
-
-    Returns:
-        The placement; None if nothing is split.
-    """
-    one = _tried(base, layouts, layout, None, lambda text: None)
-    return None if one is None else one.candidate
+    tried = (_tried(base, layouts, layout, None, lambda text: None) for layout in batch_layouts(layouts))
+    return min((one.candidate for one in tried if one is not None), key=lambda one: one.rank, default=None)
 
 
 def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = True) -> Candidate:
@@ -172,32 +155,6 @@ def _whole_and_critical(problem: PlacementProblem) -> list[str]:
     ]
     longest = sorted(free, key=lambda op: (-problem.mean_seconds[op], op))[:_MOST_CRITICAL]
     return [problem.graph.names[op] for op in longest]
-
-
-def split_alone(base: Variant, best: Candidate, tell: Callable[[str], None]) -> Candidate:
-    """Splits single operators whose neighbours are whole, as the paper does.
-
-    Operators are ordered by what splitting each by itself saves, with its inputs cut and its output joined, and the
-    first of them are split, more or fewer.
-
-    Args:
-        base: the graph without splits.
-        best: the best placement without splits.
-        tell: receives the current activity.
-
-    Returns:
-        The best placement, with splits if any pay.
-    """
-    layouts = Layouts(base.problem, base.problem.devices)
-    gains = layouts.alone(1.0)
-    for count in sorted({round(share * len(gains)) for share in _SHARES_ALONE}, reverse=True):
-        layout = layouts.none()
-        for _, op, rule in gains[:count]:
-            layout[op] = rule
-        one = _tried(base, layouts, layout, None, tell)
-        if one is not None and one.candidate.rank < best.rank:
-            best = one.candidate
-    return best
 
 
 def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> list[Candidate]:
@@ -286,7 +243,7 @@ def _without_light_regions(base: Variant, tried: _Tried, budget: Budget, tell: C
 def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
     """Yields layouts to try: regions by batch, by channel, or by both; the most promising first."""
     names = sorted(
-        {rule.dimension for rules in layouts.reads.rules for rule in rules},
+        {rule.dimension for rules in layouts.rules for rule in rules},
         key=lambda name: (name != "batch", name != "channel", name),
     )
     if not names:
@@ -342,23 +299,14 @@ def _tried(
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
     """Returns groups' devices, with part k of an operator on device k; on its region's devices if they are fewer."""
     pinned = graph.pinned.copy()
-    number = {name: op for op, name in enumerate(graph.names)} if layouts.parts < problem.devices else None
     teams = max(1, problem.devices // layouts.parts)
     names = problem.graph.names
-    if number is None:
-        parts = {
-            part_name(names[op], part): part
-            for op, rule in enumerate(layout)
-            if rule >= 0
-            for part in range(layouts.parts)
-        }
-    else:
-        parts = {}
-        for index, region in enumerate(layouts.regions(layout)):
-            first = index % teams * layouts.parts
-            for op in region:
-                for part in range(layouts.parts):
-                    parts[part_name(names[op], part)] = first + part
+    parts = {}
+    for index, region in enumerate(layouts.regions(layout)):
+        first = index % teams * layouts.parts
+        for op in region:
+            for part in range(layouts.parts):
+                parts[part_name(names[op], part)] = first + part
     for op, name in enumerate(graph.names):
         device = parts.get(name)
         if device is not None and pinned[graph.groups[op]] < 0:
@@ -438,23 +386,23 @@ def _linked_with_heaviest(layouts: Layouts) -> Layout:
 
 def _from_fed_batch(layouts: Layouts) -> list[bool]:
     """Returns which operators need what is fed, other than by sums over the batch."""
-    problem, reads = layouts.problem, layouts.reads
+    problem = layouts.problem
     needing = [False] * problem.count
     for op in range(problem.count):
         rule = layouts.rule(op, "batch")
         if rule >= 0:
-            computed = {argument for _, argument in reads.inputs[op]}
-            cut = {argument for argument, axis in enumerate(reads.rules[op][rule].input_axes) if axis is not None}
+            computed = {argument for _, argument in layouts.inputs[op]}
+            cut = {argument for argument, axis in enumerate(layouts.rules[op][rule].input_axes) if axis is not None}
             needing[op] = not cut <= computed  # No operator computes what is fed.
-        for tensor, _ in reads.inputs[op]:
-            producer = reads.producer[tensor]
+        for tensor, _ in layouts.inputs[op]:
+            producer = problem.producer[tensor]
             needing[op] |= needing[producer] and not _sums_over_batch(layouts, producer)
     return needing
 
 
 def _sums_over_batch(layouts: Layouts, op: int) -> bool:
     rule = layouts.rule(op, "batch")
-    return rule >= 0 and all(axis is None for axis in layouts.reads.rules[op][rule].output_axes)
+    return rule >= 0 and all(axis is None for axis in layouts.rules[op][rule].output_axes)
 
 
 def _between(problem: PlacementProblem, layout: Layout) -> np.ndarray:
