@@ -350,9 +350,11 @@ def updated(
     rate: float = 0.5,
     accumulated: bool = True,
     backward_cuts: Sequence[str] = (),
+    **options: Any,
 ) -> Program:
-    """A complete step with plain SGD."""
-    update = Update(sgd_updates(program, rate), owners(program), HOST, bucket_bytes, accumulated=accumulated)
+    """A complete step with plain SGD; ``options`` are further ones of the pass `Update`."""
+    options |= {"accumulated": accumulated}
+    update = Update(sgd_updates(program, rate), owners(program), HOST, bucket_bytes, **options)
     program = apply(ordered(program, layout, accumulated=accumulated, backward_cuts=backward_cuts), update)
     verify(program, complete=True)
     return program
