@@ -25,6 +25,7 @@ from dapple_tf.frontend.batch import BatchSpec, Leaf
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.schedules.schedules import make_schedule
+from graph_passes.ir.collectives import AllReduceRules
 from graph_passes.ir.graph import (
     Builder,
     GraphDef,
@@ -64,6 +65,7 @@ INT32, INT64 = types_pb2.DT_INT32, types_pb2.DT_INT64
 PARAMETER, STATE, METRIC = VariableKind.PARAMETER, VariableKind.STATE, VariableKind.METRIC
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+FLAT = AllReduceRules()
 
 Shape = Sequence[int | None]
 
@@ -350,10 +352,18 @@ def updated(
     bucket_bytes: int = 1 << 20,
     rate: float = 0.5,
     accumulated: bool = True,
+    all_reduces: AllReduceRules = FLAT,
     **options: Sequence[Any],
 ) -> Program:
-    """A complete step with plain SGD."""
-    update = Update(sgd_updates(program, rate), owners(program), HOST, bucket_bytes, accumulated=accumulated)
+    """A complete step with plain SGD; ``options`` are those of `ordered`."""
+    update = Update(
+        sgd_updates(program, rate),
+        owners(program),
+        HOST,
+        bucket_bytes,
+        accumulated=accumulated,
+        all_reduces=all_reduces,
+    )
     program = apply(ordered(program, layout, accumulated=accumulated, **options), update)
     verify(program, complete=True)
     return program

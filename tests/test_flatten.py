@@ -1,4 +1,4 @@
-"""Pass 12: calls are inlined, and what they ordered stays in order."""
+"""Pass 13: calls are inlined, and what they ordered stays in order."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport, StageReport
 from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
 from dapple_tf.describe.profile_text import PUBLISHED, load_text
-from dapple_tf.measuring.profile_cache import read_profile
+from dapple_tf.measuring.profiler import read_profile
 
 ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 5.0

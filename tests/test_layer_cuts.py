@@ -29,8 +29,9 @@ from dapple_tf.frontend.layer_cuts import (
 )
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.layer_memory import StepTrace, kept_tensors, variable_bytes
+from dapple_tf.measuring.layer_memory import kept_tensors, variable_bytes
 from dapple_tf.measuring.timed_step import LAST
+from dapple_tf.measuring.traced_memory import StepTrace
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.errors import PassError
 from graph_passes.ir.tasks import Phase, Task

@@ -11,11 +11,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework.step_stats_pb2 import StepStats
 
-from dapple_tf.measuring.measure_operators import add_step_stats
-from dapple_tf.operators import flops
-from dapple_tf.operators.flops import Work, work
+from dapple_tf.measuring.measured_operators import node_times
+from dapple_tf.operators import rooflines
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError, device_kind
-from dapple_tf.operators.rooflines import CPU, P100, Roofline
+from dapple_tf.operators.rooflines import CPU, P100, Roofline, Work, work
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.ir.graph import dtype_name, make_node
 from graph_passes.ir.tensorflow_bridge import op_def, output_dtypes
@@ -107,7 +106,7 @@ def test_operators_bound_by_memory(text: str, size: int) -> None:
 @pytest.mark.parametrize("shape", [None, (), (None, 0, None, 4)])
 def test_no_shape_is_too_little_to_go_by(shape: tuple[int | None, ...] | None) -> None:
     tensor = TensorType("float32", shape)
-    for op in flops._RULES:
+    for op in rooflines._RULES:
         op_work = work(OpSignature(op, (("equation", "abc,cd->abd"),), (tensor,) * 4, (tensor,)))
         assert all(0 <= value < math.inf for value in (op_work.flops, op_work.bytes, op_work.depth)), op
         assert P100.seconds(op_work) < 1
@@ -382,25 +381,20 @@ def stats(**devices: str) -> StepStats:
     ],
 )  # fmt: skip
 def test_steps_measure_operators(given: list[dict[str, str]], means: dict[str, tuple[int, float] | None]) -> None:
-    costs = OperatorCosts()
     kind = "GPU" if "gpu" in given[0] else "CPU"
-    measured = add_step_stats(costs, [stats(**one) for one in given], _SIGNATURES)
-    assert measured == sum(mean is not None for mean in means.values())
-    for op, mean in means.items():
-        assert costs.measured(_SIGNATURES[op], kind) == (None if mean is None else (mean[0], pytest.approx(mean[1])))
+    times = node_times([stats(**one) for one in given], _SIGNATURES)
+    assert times.keys() == {op for op, mean in means.items() if mean is not None}
+    for op, (device, seconds, steps) in times.items():
+        assert (steps, pytest.approx(seconds)) == means[op]
+        assert device_kind(device) == kind
 
 
-def test_equal_operators_are_averaged_and_speeds_count() -> None:
-    costs = OperatorCosts()
+def test_nodes_of_other_graphs_are_ignored() -> None:
     given = stats(cpu="step/a 1000-2000, step/b 3000-6000, elsewhere/a 0-99")
-    add_step_stats(costs, given, {"a": _RELU, "b": _RELU}, prefix="step")
-    assert costs.measured(_RELU, "CPU") == (2, pytest.approx(2e-6))
-    add_step_stats(costs, given, {"a": _RELU, "b": _RELU}, prefix="step", speeds={_DEVICES["cpu"]: 2.0})
-    assert costs.measured(_RELU, "CPU") == (4, pytest.approx(3e-6))
+    times = node_times([given], {"a": _RELU, "b": _RELU}, "step")
+    assert {name: own.seconds for name, own in times.items()} == {"a": pytest.approx(1e-6), "b": pytest.approx(3e-6)}
 
 
 def test_a_gpu_that_tells_nothing_of_kernels_counts_as_not_measured(caplog: pytest.LogCaptureFixture) -> None:
-    costs = OperatorCosts()
-    assert add_step_stats(costs, stats(gpu="relu 10000-14000", cpu="tanh 0-1000"), _SIGNATURES) == 1
-    assert costs.measured(_RELU, "GPU") is None and costs.measured(_SIGNATURES["tanh"], "CPU") is not None
+    assert node_times([stats(gpu="relu 10000-14000", cpu="tanh 0-1000")], _SIGNATURES).keys() == {"tanh"}
     assert "1 operators ran on GPUs, but the trace has no times of kernels" in caplog.text

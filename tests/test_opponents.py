@@ -10,7 +10,8 @@ from op_graphs import Builder, topology
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile import Profile
-from dapple_tf.operators.fd_dps import fd_dps
+from dapple_tf.operators.fd_dps import as_published
+from dapple_tf.operators.placement_candidates import variant_of
 from dapple_tf.tools.evaluation import opponents
 from dapple_tf.tools.evaluation.bench_scale import cluster_of as v100s
 from dapple_tf.tools.evaluation.ooo_models import Transformer
@@ -73,7 +74,8 @@ def test_algorithm_2_waits_for_a_parents_device_as_long_as_that_delays_nothing()
     builder.add("Middle", 3.0, 1e3, (parent,))
     short = builder.add("Short", 1.0, 1e3, (parent,))
     graph, links = builder.graph(), topology(3)
-    device = {rule: fd_dps(graph, links, device_rule=rule).devices for rule in ("earliest", "paper")}
-    assert device["paper"][graph.names[short]] == device["paper"][graph.names[parent]]
-    assert device["earliest"][graph.names[short]] not in (1, device["earliest"][graph.names[parent]])
-    assert fd_dps(graph, links, device_rule="paper").seconds == fd_dps(graph, links, device_rule="earliest").seconds
+    whole = variant_of(graph, links, {})
+    earliest, paper = as_published(whole, "earliest"), as_published(whole, "paper")
+    assert paper.devices[short] == paper.devices[parent]
+    assert earliest.devices[short] not in (1, earliest.devices[parent])
+    assert paper.seconds == earliest.seconds

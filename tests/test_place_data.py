@@ -1,4 +1,4 @@
-"""Pass 12: each worker takes the batch that it has read itself."""
+"""Pass 11: each worker takes the batch that it has read itself."""
 
 from __future__ import annotations
 

@@ -11,26 +11,44 @@ from op_graphs import LAUNCH, Builder, chain_network, random_graph, simulated, t
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, place_average_slice
-from dapple_tf.operators.baselines import data_parallel, single_device
-from dapple_tf.operators.coarsening import coarsen
-from dapple_tf.operators.dynamic_critical_path import MostCritical
-from dapple_tf.operators.fast_t import critical_path, fast_t
-from dapple_tf.operators.fd_dps import _improved_best, fd_dps
-from dapple_tf.operators.heft import by_rank, heft
-from dapple_tf.operators.islands import on_island
-from dapple_tf.operators.list_placement import InsertionScheduler
+from dapple_tf.operators.coarsening import Pieces
+from dapple_tf.operators.fd_dps import _improved_best, fd_dps, on_island
+from dapple_tf.operators.list_scheduler import (
+    ListScheduler,
+    MostCritical,
+    by_rank,
+    critical_path,
+    earliest,
+    heft_schedule,
+)
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, placed_by, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import Candidate, judged, placed_by, scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
 from dapple_tf.operators.simulated_placement import simulate
-from dapple_tf.operators.split_search import by_batch
+from dapple_tf.operators.split_search import by_batch, fast_t_candidate
 from dapple_tf.operators.step_placer import OwnOperators
-from dapple_tf.tools.evaluation.mp_dps import mp_dps, predicted_paths
+from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, predicted_paths
+from dapple_tf.tools.evaluation.operator_baselines import data_parallel, single_device
 from graph_passes.analysis.split_rules import Split, SplitRule
 from graph_passes.ir.graph import BRACKET_ATTR, PHASE_ATTR, GraphDef
 from graph_passes.ir.node_kinds import NodeKind
 
 SHAPES = ("layered", "fork_join", "chains", "random")
+
+
+def heft(graph: OpGraph, links: Topology) -> OpPlacement:
+    whole = variant_of(graph, links, {})
+    return placed_by(judged(whole, *heft_schedule(whole.problem), "HEFT"))
+
+
+def fast_t(graph: OpGraph, links: Topology) -> OpPlacement:
+    whole = variant_of(graph, links, {})
+    return placed_by(fast_t_candidate(whole, by_batch(whole)))
+
+
+def mp_dps(graph: OpGraph, links: Topology) -> OpPlacement:
+    whole = variant_of(graph, links, {})
+    return placed_by(mp_dps_candidate(whole, by_batch(whole)))
 
 
 def devices_of(graph: OpGraph, placement: OpPlacement) -> list[int]:
@@ -62,9 +80,8 @@ def test_heft_finds_its_papers_ranks_and_schedule() -> None:
     ranks = [mean + tail for mean, tail in zip(problem.mean_seconds, tails(problem), strict=True)]
     expected = [108.0, 77.0, 80.0, 80.0, 69.0, 63.333, 42.667, 35.667, 44.333, 14.667]
     assert ranks == pytest.approx(expected, abs=1e-3)
-    scheduler = InsertionScheduler(problem)
-    for op in by_rank(problem):
-        scheduler.place(op, min(range(3), key=lambda device: scheduler.earliest(op, device)[1]))
+    scheduler = ListScheduler(problem)
+    scheduler.run(by_rank(problem), earliest)
     assert max(scheduler.finish) == 80.0
     assert scheduler.device == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
     placement = heft(graph, topology(3, 1.0, 0.0))
@@ -92,8 +109,8 @@ def test_os_dpos_and_fd_dps_split_a_long_operator_on_the_critical_path() -> None
     placement = fast_t(graph, links)
     assert placement.splits == {"Long_1": Split("channel", 2)}
     assert placement.seconds == pytest.approx(0.502, abs=1e-3) == simulated(graph, links, placement).seconds
-    assert fd_dps(graph, links, splits="alone").splits == {"Long_1": Split("channel", 2)}
-    assert not fd_dps(graph, topology(2, bandwidth=1e3), splits="alone").splits
+    assert fd_dps(graph, links).splits == {"Long_1": Split("channel", 2)}
+    assert not fd_dps(graph, topology(2, bandwidth=1e3)).splits
 
 
 def test_predicted_paths_stay_on_a_device_or_pay_for_the_transfer() -> None:
@@ -322,7 +339,6 @@ def test_fd_dps_is_never_slower_than_its_rivals_and_all_tell_what_is_simulated(
         if shape == "network":
             start = start_of(graph, links)
             assert max(one.seconds for one in (placements[0], placements[1], placements[4])) <= start.seconds
-            assert fd_dps(graph, links, splits="batch").splits in ({}, start.variant.splits)
             return
 
 
@@ -376,7 +392,7 @@ def test_a_chain_is_split_like_data_parallelism_but_not_where_links_are_slow() -
     placement = fd_dps(graph, topology(4))
     assert {split.parts for split in placement.splits.values()} == {4}
     assert total / 4 < placement.seconds < 0.4 * total
-    whole = fd_dps(graph, topology(4), splits="none")
+    whole = fd_dps(graph, topology(4), split=False)
     assert whole.seconds <= total and not whole.splits
     alone = fd_dps(chain_network(2, layers=3), topology(2, bandwidth=1e6))
     assert not alone.splits and alone.seconds == pytest.approx(chain_network(2, layers=3).seconds[:, 0].sum())
@@ -429,14 +445,14 @@ def test_variables_are_shared_out_where_they_dont_fit_one_device() -> None:
 def test_pieces_keep_the_order_groups_and_time(seed: int) -> None:
     graph = random_graph(120, 3, seed, SHAPES[seed], groups=6, pins=2)
     problem = compile_problem(graph, topology(3))
-    coarse = coarsen(problem)
-    compile_problem(coarse.graph, topology(3))  # which checks that pieces are numbered in a topological order
-    assert coarse.graph.count < graph.count
-    assert coarse.graph.seconds.sum() == pytest.approx(graph.seconds.sum())
-    assert coarse.graph.stored_bytes.sum() == graph.stored_bytes.sum()
+    pieces = Pieces.of(problem)  # which checks that pieces are numbered in a topological order
+    coarse = pieces.problem.graph
+    assert coarse.count < graph.count
+    assert coarse.seconds.sum() == pytest.approx(graph.seconds.sum())
+    assert coarse.stored_bytes.sum() == graph.stored_bytes.sum()
     for members, pin in zip(problem.members, problem.pinned, strict=True):
-        (group,) = {int(coarse.graph.groups[coarse.piece[op]]) for op in members}
-        assert pin < 0 or coarse.graph.pinned[group] == pin
+        (group,) = {int(coarse.groups[pieces.piece[op]]) for op in members}
+        assert pin < 0 or coarse.pinned[group] == pin
 
 
 # ---- islands: more devices behind slow links never make a placement slower
@@ -499,7 +515,7 @@ class Searched:
 
     def __call__(self, graph: OpGraph, links: Topology, **options: object) -> OpPlacement:
         self.graphs.append(graph)
-        self.splits.append(options.get("splits"))
+        self.splits.append(options.get("split"))
         return self.first.pop(0) if self.first else fd_dps(graph, links)
 
 
@@ -564,12 +580,12 @@ def test_variables_that_fit_no_device_together_are_placed_apart() -> None:
 def test_of_two_placements_the_one_that_fits_is_taken() -> None:
     """If the faster one had no room in a whole step, a search for a whole step replaced both."""
     graph, kinds = step()
-    apart = fd_dps(graph, topology(2), splits="none")
+    apart = fd_dps(graph, topology(2), split=False)
     assert set(apart.devices.values()) == {0, 1}
     search = Searched(on_first(graph), apart)
     links = topology(2, latency=1.0, memory=1.1 * max(apart.peak_bytes))  # One device is faster, and has no room.
     placement = place_average_slice(graph, links, kinds, search=search)
-    assert search.splits == [None, "none"] and placement.devices == apart.devices
+    assert search.splits == [None, False] and placement.devices == apart.devices
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.layer_profile import ZERO, LayerProfile
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.profile_cache import profile_key, write_profile
-from dapple_tf.measuring.profiler import profile
+from dapple_tf.measuring.profiler import profile, profile_key, write_profile
 
 layers = keras.layers
 

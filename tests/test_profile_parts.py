@@ -14,9 +14,14 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.cost_fit import cost_through, nearest_cost, shares
-from dapple_tf.measuring.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
-from dapple_tf.measuring.recomputation import needed_later, with_recomputation
-from dapple_tf.measuring.time_budget import PHASES, TimeBudget
+from dapple_tf.measuring.layers_by_operator import (
+    MeasuredOperators,
+    layers_by_operator,
+    needed_later,
+    stage_operators,
+    with_recomputation,
+)
+from dapple_tf.measuring.profiled_model import PHASES, TimeBudget
 from dapple_tf.operators.op_costs import OperatorCosts
 
 

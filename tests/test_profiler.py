@@ -19,9 +19,9 @@ import dapple_tf as dapple
 from dapple_tf.describe.layer_profile import ZERO, ProfileError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring import measured_layers
+from dapple_tf.measuring.profiled_model import TimeBudget
 from dapple_tf.measuring.profiler import profile
-from dapple_tf.measuring.time_budget import TimeBudget
-from dapple_tf.measuring.timed_session import StepRuns
+from dapple_tf.measuring.timed_step import StepRuns
 from graph_passes.ir.program import VariableKind
 from graph_passes.passes.assign_stages import AssignStages
 

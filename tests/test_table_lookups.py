@@ -14,7 +14,7 @@ from programs import DOUBLE, HOST, INT32, INT64, Machine, apply, chain, embeddin
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.frontend.layer_cuts import with_gradients
-from dapple_tf.measuring.layer_tables import layer_tables
+from dapple_tf.measuring.layer_memory import layer_tables
 from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.analysis.table_lookups import row_tables
 from graph_passes.ir.graph import Builder, Graph, Ref, control_inputs, data_inputs, dtype_attr

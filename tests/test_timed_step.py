@@ -7,8 +7,7 @@ import pytest
 from programs import HOST, apply, sgd_updates, staged, tied_layers, two_layers
 
 import dapple_tf as dapple
-from dapple_tf.measuring.timed_session import StepRuns, TimedSession
-from dapple_tf.measuring.timed_step import MICRO_BATCHES, TimedStep, empty_calls, timed_step
+from dapple_tf.measuring.timed_step import MICRO_BATCHES, StepRuns, TimedSession, TimedStep, empty_calls, timed_step
 from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.program import Program
 

@@ -370,7 +370,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Trains, and writes everything."""
-    from dapple_tf.operators.placement_report import placements_report
+    from dapple_tf.operators.op_graph import placements_report
 
     check_flags()
     job = prepare()

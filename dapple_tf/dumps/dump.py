@@ -28,7 +28,7 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.placement_report import placements_report
+from dapple_tf.operators.op_graph import placements_report
 from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.output_folder import filled
 from dapple_tf.progress import Progress

@@ -309,8 +309,6 @@ class StepBuilder:
         """Adds the graph of the updates that a complete step carries over, which these passes have made."""
         update = next(item for item in passes if isinstance(item, Update))
         graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
-        if (by_server := self.passes.reduce_by_server()) is not None:
-            by_server.rewrite(graph)
         if self.placer is not None:
             graph = self.placer.place_flush(graph, node, program, self._storage_devices, [self._timing])
         self._add(graph, built.flush_graph)

@@ -23,6 +23,7 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.variables.device_values import Holding, parameters_in_shards
 from dapple_tf.variables.parameter_groups import group_updates
+from graph_passes.ir.collectives import AllReduceRules
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, VariableKind
 from graph_passes.ir.storage import bytes_of
@@ -39,7 +40,6 @@ from graph_passes.passes.join import Join
 from graph_passes.passes.partition import Partition
 from graph_passes.passes.place_data import PlaceData
 from graph_passes.passes.place_operators import PlaceOperators
-from graph_passes.passes.reduce_by_server import ReduceByServer
 from graph_passes.passes.replicate import Replicate, sum_keys
 from graph_passes.passes.schedule import OrderTasks
 from graph_passes.passes.share_values import ShareValues
@@ -234,14 +234,6 @@ class StepPasses:
         made = [item for slot in PASSES if slot.step is not None and (item := slot.step(asked)) is not None]
         return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
 
-    def reduce_by_server(self) -> ReduceByServer | None:
-        """Returns the pass that makes all-reduces hierarchical; None if the plan has none over several servers."""
-        plan, cluster = self.plan, self.cluster
-        stages = frozenset(stage for stage in range(plan.num_stages) if plan.all_reduce_of([stage]) == "hierarchical")
-        if not stages or cluster.num_servers == 1:
-            return None
-        return ReduceByServer(stages, {device.name: device.server for device in cluster.devices})
-
     def joins(self, built: Build, samples: int) -> bool:
         """Whether training steps of this many samples are one function: on one device, with nothing to accumulate.
 
@@ -366,12 +358,12 @@ class StepAsked(NamedTuple):
         """Returns the pass for reduction and optimizer."""
         if not self._updates:
             return None
-        built, kind, plan = self.built, self.kind, self.passes.plan
+        built, kind, plan, cluster = self.built, self.kind, self.passes.plan, self.passes.cluster
         apart = plan.operator_devices is not None or self._joins
         return Update(
             built.updates,
             self.owners,
-            self.passes.cluster.host_device,
+            cluster.host_device,
             plan.bucket_bytes,
             self.first_key + sum_keys(built.program, self._layout),
             built.prefix,
@@ -382,12 +374,12 @@ class StepAsked(NamedTuple):
             jit_compile=plan.compiled,
             accumulated=self._accumulates,
             spread=plan.spread_stages,
-            hint=collective_hint(self.passes.cluster),
+            all_reduces=AllReduceRules(
+                collective_hint(cluster),
+                frozenset(stage for stage in range(plan.num_stages) if plan.all_reduce_of([stage]) == "hierarchical"),
+                {device.name: device.server for device in cluster.devices},
+            ),
         )
-
-    def reduce_by_server(self) -> ReduceByServer | None:
-        """Returns the pass for hierarchical all-reduces."""
-        return self.passes.reduce_by_server() if self._updates else None
 
     def place_data(self) -> PlaceData | None:
         """Returns the pass that has workers take batches that they have read."""
@@ -436,7 +428,6 @@ PASSES: tuple[Slot, ...] = (
     Slot(Accumulate, step=StepAsked.accumulate),
     Slot(OrderTasks, step=StepAsked.order),
     Slot(Update, step=StepAsked.update),
-    Slot(ReduceByServer, step=StepAsked.reduce_by_server),
     Slot(PlaceData, step=StepAsked.place_data),
     Slot(Join, step=StepAsked.join, ends=True),
     Slot(Flatten),

@@ -23,8 +23,7 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.profiler import kept_metrics
-from dapple_tf.measuring.timed_session import StepRuns
-from dapple_tf.measuring.timed_step import MICRO_BATCHES, timed_step
+from dapple_tf.measuring.timed_step import MICRO_BATCHES, StepRuns, timed_step
 from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates
 from graph_passes.ir.tasks import Phase

@@ -6,28 +6,24 @@ that grows with the samples. All of this is for a step with a stage for each lay
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
-from tensorflow.core.framework import types_pb2
-
-from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, ProfileError
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers
 from dapple_tf.describe.profile import SharedParameters, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.cost_fit import cost_through
-from dapple_tf.measuring.layer_buffers import buffers_of, fitted
-from dapple_tf.measuring.timed_step import LAST, input_gradients_of
+from dapple_tf.measuring.traced_memory import StepTrace
+from graph_passes.analysis.table_lookups import row_tables, with_lookups
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.outline import dtype_of
-from graph_passes.ir.program import Boundary, Program, Step, Value, ValueKind, VariableKind
+from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind, VariableKind
 from graph_passes.ir.static_shapes import infer_shapes
-from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size
 
 # ---- tensors
@@ -203,212 +199,6 @@ def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int
     return delayed
 
 
-class StepTrace:
-    """Memory in a traced step, for its last micro-batch.
-
-    Attributes:
-        samples: number of samples in a micro-batch.
-    """
-
-    def __init__(
-        self,
-        stats: Any,
-        program: Program,
-        step: Step,
-        device: str,
-        name: str,
-        samples: int,
-        applies: Mapping[str, int] | None = None,
-    ) -> None:
-        """Reads a trace.
-
-        Args:
-            stats: the step stats.
-            program: the stages of the step.
-            step: meaning of its nodes.
-            device: name of the step's device.
-            name: prefix of its nodes in the session's graph.
-            samples: number of samples in a micro-batch.
-            applies: the calls of the optimizer's updates, each with its stage.
-        """
-        self.samples = samples
-        self._program = program
-        calls = {f"{name}/{node}": task for task, node in step.entry.items() if task.micro_batch == LAST}
-        ends = {f"{name}/{node}": task for task in calls.values() for node in step.exit[task]}
-        self._sizes: dict[tuple[int, Ref], int] = {}  # (stage, tensor that its F returns) -> bytes
-        self._pointers: dict[tuple[int, Ref], int] = {}  # the same -> address of the buffer, 0 if unknown
-        self._spans: dict[Task, tuple[int, int]] = {}  # microseconds
-        self._given_back: dict[int, int] = {}  # stage -> bytes of the input gradients that its B returns
-        self._gradients: dict[int, int] = {}  # stage -> bytes of the dense gradients of parameters that its B returns
-        self._rows: dict[int, int] = {}  # stage -> bytes of the rows that its B returns
-        self._applies: dict[int, list[tuple[int, int]]] = {}  # stage -> when its parameters are updated
-        updates = {f"{name}/{node}": stage for node, stage in (applies or {}).items()}
-        allocations: list[tuple[int, int]] = []  # (microseconds, bytes); negative ones are freed
-        for own in stats.dev_stats:
-            if own.device != device:
-                continue
-            for node in own.node_stats:
-                for memory in node.memory:
-                    if "host" not in memory.allocator_name:
-                        allocations += [(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]
-                if node.node_name in calls:
-                    self._read_outputs(calls[node.node_name], node)
-                if node.node_name in updates:
-                    span = (node.all_start_micros, node.all_start_micros + node.all_end_rel_micros)
-                    self._applies.setdefault(updates[node.node_name], []).append(span)
-                if node.node_name in ends:
-                    task = ends[node.node_name]
-                    begin, end = node.all_start_micros, node.all_start_micros + node.all_end_rel_micros
-                    known = self._spans.get(task, (begin, end))
-                    self._spans[task] = (min(begin, known[0]), max(end, known[1]))
-        allocations.sort()
-        self._times = [moment for moment, _ in allocations]
-        # In use before the first event, after it, and so on.
-        self._in_use = list(itertools.accumulate((size for _, size in allocations), initial=0))
-
-    def _read_outputs(self, task: Task, node: Any) -> None:
-        stage = self._program.stages[task.stage]
-        function = stage.own_forward if task.phase is Phase.FORWARD else stage.own_backward
-        if len(node.output) != len(function.outputs):
-            raise ProfileError(
-                f"function {function.name!r} has {len(function.outputs)} results, but a trace shows "
-                f"{len(node.output)}: TensorFlow has removed some, so that it can't be told which tensor is which"
-            )
-        input_gradients = input_gradients_of(self._program, stage)
-        given_back = gradients = rows = 0
-        for output in node.output:
-            value = function.outputs[output.slot]
-            description = output.tensor_description
-            size = math.prod(dim.size for dim in description.shape.dim) * dtype_size(description.dtype)
-            if task.phase is Phase.FORWARD:
-                self._sizes[task.stage, value.ref] = size
-                self._pointers[task.stage, value.ref] = description.allocation_description.ptr
-            elif value in input_gradients:
-                given_back += size
-            elif value.kind is ValueKind.GRADIENT:
-                gradients += size
-            else:
-                rows += size
-        if task.phase is Phase.BACKWARD:
-            self._given_back[task.stage] = given_back
-            self._gradients[task.stage], self._rows[task.stage] = gradients, rows
-
-    def knows(self, stage: int, ref: Ref) -> bool:
-        """Returns whether a stage's F returns this tensor."""
-        return (stage, ref) in self._sizes
-
-    def size(self, stage: int, ref: Ref) -> int:
-        """Returns the bytes of a tensor that a stage's F returns.
-
-        Raises:
-            ProfileError: the trace lacks the tensor.
-        """
-        if not self.knows(stage, ref):
-            raise ProfileError(
-                f"the trace of a step of {self.samples} samples doesn't tell the size of {ref}, which layer {stage} "
-                f"hands on; is the device profiled by something else?"
-            )
-        return self._sizes[stage, ref]
-
-    def address(self, stage: int, ref: Ref) -> Hashable | None:
-        """Returns the buffer of a tensor that a stage's F returns; None if it isn't known."""
-        return self._pointers.get((stage, ref)) or ((stage, ref) if self.knows(stage, ref) else None)
-
-    def gradient_bytes(self, stage: int) -> int:
-        """Returns the bytes of dense parameter gradients that a stage's B returns."""
-        return self._gradients.get(stage, 0)
-
-    def row_bytes(self, stage: int) -> int:
-        """Returns the bytes of embedding gradients as rows that a stage's B returns."""
-        return self._rows.get(stage, 0)
-
-    def apply_bytes(self, stage: int) -> int:
-        """Returns the peak use of the updates of a stage's parameters."""
-        peak = 0
-        for begin, end in self._applies.get(stage, ()):
-            low, high = bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
-            peak = max(peak, max(self._in_use[low : high + 1]) - self._in_use[low])
-        return peak
-
-    def list_bytes(self, stage: int, refs: Sequence[Ref]) -> int:
-        """Returns the bytes in the tensor lists among these results of a stage's F."""
-        return self._list_bytes(stage) if self._keeps_lists(stage, refs) else 0
-
-    def _buffers(self, stage: int, refs: Iterable[Ref]) -> dict[Hashable, int]:
-        """Returns the buffers of tensors that a stage's F returns, with their bytes; tensors may share one."""
-        buffers: dict[Hashable, int] = {}
-        for ref in refs:
-            key = self._pointers.get((stage, ref)) or (stage, ref)  # No address: a buffer of its own.
-            buffers[key] = max(buffers.get(key, 0), self.size(stage, ref))
-        return buffers
-
-    def buffer_bytes(self, made: Iterable[tuple[int, Ref]]) -> int:
-        """Returns the bytes of tensors, each with the stage whose F returns it; shared buffers count once."""
-        buffers: dict[Hashable, int] = {}
-        for stage, ref in made:
-            for key, size in self._buffers(stage, [ref]).items():
-                buffers[key] = max(buffers.get(key, 0), size)
-        return sum(buffers.values())
-
-    def kept_bytes(self, kept: Sequence[Iterable[Ref]]) -> list[int]:
-        """Returns the bytes that each stage keeps of its kept tensors: each buffer counts for the first such stage.
-
-        A layer that only reshapes passes on its input buffer. Kept buffers aren't freed before all F have
-        run, so that no other tensor has the same address.
-        """
-        counted: set[Hashable] = set()
-        sizes = []
-        for stage, tensors in enumerate(kept):
-            refs = list(tensors)
-            buffers = self._buffers(stage, refs)
-            own = sum(size for key, size in buffers.items() if key not in counted)
-            counted |= buffers.keys()
-            sizes.append(own + self.list_bytes(stage, refs))
-        return sizes
-
-    def _keeps_lists(self, stage: int, refs: Sequence[Ref]) -> bool:
-        function = self._program.stages[stage].own_forward
-        types = [arg.type for arg in function.function.signature.output_arg]
-        pairs = zip(function.outputs, types, strict=True)
-        return any(dtype == types_pb2.DT_VARIANT and value.ref in refs for value, dtype in pairs)
-
-    def _list_bytes(self, stage: int) -> int:
-        """Returns the bytes in tensor lists of loops, whose size isn't reported: what F leaves beyond its results."""
-        task = Task(stage, Phase.FORWARD, LAST)
-        function = self._program.stages[stage].forward
-        if task not in self._spans or function is None:
-            return 0
-        low, high = self._events(task)
-        results = self._buffers(stage, [value.ref for value in function.outputs if self.knows(stage, value.ref)])
-        given = {
-            self._pointers.get((boundary.producer, boundary.ref))
-            for boundary in self._program.boundaries
-            if stage in boundary.consumers
-        }
-        made = sum(size for key, size in results.items() if key not in given)
-        return max(0, self._in_use[high] - self._in_use[low] - made)
-
-    def _events(self, task: Task) -> tuple[int, int]:
-        """Returns the numbers of allocations before a task's start and before its end."""
-        begin, end = self._spans[task]
-        return bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
-
-    def temporary_bytes(self, stage: int) -> int:
-        """Returns the peak use of F or B beyond what remains afterwards (F), or what was before and its results (B)."""
-        temporary = [0]
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            task = Task(stage, phase, LAST)
-            if task not in self._spans:
-                continue
-            low, high = self._events(task)
-            peak = max(self._in_use[low : high + 1])
-            if phase is Phase.FORWARD:
-                temporary.append(peak - self._in_use[high])
-            else:
-                temporary.append(peak - self._in_use[low] - self._given_back.get(stage, 0))
-        return max(temporary)
-
-
 # ---- variables
 
 
@@ -492,3 +282,231 @@ def _owners_by_shape(readers: Mapping[str, Sequence[int]], table: VariableTable)
             owners[name] = tuple(readers[candidates[turns[like] % len(candidates)]])
             turns[like] += 1
     return owners
+
+
+# ---- buffers that a layer's tasks leave in memory, and their readers: from a traced step, and from shapes
+
+
+_ALIASES = frozenset({"ExpandDims", "Identity", "PreventGradient", "Reshape", "Squeeze", "StopGradient"})
+"""Operators whose result is the buffer of their first argument."""
+
+Sizes = Mapping[tuple[int, Ref], int]
+"""(stage, tensor) -> bytes that follow from shapes alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The buffers that a step of layers leaves in memory at one size.
+
+    Attributes:
+        layers: bytes of each layer, as in `LayerBuffers`.
+        readers: for each boundary, the layers whose backward reads it, those whose Bw does, and whether Bw of its
+            producer reads its gradient.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+    readers: tuple[tuple[frozenset[int], frozenset[int], bool], ...]
+
+
+def buffers_of(program: Program, split: Program, trace: StepTrace, static: Sizes) -> Buffers:
+    """Returns the buffers of a traced step.
+
+    Args:
+        program: the stages of the traced step, one for each layer.
+        split: the same stages with Bx and Bw in place of B.
+        trace: trace of a step.
+        static: sizes for the same number of samples; unknown ones count as 0.
+    """
+    whole = [_read(program, stage, [stage.backward]) for stage in program.stages]
+    delayed = [_read(split, stage, [stage.weight_grad]) for stage in split.stages]
+    kept_by, delayed_by = (_readers(program, trace, reads) for reads in (whole, delayed))
+    gradients = [{value.ref for value in _roots(stage) if value.kind is ValueKind.GRADIENT} for stage in split.stages]
+    readers = []
+    for kept, late, boundary in zip(kept_by, delayed_by, program.boundaries, strict=True):
+        readers.append((kept, late, boundary.ref in gradients[boundary.producer]))
+    layers = []
+    for stage, of_weights in zip(program.stages, split.stages, strict=True):
+        outside = _outside(program, trace, stage.index)
+        sizes = [_own_bytes(trace, static, stage.index, reads[stage.index], outside) for reads in (whole, delayed)]
+        sizes.append(_partial_bytes(of_weights, static))
+        sizes += [trace.gradients[stage.index], trace.rows[stage.index], trace.apply_bytes(stage.index)]
+        layers.append(tuple(sizes))
+    return Buffers(tuple(layers), tuple(readers))
+
+
+def fitted(
+    samples: Sequence[int], measured: Sequence[Buffers], tensors: Sequence[Tensor]
+) -> tuple[tuple[LayerBuffers, ...], tuple[Tensor, ...]]:
+    """Fits buffers at several sizes: their costs per sample, and the tensors with their readers."""
+    layers = []
+    for sizes in zip(*(buffers.layers for buffers in measured), strict=True):
+        residual, delayed, partial, gradients, rows, apply = zip(*sizes, strict=True)
+        layers.append(
+            LayerBuffers(
+                residual=cost_through(samples, residual),
+                delayed=cost_through(samples, delayed),
+                partial=cost_through(samples, partial),
+                gradients=max(gradients),
+                rows=cost_through(samples, rows),
+                apply=min(apply),
+            )
+        )
+    known = [
+        dataclasses.replace(tensor, kept=tuple(sorted(kept)), delayed=tuple(sorted(late)), gradient_delayed=gradient)
+        for tensor, (kept, late, gradient) in zip(tensors, measured[-1].readers, strict=True)
+    ]
+    return tuple(layers), tuple(known)
+
+
+def _read(program: Program, stage: Stage, functions: Iterable[StageFunction | None]) -> list[tuple[int, Ref]]:
+    """Returns (producing stage, tensor) for forward tensors that backward functions read, also through aliases."""
+    makers = {boundary.ref: boundary.producer for boundary in program.boundaries}
+    tensors: dict[tuple[int, Ref], None] = {}
+    partial = False
+    for function in functions:
+        for value in function.inputs if function is not None else ():
+            partial |= value.kind is ValueKind.PARTIAL
+            if value.kind is ValueKind.RESIDUAL:
+                tensors[stage.index, value.ref] = None
+            elif value.kind is ValueKind.FORWARD and value.ref in makers:
+                tensors[makers[value.ref], value.ref] = None
+    for value in _roots(stage) if partial else ():
+        if value.kind is ValueKind.RESIDUAL:
+            tensors[stage.index, value.ref] = None
+        elif value.kind is ValueKind.FORWARD and value.ref in makers:
+            tensors[makers[value.ref], value.ref] = None
+    return list(tensors)
+
+
+def _roots(stage: Stage) -> list[Value]:
+    """Returns what Bw reads besides variables and scalars; partial results that only reshape count as their source."""
+    if stage.weight_grad is None or stage.graph is None:
+        return []
+    graph = Graph(stage.own_graph)
+    arguments = {ref: value for value, ref in stage.arguments.items()}
+    given = {value.ref: value for value in stage.input_grad.inputs} if stage.input_grad is not None else {}
+    roots: dict[Value, None] = {}
+    for value in stage.weight_grad.inputs:
+        ref = value.ref
+        if value.kind is ValueKind.PARTIAL:
+            while ref not in arguments and ref not in given and graph.nodes[ref.node].op in _ALIASES:
+                ref = graph.inputs(ref.node)[0]
+            known = arguments.get(ref) or given.get(ref)
+            value = known if known is not None else Value(ref, ValueKind.PARTIAL)
+        roots[value] = None
+    return list(roots)
+
+
+def _partial_bytes(stage: Stage, static: Sizes) -> int:
+    """Returns the bytes that Bx makes for Bw; reshapes of one buffer count once."""
+    given = {value.ref for value in stage.weight_grad.inputs} if stage.weight_grad is not None else set()
+    total = 0
+    for value in _roots(stage):
+        if value.kind is ValueKind.PARTIAL:
+            size = static.get((stage.index, value.ref))
+            if size is None and value.ref not in given:  # The alias that Bw reads has a known shape.
+                size = max(
+                    (static.get((stage.index, ref), 0) for ref in given if _leads(stage, ref, value.ref)), default=0
+                )
+            total += size or 0
+    return total
+
+
+def _leads(stage: Stage, alias: Ref, root: Ref) -> bool:
+    graph = Graph(stage.own_graph)
+    while alias != root:
+        if alias.node not in graph.nodes or graph.nodes[alias.node].op not in _ALIASES:
+            return False
+        alias = graph.inputs(alias.node)[0]
+    return True
+
+
+def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[int, Ref]]]) -> list[frozenset[int]]:
+    """Returns, for each boundary, the stages that read its buffer, also through a receiving stage's alias of it."""
+    own = [
+        {address for maker, ref in tensors if maker == stage and (address := trace.address(maker, ref)) is not None}
+        for stage, tensors in enumerate(reads)
+    ]
+    readers: dict[Ref, frozenset[int]] = {}
+    addresses = {boundary.ref: trace.address(boundary.producer, boundary.ref) for boundary in program.boundaries}
+    for boundary in sorted(program.boundaries, key=lambda boundary: -boundary.producer):
+        address = addresses[boundary.ref]
+        stages = {stage for stage, tensors in enumerate(reads) if (boundary.producer, boundary.ref) in tensors}
+        # The buffer is alive while these run, so that a result of theirs at its address is the buffer.
+        stages |= {stage for stage in (boundary.producer, *boundary.consumers) if address in own[stage]}
+        for other in program.boundaries:
+            if other.producer in boundary.consumers and addresses[other.ref] == address and other.ref in readers:
+                stages |= readers[other.ref]
+        readers[boundary.ref] = frozenset(stages)
+    return [readers[boundary.ref] for boundary in program.boundaries]
+
+
+def _outside(program: Program, trace: StepTrace, stage: int) -> set[Hashable]:
+    """Returns the buffers that a stage receives or passes on: they count as tensors between layers."""
+
+    def passes(boundary: Boundary) -> bool:
+        return boundary.producer == stage or stage in boundary.consumers
+
+    return {trace.address(b.producer, b.ref) for b in program.boundaries if passes(b)}
+
+
+def _own_bytes(
+    trace: StepTrace, static: Sizes, stage: int, reads: Sequence[tuple[int, Ref]], outside: set[Hashable]
+) -> int:
+    """Bytes of the buffers that a stage makes for itself."""
+    own = [(maker, ref) for maker, ref in reads if maker == stage]
+    known = [made for made in own if trace.knows(*made)]
+    inside = [made for made in known if trace.address(*made) not in outside]
+    unknown = sum(static.get(made, 0) for made in own if not trace.knows(*made))
+    return trace.buffer_bytes(inside) + unknown + trace.list_bytes(stage, [ref for _, ref in known])
+
+
+# ---- tables of layers: the parameters of which they only look up rows, and the bytes of these rows
+
+
+_SAMPLES = (2, 6)
+_KEEPERS = ("first", "second")
+"""Two devices: what can be kept in shards by them."""
+
+
+class LayerTables(NamedTuple):
+    """The tables of a layer.
+
+    Attributes:
+        bytes: their size.
+        rows: bytes of the rows that it looks up, with their indices.
+    """
+
+    bytes: int
+    rows: Cost
+
+
+def layer_tables(program: Program, sample_shapes: Sequence[Sequence[int]]) -> list[LayerTables]:
+    """Returns the tables of each layer, without those that several layers read.
+
+    Args:
+        program: a stage for each layer, with gradients.
+        sample_shapes: the shape of one sample of each batch input.
+    """
+    reasons = row_tables(program, [_KEEPERS] * len(program.stages))
+    readers = [name for stage in program.stages for name in stage.reads]
+    own = [v for v in program.roles.variables if reasons.get(v.name) == "" and readers.count(v.name) == 1]
+    if not own:
+        return [LayerTables(0, ZERO)] * len(program.stages)
+    shapes = [stage_shapes(program, sample_shapes, samples) for samples in _SAMPLES]
+    tables = []
+    for stage in program.stages:
+        lookups = with_lookups(stage, own).lookups
+        refs = [ref for lookup in lookups for ref in (lookup.indices.ref, lookup.rows.ref)]
+        graph = Graph(stage.own_graph)
+        sizes = [sum(_bytes(graph, ref, known[stage.index].get(ref)) for ref in refs) for known in shapes]
+        names = {lookup.table for lookup in lookups}
+        tables.append(LayerTables(bytes_of(v for v in own if v.name in names), cost_through(_SAMPLES, sizes)))
+    return tables
+
+
+def _bytes(graph: Graph, ref: Ref, shape: Shape | None) -> float:
+    """Returns the bytes of a tensor; 0 if its shape is unknown."""
+    if shape is None or any(size is None for size in shape):
+        return 0.0
+    return float(math.prod(size or 0 for size in shape) * dtype_size(dtype_of(graph, ref)))

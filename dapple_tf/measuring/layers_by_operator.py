@@ -11,20 +11,18 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.cost_fit import cost_through
-from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, stage_shapes, variable_bytes
-from dapple_tf.measuring.layer_tables import layer_tables
-from dapple_tf.measuring.recomputation import needed_later
+from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layer_tables, stage_shapes, variable_bytes
 from dapple_tf.measuring.timed_step import input_gradients_of
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.signatures import OpSignature
-from graph_passes.analysis.recomputed_nodes import forward_nodes
+from graph_passes.analysis.recomputed_nodes import forward_nodes, needed_from
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.program import Program, Stage
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, takes_functions
@@ -127,7 +125,6 @@ def layers_by_operator(
     operators: Mapping[int, Sequence[StageOperators]],
     measured: MeasuredOperators | None,
     profile: Profile,
-    costs: OperatorCosts | None = None,
 ) -> Profile:
     """Returns a profile whose layers take as long as their operators.
 
@@ -139,9 +136,8 @@ def layers_by_operator(
         operators: samples of a slice -> operators of each stage, for two sizes.
         measured: times of single operators, and of all together; None estimates them by rooflines.
         profile: any profile of the model; its layers and tensors are replaced.
-        costs: the rooflines of devices; None for usual ones.
     """
-    costs, kind = costs or OperatorCosts(), device_kind(profile.device)
+    costs, kind = OperatorCosts(), device_kind(profile.device)
     ends = sorted(operators)
     seconds = {samples: [each.estimates(costs, kind) for each in operators[samples]] for samples in ends}
     seconds_of_byte = costs.copy_seconds(kind)
@@ -226,3 +222,44 @@ def _largest(signature: OpSignature) -> int:
 def _elements(shape: Shape) -> int:
     """Returns the number of elements; an unknown length counts as 1."""
     return math.prod(1 if size is None else size for size in shape)
+
+
+# ---- what ``recompute="boundary"`` computes again, and how long that takes
+
+
+def needed_later(program: Program, seconds: Sequence[Mapping[str, float]]) -> list[tuple[NeededLater, ...]]:
+    """Returns, for each layer, the parts of its F that its own backward doesn't need.
+
+    Args:
+        program: a stage for each layer, with functions.
+        seconds: for each layer, operator -> its time, measured or estimated; others take none.
+    """
+    layers = []
+    for index, (first, own) in enumerate(zip(needed_from(program), seconds, strict=True)):
+        total = sum(own.get(name, 0.0) for name in first)
+        parts: dict[int, float] = {}
+        for name, layer in first.items():
+            if layer > index and own.get(name, 0.0) > 0:
+                parts[layer] = parts.get(layer, 0.0) + own[name]
+        layers.append(tuple(NeededLater(layer, parts[layer] / total) for layer in sorted(parts)))
+    return layers
+
+
+def with_recomputation(layers: Sequence[LayerProfile], samples: int, ratio: float) -> list[LayerProfile]:
+    """Returns layers with `LayerProfile.recomputation`, each in proportion to its F, and at most that.
+
+    Args:
+        layers: all of a model's layers.
+        samples: of a slice.
+        ratio: how many times as long F and B take together, as one stage of all layers that computes F again.
+    """
+    never = len(layers)
+    once = sum(layer.forward.at(samples) + layer.backward.at(samples) for layer in layers)
+    again = sum(
+        layer.forward.at(samples) * (1 - sum(later.share for later in layer.needed_later if later.layer == never))
+        for layer in layers
+    )
+    if again <= 0:
+        return list(layers)
+    factor = min(1.0, max(0.0, (ratio - 1) * once / again))
+    return [dataclasses.replace(layer, recomputation=layer.forward * factor) for layer in layers]

@@ -22,10 +22,8 @@ from tensorflow.core.framework import types_pb2
 from dapple_tf.clusters.session import collective_hint, collective_keys
 from dapple_tf.clusters.shared_connections import connected, open_session
 from dapple_tf.describe.cluster import Cluster, ClusterError, Link, ReductionLinks, Server
-from graph_passes.ir.collectives import HINT_ATTR, all_reduce
-from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, STAGE_ATTR, Builder, Ref
-from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.passes.reduce_by_server import ReduceByServer
+from graph_passes.ir.collectives import AllReduceRules, AllReduces
+from graph_passes.ir.graph import STAGE_ATTR, Builder, Ref
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +330,7 @@ def all_reduces(
         cluster: real devices, with a connection (`dapple_tf.clusters.shared_connections.connected`).
         devices: the members.
         sizes: floats of each all-reduce.
-        by_server: whether they are hierarchical (`graph_passes.passes.reduce_by_server`).
+        by_server: whether they are hierarchical (`graph_passes.ir.collectives.AllReduces`).
     """
     names = [cluster.device_names[device] for device in devices]
     with tf.Graph().as_default() as parts:
@@ -343,22 +341,14 @@ def all_reduces(
             nothing = [_on(name, lambda vector: vector[:1], vectors[-1]) for name, vectors in on.items()]
         alone = _clock(nothing, _host(names[0]))
     graph = parts.as_graph_def()
-    builder, first_key, hint = Builder(graph), collective_keys(), collective_hint(cluster)
+    server_of = {device.name: device.server for device in cluster.devices}
+    rules = AllReduceRules(collective_hint(cluster), frozenset([0]) if by_server else frozenset(), server_of)
+    reductions = AllReduces(Builder(graph), rules, collective_keys())
+    starts = {name: f"reduction/{index}" for index, name in enumerate(names)}
     ends: dict[str, Ref] = {}
     for number, size in enumerate(sizes):
-        for name in names:
-            ends[name] = all_reduce(
-                builder,
-                f"reduction{number}/{names.index(name)}",
-                Ref(started[name][number].op.name),
-                types_pb2.DT_FLOAT,
-                (len(names), first_key, first_key + 1 + number),
-                device=name,
-                control=[ends[name].node] if name in ends else [],
-                **{PHASE_ATTR: NodeKind.ALL_REDUCE.text, STAGE_ATTR: 0, BYTES_ATTR: 4 * size, HINT_ATTR: hint},
-            )
-    if by_server:
-        ReduceByServer(frozenset([0]), {device.name: device.server for device in cluster.devices}).rewrite(graph)
+        vectors = {name: Ref(started[name][number].op.name) for name in names}
+        ends = reductions.add(vectors, starts, types_pb2.DT_FLOAT, 4 * size, {STAGE_ATTR: 0})
     with tf.Graph().as_default() as whole:
         tf.graph_util.import_graph_def(graph, name="")
         after = _clock([whole.get_tensor_by_name(f"{end.node}:0") for end in ends.values()], _host(names[0]))

@@ -14,22 +14,20 @@ from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.measuring.cost_fit import nearest_cost, shares
-from dapple_tf.measuring.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
-from dapple_tf.measuring.layer_tables import layer_tables
-from dapple_tf.measuring.layers_by_operator import stage_operators
-from dapple_tf.measuring.profiled_model import ProfiledModel
-from dapple_tf.measuring.recomputation import needed_later, with_recomputation
-from dapple_tf.measuring.time_budget import TimeBudget
-from dapple_tf.measuring.timed_session import StepRuns
+from dapple_tf.measuring.layer_memory import LayerMemory, layer_memory, layer_tables, variable_bytes
+from dapple_tf.measuring.layers_by_operator import needed_later, stage_operators, with_recomputation
+from dapple_tf.measuring.profiled_model import ProfiledModel, TimeBudget
 from dapple_tf.measuring.timed_step import (
     APPLY,
     MICRO_BATCHES,
     NOTHING,
+    StepRuns,
     empty_calls,
     has_weight_gradients,
     input_gradients_of,
     timed_step,
 )
+from dapple_tf.measuring.traced_memory import StepTrace
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.progress import Progress
 from dapple_tf.variables.parameter_groups import group_updates

@@ -20,7 +20,7 @@ from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.optimizer_checks import check_optimizer
 from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.links import measure_links
-from dapple_tf.measuring.measure_operators import add_step_stats
+from dapple_tf.measuring.measured_operators import node_times
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
@@ -145,7 +145,6 @@ def _measure(
         signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
         engine.state.load()
-        speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
         traces = []
         for number in range(_WARM_UP + steps):
             bar.step("warming up" if number < _WARM_UP else "measuring")
@@ -153,7 +152,9 @@ def _measure(
             assert traced is not None
             traces.append(traced)
         stats = [traced.stats for traced in traces[_WARM_UP:]]
-        add_step_stats(costs, stats, signatures, prefix=traces[0].prefix, speeds=speeds)
+        speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
+        for name, (device, seconds, times) in node_times(stats, signatures, traces[0].prefix).items():
+            costs.add(signatures[name], device_kind(device), seconds * speeds.get(device, 1.0), times=times)
 
 
 @contextlib.contextmanager

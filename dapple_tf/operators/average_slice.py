@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dapple_tf.describe.plan import PlanError
-from dapple_tf.operators.colocation import DisjointSets
 from dapple_tf.operators.fd_dps import fd_dps
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.op_graph import DisjointSets, OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_graph import apply_splits
@@ -117,7 +116,7 @@ def place_average_slice(
     if staying is not None:
         try:
             placements.append(
-                search(staying, topology, splits="none", effort=effort, progress=_part_of(progress, 1, searches))
+                search(staying, topology, split=False, effort=effort, progress=_part_of(progress, 1, searches))
             )
         except PlanError as error:  # Variables that are read together may need more room together than there is.
             _LOGGER.info("with readers of variables on the variables' devices: %s", error)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import OpGraph
-from dapple_tf.operators.placement_problem import PlacementProblem
+from dapple_tf.operators.op_graph import DisjointSets, OpGraph
+from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
 
 _PIECES_PER_DEVICE = 24
 """A chain's pieces take at most the step's time divided by this and the number of devices."""
@@ -26,31 +26,37 @@ _ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Coarse:
-    """A graph of pieces.
+class Pieces:
+    """A graph with its operators joined to pieces.
 
     Attributes:
-        graph: with the pieces as operators, named like their first operator.
-        piece: of each operator of the original graph; int64 [n].
+        problem: with the pieces as operators, named like their first operator.
+        piece: of each operator of the original graph.
     """
 
-    graph: OpGraph
-    piece: np.ndarray
+    problem: PlacementProblem
+    piece: list[int]
 
+    @classmethod
+    def of(cls, problem: PlacementProblem, pinned: np.ndarray | None = None) -> Pieces:
+        """Joins operators to pieces; near-linear in operators and edges.
 
-def coarsen(problem: PlacementProblem, per_device: int = _PIECES_PER_DEVICE) -> Coarse:
-    """Joins operators to pieces; near-linear in operators and edges.
+        Args:
+            problem: the operators.
+            pinned: device of each group, in place of the problem's own.
+        """
+        if pinned is not None:
+            problem = dataclasses.replace(problem, pinned=pinned.tolist())
+        joining = _Joining(problem, sum(problem.mean_seconds) / (_PIECES_PER_DEVICE * problem.devices))
+        joining.join(_sources)
+        for _ in range(_ROUNDS):
+            if not (joining.join(_forward) | joining.join(_backward)):
+                break
+        return cls(compile_problem(joining.graph(), problem.topology), joining.piece.tolist())
 
-    Args:
-        problem: the operators.
-        per_device: pieces of chains take at most the step's time divided by this and the number of devices.
-    """
-    pieces = _Pieces(problem, sum(problem.mean_seconds) / (per_device * problem.devices))
-    pieces.join(_sources)
-    for _ in range(_ROUNDS):
-        if not (pieces.join(_forward) | pieces.join(_backward)):
-            break
-    return pieces.coarse()
+    def spread(self, devices: list[int]) -> list[int]:
+        """Returns the operators' devices, given those of the pieces."""
+        return [devices[piece] for piece in self.piece]
 
 
 @dataclasses.dataclass
@@ -145,7 +151,7 @@ def _along(level: _Level, order: range, toward: list[dict[int, float]], away: li
     return root
 
 
-class _Pieces:
+class _Joining:
     """Pieces while they grow."""
 
     def __init__(self, problem: PlacementProblem, most: float) -> None:
@@ -154,7 +160,7 @@ class _Pieces:
         self.bound = [
             -1 if len(problem.members[group]) == 1 and problem.pinned[group] < 0 else group for group in problem.group
         ]
-        self.group_parent = list(range(len(problem.members)))
+        self.sets = DisjointSets(len(problem.members))
         self.group_pin = list(problem.pinned)
         edges = np.asarray(problem.graph.edges, np.int64).reshape(-1, 4)
         self.edges = np.unique(edges[:, :3], axis=0)
@@ -189,29 +195,24 @@ class _Pieces:
             after[first][second] = before[second][first] = value
         return _Level(seconds.tolist(), before, after, self.most, self._may_join, self._apart)
 
-    def _group(self, group: int) -> int:
-        while self.group_parent[group] != group:
-            group = self.group_parent[group]
-        return group
-
     def _apart(self, pieces: Iterable[int]) -> bool:
-        pins = {self.group_pin[self._group(self.bound[piece])] for piece in pieces if self.bound[piece] >= 0}
+        pins = {self.group_pin[self.sets.find(self.bound[piece])] for piece in pieces if self.bound[piece] >= 0}
         return len(pins - {-1}) > 1
 
     def _may_join(self, one: int, other: int) -> bool:
         a, b = self.bound[one], self.bound[other]
         if a >= 0 and b >= 0:
-            first, second = self._group(a), self._group(b)
+            first, second = self.sets.find(a), self.sets.find(b)
             if first != second:
                 pins = {self.group_pin[first], self.group_pin[second]} - {-1}
                 if len(pins) > 1:
                     return False
-                self.group_parent[second] = first
-                self.group_pin[first] = max(pins, default=-1)
+                self.sets.union(first, second)
+                self.group_pin[self.sets.find(first)] = max(pins, default=-1)
         self.bound[one] = self.bound[other] = a if a >= 0 else b
         return True
 
-    def coarse(self) -> Coarse:
+    def graph(self) -> OpGraph:
         """Returns the graph of the pieces, in a topological order."""
         problem, graph, piece = self.problem, self.problem.graph, self.piece
         count = len(self.bound)
@@ -224,7 +225,7 @@ class _Pieces:
         edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
         names: dict[int, int] = {}
         group = [
-            names.setdefault(self._group(bound) if bound >= 0 else -1 - index, len(names))
+            names.setdefault(self.sets.find(bound) if bound >= 0 else -1 - index, len(names))
             for index, bound in enumerate(self.bound)
         ]
         pinned, stored = np.full(len(names), -1, np.int64), np.zeros(len(names))
@@ -234,19 +235,16 @@ class _Pieces:
         for old, members in enumerate(problem.members):
             if members:
                 stored[group[piece[members[0]]]] += problem.stored[old]
-        return Coarse(
-            OpGraph(
-                names=tuple(graph.names[op] for op in first.tolist()),
-                ops=tuple(graph.ops[op] for op in first.tolist()),
-                seconds=seconds,
-                edges=edges,
-                tensor_bytes=graph.tensor_bytes,
-                groups=np.array(group, np.int64),
-                pinned=pinned,
-                stored_bytes=stored,
-                splits={},
-                launch_seconds=graph.launch_seconds,
-                copy_seconds=graph.copy_seconds,
-            ),
-            piece,
+        return OpGraph(
+            names=tuple(graph.names[op] for op in first.tolist()),
+            ops=tuple(graph.ops[op] for op in first.tolist()),
+            seconds=seconds,
+            edges=edges,
+            tensor_bytes=graph.tensor_bytes,
+            groups=np.array(group, np.int64),
+            pinned=pinned,
+            stored_bytes=stored,
+            splits={},
+            launch_seconds=graph.launch_seconds,
+            copy_seconds=graph.copy_seconds,
         )

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Literal
+
+import numpy as np
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.garbage import without_collection
-from dapple_tf.operators.dynamic_critical_path import DeviceRule, schedule_by_critical_path
-from dapple_tf.operators.fast_t import fast_t_candidate
-from dapple_tf.operators.heft import heft_schedule
+from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.improvement import improved, polished
-from dapple_tf.operators.islands import largest_island, off_island, on_island
+from dapple_tf.operators.list_scheduler import DeviceRule, fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import (
     Candidate,
-    Pieces,
     Variant,
     judged,
     ordered_sources,
@@ -24,18 +23,10 @@ from dapple_tf.operators.placement_candidates import (
     scheduled,
     variant_of,
 )
-from dapple_tf.operators.placement_problem import tails
 from dapple_tf.operators.simulated_placement import simulate
-from dapple_tf.operators.split_search import Budget, by_batch, placed, split_alone, split_candidates
+from dapple_tf.operators.split_search import Budget, by_batch, fast_t_candidate, placed, split_candidates
 
 _LOGGER = logging.getLogger(__name__)
-
-Splits = Literal["none", "alone", "batch", "regions"]
-"""Which operators may be split.
-
-none: no operator. alone: single ones whose neighbours are whole, as in the paper. batch: all or none by the batch, data
-parallelism's graph. regions: any, with data parallelism's graph as one of the candidates.
-"""
 
 Progress = Callable[[str, float], None]
 """Receives the current activity, and the share of the search that is over."""
@@ -56,6 +47,8 @@ _TRIAL = 0.05
 """Share of the work for improving that each placement gets in the first of the rounds that decide between several."""
 _TRIAL_EVALUATIONS = 10
 """The fewest placements of the best layout that are simulated in the first round: large graphs have no rounds."""
+_MUCH_SLOWER = 0.5
+"""Links with less than this share of the fastest one's bandwidth separate islands."""
 _ISLAND_EFFORT = 0.5
 """Share of the work for placing on the devices that have fast links among them."""
 _SMALL = 60
@@ -68,43 +61,35 @@ def fd_dps(
     graph: OpGraph,
     topology: Topology,
     *,
-    splits: Splits = "regions",
+    split: bool = True,
     effort: float = 1.0,
     progress: Progress | None = None,
-    device_rule: DeviceRule | None = None,
 ) -> OpPlacement:
     """Places the operators of a step so that the simulated step is short.
 
-    It is never slower than `heft` and one device, nor than data parallelism as a placement (`by_batch`) if splits are
-    ``batch`` or ``regions``, nor than `fast_t` if they are ``regions``.
+    It is never slower than `heft` and one device, nor than data parallelism as a placement (`by_batch`) and
+    `fast_t_candidate` if operators may be split.
 
     Args:
         graph: its operators.
         topology: the devices.
-        splits: which operators may be split.
+        split: whether operators may be split.
         effort: share of the usual work that improving may take.
         progress: receives the current activity, and the share of the search that is over.
-        device_rule: runs the published algorithms 1 to 3 alone, with this rule for an operator's device, on data
-            parallelism's graph unless ``splits`` is ``none``; the result may be slower than all of the above, and
-            needn't fit the memory.
 
     Raises:
         PlacementError: the graph isn't for this topology.
         PlanError: no placement found fits the devices' memory.
     """
-    if device_rule is not None:
-        base = variant_of(graph, topology, {})
-        start = by_batch(base) if topology.count > 1 and splits != "none" else None
-        return placed_by(as_published(base if start is None else start.variant, device_rule))
     tell = progress or (lambda text, share: None)
     island = largest_island(topology)
     alone = on_island(graph, topology, island) if len(island) < topology.count else None
     if alone is None:
-        return _placed(graph, topology, splits, effort, tell)
-    everywhere = _placed(graph, topology, splits, effort, lambda text, share: tell(text, 0.6 * share))
+        return _placed(graph, topology, split, effort, tell)
+    everywhere = _placed(graph, topology, split, effort, lambda text, share: tell(text, 0.6 * share))
     try:
         within = _placed(
-            *alone, splits, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
+            *alone, split, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
         )
     except PlanError as error:
         _LOGGER.info("devices %s alone: %s", island, error)
@@ -119,26 +104,25 @@ def as_published(variant: Variant, device_rule: DeviceRule = "paper") -> Candida
         variant: the graph.
         device_rule: which device an operator gets.
     """
-    problem = variant.problem
-    return judged(variant, *schedule_by_critical_path(problem, tails(problem), device_rule=device_rule), "published")
+    return judged(variant, *fd_dps_schedule(variant.problem, device_rule=device_rule), "published")
 
 
-def _placed(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> OpPlacement:
-    best = _search(graph, topology, splits, effort, progress)
+def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
+    best = _search(graph, topology, split, effort, progress)
     _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, best.seconds, best.origin)
     return placed_by(best)
 
 
 @without_collection
-def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, progress: Progress) -> Candidate:
+def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
     budget = _budget(problem.count, effort)
     alike = _alike(graph, topology)
     candidates = []
-    start = by_batch(base) if topology.count > 1 and splits in ("batch", "regions") else None
-    static = fast_t_candidate(base, start, split=splits == "regions")
+    start = by_batch(base) if topology.count > 1 and split else None
+    static = fast_t_candidate(base, start, split=split)
     for one in (static, judged(base, *heft_schedule(problem), "HEFT")):
         candidates += [one, scheduled(one.variant, one.devices, one.origin)]
     for device in range(topology.count):
@@ -154,12 +138,10 @@ def _search(graph: OpGraph, topology: Topology, splits: Splits, effort: float, p
         best = min([best, start, *placed(start.variant, None, "data parallelism's graph")], key=lambda one: one.rank)
     simpler = best
     others: list[Candidate] = []
-    if splits == "regions" and topology.count > 1:
+    if split and topology.count > 1:
         best, *others = split_candidates(
             base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share)
         )
-    elif splits == "alone" and topology.count > 1:
-        best = split_alone(base, best, lambda text: progress(text, 0.5))
     progress("improvement", 0.75)
     if best.over > 0:
         best = min([best, *_within_memory(best.variant)], key=lambda one: one.rank)
@@ -240,10 +222,7 @@ def _within_memory(variant: Variant) -> list[Candidate]:
         limits = [share * limit for limit in problem.topology.memory_bytes.tolist()]
         origin = f"dynamic critical paths within {share:.0%} of the memory"
         for as_numbered in (False, True):
-            placing = schedule_by_critical_path(
-                pieces.problem, tails(pieces.problem), limits=limits, as_numbered=as_numbered
-            )
-            devices = pieces.spread(placing[0])
+            devices = pieces.spread(fd_dps_schedule(pieces.problem, limits=limits, as_numbered=as_numbered)[0])
             # The program's order holds little at once.
             candidates += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
         if min(one.over for one in candidates) == 0:
@@ -264,3 +243,59 @@ def _too_much(best: Candidate) -> str:
         f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one "
         f"{lacking}: use more devices or a smaller global_batch_size"
     )
+
+
+# ---- devices with fast links among them: placing everything on one such island may beat using all devices
+
+
+def largest_island(topology: Topology) -> tuple[int, ...]:
+    """Returns the largest set of devices with fast links, in order; the first of equal ones, all if links are alike.
+
+    4 devices in each of 2 servers, with slower links between these   becomes   0, 1, 2, 3
+    """
+    bandwidth = topology.bandwidth
+    apart = bandwidth[~np.eye(topology.count, dtype=bool)]
+    everywhere = tuple(range(topology.count))
+    if not apart.size or not np.isfinite(apart).all():
+        return everywhere
+    fast = np.minimum(bandwidth, bandwidth.T) >= _MUCH_SLOWER * apart.max()
+    largest: tuple[int, ...] = ()
+    left = set(everywhere)
+    while left:
+        island, pending = set[int](), [min(left)]
+        while pending:
+            device = pending.pop()
+            if device in left:
+                left.remove(device)
+                island.add(device)
+                pending += np.flatnonzero(fast[device]).tolist()
+        largest = max(largest, tuple(sorted(island)), key=len)
+    return largest
+
+
+def on_island(graph: OpGraph, topology: Topology, island: tuple[int, ...]) -> tuple[OpGraph, Topology] | None:
+    """Returns the same operators for these devices only; None if some are pinned elsewhere."""
+    number = {device: index for index, device in enumerate(island)}
+    if any(device >= 0 and device not in number for device in graph.pinned.tolist()):
+        return None
+    chosen = list(island)
+    pinned = np.array([number.get(device, -1) for device in graph.pinned.tolist()], np.int64)
+    own = dataclasses.replace(
+        graph,
+        seconds=graph.seconds[:, chosen],
+        pinned=pinned,
+        launch_seconds=graph.launch_seconds[chosen],
+        copy_seconds=graph.copy_seconds[chosen],
+    )
+    links = np.ix_(chosen, chosen)
+    names = tuple(topology.names[device] for device in chosen)
+    return own, Topology(names, topology.bandwidth[links], topology.latency[links], topology.memory_bytes[chosen])
+
+
+def off_island(placement: OpPlacement, topology: Topology, island: tuple[int, ...]) -> OpPlacement:
+    """Renumbers a placement on an island by the numbers of all devices."""
+    peaks = [0.0] * topology.count
+    for device, peak in zip(island, placement.peak_bytes, strict=True):
+        peaks[device] = peak
+    devices = {name: island[device] for name, device in placement.devices.items()}
+    return dataclasses.replace(placement, devices=devices, peak_bytes=tuple(peaks))

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 
+from dapple_tf.operators.op_graph import DisjointSets
 from dapple_tf.operators.placement_candidates import Candidate, judged, scheduled
 from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.simulated_placement import run_in_order
@@ -70,18 +71,11 @@ class _Mover:
 
     def __init__(self, problem: PlacementProblem, pieces: list[int]) -> None:
         self.problem = problem
-        parent = list(range(max(pieces, default=-1) + 1))
-
-        def find(piece: int) -> int:
-            while parent[piece] != piece:
-                parent[piece] = parent[parent[piece]]
-                piece = parent[piece]
-            return piece
-
+        sets = DisjointSets(max(pieces, default=-1) + 1)
         for members in problem.members:
             for op in members[1:]:
-                parent[find(pieces[op])] = find(pieces[members[0]])
-        self.block = [find(piece) for piece in pieces]
+                sets.union(pieces[op], pieces[members[0]])
+        self.block = [sets.find(piece) for piece in pieces]
         self.ops: dict[int, list[int]] = {}
         self.fixed: set[int] = set()
         for op, block in enumerate(self.block):

@@ -8,12 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.coarsening import Coarse, coarsen
-from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
-from dapple_tf.operators.queue_order import order_by_urgency
-from dapple_tf.operators.simulated_placement import peak_bytes, run_in_order
+from dapple_tf.operators.simulated_placement import order_by_urgency, peak_bytes, run_in_order, simulate
 from graph_passes.analysis.split_rules import Split
 
 
@@ -149,37 +146,22 @@ def _early(problem: PlacementProblem) -> list[bool]:
     return early
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
-    """A graph with its operators joined to pieces, some pinned to devices.
-
-    Attributes:
-        problem: the pieces.
-        piece: of each operator of the graph.
-    """
-
-    problem: PlacementProblem
-    piece: list[int]
-
-    @classmethod
-    def of(cls, problem: PlacementProblem, pinned: np.ndarray | None = None) -> Pieces:
-        """Returns the pieces of a problem; ``pinned`` replaces its groups' devices."""
-        if pinned is not None:
-            problem = dataclasses.replace(problem, pinned=pinned.tolist())
-        coarse: Coarse = coarsen(problem)
-        return cls(compile_problem(coarse.graph, problem.topology), coarse.piece.tolist())
-
-    def spread(self, devices: list[int]) -> list[int]:
-        """Returns the operators' devices, given those of the pieces."""
-        return [devices[piece] for piece in self.piece]
-
-
 def variant_of(graph: OpGraph, topology: Topology, splits: Mapping[str, Split]) -> Variant:
     """Returns a graph as a variant."""
     return Variant(compile_problem(graph, topology), splits)
 
 
 def placed_by(candidate: Candidate) -> OpPlacement:
-    """Returns a candidate as a placement of the graph without splits."""
-    placement = placement_of(candidate.variant.problem, candidate.devices, candidate.order)
-    return dataclasses.replace(placement, splits=dict(candidate.variant.splits))
+    """Returns a candidate, simulated, as a placement of the graph without splits.
+
+    Its peak may be above a device's limit.
+    """
+    problem, devices = candidate.variant.problem, candidate.devices
+    seen, names = simulate(problem, devices, candidate.order), problem.graph.names
+    return OpPlacement(
+        devices=dict(zip(names, devices, strict=True)),
+        order=tuple(names[op] for op in candidate.order),
+        splits=dict(candidate.variant.splits),
+        seconds=seen.seconds,
+        peak_bytes=tuple(seen.peak_bytes.tolist()),
+    )

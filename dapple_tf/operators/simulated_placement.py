@@ -13,29 +13,15 @@ enough, without a queue of events.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import heapq
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
 
-
-class Transfer(NamedTuple):
-    """A transfer of a tensor.
-
-    Attributes:
-        tensor: its number.
-        source: device.
-        target: device.
-        start: when the link began to send it, in seconds.
-        arrival: when it arrived, in seconds.
-    """
-
-    tensor: int
-    source: int
-    target: int
-    start: float
-    arrival: float
+Sent = list[tuple[int, int, int, float, float]]
+"""Tensor, source, target, start and arrival of each transfer, in the order in which their producers stand in Q."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,18 +34,14 @@ class SimulatedPlacement:
         seconds: the makespan.
         peak_bytes: of each device, float64 [V]: the variables of its groups, and tensors from their producer's start or
             their arrival until the last reader there, or their last transfer, has ended.
-        busy_seconds: each device's seconds of running operators, float64 [V].
-        sent_bytes: over each link, float64 [V, V].
-        transfers: in the order in which their producers stand in Q.
+        sent: the transfers.
     """
 
     start: np.ndarray
     finish: np.ndarray
     seconds: float
     peak_bytes: np.ndarray
-    busy_seconds: np.ndarray
-    sent_bytes: np.ndarray
-    transfers: tuple[Transfer, ...]
+    sent: Sent
 
 
 def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) -> SimulatedPlacement:
@@ -76,25 +58,9 @@ def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) ->
     """
     _check(problem, devices, order)
     start, finish, sent = run_in_order(problem, devices, order)
-    count = problem.devices
-    place = np.array(devices, np.int64)
     starts, ends = np.array(start), np.array(finish)
-    sent_bytes = np.zeros((count, count))
-    moved = np.array([(t, s, d) for t, s, d, _, _ in sent], np.int64).reshape(-1, 3)
-    np.add.at(sent_bytes, (moved[:, 1], moved[:, 2]), np.array(problem.size)[moved[:, 0]])
-    return SimulatedPlacement(
-        start=starts,
-        finish=ends,
-        seconds=max(finish, default=0.0),
-        peak_bytes=peak_bytes(problem, place, starts, ends, sent),
-        busy_seconds=np.bincount(place, ends - starts, count),
-        sent_bytes=sent_bytes,
-        transfers=tuple(Transfer(*values) for values in sent),
-    )
-
-
-Sent = list[tuple[int, int, int, float, float]]
-"""Tensor, source, target, start and arrival of each transfer."""
+    peaks = peak_bytes(problem, np.array(devices, np.int64), starts, ends, sent)
+    return SimulatedPlacement(starts, ends, max(finish, default=0.0), peaks, sent)
 
 
 def run_in_order(
@@ -141,6 +107,109 @@ def run_in_order(
                     link[target] = there[base + target] = end
                     sent.append((tensor, device, target, begin, end))
     return start, finish, sent
+
+
+def order_by_urgency(
+    problem: PlacementProblem,
+    devices: list[int],
+    urgency: Sequence[float],
+    release: Mapping[int, float] | None = None,
+) -> tuple[list[int], list[float], list[float]]:
+    """Finds Q for operators whose devices are known: each device takes the most urgent of its ready operators.
+
+    It simulates the step by events with the rules of `run_in_order`, so both agree on the step's length.
+
+    Args:
+        problem: the operators.
+        devices: of each operator.
+        urgency: of each operator; the greatest first, ties by the lowest number.
+        release: operators' earliest starts, in seconds; 0 for missing ones.
+
+    Returns:
+        Q, and the start and end of each operator.
+    """
+    count, n = problem.devices, problem.count
+    seconds, outputs, readers, waiters = problem.seconds, problem.outputs, problem.readers, problem.waiters
+    size, all_latency, all_per_byte = problem.size, problem.latency, problem.per_byte
+    missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
+    key = [(-urgency[op], op) for op in range(n)]
+    ready: list[list[tuple[float, int]]] = [[] for _ in range(count)]
+    # (time, number, device, operators that wait for one thing less, operator that ends or -1)
+    events: list[tuple[float, int, int, list[int], int]] = []
+    number = 0
+    for op, time in sorted((release or {}).items()):
+        if time > 0:
+            number += 1
+            missing[op] += 1
+            events.append((time, number, devices[op], [op], -1))
+    for op in range(n):
+        if not missing[op]:
+            ready[devices[op]].append(key[op])
+    heapq.heapify(events)
+    for heap in ready:
+        heapq.heapify(heap)
+    idle = [True] * count
+    links = [[0.0] * count for _ in range(count)]
+    start, finish = [0.0] * n, [0.0] * n
+    order: list[int] = []
+    push, pop = heapq.heappush, heapq.heappop
+    touched = list(range(count))
+    now = 0.0
+    while True:
+        for device in touched:
+            if idle[device] and ready[device]:
+                op = pop(ready[device])[1]
+                order.append(op)
+                start[op] = now
+                end = finish[op] = now + seconds[op][device]
+                idle[device] = False
+                number += 1
+                push(events, (end, number, device, [], op))
+        if not events:
+            return order, start, finish
+        now = events[0][0]
+        touched = []
+        while events and events[0][0] == now:
+            _, _, device, served, op = pop(events)
+            if device not in touched:
+                touched.append(device)
+            for other in served:
+                missing[other] -= 1
+                if not missing[other]:
+                    push(ready[device], key[other])
+            if op < 0:
+                continue
+            idle[device] = True
+            latency, per_byte, link = all_latency[device], all_per_byte[device], links[device]
+            for tensor in outputs[op]:
+                away: dict[int, list[int]] = {}
+                for other in readers[tensor]:
+                    there = devices[other]
+                    if there == device:
+                        missing[other] -= 1
+                        if not missing[other]:
+                            push(ready[device], key[other])
+                    elif there in away:
+                        away[there].append(other)
+                    else:
+                        away[there] = [other]
+                for there in sorted(away):
+                    begin = link[there]
+                    if begin < now:
+                        begin = now
+                    link[there] = end = begin + (latency[there] + size[tensor] * per_byte[there])
+                    number += 1
+                    push(events, (end, number, there, away[there], -1))
+            for other in waiters[op]:
+                there = devices[other]
+                if there == device:
+                    missing[other] -= 1
+                    if not missing[other]:
+                        push(ready[device], key[other])
+                else:
+                    number += 1
+                    push(events, (now + latency[there], number, there, [other], -1))
+        touched.sort()
 
 
 def peak_bytes(

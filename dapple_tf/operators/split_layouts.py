@@ -10,7 +10,6 @@ any.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -19,7 +18,6 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import OpGraph
 from dapple_tf.operators.placement_problem import PlacementProblem
 from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule
 
@@ -31,57 +29,18 @@ _COMBINATIONS = 125
 """The most ways to split all readers of a tensor for which they are reconsidered together."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reads:
-    """The graph's data edges as lists.
-
-    Attributes:
-        inputs: of each operator: (tensor, argument).
-        outputs: of each operator: its tensors.
-        readers: of each tensor: (operator, argument).
-        producer: of each tensor.
-        output: which output of its producer each tensor is.
-        rules: of each operator, the ways to split it; none for those that are bound to others.
-    """
-
-    inputs: list[list[tuple[int, int]]]
-    outputs: list[list[int]]
-    readers: list[list[tuple[int, int]]]
-    producer: list[int]
-    output: list[int]
-    rules: list[tuple[SplitRule, ...]]
-
-    @classmethod
-    def of(cls, graph: OpGraph, most: int) -> Reads:
-        """Returns the edges of a graph whose operators are split into at most ``most`` parts."""
-        inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.count)]
-        outputs: list[list[int]] = [[] for _ in range(graph.count)]
-        readers: list[list[tuple[int, int]]] = [[] for _ in range(len(graph.tensor_bytes))]
-        producer = [-1] * len(graph.tensor_bytes)
-        for first, second, tensor, argument in graph.edges.tolist():
-            if tensor < 0:
-                continue
-            inputs[second].append((tensor, argument))
-            readers[tensor].append((second, argument))
-            if producer[tensor] < 0:
-                producer[tensor] = first
-                outputs[first].append(tensor)
-        sizes = np.bincount(graph.groups, minlength=len(graph.pinned))
-        free = (sizes[graph.groups] == 1) & (graph.pinned[graph.groups] < 0)
-        rules: list[tuple[SplitRule, ...]] = [()] * graph.count
-        for op, given in graph.splits.items():
-            if free[op]:
-                rules[op] = tuple(rule for rule in given if rule.length >= most)
-        output = [0] * len(producer) if graph.tensor_outputs is None else graph.tensor_outputs.tolist()
-        return cls(inputs, outputs, readers, producer, output, rules)
-
-
 Layout = list[int]
 """For each operator the index of the rule by which it is split, -1 for none."""
 
 
 class Layouts:
     """Layouts of a graph whose operators are split into a number of parts.
+
+    Attributes:
+        inputs: of each operator: (tensor, argument).
+        readers: of each tensor: (operator, argument).
+        rules: of each operator, the ways to split it; none for those that are bound to others.
+        output: which output of its producer each tensor is.
 
     Args:
         problem: the operators.
@@ -91,7 +50,17 @@ class Layouts:
     def __init__(self, problem: PlacementProblem, parts: int) -> None:
         self.problem, self.parts = problem, parts
         graph = problem.graph
-        self.reads = Reads.of(graph, parts)
+        self.inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.count)]
+        self.readers: list[list[tuple[int, int]]] = [[] for _ in problem.size]
+        for _, consumer, tensor, argument in graph.edges[graph.edges[:, 2] >= 0].tolist():
+            self.inputs[consumer].append((tensor, argument))
+            self.readers[tensor].append((consumer, argument))
+        free = [len(problem.members[group]) == 1 and problem.pinned[group] < 0 for group in problem.group]
+        self.rules: list[tuple[SplitRule, ...]] = [()] * graph.count
+        for op, rules in graph.splits.items():
+            if free[op]:
+                self.rules[op] = tuple(rule for rule in rules if rule.length >= parts)
+        self.output = [0] * len(problem.size) if graph.tensor_outputs is None else graph.tensor_outputs.tolist()
         self.launch = float(np.mean(graph.launch_seconds))
         self.copy = float(np.mean(graph.copy_seconds))
         off = ~np.eye(problem.devices, dtype=bool)
@@ -100,7 +69,7 @@ class Layouts:
         self.input_cuts: list[list[tuple[Cut | None, ...]]] = []
         self.output_cuts: list[list[tuple[Cut | None, ...]]] = []
         known: dict[int, tuple[tuple[Cut | None, ...], tuple[Cut | None, ...]]] = {}
-        for rules in self.reads.rules:
+        for rules in self.rules:
             cuts = []
             for rule in rules:
                 if id(rule) not in known:
@@ -152,11 +121,11 @@ class Layouts:
         A product is what can also be split into parts that are added, and what its rules cut are its factors. Factors
         that no operator makes, such as a fed batch, are no variables.
         """
-        rules = self.reads.rules[op]
+        rules = self.rules[op]
         if not any(None in rule.output_axes for rule in rules):
             return -1
         cuts = [{argument for argument, axis in enumerate(rule.input_axes) if axis is not None} for rule in rules]
-        variables = {argument for tensor, argument in self.reads.inputs[op] if self._is_variable(tensor)}
+        variables = {argument for tensor, argument in self.inputs[op] if self._is_variable(tensor)}
         if not variables or variables >= set().union(*cuts):
             return -1
         for index, (rule, cut) in enumerate(zip(rules, cuts, strict=True)):
@@ -166,14 +135,14 @@ class Layouts:
 
     def _is_variable(self, tensor: int) -> bool:
         """Returns whether a tensor is a variable's value, in whatever shape and type."""
-        graph, reads = self.problem.graph, self.reads
+        problem, graph = self.problem, self.problem.graph
         while True:
-            producer = reads.producer[tensor]
-            if producer < 0 or len(reads.inputs[producer]) > 1:
+            producer = problem.producer[tensor]
+            if producer < 0 or len(self.inputs[producer]) > 1:
                 return False
-            if not reads.inputs[producer]:
+            if not self.inputs[producer]:
                 return bool(graph.stored_bytes[graph.groups[producer]] > 0)
-            tensor, argument = reads.inputs[producer][0]
+            tensor, argument = self.inputs[producer][0]
             # A sum, or what has elements for each of something else: a product of a variable and a fed batch.
             if any(
                 None in rule.output_axes or rule.input_axes[argument] is None for rule in graph.splits.get(producer, ())
@@ -182,31 +151,31 @@ class Layouts:
 
     def grow(self, layout: Layout, seed: int, rule: int) -> list[int]:
         """Splits an operator and all that are linked with it by tensors that are cut alike; returns them."""
-        reads = self.reads
+        problem = self.problem
         layout[seed] = rule
         region = [seed]
         queue = deque(region)
         while queue:
             op = queue.popleft()
             mine = layout[op]
-            for tensor in reads.outputs[op]:
-                cut = self.output_cuts[op][mine][reads.output[tensor]]
+            for tensor in problem.outputs[op]:
+                cut = self.output_cuts[op][mine][self.output[tensor]]
                 if cut is None or cut.axis == FIRST:
                     continue
-                for reader, argument in reads.readers[tensor]:
+                for reader, argument in self.readers[tensor]:
                     if layout[reader] < 0:
                         match = self._reading(reader, argument, cut)
                         if match >= 0:
                             layout[reader] = match
                             region.append(reader)
                             queue.append(reader)
-            for tensor, argument in reads.inputs[op]:
+            for tensor, argument in self.inputs[op]:
                 cuts = self.input_cuts[op][mine]
                 cut = cuts[argument] if argument < len(cuts) else None
-                producer = reads.producer[tensor]
+                producer = problem.producer[tensor]
                 if cut is None or cut.axis == FIRST or layout[producer] >= 0:
                     continue
-                match = self._making(producer, reads.output[tensor], cut)
+                match = self._making(producer, self.output[tensor], cut)
                 if match >= 0:
                     layout[producer] = match
                     region.append(producer)
@@ -232,7 +201,7 @@ class Layouts:
                     continue
                 old = layout[op]
                 best, least = old, self._cost_around(layout, op, discount)
-                for rule in range(-1, len(self.reads.rules[op])):
+                for rule in range(-1, len(self.rules[op])):
                     if rule != old:
                         layout[op] = rule
                         cost = self._cost_around(layout, op, discount)
@@ -256,12 +225,12 @@ class Layouts:
         costs = [(self._tensor_cost(layout, tensor), -tensor) for tensor in range(len(self.problem.size))]
         again: set[int] = set()
         for cost, negative in heapq.nlargest(_DEAR, costs):
-            ops = sorted({op for op, _ in self.reads.readers[-negative] if self.reads.rules[op]})
-            choices = [range(-1, len(self.reads.rules[op])) for op in ops]
+            ops = sorted({op for op, _ in self.readers[-negative] if self.rules[op]})
+            choices = [range(-1, len(self.rules[op])) for op in ops]
             if cost <= 0 or len(ops) < 2 or math.prod(map(len, choices)) > _COMBINATIONS:
                 continue
-            tensors = {tensor for op in ops for tensor, _ in self.reads.inputs[op]}
-            tensors |= {tensor for op in ops for tensor in self.reads.outputs[op]}
+            tensors = {tensor for op in ops for tensor, _ in self.inputs[op]}
+            tensors |= {tensor for op in ops for tensor in self.problem.outputs[op]}
             old = tuple(layout[op] for op in ops)
             best, least = old, np.inf
             for rules in (old, *itertools.product(*choices)):
@@ -289,8 +258,8 @@ class Layouts:
         for region in reversed(self.regions(layout)):
             if not staying.isdisjoint(region):
                 continue
-            tensors = {tensor for op in region for tensor, _ in self.reads.inputs[op]}
-            tensors |= {tensor for op in region for tensor in self.reads.outputs[op]}
+            tensors = {tensor for op in region for tensor, _ in self.inputs[op]}
+            tensors |= {tensor for op in region for tensor in self.problem.outputs[op]}
             rules = [layout[op] for op in region]
             costs = []
             for chosen in ([-1] * len(region), rules):
@@ -310,7 +279,7 @@ class Layouts:
 
     def regions(self, layout: Layout) -> list[list[int]]:
         """Groups split operators that are linked by tensors that are cut alike; heaviest first."""
-        reads = self.reads
+        problem = self.problem
         seen = [rule < 0 for rule in layout]
         regions = []
         for start in range(self.problem.count):
@@ -319,18 +288,18 @@ class Layouts:
             seen[start] = True
             region = [start]
             for op in region:
-                for tensor in reads.outputs[op]:
-                    cut = self.output_cuts[op][layout[op]][reads.output[tensor]]
-                    for reader, argument in reads.readers[tensor]:
+                for tensor in problem.outputs[op]:
+                    cut = self.output_cuts[op][layout[op]][self.output[tensor]]
+                    for reader, argument in self.readers[tensor]:
                         if not seen[reader] and cut is not None and self._cut_of(layout, reader, argument) == cut:
                             seen[reader] = True
                             region.append(reader)
-                for tensor, argument in reads.inputs[op]:
-                    producer = reads.producer[tensor]
+                for tensor, argument in self.inputs[op]:
+                    producer = problem.producer[tensor]
                     cut = self._cut_of(layout, op, argument)
                     if seen[producer] or cut is None:
                         continue
-                    if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
+                    if self.output_cuts[producer][layout[producer]][self.output[tensor]] == cut:
                         seen[producer] = True
                         region.append(producer)
             regions.append(region)
@@ -339,34 +308,15 @@ class Layouts:
 
     def splits(self, layout: Layout) -> dict[str, Split]:
         """Returns a layout as splits for `apply_splits`."""
-        names, rules = self.problem.graph.names, self.reads.rules
+        names, rules = self.problem.graph.names, self.rules
         return {names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0}
 
     def rule(self, op: int, dimension: str) -> int:
         """Returns the index of an operator's rule for a dimension; -1 without one."""
-        return next((i for i, rule in enumerate(self.reads.rules[op]) if rule.dimension == dimension), -1)
-
-    def alone(self, discount: float) -> list[tuple[float, int, int]]:
-        """Returns (seconds saved, operator, rule) of each split that pays while all others stay whole; most first.
-
-        Args:
-            discount: see `refined`.
-        """
-        none, gains = self.none(), []
-        for op in self._splittable():
-            whole = self._cost_around(none, op, discount)
-            for rule in range(len(self.reads.rules[op])):
-                none[op] = rule
-                gains.append((whole - self._cost_around(none, op, discount), op, rule))
-            none[op] = -1
-        best: dict[int, tuple[float, int, int]] = {}
-        for gain in gains:
-            if gain[0] > 0 and gain[0] > best.get(gain[1], (0.0,))[0]:
-                best[gain[1]] = gain
-        return sorted(best.values(), key=lambda gain: (-gain[0], gain[1]))
+        return next((i for i, rule in enumerate(self.rules[op]) if rule.dimension == dimension), -1)
 
     def _splittable(self) -> list[int]:
-        return [op for op, rules in enumerate(self.reads.rules) if rules]
+        return [op for op, rules in enumerate(self.rules) if rules]
 
     def _reading(self, op: int, argument: int, cut: Cut) -> int:
         for index, cuts in enumerate(self.input_cuts[op]):
@@ -388,22 +338,22 @@ class Layouts:
         return cuts[argument] if argument < len(cuts) else None
 
     def _around(self, op: int) -> set[int]:
-        reads = self.reads
+        problem = self.problem
         around = {op}
-        for tensor, _ in reads.inputs[op]:
-            if reads.rules[reads.producer[tensor]]:
-                around.add(reads.producer[tensor])
-            if len(reads.readers[tensor]) <= 16:
-                around |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
-        for tensor in reads.outputs[op]:
-            around |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
+        for tensor, _ in self.inputs[op]:
+            if self.rules[problem.producer[tensor]]:
+                around.add(problem.producer[tensor])
+            if len(self.readers[tensor]) <= 16:
+                around |= {reader for reader, _ in self.readers[tensor] if self.rules[reader]}
+        for tensor in problem.outputs[op]:
+            around |= {reader for reader, _ in self.readers[tensor] if self.rules[reader]}
         return around
 
     def _cost_around(self, layout: Layout, op: int, discount: float) -> float:
         cost = self._op_cost(op, layout[op], discount)
-        for tensor, _ in self.reads.inputs[op]:
+        for tensor, _ in self.inputs[op]:
             cost += self._tensor_cost(layout, tensor)
-        for tensor in self.reads.outputs[op]:
+        for tensor in self.problem.outputs[op]:
             cost += self._tensor_cost(layout, tensor)
         return cost
 
@@ -416,21 +366,21 @@ class Layouts:
 
     def _tensor_cost(self, layout: Layout, tensor: int) -> float:
         """Returns the seconds of joining, cutting and sending a tensor."""
-        reads, parts = self.reads, self.parts
-        producer = reads.producer[tensor]
+        problem, parts = self.problem, self.parts
+        producer = problem.producer[tensor]
         if producer < 0:
             return 0.0
         size = self.problem.size[tensor]
         latency, rate = self.problem.mean_latency, self.rate
         rule = layout[producer]
-        made = None if rule < 0 else self.output_cuts[producer][rule][reads.output[tensor]]
+        made = None if rule < 0 else self.output_cuts[producer][rule][self.output[tensor]]
         whole = broadcast = False
         cuts: set[Cut] = set()
-        for reader, argument in reads.readers[tensor]:
+        for reader, argument in self.readers[tensor]:
             if layout[reader] < 0:
                 whole = True
                 continue
-            if argument in reads.rules[reader][layout[reader]].shape_inputs:
+            if argument in self.rules[reader][layout[reader]].shape_inputs:
                 continue
             cut = self._cut_of(layout, reader, argument)
             if cut is None or cut.axis == FIRST:

@@ -14,15 +14,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.batch_split import batch_layouts
-from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
-from dapple_tf.operators.heft import heft_schedule
+from dapple_tf.operators.coarsening import Pieces
+from dapple_tf.operators.list_scheduler import critical_path, dpos_schedule, fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_graph import OpGraph
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, ordered_sources, scheduled, variant_of
-from dapple_tf.operators.placement_problem import PlacementProblem, tails
+from dapple_tf.operators.placement_candidates import (
+    Candidate,
+    Variant,
+    judged,
+    ordered_sources,
+    scheduled,
+    variant_of,
+)
+from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layout, Layouts
-from graph_passes.analysis.split_rules import part_name
+from graph_passes.analysis.split_rules import Split, part_name
 
 _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
@@ -38,8 +44,8 @@ _DROPS = 3
 """Number of attempts to leave out a share of the regions."""
 _OTHERS = 3
 """Number of placements besides the best one that are returned."""
-_SHARES_ALONE = (1.0, 0.5, 0.2, 0.05, 0.01)
-"""Shares of the splits of single operators that are tried, those that save most."""
+_MOST_CRITICAL = 8
+"""The most operators that OS-DPOS considers."""
 
 
 class Budget:
@@ -75,7 +81,7 @@ def placed(
     pieces = Pieces.of(variant.problem, pinned)
     candidates = []
     for weight in weights:
-        devices = schedule_by_critical_path(pieces.problem, tails(pieces.problem, None, weight))[0]
+        devices = fd_dps_schedule(pieces.problem, weight=weight)[0]
         candidates.append(scheduled(variant, pieces.spread(devices), origin))
     devices = heft_schedule(pieces.problem)[0]
     candidates.append(scheduled(variant, pieces.spread(devices), f"{origin}, by ranks"))
@@ -98,49 +104,57 @@ def by_batch(base: Variant) -> Candidate | None:
         devices.
     """
     layouts = Layouts(base.problem, base.problem.devices)
-    tried = (by_layout(base, layouts, layout) for layout in batch_layouts(layouts))
-    return min((one for one in tried if one is not None), key=lambda one: one.rank, default=None)
+    tried = (_tried(base, layouts, layout, None, lambda text: None) for layout in batch_layouts(layouts))
+    return min((one.candidate for one in tried if one is not None), key=lambda one: one.rank, default=None)
 
 
-def by_layout(base: Variant, layouts: Layouts, layout: Layout) -> Candidate | None:
-    """Splits operators as a layout says, part k on device k, and places the others.
+def fast_t_candidate(base: Variant, start: Candidate | None, *, split: bool = True) -> Candidate:
+    """Returns FastT's placement (Yi et al., Middleware 2020), named in sections 2.2 and 5.2 of FD-DPS.
 
-    Args:
-        base: the graph without splits.
-        layouts: the ways to split its operators.
-        layout: one of them.
-
-    Returns:
-        The placement; None if nothing is split.
-    """
-    one = _tried(base, layouts, layout, None, lambda text: None)
-    return None if one is None else one.candidate
-
-
-def split_alone(base: Variant, best: Candidate, tell: Callable[[str], None]) -> Candidate:
-    """Splits single operators whose neighbours are whole, as the paper does.
-
-    Operators are ordered by what splitting each by itself saves, with its inputs cut and its output joined, and the
-    first of them are split, more or fewer.
+    It begins with the graph of data parallelism, whose operators DPOS places and orders. OS-DPOS then takes the whole
+    operators on the critical path, the longest first, and splits each where DPOS gets a shorter step with it, until one
+    doesn't help. If data parallelism is faster than all of that, FastT goes back to it.
 
     Args:
         base: the graph without splits.
-        best: the best placement without splits.
-        tell: receives the current activity.
-
-    Returns:
-        The best placement, with splits if any pay.
+        start: data parallelism; None begins with the operators as they are.
+        split: whether OS-DPOS splits operators.
     """
-    layouts = Layouts(base.problem, base.problem.devices)
-    gains = layouts.alone(1.0)
-    for count in sorted({round(share * len(gains)) for share in _SHARES_ALONE}, reverse=True):
-        layout = layouts.none()
-        for _, op, rule in gains[:count]:
-            layout[op] = rule
-        one = _tried(base, layouts, layout, None, tell)
-        if one is not None and one.candidate.rank < best.rank:
-            best = one.candidate
-    return best
+    best = dpos(base if start is None else start.variant)
+    graph, devices = base.problem.graph, base.problem.devices
+    number = {name: op for op, name in enumerate(graph.names)}
+    for name in _whole_and_critical(best.variant.problem) if split else ():
+        better = best
+        for rule in graph.splits[number[name]]:
+            parts = min(devices, rule.length)
+            if parts > 1:
+                splits = {**best.variant.splits, name: Split(rule.dimension, parts)}
+                variant = variant_of(apply_splits(graph, splits), base.problem.topology, splits)
+                better = min(better, dpos(variant), key=lambda one: one.rank)
+        if better is best:
+            break
+        best = better
+    return best if start is None else min(best, start, key=lambda one: one.rank)
+
+
+def dpos(variant: Variant) -> Candidate:
+    """Returns the placement and order of DPOS, simulated: without further splits, and without going back."""
+    return judged(variant, *dpos_schedule(variant.problem), "FastT")
+
+
+def _whole_and_critical(problem: PlacementProblem) -> list[str]:
+    """Returns the names of operators on the critical path that can be split, the longest first."""
+    if problem.devices == 1:
+        return []
+    free = [
+        op
+        for op in critical_path(problem)
+        if problem.graph.splits.get(op)
+        and len(problem.members[problem.group[op]]) == 1
+        and problem.pinned[problem.group[op]] < 0
+    ]
+    longest = sorted(free, key=lambda op: (-problem.mean_seconds[op], op))[:_MOST_CRITICAL]
+    return [problem.graph.names[op] for op in longest]
 
 
 def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> list[Candidate]:
@@ -229,7 +243,7 @@ def _without_light_regions(base: Variant, tried: _Tried, budget: Budget, tell: C
 def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
     """Yields layouts to try: regions by batch, by channel, or by both; the most promising first."""
     names = sorted(
-        {rule.dimension for rules in layouts.reads.rules for rule in rules},
+        {rule.dimension for rules in layouts.rules for rule in rules},
         key=lambda name: (name != "batch", name != "channel", name),
     )
     if not names:
@@ -285,23 +299,14 @@ def _tried(
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
     """Returns groups' devices, with part k of an operator on device k; on its region's devices if they are fewer."""
     pinned = graph.pinned.copy()
-    number = {name: op for op, name in enumerate(graph.names)} if layouts.parts < problem.devices else None
     teams = max(1, problem.devices // layouts.parts)
     names = problem.graph.names
-    if number is None:
-        parts = {
-            part_name(names[op], part): part
-            for op, rule in enumerate(layout)
-            if rule >= 0
-            for part in range(layouts.parts)
-        }
-    else:
-        parts = {}
-        for index, region in enumerate(layouts.regions(layout)):
-            first = index % teams * layouts.parts
-            for op in region:
-                for part in range(layouts.parts):
-                    parts[part_name(names[op], part)] = first + part
+    parts = {}
+    for index, region in enumerate(layouts.regions(layout)):
+        first = index % teams * layouts.parts
+        for op in region:
+            for part in range(layouts.parts):
+                parts[part_name(names[op], part)] = first + part
     for op, name in enumerate(graph.names):
         device = parts.get(name)
         if device is not None and pinned[graph.groups[op]] < 0:
@@ -325,3 +330,89 @@ def _spread_variables(graph: OpGraph, pinned: np.ndarray) -> None:
         device = min(range(len(held)), key=lambda v: (held[v], v))
         pinned[one] = device
         held[device] += graph.stored_bytes[one]
+
+
+# ---- data parallelism as a split: operators that work on samples are split by the batch
+
+
+def batch_layouts(layouts: Layouts) -> list[Layout]:
+    """Returns the layouts by which operators on samples may be split by the batch; none if none of them can be.
+
+    The last one splits all `samples_operators` that have a rule for it. Some of these compute with vectors of channels,
+    of which each replica needs all: where that makes a difference, another layout, the first, splits regions that
+    aren't linked with the heaviest operator only where that seems cheaper.
+    """
+    try:
+        linked = _linked_with_heaviest(layouts)
+    except PlacementError:
+        return []
+    between = _between(layouts.problem, linked)
+    everything = [layouts.rule(op, "batch") if between[op] else -1 for op in range(layouts.problem.count)]
+    staying = {op for op, rule in enumerate(linked) if rule >= 0 and rule == everything[op]}
+    fewer = layouts.pruned(everything, staying=staying)
+    return [everything] if fewer == everything else [fewer, everything]
+
+
+def samples_operators(problem: PlacementProblem) -> np.ndarray:
+    """Returns which operators work on samples: bool [n].
+
+    These are the operators that can be split by batch together with the heaviest one that works on samples, and all
+    between them.
+
+    Raises:
+        PlacementError: there are none.
+    """
+    return _between(problem, _linked_with_heaviest(Layouts(problem, 2)))
+
+
+def _linked_with_heaviest(layouts: Layouts) -> Layout:
+    """Splits the heaviest operator on samples by batch, and what is linked with it by tensors that are cut alike."""
+    seeds = [op for op in range(layouts.problem.count) if layouts.rule(op, "batch") >= 0]
+    if not seeds:
+        raise PlacementError(
+            "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators "
+            "their splits"
+        )
+    from_batch = _from_fed_batch(layouts)
+    # The rows of a variable, of its gradient and of its update are called a batch, too.
+    seeds = [op for op in seeds if from_batch[op]] or seeds
+    seconds = layouts.problem.mean_seconds
+    layout, most = layouts.none(), max(seconds[op] for op in seeds)
+    for op in seeds:
+        if layout[op] < 0 and seconds[op] == most:
+            layouts.grow(layout, op, layouts.rule(op, "batch"))
+    return layout
+
+
+def _from_fed_batch(layouts: Layouts) -> list[bool]:
+    """Returns which operators need what is fed, other than by sums over the batch."""
+    problem = layouts.problem
+    needing = [False] * problem.count
+    for op in range(problem.count):
+        rule = layouts.rule(op, "batch")
+        if rule >= 0:
+            computed = {argument for _, argument in layouts.inputs[op]}
+            cut = {argument for argument, axis in enumerate(layouts.rules[op][rule].input_axes) if axis is not None}
+            needing[op] = not cut <= computed  # No operator computes what is fed.
+        for tensor, _ in layouts.inputs[op]:
+            producer = problem.producer[tensor]
+            needing[op] |= needing[producer] and not _sums_over_batch(layouts, producer)
+    return needing
+
+
+def _sums_over_batch(layouts: Layouts, op: int) -> bool:
+    rule = layouts.rule(op, "batch")
+    return rule >= 0 and all(axis is None for axis in layouts.rules[op][rule].output_axes)
+
+
+def _between(problem: PlacementProblem, layout: Layout) -> np.ndarray:
+    """Returns which operators are split, or both need and are needed by some that are: bool [n]."""
+    inside = np.array(layout) >= 0
+    before, behind = inside.copy(), inside.copy()
+    for op in range(problem.count):
+        needs = [*(problem.producer[tensor] for tensor in problem.inputs[op]), *problem.waits[op]]
+        before[op] |= bool(before[needs].any())
+    for op in range(problem.count - 1, -1, -1):
+        uses = [*(reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]), *problem.waiters[op]]
+        behind[op] |= bool(behind[uses].any())
+    return np.asarray(before & behind)

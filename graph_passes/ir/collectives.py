@@ -2,17 +2,190 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import Builder, Ref, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REDUCTION_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.replica_sums import SUM_OP
+from graph_passes.ir.tensorflow_bridge import dtype_size
 
 HINT_ATTR = "communication_hint"
 RING, NCCL = "auto", "nccl"
 """Who adds up: TensorFlow by a ring of copies, which need no order; NCCL by kernels, which wait for each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceRules:
+    """How gradients are all-reduced.
+
+    Attributes:
+        hint: who makes the all-reduces (`HINT_ATTR`).
+        hierarchical: the stages whose parameter groups are reduced inside each server first; a group of several stages
+            counts as its first one's.
+        server_of: device -> number of its server, for hierarchical ones.
+    """
+
+    hint: str = RING
+    hierarchical: frozenset[int] = frozenset()
+    server_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class AllReduces:
+    """Adds all-reduces to a top level; each device starts them in the order of the calls.
+
+    Hierarchical ones send each gradient over a network card fewer times:
+
+        servers {0, 1}, {2, 3}, the two halves h of each device's vector:
+
+        parts h of v0, v1 -> sum on device h ─┐
+                                              ├ all-reduce {h, h + 2} -> both halves, joined on each device
+        parts h of v2, v3 -> sum on h + 2 ────┘
+
+    The devices of a server add up a part of the vector each (a reduce-scatter), the devices with the same part on all
+    servers all-reduce it, and each device gets all parts (an all-gather). There are as many parts as the server with
+    the fewest members has, so that a network card carries 2 (s - 1) / s of the vector for s servers rather than the
+    2 (n - 1) / n of one ring through n devices, which crosses it once for each server. With one member there, the
+    vector is one part: a reduce, an all-reduce between the servers, and a broadcast. Inside one server, and with one
+    member on each server, they are flat.
+
+    Args:
+        builder: of the top level.
+        rules: how they are made.
+        first_key: the first of the collective keys.
+
+    Source: DAPPLE (PPoPP'21), section 4.1, plans for hierarchical interconnects; the three steps are those of
+    Horovod's and NCCL's hierarchical all-reduce.
+    """
+
+    def __init__(self, builder: Builder, rules: AllReduceRules, first_key: int) -> None:
+        self._builder, self._rules = builder, rules
+        self._next_key = first_key
+        self._group_keys: dict[tuple[str, ...], int] = {}
+        self._previous: dict[str, str] = {}  # device -> the last that it starts so far
+
+    def number(self) -> int:
+        """Returns a number that no other reduction of the step has."""
+        self._next_key += 1
+        return self._next_key - 1
+
+    def add(
+        self,
+        vectors: Mapping[str, Ref],
+        names: Mapping[str, str],
+        dtype: int,
+        size: int,
+        marks: Mapping[str, Any],
+        *,
+        merge: str = "Add",
+    ) -> dict[str, Ref]:
+        """Adds an all-reduce.
+
+        Args:
+            vectors: device -> its part.
+            names: device -> start of its nodes' names.
+            dtype: dtype of the vectors.
+            size: bytes of each.
+            marks: attributes of all nodes, their stage among them.
+            merge: ``"Add"``, ``"Max"`` or ``"Min"``; only sums are hierarchical.
+
+        Returns:
+            Device -> the whole.
+
+        Raises:
+            PassError: a device is on no server.
+        """
+        number = self.number()
+        names = {device: f"{start}/all_reduce{number}" for device, start in names.items()}
+        hierarchical = marks[STAGE_ATTR] in self._rules.hierarchical and merge == "Add"
+        members = self._by_server(vectors, number) if hierarchical else []
+        if not part_count(members):
+            return self._meet(vectors, names, dtype, size, marks, number, merge)
+        builder, length = self._builder, size // dtype_size(dtype)
+        count = max(1, min(part_count(members), length))
+        sizes = split_evenly(length, count)
+        marks = {**marks, REDUCTION_ATTR: number}
+        sums: dict[str, Ref] = {}
+        with builder.marked({**marks, PHASE_ATTR: NodeKind.REDUCE_SCATTER.text}):
+            parts = {
+                device: builder.split(f"{names[device]}/parts", vector, dtype, sizes, 0, device=device)
+                for device, vector in vectors.items()
+            }
+            for devices in members:
+                for part, owner in enumerate(devices[:count]):
+                    own = [parts[device][part] for device in devices]
+                    sums[owner] = builder.add_n(f"{names[owner]}/sum", own, dtype, device=owner)
+        reduced: dict[str, Ref] = {}
+        for part, peers in enumerate(zip(*(devices[:count] for devices in members), strict=True)):
+            between = {device: f"{names[device]}/between_servers" for device in peers}
+            own_size = sizes[part] * dtype_size(dtype)
+            reduced |= self._meet({one: sums[one] for one in peers}, between, dtype, own_size, marks, self.number())
+        whole: dict[str, Ref] = {}
+        with builder.marked({**marks, PHASE_ATTR: NodeKind.ALL_GATHER.text}):
+            for devices in members:
+                own = [reduced[owner] for owner in devices[:count]]
+                for device in devices:
+                    if count > 1:
+                        whole[device] = builder.concat(names[device], own, dtype, 0, device=device)
+                    else:
+                        whole[device] = builder.add(names[device], "Identity", own, device=device, T=dtype_attr(dtype))
+        return whole
+
+    def _by_server(self, devices: Iterable[str], number: int) -> list[list[str]]:
+        """Returns the members on each server."""
+        by_server: dict[int, list[str]] = {}
+        for device in devices:
+            server = self._rules.server_of.get(device)
+            if server is None:
+                raise PassError(f"all-reduce {number} is on {device!r}, which is on no server")
+            by_server.setdefault(server, []).append(device)
+        return list(by_server.values())
+
+    def _meet(
+        self,
+        vectors: Mapping[str, Ref],
+        names: Mapping[str, str],
+        dtype: int,
+        size: int,
+        marks: Mapping[str, Any],
+        number: int,
+        merge: str = "Add",
+    ) -> dict[str, Ref]:
+        """Adds a flat all-reduce."""
+        keys = (len(vectors), self._group_keys.setdefault(tuple(vectors), number), number)
+        attrs = {**marks, PHASE_ATTR: NodeKind.ALL_REDUCE.text, BYTES_ATTR: size, HINT_ATTR: self._rules.hint}
+        reduced: dict[str, Ref] = {}
+        for device, vector in vectors.items():
+            after = [self._previous[device]] if device in self._previous else []
+            reduced[device] = all_reduce(
+                self._builder,
+                names[device],
+                vector,
+                dtype,
+                keys,
+                device=device,
+                control=after,
+                merge_op=merge,
+                **attrs,
+            )
+            self._previous[device] = reduced[device].node
+        return reduced
+
+
+def part_count(members: Sequence[Collection[object]]) -> int:
+    """Returns into how many parts a hierarchical all-reduce splits vectors; 0 where one ring does as well.
+
+    Args:
+        members: the devices of each server that take part.
+    """
+    if len(members) < 2 or all(len(devices) == 1 for devices in members):
+        return 0
+    return min(map(len, members))
 
 
 def all_reduce(

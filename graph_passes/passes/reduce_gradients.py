@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from graph_passes.ir.collectives import HINT_ATTR, all_reduce
+from graph_passes.ir.collectives import AllReduces
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     PHASE_ATTR,
@@ -68,10 +68,8 @@ class Reduction:
         self.rows = RowGradients(nodes.program, nodes.builder, nodes.functions, nodes.options.prefix)
         self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
-        self._next_key = nodes.options.first_key
-        self._group_keys: dict[tuple[int, ...], int] = {}
+        self._collectives = AllReduces(nodes.builder, nodes.options.all_reduces, nodes.options.first_key)
         self._buckets: dict[tuple[int, ...], list[tuple[Variable, ...]]] = {}  # of each group, as reduced so far
-        self._previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
 
     def accumulate_nothing(self, applied: Calls) -> None:
         """Makes replicas without samples in this step contribute zeros, once carried gradients have been used."""
@@ -102,7 +100,6 @@ class Reduction:
             group = unit.group
             if len(group.devices) == 1 or not unit.variables:
                 continue
-            group_key = self._group_keys.setdefault(group.stages, self._next_key)
             packed = self._packed(unit)
             self._buckets.setdefault(group.stages, []).extend(packed)
             calls = {}
@@ -121,19 +118,16 @@ class Reduction:
                     self._reduce_scatter(vectors, bucket, group)
                     index += bucket[0].shards
                     continue
-                for device in group.devices:
-                    node = self._collective(
-                        Ref(calls[device].node, index),
-                        bucket,
-                        group,
-                        group_key,
-                        self._next_key,
-                        device,
-                        [self._previous[device]] if device in self._previous else [],
-                    )
-                    self._previous[device] = node.node
-                    self.reduced[bucket, device] = node
-                self._next_key += 1
+                starts = {device: f"{group.label}/replica{replica}" for replica, device in enumerate(group.devices)}
+                reduced = self._collectives.add(
+                    {device: Ref(calls[device].node, index) for device in group.devices},
+                    starts,
+                    bucket[0].dtype,
+                    bytes_of(bucket),
+                    marks(NodeKind.ALL_REDUCE, group),
+                    merge=bucket[0].merge,
+                )
+                self.reduced |= {(bucket, device): vector for device, vector in reduced.items()}
                 index += 1
 
     def _packed(self, unit: ReductionUnit) -> list[tuple[Variable, ...]]:
@@ -164,8 +158,7 @@ class Reduction:
 
     def number(self) -> int:
         """Returns a number that no other reduction of the step has."""
-        self._next_key += 1
-        return self._next_key - 1
+        return self._collectives.number()
 
     def _pack(self, unit: ReductionUnit, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
         """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""
@@ -190,29 +183,6 @@ class Reduction:
             self.nodes.functions.append(function)
             self._packs[name] = function, tuple(inputs.values())
         return self._packs[name]
-
-    def _collective(
-        self,
-        vector: Ref,
-        bucket: Sequence[Variable],
-        group: ParameterGroup,
-        group_key: int,
-        instance: int,
-        device: str,
-        after: list[str],
-    ) -> Ref:
-        return all_reduce(
-            self._builder,
-            f"{group.label}/replica{group.devices.index(device)}/all_reduce{instance}",
-            vector,
-            bucket[0].dtype,
-            (len(group.devices), group_key, instance),
-            device=device,
-            control=after,
-            merge_op=bucket[0].merge,
-            **marks(NodeKind.ALL_REDUCE, group),
-            **{BYTES_ATTR: bytes_of(bucket), HINT_ATTR: self._options.hint},
-        )
 
     def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
         """Merges the contributions of one device's stages to a variable; there may be none."""

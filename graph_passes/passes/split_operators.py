@@ -10,18 +10,15 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.split_rules import (
-    FIRST,
     Cut,
     Shape,
     Split,
-    SplitRule,
     chosen_rule,
-    joined_name,
     part_name,
     split_name,
     split_rules,
-    total_name,
 )
+from graph_passes.analysis.splitting import Splitting, Whole
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     BYTES_ATTR,
@@ -129,7 +126,7 @@ def _fetched(step: Step) -> list[Ref]:
     return refs + [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
 
 
-def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, _Whole]) -> Step:
+def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, Whole]) -> Step:
     """Returns the step with its tensors and nodes replaced."""
     for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
         if what in splits:
@@ -152,20 +149,7 @@ def _redirected(step: Step, split: SplitGraph, splits: Mapping[str, _Whole]) -> 
     )
 
 
-class _Whole(NamedTuple):
-    """An operator that is split, and its outputs' shapes."""
-
-    node: NodeDef
-    rule: SplitRule
-    parts: int
-    outputs: tuple[tuple[int, ...], ...]
-
-    def cut(self, output: int) -> Cut | None:
-        """Returns how its parts make an output."""
-        return self.rule.output_cut(output, self.parts)
-
-
-class _Splitting:
+class _Splitting(Splitting[Ref]):
     """A graph while its operators are being split."""
 
     def __init__(
@@ -180,15 +164,14 @@ class _Splitting:
         self.builder = Builder(GraphDef(versions=graph.versions, library=graph.library))
         for name in self.view.nodes:
             self.builder.names.fresh(name)
-        self.wholes: dict[str, _Whole] = {}
+        wholes: dict[str, Whole] = {}
         for name, split in splits.items():
             try:
-                self.wholes[name] = self._chosen(name, split)
+                wholes[name] = self._chosen(name, split)
             except PassError:
                 if name not in optional:
                     raise
-        self.joined: dict[Ref, Ref] = {}
-        self.cut: dict[tuple[Ref, Cut], list[Ref]] = {}
+        super().__init__(wholes)
         self.behind: dict[str, list[NodeDef]] = {}  # operator -> nodes that join or cut its outputs
         self.parts: dict[str, list[NodeDef]] = {}
 
@@ -197,16 +180,16 @@ class _Splitting:
         changed: dict[str, NodeDef] = {}
         for name, node in self.view.nodes.items():
             if name in self.wholes:
-                self.parts[name] = self._make_parts(self.wholes[name])
+                self.parts[name] = self._make_parts(node, self.wholes[name])
             elif any(ref.node in self.wholes for ref in self.view.inputs(name)) or any(
                 waited in self.wholes for waited in control_inputs(node)
             ):
                 changed[name] = NodeDef()
                 changed[name].CopyFrom(node)
                 refs = self.view.inputs(name)
-                self._rewire(changed[name], [self._whole(ref) for ref in refs], refs)
+                self._rewire(changed[name], [self.whole(ref) for ref in refs], refs)
         for ref in fetched:
-            self._whole(ref)
+            self.whole(ref)
         graph = self.builder.graph
         for name, node in self.view.nodes.items():
             graph.node.extend(self.parts.get(name) or [changed.get(name, node)])
@@ -216,7 +199,7 @@ class _Splitting:
 
     # ---- what is split
 
-    def _chosen(self, name: str, split: Split) -> _Whole:
+    def _chosen(self, name: str, split: Split) -> Whole:
         if name not in self.view:
             raise PassError(f"there is no operator {name!r} that could be split")
         node = self.view.nodes[name]
@@ -226,8 +209,7 @@ class _Splitting:
             rule = chosen_rule(name, split_rules(node, inputs, outputs, self._constants(name)), split)
         except ValueError as error:
             raise PassError(f"{error} ({node.op}, which reads {inputs} and makes {outputs})") from error
-        known = tuple(tuple(size or 0 for size in shape or ()) for shape in outputs)
-        return _Whole(node, rule, split.parts, known)
+        return Whole(rule, split.parts)
 
     def _constants(self, name: str) -> dict[int, np.ndarray]:
         """Returns the inputs of a node that may be axes and the like."""
@@ -242,15 +224,21 @@ class _Splitting:
 
     # ---- parts
 
-    def _make_parts(self, whole: _Whole) -> list[NodeDef]:
-        refs = self.view.inputs(whole.node.name)
-        sources = [self._read_by_parts(ref, argument, whole) for argument, ref in enumerate(refs)]
-        read = [ref for argument, ref in enumerate(refs) if argument not in whole.rule.shape_inputs]
+    def _make_parts(self, node: NodeDef, whole: Whole) -> list[NodeDef]:
+        refs = self.view.inputs(node.name)
+        shapes = whole.rule.shape_inputs
+        sources = [
+            self._shapes_of_parts(node, ref, shapes[argument], whole)
+            if argument in shapes
+            else self.read_by_parts(ref, argument, whole)
+            for argument, ref in enumerate(refs)
+        ]
+        read = [ref for argument, ref in enumerate(refs) if argument not in shapes]
         parts = []
         for number in range(whole.parts):
             part = NodeDef()
-            part.CopyFrom(whole.node)
-            part.name = self._name(part_name(whole.node.name, number))
+            part.CopyFrom(node)
+            part.name = self._name(part_name(node.name, number))
             part.op = whole.rule.part_op(part.op)
             for key in ("_class", "_output_shapes"):
                 if key in part.attr:
@@ -271,62 +259,42 @@ class _Splitting:
         node.input.extend(map(str, inputs))
         node.input.extend(f"^{waited}" for waited in waits)
 
-    def _read_by_parts(self, ref: Ref, argument: int, whole: _Whole) -> list[Ref]:
-        """Returns the tensor as each part reads it."""
-        rule, parts = whole.rule, whole.parts
-        if argument in rule.shape_inputs:
-            return self._shapes_of_parts(ref, rule.shape_inputs[argument], whole)
-        cut = rule.input_cut(argument, parts)
-        producer = self.wholes.get(ref.node)
-        if cut is not None and producer is not None and producer.cut(ref.output) == cut:
-            return [Ref(part_name(ref.node, number), ref.output) for number in range(parts)]
-        tensor = self._whole(ref)
-        if cut is None or cut.axis == FIRST:
-            return [tensor] * parts
-        if (ref, cut) not in self.cut:
-            constant = self.view.nodes[ref.node].op == "Const"
-            self.cut[ref, cut] = self._cut_constant(ref, cut) if constant else self._cut(ref, tensor, cut)
-        return self.cut[ref, cut]
-
-    def _shapes_of_parts(self, ref: Ref, axis: int, whole: _Whole) -> list[Ref]:
+    def _shapes_of_parts(self, node: NodeDef, ref: Ref, axis: int, whole: Whole) -> list[Ref]:
         """Returns constants that replace the first output's shape."""
-        shape, constants = whole.outputs[0], []
-        dtype = self._dtype(ref)
+        shape = [size or 0 for size in self.shapes.get(Ref(node.name)) or ()]
+        constants = []
         for size in Cut.of(axis, whole.parts, whole.rule.length).sizes(shape[axis]):
             part = (*shape[:axis], size, *shape[axis + 1 :])
-            constants.append(self.builder.const(part, dtype, device=whole.node.device))
+            constants.append(self.builder.const(part, self._dtype(ref), device=node.device))
         return constants
 
     # ---- tensors
 
-    def _whole(self, ref: Ref) -> Ref:
-        """Returns a whole tensor."""
-        whole = self.wholes.get(ref.node)
-        if whole is None:
-            return ref
-        if ref not in self.joined:
-            self.joined[ref] = self._join(ref, whole)
-        return self.joined[ref]
+    def unsplit(self, ref: Ref) -> Ref:
+        """See `Splitting`."""
+        return ref
 
-    def _join(self, ref: Ref, whole: _Whole) -> Ref:
-        parts = [Ref(part_name(ref.node, number), ref.output) for number in range(whole.parts)]
-        axis = whole.rule.output_axes[ref.output]
-        if axis == FIRST:
-            return parts[0]
-        dtype, device = self._dtype(ref), whole.node.device
-        kind = {"T": dtype_attr(dtype), "N": whole.parts}
-        if axis is not None:
-            inputs = [*parts, self.builder.const(axis, types_pb2.DT_INT32, device=device)]
-            kind["Tidx"] = dtype_attr(types_pb2.DT_INT32)
-            return self._put(ref.node, joined_name(ref), "ConcatV2", inputs, kind)
-        divisor = whole.rule.divisor
-        total = self._put(ref.node, total_name(ref) if divisor else joined_name(ref), "AddN", parts, kind)
-        if not divisor:
-            return total
-        inputs = [total, self.builder.const(float(divisor), dtype, device=device)]
-        return self._put(ref.node, joined_name(ref), "RealDiv", inputs, {"T": dtype_attr(dtype)})
+    def made_by_parts(self, ref: Ref, whole: Whole) -> list[Ref]:
+        """See `Splitting`."""
+        return [Ref(part_name(ref.node, number), ref.output) for number in range(whole.parts)]
 
-    def _cut(self, ref: Ref, tensor: Ref, cut: Cut) -> list[Ref]:
+    def join(self, ref: Ref, name: str, op: str, inputs: Sequence[Ref], operand: float | None = None) -> Ref:
+        """See `Splitting`."""
+        dtype = self._dtype(ref)
+        kind: dict[str, Any] = {"T": dtype_attr(dtype)}
+        if op != "RealDiv":
+            kind["N"] = len(inputs)
+        if op == "ConcatV2":
+            dtype = types_pb2.DT_INT32
+            kind["Tidx"] = dtype_attr(dtype)
+        if operand is not None:
+            inputs = [*inputs, self.builder.const(operand, dtype, device=self.view.nodes[ref.node].device)]
+        return self._put(ref.node, name, op, inputs, kind)
+
+    def cut(self, ref: Ref, tensor: Ref, cut: Cut) -> list[Ref]:
+        """See `Splitting`."""
+        if self.view.nodes[ref.node].op == "Const":
+            return self._cut_constant(ref, cut)
         device, dtype, name = self.view.nodes[ref.node].device, self._dtype(ref), split_name(ref, cut)
         if dtype not in SPLIT_DTYPES:  # Parts are nodes of their own, behind the one that other modules know.
             tensor = self._put(ref.node, name, "Identity", [tensor], {"T": dtype_attr(dtype)})

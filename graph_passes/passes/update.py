@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.ir.collectives import RING
+from graph_passes.ir.collectives import AllReduceRules
 from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.node_kinds import NodeKind
@@ -55,8 +55,8 @@ class Update:
             they are taken; the optimizer then works in their memory, which is warm. Nothing can be carried over.
         spread: the stages whose operators are placed one by one on several devices. Variables that one of them reads
             are reduced one by one, as each gets a device of its own, and updated without XLA.
-        hint: who makes the all-reduces (`graph_passes.ir.collectives.HINT_ATTR`). Sums inside tasks, which have no
-            order beside them, stay with the ring.
+        all_reduces: how gradients are all-reduced. Sums inside tasks, which have no order beside them, stay with the
+            ring.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
@@ -79,7 +79,7 @@ class Update:
     jit_compile: bool = False
     accumulated: bool = True
     spread: frozenset[int] = frozenset()
-    hint: str = RING
+    all_reduces: AllReduceRules = dataclasses.field(default_factory=AllReduceRules)
 
     def run(self, program: Program) -> Program:
         """Completes a program with ordered tasks: nothing pending, ``step.train`` and ``step.gradients`` set."""

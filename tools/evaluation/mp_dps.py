@@ -10,23 +10,12 @@ behind it are least. All of that is static. Like FastT it begins with data paral
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Sequence
 
-from dapple_tf.operators.list_placement import InsertionScheduler
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, placed_by, scheduled, variant_of
+from dapple_tf.operators.coarsening import Pieces
+from dapple_tf.operators.list_scheduler import ByPriority, ListScheduler
+from dapple_tf.operators.placement_candidates import Candidate, Variant, scheduled
 from dapple_tf.operators.placement_problem import PlacementProblem
-from dapple_tf.operators.split_search import by_batch
-
-
-def mp_dps(graph: OpGraph, topology: Topology) -> OpPlacement:
-    """Places merged operators by predicted paths, beginning with data parallelism.
-
-    Raises:
-        PlacementError: the graph isn't for this topology.
-    """
-    base = variant_of(graph, topology, {})
-    return placed_by(mp_dps_candidate(base, by_batch(base) if topology.count > 1 else None))
 
 
 def mp_dps_candidate(base: Variant, start: Candidate | None) -> Candidate:
@@ -70,17 +59,9 @@ def placed_pieces(problem: PlacementProblem) -> list[int]:
     """Returns the pieces' devices."""
     behind = predicted_paths(problem)
     rank = [sum(row) / problem.devices + mean for row, mean in zip(behind, problem.mean_seconds, strict=True)]
-    missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
-    ready = [(-rank[op], op) for op in range(problem.count) if not missing[op]]
-    heapq.heapify(ready)
-    scheduler = InsertionScheduler(problem)
-    while ready:
-        op = heapq.heappop(ready)[1]
-        devices = scheduler.candidates(op)
-        scheduler.place(op, min(devices, key=lambda device: scheduler.earliest(op, device)[1] + behind[op][device]))
-        followers = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
-        for other in [*followers, *problem.waiters[op]]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (-rank[other], other))
-    return scheduler.device
+
+    def by_path(scheduler: ListScheduler, op: int, devices: Sequence[int], ends: Sequence[float]) -> int:
+        paths = [end + behind[op][device] for device, end in zip(devices, ends, strict=True)]
+        return paths.index(min(paths))
+
+    return ListScheduler(problem).run(ByPriority(rank), by_path)[0]

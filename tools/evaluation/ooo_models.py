@@ -19,9 +19,8 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.devices import Link, ReductionLinks
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.profile import Profile, Tensor
-from dapple_tf.operators.flops import MATMUL, MEMORY, Work
+from dapple_tf.operators.rooflines import MATMUL, MEMORY, Roofline, Work
 from dapple_tf.operators.rooflines import P100 as P100_SXM2
-from dapple_tf.operators.rooflines import Roofline
 from dapple_tf.tools.evaluation.paper_models import ETHERNET_LATENCY, NVLINK_LATENCY, USABLE_MEMORY, gpus
 
 FLOAT = 4

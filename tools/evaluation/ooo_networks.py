@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dapple_tf.describe.layer_profile import LayerProfile
 from dapple_tf.describe.profile import Profile
-from dapple_tf.operators.flops import (
+from dapple_tf.operators.rooflines import (
     CONV,
     CONV_FILTER,
     DEPTHWISE,
@@ -20,9 +20,9 @@ from dapple_tf.operators.flops import (
     MATMUL,
     WINOGRAD,
     WINOGRAD_FILTER,
+    Roofline,
     Work,
 )
-from dapple_tf.operators.rooflines import Roofline
 from dapple_tf.tools.evaluation.ooo_models import FLOAT, MOMENTUM, V100, chain, layer, passes
 
 _FEWEST_CHANNELS = 16

@@ -6,20 +6,16 @@ import functools
 import json
 
 import dapple_tf as dapple
-from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.build_op_graph import build_op_graph
-from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
-from dapple_tf.operators.fast_t import dpos, fast_t_candidate
-from dapple_tf.operators.fd_dps import as_published, fd_dps
-from dapple_tf.operators.heft import heft_schedule
-from dapple_tf.operators.islands import largest_island, on_island
-from dapple_tf.operators.list_placement import fits
+from dapple_tf.operators.coarsening import Pieces
+from dapple_tf.operators.fd_dps import as_published, fd_dps, largest_island, on_island
+from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Pieces, judged, placed_by, scheduled, variant_of
-from dapple_tf.operators.placement_problem import tails
-from dapple_tf.operators.split_search import by_batch
+from dapple_tf.operators.placement_candidates import judged, placed_by, scheduled, variant_of
+from dapple_tf.operators.split_search import by_batch, dpos, fast_t_candidate
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
+from dapple_tf.tools.evaluation.operator_baselines import data_parallel, single_device
 from dapple_tf.tools.evaluation.operator_models import flat_step, flatten_step, wide_towers
 from dapple_tf.tools.evaluation.results import Record
 
@@ -66,7 +62,7 @@ def run_published(model: str, devices: int) -> Record:
     assert start is not None, model
     variant = start.variant
     pieces = Pieces.of(variant.problem)
-    by_path = schedule_by_critical_path(pieces.problem, tails(pieces.problem))[0]
+    by_path = fd_dps_schedule(pieces.problem)[0]
     seconds = {
         "graph": start,
         "FD-DPS": as_published(variant, "earliest"),
@@ -92,9 +88,14 @@ def run_harder(model: str, devices: int, dockers: int = 1) -> Record:
         within = _opponents(*alone)
         record = {name: min(seconds, within[name]) for name, seconds in record.items()}
     found = fd_dps(graph, topology)
-    record |= {"FD-DPS": found.seconds, "fits": fits(found, topology), "operators": graph.count}
+    record |= {"FD-DPS": found.seconds, "fits": _fits(found, topology), "operators": graph.count}
     single = single_device(graph, topology)
-    return record | {"single": single.seconds, "single fits": fits(single, topology)}
+    return record | {"single": single.seconds, "single fits": _fits(single, topology)}
+
+
+def _fits(placement: OpPlacement, topology: Topology) -> bool:
+    """Returns whether every device's peak is within its limit: M_v < C of FD-DPS' formula 4."""
+    return all(peak <= limit for peak, limit in zip(placement.peak_bytes, topology.memory_bytes.tolist(), strict=True))
 
 
 def _opponents(graph: OpGraph, topology: Topology) -> Record:

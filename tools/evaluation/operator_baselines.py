@@ -7,23 +7,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapple_tf.operators.batch_split import samples_operators
-from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.placement_candidates import judged, placed_by, variant_of
 from dapple_tf.operators.placement_problem import compile_problem
+from dapple_tf.operators.split_search import samples_operators
 
 
 def single_device(graph: OpGraph, topology: Topology) -> OpPlacement:
     """Places everything on the fastest device, except groups that are pinned to another one.
 
-    Its peak may be above the device's limit: see `fits`.
+    Its peak may be above the device's limit.
     """
-    problem = compile_problem(graph, topology)
+    variant = variant_of(graph, topology, {})
+    problem = variant.problem
     totals = np.asarray(graph.seconds, float).sum(axis=0)
     pins = set(graph.pinned.tolist())
     fastest = min(range(topology.count), key=lambda device: (totals[device], device not in pins, device))
     devices = [problem.pinned[group] if problem.pinned[group] >= 0 else fastest for group in problem.group]
-    return placement_of(problem, devices, list(range(problem.count)))
+    return placed_by(judged(variant, devices, list(range(problem.count)), "one device"))
 
 
 @dataclasses.dataclass(frozen=True)
