@@ -16,8 +16,13 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.planning.out_of_order_plans import stages_per_device
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
-from dapple_tf.schedules import priorities
-from dapple_tf.schedules.list_scheduling import free_queues, run
+from dapple_tf.schedules.list_scheduling import (
+    critical_path,
+    fill_gaps,
+    free_queues,
+    oldest_first,
+    run,
+)
 from dapple_tf.schedules.out_of_order import best_reverse_first_k, modulo_devices
 from dapple_tf.schedules.schedule_request import Job, ScheduleRequest
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
@@ -318,7 +323,7 @@ def asked(devices: list[list[int]], micro_batches: int = 1, **options: Any) -> S
 def test_sums_of_equal_times_are_one_moment_in_spite_of_rounding() -> None:
     """Bx of three tenths ends when three F of a tenth do; a difference by rounding must not start a Bw before it."""
     requests = [asked(vee(3), 6, task_seconds=[[unit] * 3] * 6) for unit in (1, 0.1, 1e-7 / 3, 1 / 7)]
-    first, *others = (run(own, free_queues(own), priorities.oldest_first(own)).orders for own in requests)
+    first, *others = (run(own, free_queues(own), oldest_first(own)).orders for own in requests)
     assert others == [first] * 3
 
 
@@ -333,10 +338,10 @@ def test_a_random_key_under_tight_limits_always_comes_to_the_end() -> None:
         assert sum(map(len, timeline.orders.values())) == 6 * positions * request.micro_batches
     stuck = asked(straight(1), 2)
     with pytest.raises(ScheduleError, match="modulo deadlocks after 0 jobs: device 0 before 0Bx0; run forwards"):
-        run(stuck, {0: [[Job(0, BX, 0), Job(0, F, 0), Job(0, BW, 0)]]}, priorities.fill_gaps)
+        run(stuck, {0: [[Job(0, BX, 0), Job(0, F, 0), Job(0, BW, 0)]]}, fill_gaps)
 
 
 def test_the_critical_path_is_the_longest_way_to_the_steps_end() -> None:
-    remaining = priorities.critical_path(asked(straight(3), 1, task_seconds=[[1, 0, 1], [2, 3, 4], [5, 6, 20]]))
+    remaining = critical_path(asked(straight(3), 1, task_seconds=[[1, 0, 1], [2, 3, 4], [5, 6, 20]]))
     longest = [[remaining(Job(stage, phase, 0)) for stage in range(3)] for phase in (F, BX, BW)]
     assert longest == [[1 + 33, 2 + 31, 5 + 26], [1, 3 + 4, 6 + 20], [1, 4, 20]]

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel, Reduction
 from dapple_tf.simulation.legs import Leg
-from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.shared_cores import Running, SharedCores
-from dapple_tf.simulation.simulated_lookups import Lookups
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
-from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError, device_orders
-from dapple_tf.simulation.task_messages import Message, TaskMessages
+from dapple_tf.simulation.step_tasks import (
+    Lookups,
+    Message,
+    Relays,
+    StepTasks,
+    TaskMessages,
+    TooSlowError,
+    device_orders,
+)
 from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
@@ -48,9 +53,10 @@ class SimulatedStep:
         self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
         plan, cluster = costs.plan, costs.cluster
         orders, self.next = device_orders(schedule, next_forward)
-        tasks = StepTasks(costs, {device: tasks for device, tasks in orders.items() if tasks})
+        tasks = StepTasks(costs, {device: tasks for device, tasks in orders.items() if tasks}, schedule.split)
         self.orders, self.queues, self.numbers = tasks.orders, tasks.queues, tasks.numbers
-        self.tasks, self.device_of, self.seconds = tasks.tasks, tasks.device_of, tasks.seconds
+        self.tasks, self.device_of = tasks.tasks, tasks.device_of
+        self.seconds, self.waiting = tasks.seconds, tasks.waiting
         self.position = dict.fromkeys(self.orders, 0)
         self.free = dict.fromkeys(self.orders, True)
         self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
@@ -63,12 +69,8 @@ class SimulatedStep:
         self.port_free: list[float] = []
         self.port_last: list[int | None] = []
         self.routes: dict[tuple[int, int], tuple[int, int, float, float]] = {}
-        self.relays = Relays(costs, schedule.split, self.next)
-        self.messages = TaskMessages(costs, self.numbers, self.relays)
-        self.split = schedule.split
-        self.waiting = [0] * self.numbers.count
-        for task, count in self._waits():
-            self.waiting[self.numbers.of(task)] = count
+        self.relays = Relays(costs, self.next)
+        self.messages = TaskMessages(costs, self.numbers, schedule.split)
         self.arrived: list[int | None] = [None] * self.numbers.count
         self.server = [device.server for device in cluster.devices]
         self.cores = SharedCores(cluster)
@@ -82,7 +84,7 @@ class SimulatedStep:
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
         self.next_of_stage: dict[int, list[int]] = {}
         self.next_numbers = frozenset(map(self.numbers.of, self.next))
-        self.lookups = Lookups(costs, self.orders, self.next, next_forward=next_forward)
+        self.lookups = Lookups(costs, self.numbers, self.orders, self.next, next_forward=next_forward)
         if next_forward:
             self._await_updates()
         for order in self.orders.values() if carried else ():
@@ -94,31 +96,12 @@ class SimulatedStep:
                 self.waiting[number] += 1
                 self.lookups.unready[number] += len(self.members[stage]) if next_forward or stage in carried else 0
         self.limit = limit * (1 + ROUNDING) - self.once
-        self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
+        self.rest = tasks.rest(self.limit, carried) if limit < math.inf else {}
         # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
         self.cuttable = plan.wait_free and not plan.backward_cuts and not carried
         # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
         self.watched: frozenset[int] = frozenset()
         self.saved: SimulatedStep | None = None
-
-    def _waits(self) -> Iterator[tuple[Task, int]]:
-        """Yields how many messages and other tasks each task waits for."""
-        costs = self.costs
-        counts: dict[tuple[int, int, bool], list[int]] = {}
-        for task in itertools.chain.from_iterable(self.orders.values()):
-            number = int(task.phase is Phase.WEIGHT_GRAD)
-            backward = task.phase is not Phase.FORWARD
-            if backward and task.phase is not costs.gradient_phase(task.stage, task.stage in self.split):
-                yield task, number
-                continue
-            key = (task.stage, costs.micro_batches[task.micro_batch].size, backward)
-            if key not in counts:
-                numbers = [0] * len(costs.plan.devices[task.stage])
-                for leg in self.messages.outgoing[task.stage] if backward else self.messages.incoming[task.stage]:
-                    for message in costs.leg_messages(leg, task.micro_batch, backward=backward):
-                        numbers[message.receiver] += 1
-                counts[key] = numbers
-            yield task, number + counts[key][task.replica]
 
     def _await_updates(self) -> None:
         """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
@@ -195,7 +178,37 @@ class SimulatedStep:
 
     def save(self) -> None:
         """Keeps a copy of the state."""
-        self.saved = copied(self)
+        self.saved = self._copied()
+
+    def resumed(self, costs: CostModel) -> SimulatedStep:
+        """Returns a copy of a kept state that goes on with costs that differ by ``backward_cuts`` only."""
+        other = self._copied()
+        other.costs, other.reductions = costs, Reductions(costs, other.schedule)
+        other.seconds = other.seconds.copy()
+        for number in other.ends:
+            task, device = other.tasks[number], other.device_of[number]
+            assert task is not None
+            other.seconds[number] = costs.seconds(task, device)
+        other.rest = {}
+        return other
+
+    def _copied(self) -> SimulatedStep:
+        """Returns a copy of the state, without the progress of reductions."""
+        other = copy.copy(self)
+        names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes")
+        for name in (*names, "waiting", "arrived", "complete"):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        other.relays, other.lookups = self.relays.copied(), self.lookups.copied()
+        other.updates = {device: deque(waiting) for device, waiting in self.updates.items()}
+        other.cores = self.cores.copied()
+        number = next(self.sequence)
+        self.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
+        # Actions are methods of the step itself.
+        other.events = [
+            (time, turn, order, getattr(other, action.__name__), data)
+            for time, turn, order, action, data in self.events
+        ]
+        return other
 
     # ---- tasks
 
@@ -309,8 +322,8 @@ class SimulatedStep:
             receiver = first + shift
             if not begun or receiver in self.next_numbers or self.relays.awaited(leg, task.micro_batch):
                 self.transfer(task, device, index, receiver, size, leg, begun)
-        for leg in self.messages.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
-            if self.relays.sums(leg):
+        for leg in self.costs.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
+            if leg.sums:
                 self.hand_on(leg, task, index, begun)
 
     def landed(self, number: int, leg: Leg, begun: bool, index: int) -> None:
