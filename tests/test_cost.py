@@ -68,9 +68,7 @@ def test_shards_divide_slots_and_updates_by_the_replicas() -> None:
     layers = letters(4, parameter_bytes=100, slot_bytes=600, apply_seconds=6.0)
     model = profile(layers, shared=[SharedParameters((0, 3), 40, 120)])
     plan = Plan.manual([*"b"], [[0, 1], [2, 3, 4]], 1, 6)
-    whole, shards = (
-        CostModel(dataclasses.replace(plan, optimizer_shards=value), model, cluster(5)) for value in (False, True)
-    )
+    whole, shards = (CostModel(plan.with_options(optimizer_shards=value), model, cluster(5)) for value in (False, True))
     saved = [whole.stored_bytes[device] - shards.stored_bytes[device] for device in range(5)]
     assert saved == pytest.approx([1200 / 2 + 120 * 4 / 5] * 2 + [1200 * 2 / 3 + 120 * 4 / 5] * 3)
     assert [shards.apply_seconds(0, 0), shards.apply_seconds(1, 2)] == pytest.approx([6.0, 4.0])
@@ -81,14 +79,14 @@ def test_rows_in_shards_divide_tables_and_take_the_place_of_their_gradients() ->
     """Of 100 bytes of a layer 60 are a table, of which a sample looks up 4: 2 replicas of 3 samples, 2 layers."""
     model = profile(letters(2, parameter_bytes=100, slot_bytes=200, table_bytes=60, row_bytes=Cost(0.0, 4.0)))
     plan = Plan.data_parallel(2, 6)
-    whole, rows = (CostModel(dataclasses.replace(plan, row_shards=value), model, cluster(2)) for value in (False, True))
+    whole, rows = (CostModel(plan.with_options(row_shards=value), model, cluster(2)) for value in (False, True))
     assert whole.stored_bytes[0] - rows.stored_bytes[0] == 2 * (60 + 120) / 2 + (2 * 60 - 24)
     # Rows go one way, where an all-reduce brings sums back.
     assert [costs.reductions[0].bytes for costs in (whole, rows)] == [200, 200 - 120 + 24 / 2]
     assert sum(rows.layer_gradients(0)) == rows.reductions[0].bytes
     busy = dataclasses.replace(model, layers=[dataclasses.replace(each, apply_seconds=1.0) for each in model.layers])
     assert CostModel(rows.plan, busy, cluster(2)).apply_seconds(0, 0) == pytest.approx(2 * (0.4 + 0.6 / 2))
-    both = CostModel(dataclasses.replace(plan, row_shards=True, optimizer_shards=True), model, cluster(2))
+    both = CostModel(plan.with_options(row_shards=True, optimizer_shards=True), model, cluster(2))
     assert rows.stored_bytes[0] - both.stored_bytes[0] == 2 * (200 - 120) / 2, "slots of the rest"
     alone = CostModel(Plan.data_parallel(1, 6, row_shards=True), model, cluster(1))
     assert alone.stored_bytes[0] == whole.stored_bytes[0]

@@ -65,7 +65,7 @@ def test_replicas_that_place_operators_go_with_any_of_their_devices_but_the_last
 
 def test_stages_that_join_keep_as_little_as_the_leanest_of_them() -> None:
     before = plan([[0], [1], [2], [3]], recompute=("boundary", "none", "min_cut", "none"))
-    left = [shrink(before, cluster(4), lost).recompute for lost in ([0], [2], [0, 2])]
+    left = [shrink(before, cluster(4), lost).options["recompute"] for lost in ([0], [2], [0, 2])]
     assert left == [("boundary", "min_cut", "none"), ("boundary", "min_cut", "none"), ("boundary", "none")]
 
 

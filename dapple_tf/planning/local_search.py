@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,14 +20,14 @@ _GROUPS = 4
 """Number of groups of like devices whose unused devices are tried."""
 _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
-_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "relays", "report"})
-"""Fields that moves don't change: the user's, and those that the planner fills in when it has simulated a plan."""
+_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "relays"})
+"""Options that moves don't change: the user's, and those that the planner fills in when it has simulated a plan."""
 
 NOT_BY_OWN_MOVES = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
     *("operator_devices", "shares"),
 )
-"""Fields that follow from the others, or that the planner's own moves leave alone."""
+"""Options that follow from the others, or that the planner's own moves leave alone."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
@@ -52,7 +51,7 @@ def _legal(plan: Plan, request: PlanRequest, moves: Iterable[Changes]) -> Iterat
         try:
             modes = modes_on(plan, device_lists(changes.get("devices", plan.devices)))
             follows = {"backward_cuts": (), "all_reduce": "flat", "relays": (), "shares": None, "recompute": modes}
-            neighbour = dataclasses.replace(plan, **(follows | dict(changes)))
+            neighbour = plan.with_options(**(follows | dict(changes)))
             if "shares" not in changes:
                 neighbour = request.shared(neighbour)
         except PlanValueError:
@@ -111,7 +110,7 @@ def _check_changes(name: str, plan: Plan, request: PlanRequest, changes: object)
     """Checks that what an own move yields is fields of a plan, and layers of the model."""
     if not isinstance(changes, Mapping):
         raise PlanError(f"move {name} yields {short(changes)}; {_YIELD}")
-    fields = {field.name for field in dataclasses.fields(plan)} - _NOT_BY_MOVES
+    fields = plan.options.keys() - _NOT_BY_MOVES
     if not changes.keys() <= fields:
         raise PlanError(
             f"move {name} changes {', '.join(sorted(map(str, changes.keys() - fields)))}; a move may change "
@@ -197,7 +196,7 @@ def split_stages(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
 def equal_shares(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
     """Gives all replicas of a stage the same share, which may need fewer messages or less memory."""
     del request
-    if plan.shares is not None:
+    if any(stage.shares for stage in plan.stages):
         yield {"shares": None}
 
 

@@ -61,8 +61,8 @@ class PlanRequest:
         features: the names of the features that plans may have, see `dapple_tf.planning.features`.
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
-        optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
-        row_shards: whether plans have `Plan.row_shards`.
+        optimizer_shards: whether `Plan.shards` has ``optimizer``; None for where memory requires it.
+        row_shards: whether it has ``rows``.
 
     Raises:
         PlanError: a choice that doesn't exist.

@@ -452,8 +452,8 @@ class _Planner:
         if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         # Only moves of the user's own change these, except shares.
-        others = tuple(getattr(plan, name) for name in NOT_BY_OWN_MOVES)
-        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
+        others = tuple(plan.options[name] for name in ("recompute", *NOT_BY_OWN_MOVES))
+        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, *others)
         if key in self.choices and (self.choices[key] is not None or not certainly):
             return self.choices[key]
         costs = self.request.costs(plan)
@@ -464,11 +464,11 @@ class _Planner:
             self.work += 20
         else:
             # Another of DAPPLE's policies with the same K is the same schedule.
-            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
+            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, *others)
             known = self.choices.get(alias)
             if known is not None:
-                follows = {name: getattr(known.plan, name) for name in ("backward_cuts", "all_reduce", "relays")}
-                same = dataclasses.replace(plan, **follows)
+                follows = {name: known.plan.options[name] for name in ("backward_cuts", "all_reduce", "relays")}
+                same = plan.with_options(**follows)
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or alias not in self.choices:
                 trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)

@@ -31,7 +31,7 @@ class Lookups:
         self.of_stage: dict[int, list[int]] = {}
         self.after: dict[int, list[int]] = {}
         self.unready: dict[int, int] = {}
-        if not costs.plan.row_shards:
+        if "rows" not in costs.plan.shards:
             return
         numbers = TaskNumbers([len(devices) for devices in costs.plan.devices], len(costs.micro_batches))
         for tasks in orders.values():

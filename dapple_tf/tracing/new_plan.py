@@ -59,8 +59,8 @@ def plan_for_speeds(simulation: Simulation, factors: Mapping[int, float]) -> New
                 cluster,
                 plan.global_batch_size,
                 jit_compile=plan.jit_compile,
-                optimizer_shards=plan.optimizer_shards,
-                row_shards=plan.row_shards,
+                optimizer_shards="optimizer" in plan.shards,
+                row_shards="rows" in plan.shards,
             )
         )
     timed = [NewPlan(plan, present, present)]

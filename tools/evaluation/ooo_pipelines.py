@@ -10,7 +10,6 @@ much time (`interleaved`), and modulo allocation leaves open where the head goes
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ def timed(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
         PlanError: it doesn't fit the devices' memory.
     """
     if plan.policy.planning.by_seconds:
-        plan = dataclasses.replace(plan, task_seconds=CostModel(plan, profile, cluster).task_seconds)
+        plan = plan.with_options(task_seconds=CostModel(plan, profile, cluster).task_seconds)
     return simulate(plan, profile, cluster)
 
 

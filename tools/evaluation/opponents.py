@@ -143,7 +143,7 @@ class _Search:
             with contextlib.suppress(PlanError, ScheduleError):  # doesn't fit, or isn't what this policy orders
                 ways = [self.handed_on(plan)]
                 if both and self.read_by_several and plan.num_stages > 2:
-                    ways = [dataclasses.replace(plan, relays=relays) for relays in ((), tuple(range(plan.num_stages)))]
+                    ways = [plan.with_options(relays=relays) for relays in ((), tuple(range(plan.num_stages)))]
                 for way in ways:
                     with contextlib.suppress(PlanError, ScheduleError):
                         self.times[plan] = min(self._try(way), self.times.get(plan, math.inf))
@@ -187,7 +187,7 @@ class _Search:
             if plan.num_stages > 1:
                 self.add(_under(plan, [name for name in POLICIES if name not in _FIRST]))
         if self.best is not None:
-            best = dataclasses.replace(self.best.costs.plan, backward_cuts=(), relays=(), report=None)
+            best = self.best.costs.plan.with_options(backward_cuts=(), relays=())
             for chunks in _CHUNKS:
                 parts = chunked(best, self.case.profile, chunks)
                 if parts != best:
@@ -197,7 +197,7 @@ class _Search:
 
 def _changed(plan: Plan, **changes: int) -> Iterator[Plan]:
     try:
-        yield dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+        yield plan.with_options(**changes)
     except PlanError:
         return
 

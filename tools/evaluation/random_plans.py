@@ -113,9 +113,12 @@ def local_servers(*servers: int) -> dapple.Cluster:
 
 
 def fields_text(plan: dapple.Plan) -> str:
-    """Returns the fields of a plan that aren't as by default."""
-    fields = [f.name for f in dataclasses.fields(plan) if f.compare and f.default != getattr(plan, f.name)]
-    return ", ".join(f"{name}={getattr(plan, name)!r}" for name in fields)
+    """Returns the options of a plan that aren't as by default."""
+    simplest = dapple.Plan.data_parallel(1, 1).options
+    required = ("cuts", "devices", "micro_batches", "global_batch_size")
+    return ", ".join(
+        f"{name}={value!r}" for name, value in plan.options.items() if name in required or value != simplest[name]
+    )
 
 
 def compare_plan(seed: int) -> tuple[str, Comparison]:
@@ -167,7 +170,7 @@ def allowed_plan(rng: np.random.Generator, cuts: Sequence[str], level: str) -> t
 
 def allowed_optimizers(plan: dapple.Plan) -> list[str]:
     """Returns the names of the optimizers that a plan allows."""
-    refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
+    refused = set(_COUPLED if plan.shards else ())
     refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
     return [name for name in OPTIMIZERS if name not in refused]
 
@@ -176,17 +179,17 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
     "stages": lambda plan: plan.num_stages > 1,
     "placed operators": lambda plan: bool(plan.spread_stages),
     "replicas of placed operators": lambda plan: bool(plan.spread_stages) and max(plan.replicas) > 1,
-    "row_shards": lambda plan: plan.row_shards,
-    "optimizer_shards": lambda plan: plan.optimizer_shards,
-    "unlike recomputation": lambda plan: isinstance(plan.recompute, tuple),
+    "row_shards": lambda plan: "rows" in plan.shards,
+    "optimizer_shards": lambda plan: "optimizer" in plan.shards,
+    "unlike recomputation": lambda plan: len({stage.recompute for stage in plan.stages}) > 1,
     "unlike replicas": lambda plan: len(set(plan.replicas)) > 1,
-    "unlike slices": lambda plan: plan.shares is not None and any(len(set(own)) > 1 for own in plan.shares),
+    "unlike slices": lambda plan: any(stage.shares for stage in plan.stages),
     "micro-batches": lambda plan: plan.micro_batches > 1,
     "chunks": lambda plan: len(set(itertools.chain(*plan.devices))) < sum(map(len, plan.devices)),
     "carried_updates": lambda plan: plan.carried_updates > 0,
     "backward_cuts": lambda plan: bool(plan.backward_cuts),
     "relays": lambda plan: bool(plan.relays),
-    "all_reduce by server": lambda plan: plan.all_reduce != "flat",
+    "all_reduce by server": lambda plan: any(stage.all_reduce != "flat" for stage in plan.stages),
     "reverse_first_k": lambda plan: plan.reverse_first_k > 0,
     "warm_up": lambda plan: plan.warm_up is not None,
     "jit_compile": lambda plan: plan.compiled,
