@@ -38,7 +38,7 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
         request: the profile, the cluster, and what may be chosen from.
 
     Raises:
-        PlanError: a move yields something else than changes of a plan's fields, or a value that no plan has there.
+        PlanError: a move yields something else than changes of a plan's options, or a value that no plan has there.
     """
     for move in MOVES:
         yield from _legal(plan, request, move(plan, request))
@@ -103,11 +103,11 @@ def _called(move: Move, name: str, plan: Plan, request: PlanRequest) -> Iterable
     return made
 
 
-_YIELD = "let it yield dicts of a plan's fields, such as {'micro_batches': 8}"
+_YIELD = "let it yield dicts of a plan's options, such as {'micro_batches': 8}"
 
 
 def _check_changes(name: str, plan: Plan, request: PlanRequest, changes: object) -> None:
-    """Checks that what an own move yields is fields of a plan, and layers of the model."""
+    """Checks that what an own move yields is options of a plan, and layers of the model."""
     if not isinstance(changes, Mapping):
         raise PlanError(f"move {name} yields {short(changes)}; {_YIELD}")
     fields = plan.options.keys() - _NOT_BY_MOVES

@@ -156,7 +156,7 @@ class PlanRequest:
             )
         for move in self.moves:
             if not callable(move):
-                raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")
+                raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's options")
         if (
             isinstance(self.least_gain, bool)
             or not isinstance(self.least_gain, int | float)

@@ -123,9 +123,9 @@ def plan(
             ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
             ``plan.report.restraints`` says what those of the chosen plan cost besides time.
         optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
-            (`Plan.optimizer_shards`), which optimizers that update each element by itself allow; None lets them where
+            (`Plan.shards`), which optimizers that update each element by itself allow; None lets them where
             nothing fits otherwise.
-        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.row_shards`).
+        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.shards`).
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
