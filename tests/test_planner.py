@@ -564,12 +564,12 @@ def straight(recompute: str | tuple[str, ...] = "none") -> Plan:
         (None, SHORT, ("boundary", "boundary", "boundary", "none")),  # K falls from 4 to 1.
         (None, 6 * 10**6, ("boundary", "boundary", "none", "none")),
         (0.6, SHORT, ("boundary", "min_cut", "min_cut", "none")),
-        (None, 10**9, "none"),
-        (None, None, "none"),
+        (None, 10**9, ("none",) * 4),
+        (None, None, ("none",) * 4),
     ],
 )
 def test_first_stages_compute_again_where_memory_is_short(
-    min_cut: float | None, memory: int | None, modes: Any
+    min_cut: float | None, memory: int | None, modes: tuple[str, ...]
 ) -> None:
     request = PlanRequest.of(keeping(min_cut), cluster_of(4, memory=memory), 80, 8, "dapple_a", None)
     assert modes_by_memory(straight(), request) == modes == modes_by_memory(straight("boundary"), request)
