@@ -61,6 +61,14 @@ _HAS: Mapping[str, Callable[[Plan], object]] = {
 """Options of `REFUSED`, and whether a plan has them."""
 
 
+def refused(plan: Plan, option: str) -> str:
+    """Returns why a plan can't have one of the options of `REFUSED`; an empty text if it can."""
+    for pair in REFUSED:
+        if option in pair[:2] and _HAS[pair.other if pair.option == option else pair.option](plan):
+            return pair.reason
+    return ""
+
+
 def check_stages(plan: Plan) -> None:
     """Checks cuts, devices and the options of stages.
 

@@ -23,7 +23,7 @@ from dapple_tf.planning.out_of_order_plans import (
     with_chunks,
     with_task_seconds,
 )
-from dapple_tf.planning.plan_request import AUTO, PlanRequest
+from dapple_tf.planning.plan_request import AUTO, FOUND_LAST, PlanRequest
 from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
@@ -301,8 +301,7 @@ class OutOfOrderSearch:
 
         It isn't when this share of the work is done, or when no order could make it faster than the fastest.
         """
-        # What follows from the rest of a plan is found out anew.
-        plan = self.handed_on(plan.with_options(backward_cuts=(), all_reduce="flat"))
+        plan = self.handed_on(plan.with_options(**FOUND_LAST))
         if plan in self.choices:
             return self.choices[plan]
         if self.work > share * self.allowed and self.fastest < math.inf and not certainly:

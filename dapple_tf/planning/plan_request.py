@@ -37,8 +37,10 @@ _MOST_MICRO_BATCHES = 64
 """The most micro-batches that are tried by default."""
 
 
+FOUND_LAST: Mapping[str, Any] = {"backward_cuts": (), "all_reduce": "flat", "relays": ()}
+"""Options that the planner finds when the rest of a plan is known, as they are before."""
 Changes = Mapping[str, Any]
-"""The fields of a plan that a move changes, as `dataclasses.replace` takes them."""
+"""The options of a plan that a move changes, as `Plan.with_options` takes them."""
 Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]
 """Yields small changes to a plan, for the planner's local search. Those that make no legal plan are skipped."""
 

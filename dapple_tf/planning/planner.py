@@ -31,7 +31,7 @@ from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, LEAST_GAIN, Move, PlanRequest
 from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
@@ -152,6 +152,29 @@ def plan(
         row_shards=row_shards,
     )
     return find(request)
+
+
+def plan_anew(known: Plan, profile: Profile, cluster: Cluster, only: Iterable[str] | None = None) -> Plan:
+    """Finds a plan for the batch of another one, compiled and with shards as that.
+
+    Args:
+        known: the other plan.
+        profile: as in `plan`, like the others.
+        cluster: likewise.
+        only: likewise.
+
+    Raises:
+        PlanError: as `plan`.
+    """
+    return plan(
+        profile,
+        cluster,
+        known.global_batch_size,
+        jit_compile=known.jit_compile,
+        only=only,
+        optimizer_shards="optimizer" in known.shards,
+        row_shards="rows" in known.shards,
+    )
 
 
 @without_collection
@@ -467,7 +490,7 @@ class _Planner:
             alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, *others)
             known = self.choices.get(alias)
             if known is not None:
-                follows = {name: known.plan.options[name] for name in ("backward_cuts", "all_reduce", "relays")}
+                follows = {name: known.plan.options[name] for name in FOUND_LAST}
                 same = plan.with_options(**follows)
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or alias not in self.choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan
-from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.simulation.stage_cost import stage_cost
 
@@ -54,7 +54,7 @@ def modes_by_memory(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
     wanted = plan.warm_up_counts()
     modes = [allowed[-1]] * plan.num_stages
     for mode in reversed(allowed[:-1]):
-        holds = request.costs(plan.with_options(recompute=mode, backward_cuts=())).holds
+        holds = request.costs(plan.with_options(recompute=mode)).holds
         if holds is None:
             return (allowed[0],) * plan.num_stages
         modes = [mode if count >= most else own for own, count, most in zip(modes, holds, wanted, strict=True)]
@@ -87,7 +87,7 @@ def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """Yields plans whose stages keep what their own memory suffices for, some with more layers for those that do."""
     if not request.allows("stage_recompute") or len(request.modes) == 1:
         return
-    plan = plan.with_options(backward_cuts=(), all_reduce="flat", relays=(), shares=None)
+    plan = plan.with_options(**FOUND_LAST, shares=None)
     used = [device for devices in plan.devices for device in devices]
     for _ in range(_EVENED):
         modes = modes_by_memory(plan, request)

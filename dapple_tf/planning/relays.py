@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_checks import refused
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.plan_request import PlanRequest
@@ -40,7 +41,7 @@ class RelayGuess:
             PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
         """
         relays: tuple[int, ...] = ()
-        if self._several and self._request.allows("relays") and plan.num_stages > 2 and plan.operator_devices is None:
+        if self._several and self._request.allows("relays") and plan.num_stages > 2 and not refused(plan, "relays"):
             key = (plan.cuts, plan.devices)
             if key not in self._known:
                 self._known[key] = self._relays(plan)
@@ -97,8 +98,7 @@ def _handing_on(legs: Sequence[Leg]) -> tuple[int, ...]:
 
 
 def _all(plan: Plan) -> Plan:
-    possible = () if plan.operator_devices is not None else range(plan.num_stages)
-    return plan.with_options(relays=tuple(possible))
+    return plan if refused(plan, "relays") else plan.with_options(relays=range(plan.num_stages))
 
 
 def _read_by_several(profile: Profile) -> bool:

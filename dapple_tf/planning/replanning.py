@@ -15,7 +15,7 @@ from dapple_tf.describe.stage_plan import StagePlan
 from dapple_tf.errors import DappleError
 from dapple_tf.planning.features import NAMES
 from dapple_tf.planning.plan_request import LEAST_GAIN
-from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.planner import plan_anew
 from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import simulate
@@ -211,16 +211,7 @@ class Replanner:
         if self.profile is not None and plan.operator_devices is None:
             only = set(NAMES) - {"carried_updates"} if self.needs_all_gradients else None
             with contextlib.suppress(PlanError):
-                new = find_plan(
-                    self.profile,
-                    cluster,
-                    plan.global_batch_size,
-                    jit_compile=plan.jit_compile,
-                    only=only,
-                    optimizer_shards="optimizer" in plan.shards,
-                    row_shards="rows" in plan.shards,
-                )
-                return Deployment(cluster, new)
+                return Deployment(cluster, plan_anew(plan, self.profile, cluster, only))
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))
 
     def growth(
