@@ -33,7 +33,7 @@ def test_equal_layers_make_equal_chunks() -> None:
 
 def test_chunks_recompute_what_their_stage_does() -> None:
     plan = Plan.manual(["layer_3"], [[0, 1], [2]], 2, 8, recompute=("boundary", "none"))
-    assert chunked(plan, profile_of([10] * 8), 2).recompute == ("boundary", "boundary", "none")
+    assert chunked(plan, profile_of([10] * 8), 2).options["recompute"] == ("boundary", "boundary", "none")
 
 
 def test_stages_that_arent_replicated_stay_whole() -> None:
@@ -70,7 +70,7 @@ def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
     in_chunks = chunked(plan, profile_of([10] * 8), 2)
     assert in_chunks.warm_up == (3, 3, 2, 2)
     assert in_chunks.reverse_first_k == 2
-    assert in_chunks.task_seconds == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert in_chunks.options["task_seconds"] == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 @pytest.mark.parametrize(

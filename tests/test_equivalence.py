@@ -344,7 +344,7 @@ def test_optimizers_that_need_all_elements_are_refused_before_there_is_data(
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(dapple.PlanError, match="operators can't be placed one by one with row_shards=True; set row_"):
+    with pytest.raises(dapple.PlanError, match="no plan has operator_devices and row_shards: the placement says which"):
         dapple.Plan.manual((), [[0]], 1, 8, operator_devices=[[0, 1]], row_shards=True)
     plan = dapple.Plan.manual(ZOO["cnn"].cuts_for(4), CHUNKS, 1, 13, reverse_first_k=3, carried_updates=2)
     with pytest.raises(dapple.DappleError, match="carried_updates is 2, but the optimizer needs all gradients"):

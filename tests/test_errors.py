@@ -122,7 +122,7 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "operator_costs is {}; give a dapple_tf.OperatorCosts, by": lambda: placed(
         dapple.Plan.by_operators(2, 8), operator_costs={}
     ),
-    "operators can't be placed one by one with optimizer_shards=True; set": lambda: placed(
+    "no plan has operator_devices and optimizer_shards: the placement says": lambda: placed(
         dapple.Plan.data_parallel(2, 8, optimizer_shards=True), placement="fd_dps"
     ),
     "cluster is 4; give a dapple_tf.Cluster, by Cluster.local(2), say": lambda: dapple.transform(stack(), 4, plan()),

@@ -88,7 +88,7 @@ def test_moves_of_ones_own_come_last_and_impossible_plans_are_counted(caplog: py
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (None, "move mine returned None; let it yield dicts of a plan's fields, such as {'micro_batches': 8}"),
+        (None, "move mine returned None; let it yield dicts of a plan's options, such as {'micro_batches': 8}"),
         ({"micro_batches": 4}, "move mine returned {'micro_batches': 4}; let it yield dicts"),
         ([5], "move mine yields 5; let it yield dicts"),
         ([{"global_batch_size": 1, "cut": ()}], "move mine changes cut, global_batch_size; a move may change "),

@@ -192,7 +192,7 @@ def test_plans_of_shapes_and_files(tmp_path: pathlib.Path) -> None:
     assert plan_of(f"--plan={path}") == given.plan()
     assert plan_of(f"--plan={path}", "--schedule=gpipe", batch=64) == given.plan(schedule="gpipe")
     shaped = plan_of("--plan=3:1", "--global_batch_size=24", "--micro_batches=2", "--recompute=boundary")
-    assert (shaped.devices, shaped.micro_batches, shaped.recompute) == (((0, 1, 2), (3,)), 2, "boundary")
+    assert (shaped.devices, shaped.micro_batches, shaped.options["recompute"]) == (((0, 1, 2), (3,)), 2, "boundary")
     assert plan_of("--plan=2", batch=64).global_batch_size == 64
     assert plan_flags(f"--plan={path}").path == str(path)
     assert plan_flags("--plan=3:1").path is plan_flags("--plan=auto").path is None

@@ -1,13 +1,14 @@
 """Plans: constructors, every refusal, the JSON form and the printed table."""
 
-import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import Plan, PlanError, PlanOptions, StagePlan
+from dapple_tf.describe.plan_checks import REFUSED, Refused
 from dapple_tf.schedules.schedules import POLICIES, in_flight
 
 VALID: dict[str, Any] = {
@@ -20,10 +21,10 @@ VALID: dict[str, Any] = {
 
 def test_a_manual_plan_turns_lists_into_tuples_and_has_the_documented_defaults() -> None:
     plan = Plan.manual(cuts=["block_3"], devices=[[0, 1, 2], [3]], micro_batches=4, global_batch_size=64)
-    assert plan == Plan(("block_3",), ((0, 1, 2), (3,)), 4, 64, "dapple_a", "none", None, None, 32 * 2**20)
+    assert plan == Plan((StagePlan("block_3", (0, 1, 2)), StagePlan(None, (3,))), 4, 64, "dapple_a", None, None, 2**25)
     assert plan.num_stages == 2
     assert plan.replicas == (3, 1)
-    assert hash(plan) == hash(Plan(**{**VALID, "global_batch_size": 64}))
+    assert hash(plan) == hash(Plan.manual(**{**VALID, "global_batch_size": 64}))
 
 
 def test_warm_up_is_the_policys_or_the_given_one() -> None:
@@ -69,7 +70,7 @@ GROUPS = "operator_devices"
         ({"micro_batches": 1, "global_batch_size": 2}, "stage 0 has 3 replicas but the only micro-batch has 2 samples"),
         ({"schedule": "1f1b"}, f"unknown schedule '1f1b'; use one of {', '.join(POLICIES)}"),
         ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
-        ({"recompute": ["none"]}, "recompute has 1 entries for 2 stages; give one for each, or one for all"),
+        ({"recompute": ["none"]}, "recompute has 1 value for 2 stages; give one for each"),
         ({"warm_up": [2]}, "warm_up has 1 entries for 2 stages; give one for each stage"),
         ({"warm_up": [5, 1]}, "warm_up of stage 0 is 5, but the plan has 4 micro-batches; lower it to at most 4"),
         ({"warm_up": [1, 2]}, "warm_up rises from 1 at stage 0 to 2 at stage 1, which deadlocks: stage 1 waits for 2"),
@@ -84,10 +85,11 @@ GROUPS = "operator_devices"
             "stage 0 has devices [0, 1], but its operator_devices are [[0, 1], [2, 4]]; each replica's device must be",
         ),
         ({"devices": [[0, 2], [3]], GROUPS: [[[0, 1], [2, 1]], [[3]]]}, "device 1 stands twice, in operator_devices"),
-        (
-            {"devices": [[0, 2], [3]], GROUPS: [[[0, 1], [2, 4]], [[3]]], "all_reduce": "hierarchical"},
-            "operators can't be placed one by one with all_reduce='hierarchical'; set all_reduce='flat', or leave",
-        ),
+        ({GROUPS: [[[0, 1]]]}, "operator_devices has 1 value for 2 stages; give one for each"),
+        ({"task_seconds": [[1, 1, 1]]}, "task_seconds has 1 value for 2 stages; give one for each"),
+        ({"shares": [[1, 2], [1]]}, "shares of stage 0 are 2 numbers for 3 replicas on its devices; give one for each"),
+        ({"relays": [2]}, "relays has stage 2; with 2 stages they are numbered 0 to 1"),
+        ({"optimizer_shards": 1}, "optimizer_shards is 1; it must be True or False"),
         ({"devices": [[0], [3]], GROUPS: [[0, 3], [3]]}, "stages 0 and 1 both place operators on device 3; give each"),
     ],
 )
@@ -95,7 +97,7 @@ def test_a_contradictory_plan_is_refused_with_a_fix_and_from_json_also_with_its_
     change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(**(VALID | change))
+        Plan.manual(**(VALID | change))
     assert str(caught.value).startswith(message)
     with pytest.raises(PlanError) as of_file:
         Plan.from_json(json.dumps({"format": "dapple_tf.plan/1"} | VALID | change), source="plan.json")
@@ -109,14 +111,14 @@ def test_plans_that_place_operators() -> None:
     whole = Plan.by_operators(3, 8)
     assert (whole.devices, whole.operator_devices, whole.micro_batches) == (((0,),), (((0, 1, 2),),), 1)
     assert Plan.by_operators([2, 0], 8, recompute="boundary").operator_devices == (((2, 0),),)
-    staged = Plan(**VALID).with_placed_operators()
+    staged = Plan.manual(**VALID).with_placed_operators()
     assert (staged.devices, staged.operator_devices) == (((0,), (3,)), (((0, 1, 2),), ((3,),)))
-    assert dataclasses.replace(staged, operator_devices=[[0, 1, 2], [3]]) == staged  # as before there were replicas
-    assert staged.working_devices == ((0, 1, 2), (3,)) and Plan(**VALID).working_devices == ((0, 1, 2), (3,))
+    assert staged.with_options(operator_devices=[[0, 1, 2], [3]]) == staged  # as before there were replicas
+    assert staged.working_devices == ((0, 1, 2), (3,)) and Plan.manual(**VALID).working_devices == ((0, 1, 2), (3,))
     assert Plan.from_json(staged.to_json()) == staged
     assert "operators placed one by one" in str(staged)
     with pytest.raises(PlanError, match="stage 0 has 3 devices, which can't be divided into 2 groups of the same size"):
-        Plan(**VALID).with_placed_operators(2)
+        Plan.manual(**VALID).with_placed_operators(2)
     with pytest.raises(PlanError, match="device 1 stands twice, in operator_devices of stage 0"):
         Plan.by_operators([0, 1, 1], 8)
 
@@ -148,43 +150,56 @@ def test_like_places_of_replicas_have_devices_of_one_type() -> None:
         Plan.manual(["a"], [[0], [1, 2]], 2, 8).validate_on(cluster("GPU:0", "GPU:1", "CPU:0"))
 
 
+PLACED = {"devices": [[0], [3]], GROUPS: [[[0]], [[3, 4]]]}
+USES: dict[str, dict[str, Any]] = {
+    "operator_devices": PLACED,
+    "operator_devices of several replicas": {"devices": [[0, 1], [3]], GROUPS: [[[0], [1]], [[3]]]},
+    "operator_devices, several for each replica": {"devices": [[0], [3]], GROUPS: [[[0, 1]], [[3, 4]]]},
+    "backward_cuts": {"backward_cuts": ["block_1"]},
+    "relays": {"relays": [1]},
+    "optimizer_shards": {"optimizer_shards": True},
+    "row_shards": {"row_shards": True},
+    "all_reduce='hierarchical'": {"all_reduce": "hierarchical"},
+    "jit_compile=True": {"jit_compile": True},
+    "wait_free=False": {"wait_free": False},
+}
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: f"{pair.option} {pair.other}")
+def test_refused_pairs_of_options_are_those_that_the_documents_show(pair: Refused) -> None:
+    for option in (pair.option, pair.other):
+        Plan.manual(**(VALID | USES[option]))
+    with pytest.raises(PlanError) as caught:
+        Plan.manual(**(VALID | USES[pair.option] | USES[pair.other]))
+    assert str(caught.value) == f"no plan has {pair.option} and {pair.other}: {pair.reason}. Leave one of them out"
+    table = Path("docs/reference/plans.md").read_text().partition("| option | not with | because |")[2]
+    shown = [line.replace("`", "") for line in table.splitlines() if line.startswith("| `")]
+    assert len(shown) == len(REFUSED)
+    assert f"| {pair.option} | {pair.other} | {pair.reason} |" in shown
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("stages", "message"),
     [
+        ([StagePlan("a", (0,))], "stage 0 of 1 stage has cut 'a'; name one for each, None for the last"),
+        ([StagePlan(None, (0,)), StagePlan(None, (1,))], "stage 0 of 2 stages has cut None; name one for each"),
         (
-            {"operator_devices": [[0, 1], [3]]},
-            "stage 0 has 3 replicas and operator_devices has 1 group for it; give one group of devices for each "
-            "replica",
-        ),
-        (
-            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], [2]], [[3]]]},
-            "the replicas of stage 0 place their operators on groups of [2, 1] devices; give them groups of the same "
-            "size",
-        ),
-        (
-            {"devices": [[0, 1], [3]], "operator_devices": [[[0, 1], [2, 4]], [[3]]]},
-            "stage 0 has devices [0, 1], but its operator_devices are [[0, 1], [2, 4]]; each replica's device must be "
-            "the first of its group",
-        ),
-        (
-            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], [2, 1]], [[3]]]},
-            "device 1 stands twice, in operator_devices of stage 0; a device runs one replica of a stage",
-        ),
-        (
-            {"devices": [[0, 2], [3]], "operator_devices": [[[0, 1], [2, 4]], [[3]]], "all_reduce": "hierarchical"},
-            "operators can't be placed one by one with all_reduce='hierarchical'; set all_reduce='flat', or leave "
-            "operator_devices out",
-        ),
-        (
-            {"devices": [[0], [3]], "operator_devices": [[0, 3], [3]]},
-            "stages 0 and 1 both place operators on device 3; give each stage devices of its own",
+            [StagePlan("a", (0,), task_seconds=(1, 1, 1)), StagePlan(None, (1,))],
+            "only one of stages 0 and 1 has task_seconds; give them for each stage, or for none",
         ),
     ],
 )
-def test_groups_of_devices_and_what_does_not_go_with_them(change: dict[str, Any], message: str) -> None:
+def test_stages_are_of_a_kind(stages: list[StagePlan], message: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(**(VALID | change))
-    assert str(caught.value) == message
+        Plan(tuple(stages), 1, 4)
+    assert str(caught.value).startswith(message)
+
+
+def test_options_make_the_same_plan() -> None:
+    plan = Plan.manual(["a"], [[0, 1], [2]], 2, 8, "zb_h1", shares=[[4, 2], [3]], recompute=["none", "boundary"])
+    assert plan.stages[0].shares == (2, 1) and plan.stages[1] == StagePlan(None, (2,), recompute="boundary")
+    assert Plan.manual(**plan.options) == plan and plan.options["shares"] == ((2, 1), (1,))
+    assert plan.with_options(devices=[[0, 2], [1]]).options == plan.options | {"devices": ((0, 2), (1,))}
 
 
 def test_constructors_say_which_argument_an_unknown_one_is_like() -> None:
@@ -208,9 +223,9 @@ def test_devices_beyond_the_cluster_are_refused_with_the_stage() -> None:
 
 
 def test_the_json_form_has_a_line_for_each_key() -> None:
-    lines = Plan(**VALID, warm_up=(2, 1)).to_json().splitlines()
+    lines = Plan.manual(**VALID, warm_up=(2, 1)).to_json().splitlines()
     assert lines[1:4] == ['  "format": "dapple_tf.plan/1",', '  "cuts": ["block_3"],', '  "devices": [[0, 1, 2], [3]],']
-    assert '  "warm_up": [2, 1],' in lines and len(lines) == len(dataclasses.fields(Plan)) + 2
+    assert '  "warm_up": [2, 1],' in lines and len(lines) == len(PlanOptions.__annotations__) + 8
 
 
 @pytest.mark.parametrize(
@@ -225,7 +240,7 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
 def test_files_of_older_plans_say_which_option_is_gone(gone: dict[str, Any], message: str) -> None:
     data = {"format": "dapple_tf.plan/1"} | VALID
     unused = {"parameter_shards": False, "weight_devices": None, "weight_regions": None}
-    assert Plan.from_json(json.dumps(data | unused)) == Plan(**VALID)
+    assert Plan.from_json(json.dumps(data | unused)) == Plan.manual(**VALID)
     with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps(data | gone))
 
@@ -255,7 +270,7 @@ def test_a_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
 
 
 def test_a_plan_prints_a_table() -> None:
-    assert str(Plan(**VALID)) == (
+    assert str(Plan.manual(**VALID)) == (
         "Plan: global batch 14, 4 micro-batches (2 x 4 + 2 x 3 samples), schedule dapple_a, recompute none, jit off\n"
         "stage  up to layer  devices  replicas  slice sizes    warm-up K\n"
         "0      block_3      0-2      3         2+1+1 | 1+1+1  2\n"
@@ -263,8 +278,6 @@ def test_a_plan_prints_a_table() -> None:
     )
 
 
-def test_cuts_of_backwards_are_within_stages_and_for_early_reductions() -> None:
+def test_cuts_of_backwards_are_within_stages() -> None:
     with pytest.raises(PlanError, match="layer 'a' is in both cuts and backward_cuts"):
         Plan.manual(["a"], [[0], [1]], 1, 2, backward_cuts=["a"])
-    with pytest.raises(PlanError, match="but wait_free is False; set it to True"):
-        Plan.data_parallel(2, 2, backward_cuts=["b"], wait_free=False)

@@ -118,15 +118,15 @@ def test_memory_limits_stages_and_micro_batches_in_flight() -> None:
 
 def test_recomputation_is_used_only_where_memory_demands_it_and_it_is_allowed() -> None:
     profile, tight = profile_of(residual=1e8, size=1e3, parameters=1000), cluster_of(2, memory=500_000_000)
-    assert plan(profile, cluster_of(2, memory=10**12), 16).recompute == "none"
-    assert plan(profile, tight, 16).recompute == ("boundary", "none")  # two micro-batches in flight, and one
-    assert plan(profile, tight, 16, only=["pieces", "several_stages"]).recompute == "none"
+    assert plan(profile, cluster_of(2, memory=10**12), 16).options["recompute"] == "none"
+    assert plan(profile, tight, 16).options["recompute"] == ("boundary", "none")  # two micro-batches in flight, and one
+    assert plan(profile, tight, 16, only=["pieces", "several_stages"]).options["recompute"] == "none"
 
 
 def test_choices_can_be_given() -> None:
     profile, cluster = profile_of(), cluster_of(4, intra_bandwidth=1e9)
     chosen = plan(profile, cluster, 32, micro_batches=4, schedule="gpipe", recompute="boundary", jit_compile=True)
-    assert (chosen.micro_batches, chosen.schedule, chosen.recompute) == (4, "gpipe", "boundary")
+    assert (chosen.micro_batches, chosen.schedule, chosen.options["recompute"]) == (4, "gpipe", "boundary")
     assert chosen.jit_compile
     assert plan(profile, cluster, np.int64(32), micro_batches=[np.int64(2), 8]).micro_batches in (2, 8)
     assert plan(heavy(), FOUR, 8, micro_batches=4, schedule=["modulo", "zb_v"]).schedule in ("modulo", "zb_v")
@@ -333,16 +333,16 @@ def test_shards_are_used_where_memory_demands_it_if_they_are_allowed() -> None:
     with pytest.raises(PlanError, match=r"What would fit: .*optimizer_shards=True"):
         plan(one, tight, 8, **given)
     chosen = plan(one, tight, 8, optimizer_shards=None, **given)
-    assert chosen.optimizer_shards and chosen.replicas == (2,)
+    assert "optimizer" in chosen.shards and chosen.replicas == (2,)
     assert report(chosen).stages[0].memory_bytes <= 32_500_000
-    assert not plan(one, roomy, 8, optimizer_shards=None, **given).optimizer_shards
-    assert plan(profile_of(), roomy, 8, optimizer_shards=True, **given).optimizer_shards
+    assert not plan(one, roomy, 8, optimizer_shards=None, **given).shards
+    assert plan(profile_of(), roomy, 8, optimizer_shards=True, **given).shards
     with pytest.raises(PlanError, match="no plan fits"):
         plan(one, cluster_of(2, memory=28_500_000), 8, optimizer_shards=True, **given)
     tables = dataclasses.replace(layer, table_bytes=8 * 10**6, row_bytes=Cost(0.0, 1000.0))
     of_tables = dataclasses.replace(one, layers=(tables,))
     chosen = plan(of_tables, cluster_of(2, memory=16_000_000), 8, row_shards=True, **given)
-    assert chosen.row_shards and chosen.replicas == (2,)
+    assert "rows" in chosen.shards and chosen.replicas == (2,)
 
 
 # ---- reports
@@ -552,12 +552,12 @@ def straight(recompute: str | tuple[str, ...] = "none") -> Plan:
         (None, SHORT, ("boundary", "boundary", "boundary", "none")),  # K falls from 4 to 1.
         (None, 6 * 10**6, ("boundary", "boundary", "none", "none")),
         (0.6, SHORT, ("boundary", "min_cut", "min_cut", "none")),
-        (None, 10**9, "none"),
-        (None, None, "none"),
+        (None, 10**9, ("none",) * 4),
+        (None, None, ("none",) * 4),
     ],
 )
 def test_first_stages_compute_again_where_memory_is_short(
-    min_cut: float | None, memory: int | None, modes: Any
+    min_cut: float | None, memory: int | None, modes: tuple[str, ...]
 ) -> None:
     request = PlanRequest.of(keeping(min_cut), cluster_of(4, memory=memory), 80, 8, "dapple_a", None)
     assert modes_by_memory(straight(), request) == modes == modes_by_memory(straight("boundary"), request)
@@ -571,9 +571,9 @@ def test_stages_that_keep_all_get_more_layers() -> None:
     request = PlanRequest.of(profile_of(14), cluster_of(2), 16, 4, "dapple_a")
     uneven = Plan.straight(["layer_6"], 16, 4, recompute=("boundary", "none"))
     assert evened(uneven, request) == ("layer_5",)
-    assert evened(dataclasses.replace(uneven, recompute="none"), request) == ("layer_6",)
+    assert evened(uneven.with_options(recompute="none"), request) == ("layer_6",)
     request = PlanRequest.of(profile_of(4, milliseconds=0.0), cluster_of(2), 16, 4, "dapple_a")
-    assert len(evened(dataclasses.replace(uneven, cuts=("layer_1",)), request)) == 1, "also without times"
+    assert len(evened(uneven.with_options(cuts=("layer_1",)), request)) == 1, "also without times"
 
 
 def test_new_stages_take_the_modes_of_those_whose_devices_they_have() -> None:
@@ -583,7 +583,7 @@ def test_new_stages_take_the_modes_of_those_whose_devices_they_have() -> None:
     assert modes_on(before, [[0], [1], [2], [3]]) == ("boundary", "boundary", "min_cut", "none")
     assert modes_on(before, [[3], [7]]) == ("none", "boundary")  # a device that the plan doesn't have
     assert modes_on(before, [[3], [2], [0, 1]]) == ("boundary", "min_cut", "none")  # as many stages as before
-    assert modes_on(dataclasses.replace(before, recompute="min_cut"), [[0], [2]]) == "min_cut"
+    assert modes_on(before.with_options(recompute="min_cut"), [[0], [2]]) == ("min_cut", "min_cut")
 
 
 def test_the_planner_lets_stages_differ_where_that_is_faster() -> None:
@@ -592,7 +592,7 @@ def test_the_planner_lets_stages_differ_where_that_is_faster() -> None:
     given: dict[str, Any] = {"micro_batches": 8, "schedule": "dapple_a", "least_gain": 0.0}
     uniform = [name for name in NAMES if name != "stage_recompute"]
     same, differ = (plan(keeping(parameters=100_000), cluster, 80, only=only, **given) for only in (uniform, None))
-    assert isinstance(same.recompute, str) and isinstance(differ.recompute, tuple)
+    assert len({stage.recompute for stage in same.stages}) == 1 < len({stage.recompute for stage in differ.stages})
     assert report(differ).latency < 0.97 * report(same).latency
 
 

@@ -149,7 +149,7 @@ def draw(seed: int) -> MixedPlan:
             break
         except dapple.PlanError:
             continue
-    model = "words" if plan.row_shards else str(rng.choice([*MODELS]))
+    model = "words" if "rows" in plan.shards else str(rng.choice([*MODELS]))
     optimizer = str(rng.choice(allowed_optimizers(plan)))
     more = not plan.compiled and (plan.carried_updates > 0 or rng.random() < 0.5)
     sizes = SIZES if more else SIZES[:2]
@@ -160,17 +160,17 @@ FEATURES: Mapping[str, Callable[[dapple.Plan], bool]] = {
     "stages": lambda plan: plan.num_stages > 1,
     "placed operators": lambda plan: bool(plan.spread_stages),
     "replicas of placed operators": lambda plan: bool(plan.spread_stages) and max(plan.replicas) > 1,
-    "row_shards": lambda plan: plan.row_shards,
-    "optimizer_shards": lambda plan: plan.optimizer_shards,
-    "unlike recomputation": lambda plan: isinstance(plan.recompute, tuple),
+    "row_shards": lambda plan: "rows" in plan.shards,
+    "optimizer_shards": lambda plan: "optimizer" in plan.shards,
+    "unlike recomputation": lambda plan: len({stage.recompute for stage in plan.stages}) > 1,
     "unlike replicas": lambda plan: len(set(plan.replicas)) > 1,
-    "unlike slices": lambda plan: plan.shares is not None and any(len(set(own)) > 1 for own in plan.shares),
+    "unlike slices": lambda plan: any(stage.shares for stage in plan.stages),
     "micro-batches": lambda plan: plan.micro_batches > 1,
     "chunks": lambda plan: len(set(itertools.chain(*plan.devices))) < sum(map(len, plan.devices)),
     "carried_updates": lambda plan: plan.carried_updates > 0,
     "backward_cuts": lambda plan: bool(plan.backward_cuts),
     "relays": lambda plan: bool(plan.relays),
-    "all_reduce by server": lambda plan: plan.all_reduce != "flat",
+    "all_reduce by server": lambda plan: any(stage.all_reduce != "flat" for stage in plan.stages),
     "reverse_first_k": lambda plan: plan.reverse_first_k > 0,
     "warm_up": lambda plan: plan.warm_up is not None,
     "jit_compile": lambda plan: plan.compiled,
@@ -182,7 +182,7 @@ def values_of(drawn: MixedPlan) -> set[tuple[str, str]]:
     """Options with the values that a plan has of them."""
     plan = drawn.plan
     kinds = {name for name, has in FEATURES.items() if has(plan)}
-    modes = {plan.recompute} if isinstance(plan.recompute, str) else set(plan.recompute)
+    modes = {stage.recompute for stage in plan.stages}
     even = plan.global_batch_size % (plan.micro_batches * max(plan.replicas)) == 0
     return {
         *(("feature", kind) for kind in kinds),
@@ -327,7 +327,7 @@ def test_every_plan_is_emulated_in_the_simulated_order(drawn: MixedPlan) -> None
     """Without what can't be emulated."""
     plan = drawn.plan
     less = {"carried_updates": 0, "row_shards": False, "operator_devices": None}
-    plan = dataclasses.replace(plan, **less)
+    plan = plan.with_options(**less)
     profile = profile_of([*CUTS, "last"], random.Random(drawn.seed))
     simulated = through_the_chain(plan, profile, drawn.cluster)
     emulated = dapple.emulate(plan, profile, drawn.cluster, steps=1, scale=1e-2 / simulated.latency)

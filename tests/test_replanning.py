@@ -65,7 +65,7 @@ def test_replicas_that_place_operators_go_with_any_of_their_devices_but_the_last
 
 def test_stages_that_join_keep_as_little_as_the_leanest_of_them() -> None:
     before = plan([[0], [1], [2], [3]], recompute=("boundary", "none", "min_cut", "none"))
-    left = [shrink(before, cluster(4), lost).recompute for lost in ([0], [2], [0, 2])]
+    left = [shrink(before, cluster(4), lost).options["recompute"] for lost in ([0], [2], [0, 2])]
     assert left == [("boundary", "min_cut", "none"), ("boundary", "min_cut", "none"), ("boundary", "none")]
 
 
@@ -182,11 +182,11 @@ def test_new_plans_carry_no_updates_that_the_optimizer_does_not_allow(monkeypatc
     """The planner was asked for any plan: the engine refused one with carried updates, in the middle of a recovery."""
     asked: list[Any] = []
 
-    def find_plan(*arguments: Any, only: Any = None, **options: Any) -> dapple.Plan:
+    def plan_anew(known: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster, only: Any) -> dapple.Plan:
         asked.append(only)
         return plan([[0], [1]])
 
-    monkeypatch.setattr(replanning, "find_plan", find_plan)
+    monkeypatch.setattr(replanning, "plan_anew", plan_anew)
     full = Deployment(cluster(3), plan([[0], [1], [2]]))
     for needs_all in (True, False):
         lose(full, 2, replanner=Replanner(profile_of(), needs_all_gradients=needs_all))

@@ -56,7 +56,7 @@ def test_rivals_have_what_was_asked_for(asked: dict[str, Any]) -> None:
             if name == "only":
                 assert not plan.relays and not plan.backward_cuts and not plan.reverse_first_k
             else:
-                assert getattr(plan, name) == value, f"{plan}"
+                assert plan.options[name] == value, f"{plan}"
 
 
 def test_without_k_of_reverse_first_k_there_are_no_rivals_of_plans_with_it() -> None:

@@ -156,7 +156,7 @@ def test_the_runtime_counts_each_devices_own_slices() -> None:
     cluster = dapple.Cluster(tuple(devices), real=False)
     for shares, held in (([[3, 1]], 2), ([[1, 1]], 1)):
         plan = dapple.Plan.data_parallel(2, 48, 4, shares=shares)
-        layout = Layout([["a", "b"]], 48, 48, 4, shares=plan.shares)
+        layout = Layout([["a", "b"]], 48, 48, 4, shares=plan.options["shares"])
         assert residuals_held(plan, cluster, program, layout, lambda device: 0) == (held,)
 
 

@@ -345,7 +345,7 @@ def random_case(seed: int) -> tuple[Plan, Profile, Cluster]:
         plan = cut_everywhere(plan, model)
     with contextlib.suppress(PlanError):  # Some replica gets no sample.
         shares = tuple(tuple(draw.choice([1, 1, 2, 3]) for _ in group) for group in devices)
-        plan = dataclasses.replace(plan, shares=shares) if draw.random() < 0.4 else plan
+        plan = plan.with_options(shares=shares) if draw.random() < 0.4 else plan
     where = cluster(
         *[draw.randrange(1, 4) for _ in range(12)],
         *[1] * 40,
@@ -508,7 +508,7 @@ def relayed_case(seed: int) -> tuple[Plan, Profile, Cluster]:
         tensors.append(Tensor(maker, readers, size, differentiable=draw.random() < 0.7))
     relays = draw.choice([range(plan.num_stages), draw.sample(range(plan.num_stages), (plan.num_stages + 1) // 2)])
     profile = dataclasses.replace(profile, tensors=tuple(tensors))
-    return dataclasses.replace(plan, relays=tuple(relays)), profile, cluster
+    return plan.with_options(relays=tuple(relays)), profile, cluster
 
 
 def arrivals(step: Simulation, leg: Leg, micro_batch: int, device: int, *, backward: bool) -> list[float]:
@@ -543,7 +543,7 @@ def test_a_slice_leaves_a_relay_once_and_when_all_of_it_is_there(seed: int) -> N
                     came = arrivals(step, other, micro_batch, span.device or 0, backward=backward)
                     assert span.start >= max(came, default=0.0) - 1e-9
     with contextlib.suppress(PlanError, ValueError):  # Not all schedules repeat step after step.
-        simulate(dataclasses.replace(plan, relays=()), profile, cluster, next_forward=True)
+        simulate(plan.with_options(relays=()), profile, cluster, next_forward=True)
         repeats = True
     if repeats:
         simulate(plan, profile, cluster, next_forward=True)
@@ -553,7 +553,7 @@ def test_replicas_whose_devices_begin_the_next_step_at_other_times_send_what_a_r
     """Devices 1 and 2 run stage 0's forwards first, device 0 only that of the first micro-batch: it has all stages."""
     plan = Plan.manual(NAMES[:2], [[0, 1, 2], [3, 0], [0]], 2, 26, "modulo", relays=[1])
     step = simulate(plan, skips(3, parameter_bytes=4), slow(4), next_forward=True)
-    direct = simulate(dataclasses.replace(plan, relays=()), skips(3, parameter_bytes=4), slow(4), next_forward=True)
+    direct = simulate(plan.with_options(relays=()), skips(3, parameter_bytes=4), slow(4), next_forward=True)
     assert {kind_of(span) for span in step.spans} == {kind_of(span) for span in direct.spans}
 
 
@@ -578,4 +578,4 @@ def test_the_planner_hands_on_what_would_hold_up_the_first_stage() -> None:
     plan = planned(model, where, 32)
     assert plan.relays and plan.report is not None and "hand on what they read" in str(plan)
     assert plan.report.latency == simulate(plan, model, where).latency
-    assert plan.report.latency < 0.7 * simulate(dataclasses.replace(plan, relays=()), model, where).latency
+    assert plan.report.latency < 0.7 * simulate(plan.with_options(relays=()), model, where).latency

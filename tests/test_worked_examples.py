@@ -57,7 +57,7 @@ def pipeline(
     cuts = [str(each * stage) for stage in range(1, stages)]
     where = devices(count)
     plan = Plan.manual(cuts, [[stage % count] for stage in range(stages)], micro_batches, micro_batches, policy)
-    plan = dataclasses.replace(plan, task_seconds=CostModel(plan, model, where).task_seconds)
+    plan = plan.with_options(task_seconds=CostModel(plan, model, where).task_seconds)
     return Example(name, plan, model, where, units)
 
 

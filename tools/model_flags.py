@@ -386,7 +386,7 @@ class PlanFlags:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Returns the plan's fields that flags set."""
+        """Returns the plan's options that flags set."""
         modes = self._recompute.value
         given = {
             "global_batch_size": self._global_batch_size.value,

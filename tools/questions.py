@@ -59,7 +59,8 @@ class Question:
     @classmethod
     def of(cls, plan: dapple.Plan) -> Question:
         """Returns the question that changes nothing in a plan."""
-        return cls(plan.cuts, plan.devices, plan.micro_batches, plan.global_batch_size, plan.schedule, plan.recompute)
+        names = ("cuts", "devices", "micro_batches", "global_batch_size", "schedule", "recompute")
+        return cls(**{name: plan.options[name] for name in names})
 
     @classmethod
     def parse(cls, data: object, own: Policy | None = None) -> Question:
@@ -282,7 +283,7 @@ class Desk:
         if self.plan_path is not None and (plan.cuts, plan.devices) == (self.plan.cuts, self.plan.devices):
             arguments.append(f"--plan={self.plan_path}")
             for name in ("micro_batches", "global_batch_size", "schedule", "recompute"):
-                if (value := getattr(plan, name)) != getattr(self.plan, name):
+                if (value := plan.options[name]) != self.plan.options[name]:
                     arguments.append(f"--{name}={_modes_text(value) if name == 'recompute' else value}")
         else:
             arguments.append("--plan=plan.json")

@@ -22,7 +22,6 @@ compared with the one that is measured at the end. --output_dir receives
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -249,7 +248,7 @@ def with_placed_operators(
     if _PLAN.automatic:
         with command.blamed(f"--placement={FD_DPS}"):
             whole = dapple.Plan.by_operators(cluster.num_devices, _PLAN.batch_size())
-            plan = dataclasses.replace(whole, **_PLAN.changes)
+            plan = whole.with_options(**_PLAN.changes)
     else:
         plan = _PLAN.plan(
             lambda replicas: (

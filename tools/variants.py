@@ -20,18 +20,18 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
     Raises:
         PlanError: as `Plan`.
     """
-    different = {name: value for name, value in changes.items() if getattr(plan, name) != value}
+    different = {name: value for name, value in changes.items() if plan.options[name] != value}
     if not different:
         return plan
-    dropped: dict[str, Any] = {"report": None}
+    dropped: dict[str, Any] = {}
     if different.keys() & {"schedule", "cuts", "devices", "micro_batches"}:
         dropped["warm_up"] = None
     if different.keys() & {"cuts", "devices"}:
         dropped |= {"task_seconds": None, "reverse_first_k": 0, "carried_updates": 0}
-        dropped |= {} if isinstance(plan.all_reduce, str) else {"all_reduce": "flat"}
+        dropped |= {} if isinstance(plan.options["all_reduce"], str) else {"all_reduce": "flat"}
     if "devices" in different:
         dropped["shares"] = None
-    return dataclasses.replace(plan, **{**dropped, **different})
+    return plan.with_options(**(dropped | different))
 
 
 @dataclasses.dataclass(frozen=True)

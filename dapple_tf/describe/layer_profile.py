@@ -123,7 +123,7 @@ class LayerProfile:
         needed_later: the parts of F that the layer's own backward doesn't need. With ``recompute="boundary"`` they are
             computed again only in stages with the layers that need them; see `Profile.recomputed`. By default the
             layer's backward needs all of F.
-        table_bytes: the part of ``parameter_bytes`` of which the layer only looks up rows: `Plan.row_shards` keeps it
+        table_bytes: the part of ``parameter_bytes`` of which the layer only looks up rows: `Plan.shards` keeps it
             in shards. Of `Profile.shared` none is known.
         row_bytes: the rows that it looks up there, with their indices.
     """

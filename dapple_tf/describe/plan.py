@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
@@ -20,19 +20,15 @@ from dapple_tf.describe.plan_text import header, remarks, rows
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
     RECOMPUTE_MODES,
+    SHARDS,
     PlanError,
     PlanValueError,
-    algorithms,
-    device_groups,
     device_lists,
     integer,
     integers,
     layer_names,
-    recompute_modes,
-    replica_shares,
-    share_lists,
-    task_times,
 )
+from dapple_tf.describe.stage_plan import StagePlan, stages_of
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.errors import names_checked
 from dapple_tf.schedules import schedules
@@ -50,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ALL_REDUCE", "RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
+__all__ = ["ALL_REDUCE", "RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions", "StagePlan"]
 
 _FORMAT = "dapple_tf.plan/1"
 FD_DPS = "fd_dps"
@@ -58,40 +54,54 @@ FD_DPS = "fd_dps"
 
 
 class PlanOptions(TypedDict, total=False):
-    """The fields of `Plan` with a default that its constructors pass on."""
+    """Options of plans as people write them, in constructors and in files.
 
-    recompute: str | tuple[str, ...]
+    See `Plan`, and `stages_of` for those with an entry for each stage.
+
+    Attributes:
+        optimizer_shards: whether `Plan.shards` has ``optimizer``.
+        row_shards: whether it has ``rows``.
+    """
+
+    recompute: str | Iterable[str]
     jit_compile: bool | None
-    warm_up: tuple[int, ...] | None
+    warm_up: Iterable[int] | None
     bucket_bytes: int
     reverse_first_k: int
     wait_free: bool
     carried_updates: int
-    task_seconds: tuple[tuple[float, float, float], ...] | None
-    operator_devices: tuple[tuple[tuple[int, ...], ...], ...] | None
-    backward_cuts: tuple[str, ...]
-    all_reduce: str | tuple[str, ...]
+    task_seconds: Iterable[Iterable[float]] | None
+    operator_devices: Iterable[Iterable[Iterable[int]]] | Iterable[Iterable[int]] | None
+    backward_cuts: Iterable[str]
+    all_reduce: str | Iterable[str]
     reduction_order: str
-    shares: tuple[tuple[int, ...], ...] | None
-    relays: tuple[int, ...]
+    shares: Iterable[Iterable[int]] | None
+    relays: Iterable[int]
     optimizer_shards: bool
     row_shards: bool
+
+
+_OF_STAGES = frozenset(entry.name for entry in fields(StagePlan)) & frozenset(PlanOptions.__annotations__)
+_NOT_IN_OLD_FINGERPRINTS: dict[str, object] = {
+    **{"backward_cuts": (), "all_reduce": "flat", "reduction_order": "completion", "shares": None, "relays": ()},
+    **{"optimizer_shards": False, "row_shards": False},
+}
+"""Options with the default that leaves reports valid of plans from before there were these."""
 
 
 @dataclass(frozen=True)
 class Plan(JsonFile):
     """Stages, their devices and the schedule; checked on construction. Sequences may be given as lists.
 
+    `Plan.manual`, `Plan.straight` and `Plan.data_parallel` make plans of what people write.
+
     Attributes:
-        cuts: S - 1 layer names; stage i ends after the layer ``cuts[i]``, the last stage after the last layer.
-        devices: for each of the S stages, the device index of each of its replicas. A device may be in several stages,
-            once in each.
+        stages: the S stages, from the model's input on. A device may be in several stages, once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
         schedule: the name of a built-in policy (`schedules.POLICIES`), your own policy (`schedules.policy.Policy`) or
             its ``module:name`` if that module is imported, or the path of a CSV file with a schedule
             (`schedules.schedule_csv`).
-        recompute: what backwards recompute, one of `RECOMPUTE_MODES` for all stages or one for each.
         jit_compile: whether stages are compiled with XLA; those that place their operators on several devices aren't.
             None compiles what ``keras.Model.compile`` does by default: on GPUs
             all models whose layers XLA can compile, but for placed operators.
@@ -106,34 +116,17 @@ class Plan(JsonFile):
         carried_updates: number of parameter groups (the last to be reduced) that are reduced and updated during the
             next step's forward pass; each forward stage waits only for its own groups (section 2 of the same paper).
             Anything that reads or changes variables between steps makes these updates first.
-        task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
-            tasks; None takes all as equal.
-        operator_devices: for each stage and each of its replicas the group of devices on which the replica's single
-            operators are placed by FD-DPS (Mathematics 2022, 10, 4788), the replica's own device first. The groups of
-            a stage are equally large: device i of each has the same operators and variables. A list of devices stands
-            for the group of an only replica. None runs each replica of a stage as a whole on its device.
-        backward_cuts: names of layers within stages: the backward that completes a stage's gradients, that of its last
-            micro-batch, is cut after them into pieces, so that the gradients of the layers behind a cut are all-reduced
-            while the others are computed.
-        all_reduce: how gradients are all-reduced over several servers, one of `ALL_REDUCE` for all stages or one for
-            each; parameters that several stages read go by the first of these. ``flat`` is one over all
-            devices; ``hierarchical`` adds up inside each server first.
-        reduction_order: the order in which carried updates are all-reduced: ``completion``, that in which their
-            gradients were complete, or ``first_layers``, that in which the next step's forwards wait for them
-            (BytePS's priorities; section 5.1 of the same paper). All others are reduced in the order of completion.
-        shares: for each stage the share of each replica in every micro-batch, in whole numbers: with ``((2, 1),)``
-            replica 0 gets twice as many samples as replica 1, however large the batch is
-            (`graph_passes.ir.batching.split_by_shares`). None for equal shares; shares are reduced to lowest terms.
-        relays: stages that hand on what they read: a later stage gets a tensor from the nearest stage that has it, its
-            maker or a relay that reads it as well, rather than always from its maker. Gradients return the same way,
-            added up by relays.
-        optimizer_shards: whether the replicas of a stage update its parameters together: gradients are
-            reduce-scattered, each of n replicas keeps and updates an n-th of the optimizer's slots, and parameters are
-            all-gathered. For optimizers that update each element by itself.
-        row_shards: whether each of these replicas keeps and updates only its n-th of the rows of embeddings: the rows
-            that a replica looks up come from those that keep them, and the rows of gradients go there. For
-            embeddings, or other parameters, of which stages need nothing but rows, by indices that depend on the batch
-            alone; with optimizers that update each element by itself.
+        backward_cuts: names of layers within stages: the backward that completes a stage's gradients, its last
+            micro-batch's, is cut after them into pieces, so that the gradients of the layers behind a cut are
+            all-reduced while the others are computed.
+        reduction_order: the order in which carried updates are all-reduced: ``completion`` as their gradients were
+            complete, or ``first_layers`` as the next step's forwards wait for them (BytePS's priorities; section 5.1 of
+            the same paper). All others are reduced in the order of completion.
+        shards: what each of a stage's n replicas keeps and updates only an n-th of, some of `SHARDS`. ``optimizer``:
+            the optimizer's slots; gradients are reduce-scattered, and parameters all-gathered. ``rows``: rows of
+            embeddings, or of other parameters of which stages need nothing but rows, by indices that depend on the
+            batch alone; the rows that a replica looks up come from those that keep them, and the rows of gradients go
+            there. Both are for optimizers that update each element by itself.
         report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
@@ -142,36 +135,24 @@ class Plan(JsonFile):
 
     file_error: ClassVar[type[Exception]] = PlanError
     made_by: ClassVar[str] = "Plan.manual(...) or Plan.load(path)"
-    cuts: tuple[str, ...]
-    devices: tuple[tuple[int, ...], ...]
+    stages: tuple[StagePlan, ...]
     micro_batches: int
     global_batch_size: int
     schedule: str | Policy = "dapple_a"
-    recompute: str | tuple[str, ...] = "none"
     jit_compile: bool | None = None
     warm_up: tuple[int, ...] | None = None
     bucket_bytes: int = 32 * 2**20
     reverse_first_k: int = 0
     wait_free: bool = True
     carried_updates: int = 0
-    task_seconds: tuple[tuple[float, float, float], ...] | None = None
-    operator_devices: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     backward_cuts: tuple[str, ...] = ()
-    all_reduce: str | tuple[str, ...] = "flat"
     reduction_order: str = "completion"
-    shares: tuple[tuple[int, ...], ...] | None = None
-    relays: tuple[int, ...] = ()
-    optimizer_shards: bool = False
-    row_shards: bool = False
+    shards: tuple[str, ...] = ()
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._normalise()
         check_stages(self)
-        if isinstance(self.recompute, tuple) and len(set(self.recompute)) == 1:
-            object.__setattr__(self, "recompute", self.recompute[0])
-        if self.shares is not None:
-            object.__setattr__(self, "shares", replica_shares(self.shares))
         check_batches(self)
         check_options(self)
 
@@ -190,10 +171,25 @@ class Plan(JsonFile):
 
             Plan.manual(cuts=["block_3"], devices=[[0, 1, 2], [3]], micro_batches=4, global_batch_size=64)
 
+        Args:
+            cuts: S - 1 layer names; stage i ends after the layer ``cuts[i]``, the last stage after the last layer.
+            devices: for each of the S stages, the device index of each of its replicas.
+            micro_batches: as in `Plan`, like the others.
+            global_batch_size: likewise.
+            schedule: likewise.
+            **options: see `PlanOptions`.
+
         Raises:
             PlanError: as `Plan`.
         """
-        return cls(layer_names(cuts), device_lists(devices), micro_batches, global_batch_size, schedule, **options)
+        values: dict[str, Any] = dict(options)
+        shards = []
+        for name, shard in (("optimizer_shards", "optimizer"), ("row_shards", "rows")):
+            if not isinstance(wanted := values.pop(name, False), bool):
+                raise PlanValueError(f"{name} is {short(wanted)}; it must be True or False")
+            shards += [shard] if wanted else []
+        stages = stages_of(cuts, devices, **{name: values.pop(name) for name in _OF_STAGES & values.keys()})
+        return cls(stages, micro_batches, global_batch_size, schedule, shards=tuple(shards), **values)
 
     @classmethod
     @names_checked(*PlanOptions.__annotations__)
@@ -266,7 +262,7 @@ class Plan(JsonFile):
                 f"replicas has {counted(len(counts), 'number')} for {counted(self.num_stages, 'stage')}; give one for "
                 f"each"
             )
-        groups = []
+        stages = []
         for stage, (devices, count) in enumerate(zip(self.devices, counts, strict=True)):
             if count < 1 or len(devices) % count:
                 raise PlanError(
@@ -274,9 +270,38 @@ class Plan(JsonFile):
                     f"size; choose a number of replicas that divides them"
                 )
             size = len(devices) // count
-            groups.append(tuple(devices[first : first + size] for first in range(0, len(devices), size)))
-        own = tuple(tuple(group[0] for group in stage) for stage in groups)
-        return replace(self, devices=own, operator_devices=tuple(groups), shares=None, report=None)
+            groups = tuple(devices[first : first + size] for first in range(0, len(devices), size))
+            own = tuple(group[0] for group in groups)
+            stages.append(replace(self.stages[stage], devices=own, operator_devices=groups, shares=None))
+        return replace(self, stages=tuple(stages), report=None)
+
+    def with_options(self, **options: Any) -> Plan:
+        """Returns the plan with other options, `cuts` and `devices` included, and without its report.
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        return type(self).manual(**(self.options | options))
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """All arguments of `manual` that make this plan, in the order of files."""
+        shares = [stage.shares or (1,) * len(stage.devices) for stage in self.stages]
+        seconds = tuple(stage.task_seconds for stage in self.stages)
+        values = vars(self) | {
+            "cuts": self.cuts,
+            "devices": self.devices,
+            "recompute": _one_or_each([stage.recompute for stage in self.stages]),
+            "task_seconds": None if None in seconds else seconds,
+            "operator_devices": self.operator_devices,
+            "all_reduce": _one_or_each([stage.all_reduce for stage in self.stages]),
+            "shares": tuple(shares) if any(stage.shares for stage in self.stages) else None,
+            "relays": self.relays,
+            "optimizer_shards": "optimizer" in self.shards,
+            "row_shards": "rows" in self.shards,
+        }
+        names = ("cuts", "devices", "micro_batches", "global_batch_size", "schedule", *PlanOptions.__annotations__)
+        return {name: values[name] for name in names}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], schedules: Iterable[Policy] = ()) -> Plan:
@@ -338,15 +363,14 @@ class Plan(JsonFile):
                 f"{source}: recompute has 'offload', and residuals no longer wait in the host's memory; use "
                 f"'boundary', which keeps less, or 'min_cut'"
             )
-        required = [entry.name for entry in fields(cls) if entry.default is MISSING]
-        optional = [entry.name for entry in fields(cls) if entry.default is not MISSING]
-        decoder.check_keys(data, ["format", *required], optional, source)
+        required = ["format", "cuts", "devices", "micro_batches", "global_batch_size"]
+        decoder.check_keys(data, required, ["schedule", *PlanOptions.__annotations__, "report"], source)
         del data["format"]
         try:
             report = data.pop("report", None)
             if "schedule" in data:
                 data["schedule"] = find_policy(data["schedule"], schedules, Path(folder))
-            plan = cls(**data)
+            plan = cls.manual(**data)
             if report is not None:
                 plan = replace(plan, report=parse_report(report))
         except ValueError as error:
@@ -359,15 +383,12 @@ class Plan(JsonFile):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that a plan decides, which shows whether it has been changed."""
-        # Reports of plans from before there were these fields stay valid.
-        later = {"backward_cuts", "all_reduce", "reduction_order", "shares", "relays"}
-        later |= {"optimizer_shards", "row_shards"}
         decided = []
-        for entry in fields(self):
-            if entry.name != "report" and (entry.name not in later or getattr(self, entry.name) != entry.default):
-                decided.append(getattr(self, entry.name))
-            if entry.name == "task_seconds":
-                decided += [None, None]  # of two fields that are gone
+        for name, value in self.options.items():
+            if name not in _NOT_IN_OLD_FINGERPRINTS or value != _NOT_IN_OLD_FINGERPRINTS[name]:
+                decided.append(value)
+            if name == "task_seconds":
+                decided += [None, None]  # of two options that are gone
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
     def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:
@@ -378,11 +399,9 @@ class Plan(JsonFile):
         Args:
             folder: the folder to which the path of a CSV file is relative.
         """
-        values: dict[str, Any] = {"format": _FORMAT} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values: dict[str, Any] = {"format": _FORMAT} | self.options
         values["schedule"] = reference(self.policy, None if folder is None else Path(folder).absolute())
-        if self.report is None:
-            del values["report"]
-        else:
+        if self.report is not None:
             values["report"] = asdict(self.report)
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -405,13 +424,34 @@ class Plan(JsonFile):
             self.micro_batches,
             warm_up=self.warm_up,
             reverse_first_k=self.reverse_first_k,
-            task_seconds=self.task_seconds,
+            task_seconds=self.options["task_seconds"],
         )
+
+    @functools.cached_property
+    def cuts(self) -> tuple[str, ...]:
+        """Name of the last layer of each stage but the last."""
+        return tuple(stage.cut for stage in self.stages if stage.cut is not None)
+
+    @functools.cached_property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """Device index of each replica of each stage."""
+        return tuple(stage.devices for stage in self.stages)
+
+    @functools.cached_property
+    def operator_devices(self) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+        """Group of devices of each stage's replicas on which operators are placed; None if stages run as a whole."""
+        groups = tuple(stage.operator_devices for stage in self.stages if stage.operator_devices is not None)
+        return groups or None
+
+    @functools.cached_property
+    def relays(self) -> tuple[int, ...]:
+        """Stages that hand on what they read."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.relays)
 
     @property
     def num_stages(self) -> int:
         """S, the number of stages."""
-        return len(self.devices)
+        return len(self.stages)
 
     def accumulates(self, micro_batches: int | None = None) -> bool:
         """Whether gradients are added up in accumulators, which one micro-batch doesn't need.
@@ -423,14 +463,6 @@ class Plan(JsonFile):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         return count > 1 or self.carried_updates > 0
-
-    def all_reduce_of(self, stages: Sequence[int]) -> str:
-        """Returns the all-reduce of the parameters that these stages read."""
-        return self.all_reduce if isinstance(self.all_reduce, str) else self.all_reduce[min(stages)]
-
-    def recompute_of(self, stage: int) -> str:
-        """Returns what a stage's backward recomputes, one of `RECOMPUTE_MODES`."""
-        return self.recompute if isinstance(self.recompute, str) else self.recompute[stage]
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
@@ -468,8 +500,8 @@ class Plan(JsonFile):
 
     def slices(self, stage: int, micro_batch: Interval) -> tuple[Interval, ...]:
         """Returns the samples of each replica of a stage in a micro-batch."""
-        shares = None if self.shares is None else self.shares[stage]
-        return slice_intervals(micro_batch, len(self.devices[stage]), shares)
+        own = self.stages[stage]
+        return slice_intervals(micro_batch, len(own.devices), own.shares)
 
     def warm_up_counts(self) -> tuple[int, ...]:
         """Returns K of each stage (`schedules.in_flight_limits`) without a memory limit."""
@@ -567,24 +599,20 @@ class Plan(JsonFile):
             object.__setattr__(self, "schedule", own_policy(self.schedule))
         except ScheduleError as error:
             raise PlanValueError(str(error)) from error
-        object.__setattr__(self, "cuts", layer_names(self.cuts))
+        object.__setattr__(self, "stages", tuple(self.stages))
         object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
-        object.__setattr__(self, "all_reduce", algorithms(self.all_reduce))
-        object.__setattr__(self, "recompute", recompute_modes(self.recompute))
-        object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
-        object.__setattr__(self, "relays", tuple(sorted(set(integers("relays", self.relays)))))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
-        if self.report is not None and len(self.report.stages) != len(self.devices):
-            raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        for name in ("jit_compile", "wait_free", "optimizer_shards", "row_shards"):
+        if self.report is not None and len(self.report.stages) != self.num_stages:
+            raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {self.num_stages}")
+        for name in ("jit_compile", "wait_free"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("jit_compile", None):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
-        if self.task_seconds is not None:
-            object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
-        if self.operator_devices is not None:
-            object.__setattr__(self, "operator_devices", device_groups(self.operator_devices))
-        if self.shares is not None:
-            object.__setattr__(self, "shares", share_lists(self.shares))
+        if not {*self.shards} <= {*SHARDS}:
+            raise PlanValueError(f"shards is {short(self.shards)}; use some of {', '.join(SHARDS)}")
+
+
+def _one_or_each(names: Sequence[str]) -> str | tuple[str, ...]:
+    return names[0] if len(set(names)) == 1 else tuple(names)

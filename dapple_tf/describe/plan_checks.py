@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from dapple_tf.data_files import short
 from dapple_tf.describe.plan_values import REDUCTION_ORDERS, PlanError, PlanValueError
@@ -22,21 +22,74 @@ _MOST_MICRO_BATCHES = 1_000_000
 """Most micro-batches; more is a mistake, as a step has a node for each."""
 
 
+class Refused(NamedTuple):
+    """Two options that no plan has together, as people write them, and why."""
+
+    option: str
+    other: str
+    reason: str
+
+
+_PLACED, _PLACED_REPLICAS = "operator_devices", "operator_devices of several replicas"
+_PLACED_EVERYWHERE = "operator_devices, several for each replica"
+REFUSED = (
+    Refused(_PLACED, "backward_cuts", "single operators have no backward task that could be cut"),
+    Refused(_PLACED, "relays", "single operators send their results to the devices that read them"),
+    Refused(_PLACED, "optimizer_shards", "the placement says which devices keep a variable and update it"),
+    Refused(_PLACED, "row_shards", "the placement says which devices keep a variable and update it"),
+    Refused(
+        _PLACED_REPLICAS,
+        "all_reduce='hierarchical'",
+        "each variable's gradients are reduced between devices of one place",
+    ),
+    Refused(_PLACED_EVERYWHERE, "jit_compile=True", "XLA compiles stages of one device"),
+    Refused("backward_cuts", "wait_free=False", "pieces are there for gradients to be reduced early"),
+)
+"""All refused pairs of options; a schedule refuses further ones (`schedules.check`)."""
+_HAS: Mapping[str, Callable[[Plan], object]] = {
+    _PLACED: lambda plan: plan.operator_devices,
+    _PLACED_REPLICAS: lambda plan: plan.operator_devices and max(plan.replicas) > 1,
+    _PLACED_EVERYWHERE: lambda plan: len(plan.spread_stages) == plan.num_stages,
+    "backward_cuts": lambda plan: plan.backward_cuts,
+    "relays": lambda plan: plan.relays,
+    "optimizer_shards": lambda plan: "optimizer" in plan.shards,
+    "row_shards": lambda plan: "rows" in plan.shards,
+    "all_reduce='hierarchical'": lambda plan: any(stage.all_reduce == "hierarchical" for stage in plan.stages),
+    "jit_compile=True": lambda plan: plan.jit_compile,
+    "wait_free=False": lambda plan: not plan.wait_free,
+}
+"""Options of `REFUSED`, and whether a plan has them."""
+
+
+def refused(plan: Plan, option: str) -> str:
+    """Returns why a plan can't have one of the options of `REFUSED`; an empty text if it can."""
+    for pair in REFUSED:
+        if option in pair[:2] and _HAS[pair.other if pair.option == option else pair.option](plan):
+            return pair.reason
+    return ""
+
+
 def check_stages(plan: Plan) -> None:
-    """Checks cuts, devices and the options with an entry for each stage.
+    """Checks cuts, devices and the options of stages.
 
     Raises:
         PlanError: one is wrong; the text says what, where, and what to change.
     """
-    stages = len(plan.cuts) + 1
-    of_stages = counted(stages, "stage")
-    if len(plan.devices) != stages:
-        raise PlanError(
-            f"cuts make {of_stages}, but devices has {counted(len(plan.devices), 'list')}; give one list for each stage"
-        )
+    of_stages = counted(plan.num_stages, "stage")
+    for number, stage in enumerate(plan.stages):
+        if (stage.cut is None) != (number == plan.num_stages - 1):
+            raise PlanError(
+                f"stage {number} of {of_stages} has cut {stage.cut!r}; name one for each, None for the last"
+            )
+        for name in ("operator_devices", "task_seconds"):
+            if (getattr(stage, name) is None) != (getattr(plan.stages[0], name) is None):
+                raise PlanError(f"only one of stages 0 and {number} has {name}; give them for each stage, or for none")
+        if not stage.devices:
+            raise PlanError(f"stage {number} has no devices; give it at least one")
+        _check_devices(f"stage {number}", stage.devices)
     for cut, count in Counter(plan.cuts).items():
         if count > 1:
-            positions = [stage for stage, name in enumerate(plan.cuts) if name == cut]
+            positions = [place for place, name in enumerate(plan.cuts) if name == cut]
             raise PlanError(
                 f"stages {positions[0]} and {positions[1]} are both cut after layer {cut!r}; name each layer once"
             )
@@ -44,25 +97,10 @@ def check_stages(plan: Plan) -> None:
         if count > 1 or cut in plan.cuts:
             where = "backward_cuts twice" if count > 1 else "both cuts and backward_cuts"
             raise PlanError(f"layer {cut!r} is in {where}; a stage ends where it is cut, so name each layer once")
-    for stage, devices in enumerate(plan.devices):
-        if not devices:
-            raise PlanError(f"stage {stage} has no devices; give it at least one")
-        _check_devices(f"stage {stage}", devices)
-    if plan.shares is not None and list(map(len, plan.shares)) != list(plan.replicas):
+    if not 0 <= plan.reverse_first_k <= plan.num_stages:
         raise PlanError(
-            f"shares has {list(map(len, plan.shares))} numbers for stages of {list(plan.replicas)} replicas; give one "
-            f"for each replica"
+            f"reverse_first_k is {plan.reverse_first_k}; with {of_stages} it must be 0 to {plan.num_stages}"
         )
-    if plan.task_seconds is not None and len(plan.task_seconds) != stages:
-        raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {of_stages}; give one for each")
-    for what, names in (("all_reduce", plan.all_reduce), ("recompute", plan.recompute)):
-        if not isinstance(names, str) and len(names) != stages:
-            raise PlanError(f"{what} has {len(names)} entries for {of_stages}; give one for each, or one for all")
-    if not 0 <= plan.reverse_first_k <= stages:
-        raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {of_stages} it must be 0 to {stages}")
-    for relay in plan.relays:
-        if not 0 <= relay < stages:
-            raise PlanError(f"relays has stage {relay}; with {of_stages} they are numbered 0 to {stages - 1}")
     if plan.carried_updates < 0:
         raise PlanError(f"carried_updates is {plan.carried_updates}; it must be 0 or more")
     if plan.operator_devices is not None:
@@ -70,12 +108,7 @@ def check_stages(plan: Plan) -> None:
 
 
 def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Checks the groups of devices on which replicas place operators, and that no option doesn't go with placing."""
-    if len(operator_devices) != len(plan.devices):
-        raise PlanError(
-            f"operator_devices has {counted(len(operator_devices), 'list')} for {counted(len(plan.devices), 'stage')}; "
-            f"give one for each"
-        )
+    """Checks the groups of devices on which replicas place operators."""
     users: dict[int, int] = {}
     for stage, (own, groups) in enumerate(zip(plan.devices, operator_devices, strict=True)):
         if len(groups) != len(own):
@@ -102,20 +135,6 @@ def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[Sequ
                     f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
                     f"devices of its own"
                 )
-    without: dict[str, object] = {"backward_cuts": (), "relays": (), "optimizer_shards": False, "row_shards": False}
-    if max(plan.replicas) > 1:
-        without |= {"all_reduce": "flat"}
-    for name, value in without.items():
-        if getattr(plan, name) != value:
-            raise PlanError(
-                f"operators can't be placed one by one with {name}={getattr(plan, name)!r}; set {name}={value!r}, or "
-                f"leave operator_devices out"
-            )
-    if plan.jit_compile and all(len(groups[0]) > 1 for groups in operator_devices):
-        raise PlanError(
-            "jit_compile=True compiles stages of one device, but every stage places its operators on several; leave "
-            "jit_compile out"
-        )
 
 
 def check_batches(plan: Plan) -> None:
@@ -144,10 +163,9 @@ def check_batches(plan: Plan) -> None:
                 f"{counted(smallest, 'sample')} (global batch {batch}): use {fewer}at most "
                 f"{counted(smallest, 'replica')}, or a global batch of at least {replicas * count}"
             )
-        for replica, part in enumerate(plan.slices(stage, Interval(0, smallest)) if plan.shares is not None else ()):
+        for replica, part in enumerate(plan.slices(stage, Interval(0, smallest)) if plan.stages[stage].shares else ()):
             if not part.size:
-                assert plan.shares is not None
-                own = plan.shares[stage]
+                own = plan.stages[stage].shares or ()
                 raise PlanError(
                     f"replica {replica} of stage {stage} gets no sample of a micro-batch of {smallest}: its share is "
                     f"{own[replica]} of {sum(own)}. Raise its share, leave its device {plan.devices[stage][replica]} "
@@ -171,11 +189,9 @@ def check_options(plan: Plan) -> None:
         )
     if plan.bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
-    if plan.backward_cuts and not plan.wait_free:
-        raise PlanError(
-            f"backward_cuts are {list(plan.backward_cuts)}, for gradients to be reduced early, but wait_free is False; "
-            f"set it to True, or leave backward_cuts out"
-        )
+    for option, other, reason in REFUSED:
+        if _HAS[option](plan) and _HAS[other](plan):
+            raise PlanError(f"no plan has {option} and {other}: {reason}. Leave one of them out")
     for stage, count in enumerate(plan.warm_up or ()):
         if count > plan.micro_batches:
             raise PlanError(

@@ -27,9 +27,11 @@ def header(plan: Plan) -> str:
 
 def recompute_text(plan: Plan) -> str:
     """Returns what backwards recompute: ``boundary``, or ``boundary (stages 0-2), none (stage 3)``."""
-    if isinstance(plan.recompute, str):
-        return plan.recompute
-    stages = {mode: [stage for stage, own in enumerate(plan.recompute) if own == mode] for mode in plan.recompute}
+    stages: dict[str, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        stages.setdefault(stage.recompute, []).append(number)
+    if len(stages) == 1:
+        return plan.stages[0].recompute
     return ", ".join(f"{mode} (stage{'s' * (len(own) > 1)} {ranges(own)})" for mode, own in stages.items())
 
 
@@ -58,11 +60,11 @@ def rows(plan: Plan) -> list[list[str]]:
 def remarks(plan: Plan) -> list[str]:
     """Returns lines about what the rows don't have, and the report."""
     cut = [f"last backwards in pieces, cut after {', '.join(plan.backward_cuts)}"] if plan.backward_cuts else []
-    if plan.all_reduce != "flat":
-        algorithms = [plan.all_reduce] if isinstance(plan.all_reduce, str) else plan.all_reduce
-        cut.append(f"all-reduce {', '.join(algorithms)}")
-    cut += ["replicas update shards of their parameters"] if plan.optimizer_shards else []
-    cut += ["replicas keep and update shards of the rows of embeddings"] if plan.row_shards else []
+    algorithms = [stage.all_reduce for stage in plan.stages]
+    if set(algorithms) != {"flat"}:
+        cut.append(f"all-reduce {', '.join(algorithms if len(set(algorithms)) > 1 else algorithms[:1])}")
+    cut += ["replicas update shards of their parameters"] if "optimizer" in plan.shards else []
+    cut += ["replicas keep and update shards of the rows of embeddings"] if "rows" in plan.shards else []
     cut += [f"stages {ranges(plan.relays)} hand on what they read"] if plan.relays else []
     return [*cut, *([] if plan.report is None else str(plan.report).splitlines())]
 

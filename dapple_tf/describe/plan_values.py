@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +17,9 @@ RECOMPUTE_MODES = ("none", "boundary", "min_cut")
 """What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest."""
 REDUCTION_ORDERS = ("completion", "first_layers")
 """Orders of the all-reduces of carried updates: that of their gradients, or that of the layers."""
+
+SHARDS = ("optimizer", "rows")
+"""What replicas can keep in shards: the optimizer's slots, and rows of embeddings."""
 
 
 class PlanError(ValueError):
@@ -77,26 +79,12 @@ def device_groups(groups: object, what: str = "operator_devices") -> tuple[tuple
     return tuple(stages)
 
 
-def algorithms(all_reduce: object) -> str | tuple[str, ...]:
-    """Returns the algorithm of all stages' all-reduces, or one for each stage, as names.
+def names_of_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns a name for all stages, or a list with one for each as a tuple; ``what`` names the option in errors.
 
     Raises:
-        PlanValueError: one doesn't exist.
+        PlanValueError: a name isn't known.
     """
-    return _for_stages("all_reduce", all_reduce, ALL_REDUCE)
-
-
-def recompute_modes(recompute: object) -> str | tuple[str, ...]:
-    """Returns what all stages recompute, or a mode for each stage, as names.
-
-    Raises:
-        PlanValueError: a mode doesn't exist.
-    """
-    return _for_stages("recompute", recompute, RECOMPUTE_MODES)
-
-
-def _for_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns a name for all stages, or a list with one for each as a tuple; ``what`` names the field in errors."""
     single = isinstance(value, str)
     names = (value,) if single else _entries(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
     for name in names:
@@ -106,7 +94,7 @@ def _for_stages(what: str, value: object, known: tuple[str, ...]) -> str | tuple
 
 
 def share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
-    """Returns the shares of each stage's replicas as tuples in lowest terms.
+    """Returns the shares of each stage's replicas as tuples.
 
     Raises:
         PlanValueError: a stage's shares aren't whole numbers of at least 1.
@@ -118,19 +106,8 @@ def share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
             raise PlanValueError(
                 f"shares of stage {stage} are {short(list(numbers))}; give each replica a whole number of at least 1"
             )
-        common = math.gcd(*numbers)
-        stages.append(tuple(number // common for number in numbers))
+        stages.append(numbers)
     return tuple(stages)
-
-
-def replica_shares(shares: object) -> tuple[tuple[int, ...], ...] | None:
-    """Returns `share_lists`; None if all shares of each stage are equal.
-
-    Raises:
-        PlanValueError: as `share_lists`.
-    """
-    stages = share_lists(shares)
-    return stages if any(len(set(numbers)) > 1 for numbers in stages) else None
 
 
 def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:

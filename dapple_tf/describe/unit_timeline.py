@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dapple_tf.schedules.schedule_request import ScheduleError
@@ -15,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
-    """Returns a plan's step if tasks take ``plan.task_seconds``, by default F = Bx = Bw = 1 and B = 2, and all else 0.
+    """Returns a plan's step if tasks take `StagePlan.task_seconds`, by default F = Bx = Bw = 1 and B = 2.
+
+    All else takes no time.
 
     Args:
         plan: the plan.
@@ -36,7 +37,7 @@ def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
         spans,
         plan.device_labels(),
         samples=sum(split_evenly(plan.global_batch_size, plan.micro_batches)[:count]),
-        unit="F" if plan.task_seconds is None else "s",
+        unit="F" if plan.stages[0].task_seconds is None else "s",
     )
 
 
@@ -45,7 +46,7 @@ class _Order:
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._seconds: Sequence[Sequence[float]] = plan.task_seconds or [(1.0, 1.0, 1.0)] * plan.num_stages
+        self._seconds = [stage.task_seconds or (1.0, 1.0, 1.0) for stage in plan.stages]
         micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self._slices = [[plan.slices(stage, part) for part in micro_batches] for stage in range(plan.num_stages)]
         self._spans: dict[Task, Span] = {}

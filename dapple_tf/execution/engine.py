@@ -88,9 +88,9 @@ class Engine:
             raise DappleError(
                 "this cluster is a description without real devices: it can be planned for, not trained on"
             )
-        if plan.optimizer_shards or plan.row_shards:
-            check_shards(model.optimizer, "optimizer_shards" if plan.optimizer_shards else "row_shards")
-        apart = plan.num_stages > 1 or plan.optimizer_shards or plan.row_shards
+        if plan.shards:
+            check_shards(model.optimizer, "optimizer_shards" if "optimizer" in plan.shards else "row_shards")
+        apart = plan.num_stages > 1 or bool(plan.shards)
         if apart:
             check_clipping(model.optimizer)
         if plan.carried_updates and apart and needs_all_gradients(model.optimizer):

@@ -65,7 +65,7 @@ def residuals_held(
 def _samples(plan: Plan, layout: Layout, stage: int, device: int) -> int:
     """Returns the samples of a stage's largest slice, if replicas have shares: of those on a device."""
     slices = layout.slices(stage, 0)
-    if plan.shares is not None:
+    if any(own.shares for own in plan.stages):
         slices = tuple(part for own, part in zip(plan.devices[stage], slices, strict=True) if own == device)
     return max(interval.size for interval in slices)
 

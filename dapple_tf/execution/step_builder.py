@@ -144,7 +144,7 @@ class StepBuilder:
         with self._timing.part("capture optimizer"):
             updates = self.passes.updates(model, table, program) if mode is Mode.TRAIN else ()
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
-        if self._plan.row_shards and updates:
+        if "rows" in self._plan.shards and updates:
             self._tell_whole_tables(program, updates)
         if mode is Mode.TRAIN and training and not spec.uncut:
             self.notes.take(notes_of(program, slices, self._plan.micro_batches))

@@ -79,7 +79,7 @@ class StepPasses:
 
     def shards(self, stages: Sequence[int]) -> int:
         """Returns into how many shards the devices of a parameter group divide what its optimizer keeps."""
-        if not (self.plan.optimizer_shards or self.plan.row_shards):
+        if not self.plan.shards:
             return 1
         return len({device for stage in stages for device in self.devices[stage]})
 
@@ -91,7 +91,7 @@ class StepPasses:
             table,
             program,
             self.shards,
-            dense=plan.optimizer_shards,
+            dense="optimizer" in plan.shards,
             compiled=plan.compiled,
         )
 
@@ -144,7 +144,7 @@ class StepPasses:
         batch, micro_batches = self.plan.global_batch_size, self.plan.micro_batches
         if samples > batch:
             micro_batches, batch = -(-samples * micro_batches // batch), samples
-        return Layout(self.devices, samples, batch, micro_batches, self.plan.shares)
+        return Layout(self.devices, samples, batch, micro_batches, self.plan.options["shares"])
 
     def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
         """Returns the parameter groups updated during the next step's forward pass, in the order of their reduction."""
@@ -279,8 +279,9 @@ class StagesAsked(NamedTuple):
         fuse = passes.uninterrupted if self.training and plan.compiled else frozenset()
         replicas = [len(devices) for devices in plan.devices]
         counted = bool(limited_devices(plan, passes.cluster))
-        options = plan.recompute, plan.compiled, self.training, self.prefix, plan.split_stages
-        keepers = passes.devices if plan.row_shards else None
+        modes = [stage.recompute for stage in plan.stages]
+        options = modes, plan.compiled, self.training, self.prefix, plan.split_stages
+        keepers = passes.devices if "rows" in plan.shards else None
         # XLA compiles seeds into its kernels, and operators that are placed one by one have hosts of their own.
         on_gpus = frozenset() if plan.compiled else passes.on_gpus - plan.flat_stages
         return Partition(
@@ -376,7 +377,7 @@ class StepAsked(NamedTuple):
             spread=plan.spread_stages,
             all_reduces=AllReduceRules(
                 collective_hint(cluster),
-                frozenset(stage for stage in range(plan.num_stages) if plan.all_reduce_of([stage]) == "hierarchical"),
+                frozenset(number for number, stage in enumerate(plan.stages) if stage.all_reduce == "hierarchical"),
                 {device.name: device.server for device in cluster.devices},
             ),
         )

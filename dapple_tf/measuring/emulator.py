@@ -137,7 +137,7 @@ def emulate(
             f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "
             f"emulated; simulate it, or emulate it with carried_updates=0"
         )
-    if plan.row_shards:
+    if "rows" in plan.shards:
         raise EmulationError(
             "the plan keeps rows of embeddings in shards, whose lookups before forwards can't be emulated; simulate "
             "it, or emulate it with row_shards=False"

@@ -50,26 +50,21 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
     cuts = [profile.layers[end - 1].name for ends in parts for end in ends][:-1]
     origin = [stage for stage, ends in enumerate(parts) for _ in ends]  # the stage of each chunk
     ranges = list(itertools.pairwise([0, *(end for ends in parts for end in ends)]))
-    seconds = plan.task_seconds
-    if seconds is not None:
-        whole = [_time(profile, start, stop) or 1.0 for start, stop in itertools.pairwise(bounds)]
-        shares = [_time(profile, *part) / whole[stage] for part, stage in zip(ranges, origin, strict=True)]
-        seconds = tuple(
-            (share * seconds[s][0], share * seconds[s][1], share * seconds[s][2])
-            for share, s in zip(shares, origin, strict=True)
-        )
+    whole = [_time(profile, start, stop) or 1.0 for start, stop in itertools.pairwise(bounds)]
+    stages = []
+    for end, stage, part in zip([*cuts, None], origin, ranges, strict=True):
+        own = plan.stages[stage]
+        if own.task_seconds is not None:
+            share = _time(profile, *part) / whole[stage]
+            forward, input_grad, weight_grad = own.task_seconds
+            own = dataclasses.replace(own, task_seconds=(share * forward, share * input_grad, share * weight_grad))
+        stages.append(dataclasses.replace(own, cut=end, relays=False))
     return dataclasses.replace(
         plan,
-        cuts=tuple(cuts),
-        devices=tuple(plan.devices[stage] for stage in origin),
+        stages=tuple(stages),
         warm_up=None if plan.warm_up is None else tuple(plan.warm_up[stage] for stage in origin),
-        all_reduce=tuple(plan.all_reduce_of([stage]) for stage in origin),
-        recompute=tuple(map(plan.recompute_of, origin)),
-        shares=None if plan.shares is None else tuple(plan.shares[stage] for stage in origin),
         reverse_first_k=sum(stage < plan.reverse_first_k for stage in origin),
-        task_seconds=seconds,
         backward_cuts=(),
-        relays=(),
         report=None,
     )
 

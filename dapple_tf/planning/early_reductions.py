@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_checks import refused
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Trial, tried
@@ -43,7 +44,7 @@ def reduced_early(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     """
     Plan.check("plan", plan)
     bare = dataclasses.replace(plan, backward_cuts=(), report=None)
-    if not plan.wait_free or plan.operator_devices is not None:
+    if refused(plan, "backward_cuts"):
         return bare
     costs = CostModel(bare, profile, cluster)
     whole = tried(costs)
@@ -72,8 +73,7 @@ def early_reductions(costs: CostModel) -> Iterator[Plan]:
     """
     cuts: list[str] = []
     count = 0
-    possible = costs.plan.wait_free and costs.plan.operator_devices is None
-    for stage in range(len(costs.stages)) if possible else ():
+    for stage in () if refused(costs.plan, "backward_cuts") else range(len(costs.stages)):
         own = _cuts(costs, stage)
         cuts += own
         count += bool(own)

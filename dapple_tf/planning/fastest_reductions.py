@@ -41,7 +41,4 @@ def with_fastest_reductions(costs: CostModel, algorithms: Sequence[str] = ALL_RE
         min(algorithms, key=lambda name: seconds[stage][name]) if stage in seconds else algorithms[0]
         for stage in range(plan.num_stages)
     ]
-    all_reduce = fastest[0] if len(set(fastest)) == 1 else tuple(fastest)
-    if all_reduce == plan.all_reduce:
-        return costs
-    return costs.reducing(all_reduce)
+    return costs if fastest == [stage.all_reduce for stage in plan.stages] else costs.reducing(fastest)

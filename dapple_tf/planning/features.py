@@ -48,11 +48,15 @@ def has_several_stages(plan: Plan) -> bool:
 
 
 FEATURES = (
-    Feature("recompute", "backwards recompute what memory is short for", lambda plan: plan.recompute != "none"),
+    Feature(
+        "recompute",
+        "backwards recompute what memory is short for",
+        lambda plan: any(stage.recompute != "none" for stage in plan.stages),
+    ),
     Feature(
         "stage_recompute",
-        "each stage recomputes only what its own memory is short for (`Plan.recompute`)",
-        lambda plan: not isinstance(plan.recompute, str),
+        "each stage recomputes only what its own memory is short for (`StagePlan.recompute`)",
+        lambda plan: len({stage.recompute for stage in plan.stages}) > 1,
         needs="recompute",
     ),
     Feature("several_stages", "devices have several stages each", has_several_stages),
@@ -60,7 +64,11 @@ FEATURES = (
         "pieces", "last backwards are cut into pieces (`Plan.backward_cuts`)", lambda plan: bool(plan.backward_cuts)
     ),
     Feature("relays", "stages hand on what several later ones read (`Plan.relays`)", lambda plan: bool(plan.relays)),
-    Feature("shares", "slices are in proportion to devices' speeds (`Plan.shares`)", lambda plan: bool(plan.shares)),
+    Feature(
+        "shares",
+        "slices are in proportion to devices' speeds (`StagePlan.shares`)",
+        lambda plan: any(stage.shares for stage in plan.stages),
+    ),
     Feature("chunks", "replicated stages are cut into chunks (`chunked`)", has_chunks),
     Feature(
         "first_k",

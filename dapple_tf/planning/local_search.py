@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_values import PlanValueError, device_lists
 from dapple_tf.describe.profile import Profile
-from dapple_tf.planning.plan_request import Changes, Move, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, Changes, Move, PlanRequest
 from dapple_tf.planning.recompute_modes import modes_on
 
 logger = logging.getLogger(__name__)
@@ -21,14 +20,14 @@ _GROUPS = 4
 """Number of groups of like devices whose unused devices are tried."""
 _MOST_CHANGES = 1000
 """The most changes of one plan that are taken from a move: it may yield them without end."""
-_NOT_BY_MOVES = frozenset({"global_batch_size", "backward_cuts", "all_reduce", "relays", "report"})
-"""Fields that moves don't change: the user's, and those that the planner fills in when it has simulated a plan."""
+_NOT_BY_MOVES = {"global_batch_size", *FOUND_LAST}
+"""Options that moves don't change: the user's, and those that the planner finds last."""
 
 NOT_BY_OWN_MOVES = (
     *("warm_up", "reverse_first_k", "bucket_bytes", "wait_free", "carried_updates", "task_seconds", "jit_compile"),
     *("operator_devices", "shares"),
 )
-"""Fields that follow from the others, or that the planner's own moves leave alone."""
+"""Options that follow from the others, or that the planner's own moves leave alone."""
 
 
 def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
@@ -39,7 +38,7 @@ def neighbours(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
         request: the profile, the cluster, and what may be chosen from.
 
     Raises:
-        PlanError: a move yields something else than changes of a plan's fields, or a value that no plan has there.
+        PlanError: a move yields something else than changes of a plan's options, or a value that no plan has there.
     """
     for move in MOVES:
         yield from _legal(plan, request, move(plan, request))
@@ -51,8 +50,7 @@ def _legal(plan: Plan, request: PlanRequest, moves: Iterable[Changes]) -> Iterat
     for changes in moves:
         try:
             modes = modes_on(plan, device_lists(changes.get("devices", plan.devices)))
-            follows = {"backward_cuts": (), "all_reduce": "flat", "relays": (), "shares": None, "recompute": modes}
-            neighbour = dataclasses.replace(plan, **(follows | dict(changes)))
+            neighbour = plan.with_options(**{**FOUND_LAST, "shares": None, "recompute": modes, **changes})
             if "shares" not in changes:
                 neighbour = request.shared(neighbour)
         except PlanValueError:
@@ -104,14 +102,14 @@ def _called(move: Move, name: str, plan: Plan, request: PlanRequest) -> Iterable
     return made
 
 
-_YIELD = "let it yield dicts of a plan's fields, such as {'micro_batches': 8}"
+_YIELD = "let it yield dicts of a plan's options, such as {'micro_batches': 8}"
 
 
 def _check_changes(name: str, plan: Plan, request: PlanRequest, changes: object) -> None:
-    """Checks that what an own move yields is fields of a plan, and layers of the model."""
+    """Checks that what an own move yields is options of a plan, and layers of the model."""
     if not isinstance(changes, Mapping):
         raise PlanError(f"move {name} yields {short(changes)}; {_YIELD}")
-    fields = {field.name for field in dataclasses.fields(plan)} - _NOT_BY_MOVES
+    fields = plan.options.keys() - _NOT_BY_MOVES
     if not changes.keys() <= fields:
         raise PlanError(
             f"move {name} changes {', '.join(sorted(map(str, changes.keys() - fields)))}; a move may change "
@@ -197,7 +195,7 @@ def split_stages(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
 def equal_shares(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
     """Gives all replicas of a stage the same share, which may need fewer messages or less memory."""
     del request
-    if plan.shares is not None:
+    if any(stage.shares for stage in plan.stages):
         yield {"shares": None}
 
 

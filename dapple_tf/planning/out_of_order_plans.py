@@ -21,7 +21,7 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
 from dapple_tf.planning.recompute_modes import modes_on
 from dapple_tf.planning.stage_cuts import by_device, by_time
 from dapple_tf.schedules.policy import Policy
@@ -32,12 +32,12 @@ from graph_passes.ir.tasks import Phase, Task
 _MOST_PER_DEVICE = 12
 """The most stages on a device that are tried."""
 _DIGITS = 3
-"""Digits of `Plan.task_seconds`: enough to order tasks, few enough to read."""
+"""Digits of `StagePlan.task_seconds`: enough to order tasks, few enough to read."""
 
 
 def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
     """Returns the plan, with its stages' times relative to the longest if its policy orders tasks by them."""
-    plan = dataclasses.replace(plan, task_seconds=None)
+    plan = plan.with_options(task_seconds=None)
     if not plan.policy.planning.by_seconds:
         return plan
     seconds = CostModel(plan, request.profile, request.cluster).task_seconds
@@ -46,7 +46,7 @@ def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
     def rounded(number: float) -> float:
         return float(f"{number / longest:.{_DIGITS}g}")
 
-    return dataclasses.replace(plan, task_seconds=tuple((rounded(f), rounded(x), rounded(w)) for f, x, w in seconds))
+    return plan.with_options(task_seconds=tuple((rounded(f), rounded(x), rounded(w)) for f, x, w in seconds))
 
 
 def largest_reverse_first_k(plan: Plan, profile: Profile, cluster: Cluster) -> int:
@@ -211,9 +211,9 @@ def _one_group_per_device(plan: Plan) -> bool:
 def _legal(base: Plan, request: PlanRequest, **changes: Any) -> Iterator[Plan]:
     """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
-        dropped: dict[str, Any] = {"task_seconds": None, "backward_cuts": (), "all_reduce": "flat", "relays": ()}
-        dropped |= {"shares": None, "report": None, "recompute": modes_on(base, changes.get("devices", base.devices))}
-        plan = request.shared(dataclasses.replace(base, **(dropped | changes)))
+        dropped = {**FOUND_LAST, "task_seconds": None, "shares": None}
+        dropped |= {"recompute": modes_on(base, changes.get("devices", base.devices))}
+        plan = request.shared(base.with_options(**(dropped | changes)))
         if isinstance(request.reverse_first_k, int):
             k = min(request.reverse_first_k, plan.num_stages)
             plan = dataclasses.replace(plan, reverse_first_k=k)

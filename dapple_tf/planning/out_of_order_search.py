@@ -23,7 +23,7 @@ from dapple_tf.planning.out_of_order_plans import (
     with_chunks,
     with_task_seconds,
 )
-from dapple_tf.planning.plan_request import AUTO, PlanRequest
+from dapple_tf.planning.plan_request import AUTO, FOUND_LAST, PlanRequest
 from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
@@ -99,7 +99,7 @@ class OutOfOrderSearch:
             bases: plans of DAPPLE's, the best first.
         """
         self._baseline(bases)
-        mode = leanest(map(bases[0].recompute_of, range(bases[0].num_stages)))
+        mode = leanest(stage.recompute for stage in bases[0].stages)
         starts = dict.fromkeys([*bases, *even_plans(self.request, mode)])
         # DAPPLE's best plan first, to know what there is to gain.
         ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
@@ -235,7 +235,7 @@ class OutOfOrderSearch:
             if start is None:
                 return
             tried.add(start.plan)
-            bare = dataclasses.replace(start.plan, task_seconds=None)
+            bare = start.plan.with_options(task_seconds=None)
             for plan in neighbours(bare, self.request):
                 if self.work >= allowed:
                     return
@@ -301,8 +301,7 @@ class OutOfOrderSearch:
 
         It isn't when this share of the work is done, or when no order could make it faster than the fastest.
         """
-        # What follows from the rest of a plan is found out anew.
-        plan = self.handed_on(dataclasses.replace(plan, backward_cuts=(), all_reduce="flat", report=None))
+        plan = self.handed_on(plan.with_options(**FOUND_LAST))
         if plan in self.choices:
             return self.choices[plan]
         if self.work > share * self.allowed and self.fastest < math.inf and not certainly:

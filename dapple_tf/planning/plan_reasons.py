@@ -161,8 +161,8 @@ def shortage(request: PlanRequest) -> str:
     need, limit = short[0].peak(in_flight), short[1]
     text = (
         f"no plan fits the memory of {counted(devices, 'device')}: the one that comes nearest, "
-        f"{shape(costs.plan)}, recompute {costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
-        f"({gib(short[0].stored)} for weights, gradients and optimizer), {gib(over)} more than "
+        f"{shape(costs.plan)}, recompute {costs.plan.options['recompute']!r}: stage {stage} needs {gib(need)} on each "
+        f"device ({gib(short[0].stored)} for weights, gradients and optimizer), {gib(over)} more than "
         f"the {gib(limit)} there are"
     )
     fixes = []

@@ -37,8 +37,10 @@ _MOST_MICRO_BATCHES = 64
 """The most micro-batches that are tried by default."""
 
 
+FOUND_LAST: Mapping[str, Any] = {"backward_cuts": (), "all_reduce": "flat", "relays": ()}
+"""Options that the planner finds when the rest of a plan is known, as they are before."""
 Changes = Mapping[str, Any]
-"""The fields of a plan that a move changes, as `dataclasses.replace` takes them."""
+"""The options of a plan that a move changes, as `Plan.with_options` takes them."""
 Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]
 """Yields small changes to a plan, for the planner's local search. Those that make no legal plan are skipped."""
 
@@ -61,8 +63,8 @@ class PlanRequest:
         features: the names of the features that plans may have, see `dapple_tf.planning.features`.
         least_gain: the fraction of its time that a plan must gain over a simpler one.
         moves: the user's own moves of the local search, besides the built-in ones.
-        optimizer_shards: whether plans have `Plan.optimizer_shards`; None for where memory requires it.
-        row_shards: whether plans have `Plan.row_shards`.
+        optimizer_shards: whether `Plan.shards` has ``optimizer``; None for where memory requires it.
+        row_shards: whether it has ``rows``.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -156,7 +158,7 @@ class PlanRequest:
             )
         for move in self.moves:
             if not callable(move):
-                raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")
+                raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's options")
         if (
             isinstance(self.least_gain, bool)
             or not isinstance(self.least_gain, int | float)

@@ -31,7 +31,7 @@ from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, LEAST_GAIN, Move, PlanRequest
 from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
@@ -123,9 +123,9 @@ def plan(
             ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
             ``plan.report.restraints`` says what those of the chosen plan cost besides time.
         optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
-            (`Plan.optimizer_shards`), which optimizers that update each element by itself allow; None lets them where
+            (`Plan.shards`), which optimizers that update each element by itself allow; None lets them where
             nothing fits otherwise.
-        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.row_shards`).
+        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.shards`).
         moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
@@ -152,6 +152,29 @@ def plan(
         row_shards=row_shards,
     )
     return find(request)
+
+
+def plan_anew(known: Plan, profile: Profile, cluster: Cluster, only: Iterable[str] | None = None) -> Plan:
+    """Finds a plan for the batch of another one, compiled and with shards as that.
+
+    Args:
+        known: the other plan.
+        profile: as in `plan`, like the others.
+        cluster: likewise.
+        only: likewise.
+
+    Raises:
+        PlanError: as `plan`.
+    """
+    return plan(
+        profile,
+        cluster,
+        known.global_batch_size,
+        jit_compile=known.jit_compile,
+        only=only,
+        optimizer_shards="optimizer" in known.shards,
+        row_shards="rows" in known.shards,
+    )
 
 
 @without_collection
@@ -453,8 +476,8 @@ class _Planner:
         if plan.num_stages == 1 and plan.policy.planning.formula:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         # Only moves of the user's own change these, except shares.
-        others = tuple(getattr(plan, name) for name in NOT_BY_OWN_MOVES)
-        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute, *others)
+        others = tuple(plan.options[name] for name in ("recompute", *NOT_BY_OWN_MOVES))
+        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, *others)
         if key in self.choices and (self.choices[key] is not None or not certainly):
             return self.choices[key]
         costs = self.request.costs(plan)
@@ -465,11 +488,11 @@ class _Planner:
             self.work += 20
         else:
             # Another of DAPPLE's policies with the same K is the same schedule.
-            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, plan.recompute, *others)
+            alias = (*key[:3], warm_up if plan.policy.planning.formula else plan.policy, *others)
             known = self.choices.get(alias)
             if known is not None:
-                follows = {name: getattr(known.plan, name) for name in ("backward_cuts", "all_reduce", "relays")}
-                same = dataclasses.replace(plan, **follows)
+                follows = {name: known.plan.options[name] for name in FOUND_LAST}
+                same = plan.with_options(**follows)
                 choice = dataclasses.replace(known, plan=same)
             elif certainly or alias not in self.choices:
                 trial = tried(costs, math.inf if certainly else self.fastest * _NEAR)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan
-from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.simulation.stage_cost import stage_cost
 
@@ -21,7 +20,7 @@ def leanest(modes: Iterable[str]) -> str:
     return max(modes, key=_BY_BYTES.index)
 
 
-def modes_on(plan: Plan, devices: Sequence[Sequence[int]]) -> str | tuple[str, ...]:
+def modes_on(plan: Plan, devices: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """Returns what stages recompute that take the place of a plan's stages.
 
     Equally many stages recompute what the plan's do. Otherwise a stage keeps as little as the leanest of the plan's
@@ -31,16 +30,17 @@ def modes_on(plan: Plan, devices: Sequence[Sequence[int]]) -> str | tuple[str, .
         plan: the plan.
         devices: the devices of each new stage.
     """
-    if isinstance(plan.recompute, str) or len(devices) == plan.num_stages:
-        return plan.recompute
+    every = tuple(stage.recompute for stage in plan.stages)
+    if len(devices) == plan.num_stages:
+        return every
     modes: list[str] = []
     for group in devices:
-        before = [plan.recompute[stage] for stage, own in enumerate(plan.devices) if not {*own}.isdisjoint(group)]
-        modes.append(leanest(before or plan.recompute))
+        before = [stage.recompute for stage in plan.stages if not {*stage.devices}.isdisjoint(group)]
+        modes.append(leanest(before or every))
     return tuple(modes)
 
 
-def modes_by_memory(plan: Plan, request: PlanRequest) -> str | tuple[str, ...]:
+def modes_by_memory(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
     """Returns for each stage the mode that keeps most among those that don't limit its micro-batches in flight.
 
     Stages from the last to the first have ever more micro-batches in flight, so that the last ones may keep what the
@@ -54,11 +54,11 @@ def modes_by_memory(plan: Plan, request: PlanRequest) -> str | tuple[str, ...]:
     wanted = plan.warm_up_counts()
     modes = [allowed[-1]] * plan.num_stages
     for mode in reversed(allowed[:-1]):
-        holds = request.costs(dataclasses.replace(plan, recompute=mode, backward_cuts=())).holds
+        holds = request.costs(plan.with_options(recompute=mode)).holds
         if holds is None:
-            return allowed[0]
+            return (allowed[0],) * plan.num_stages
         modes = [mode if count >= most else own for own, count, most in zip(modes, holds, wanted, strict=True)]
-    return modes[0] if len(set(modes)) == 1 else tuple(modes)
+    return tuple(modes)
 
 
 def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
@@ -77,8 +77,8 @@ def evened(plan: Plan, request: PlanRequest) -> tuple[str, ...]:
 
     paces = {mode: seconds("none") / seconds(mode) if seconds(mode) else 1.0 for mode in request.modes}
     speeds = [
-        paces[plan.recompute_of(stage)] * sum(request.cluster.devices[device].speed for device in devices)
-        for stage, devices in enumerate(plan.devices)
+        paces[stage.recompute] * sum(request.cluster.devices[device].speed for device in stage.devices)
+        for stage in plan.stages
     ]
     return tuple(by_time(profile, plan.num_stages, speeds))
 
@@ -87,15 +87,15 @@ def recomputing_by_stage(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """Yields plans whose stages keep what their own memory suffices for, some with more layers for those that do."""
     if not request.allows("stage_recompute") or len(request.modes) == 1:
         return
-    plan = dataclasses.replace(plan, backward_cuts=(), all_reduce="flat", relays=(), shares=None, report=None)
+    plan = plan.with_options(**FOUND_LAST, shares=None)
     used = [device for devices in plan.devices for device in devices]
     for _ in range(_EVENED):
         modes = modes_by_memory(plan, request)
-        if modes == plan.recompute:
+        if modes == tuple(stage.recompute for stage in plan.stages):
             return
-        plan = request.shared(dataclasses.replace(plan, recompute=modes))
+        plan = request.shared(plan.with_options(recompute=modes))
         yield plan
         if len(set(used)) < len(used):
             return  # Where devices have several stages, cuts are the policy's concern.
-        plan = request.shared(dataclasses.replace(plan, cuts=evened(plan, request)))
+        plan = request.shared(plan.with_options(cuts=evened(plan, request)))
         yield plan

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_checks import refused
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.plan_request import PlanRequest
@@ -41,12 +41,12 @@ class RelayGuess:
             PlanError: the plan doesn't fit the cluster, or cuts after layers that the profile lacks.
         """
         relays: tuple[int, ...] = ()
-        if self._several and self._request.allows("relays") and plan.num_stages > 2 and plan.operator_devices is None:
+        if self._several and self._request.allows("relays") and plan.num_stages > 2 and not refused(plan, "relays"):
             key = (plan.cuts, plan.devices)
             if key not in self._known:
                 self._known[key] = self._relays(plan)
             relays = self._known[key]
-        return plan if plan.relays == relays else dataclasses.replace(plan, relays=relays)
+        return plan if plan.relays == relays else plan.with_options(relays=relays)
 
     def _relays(self, plan: Plan) -> tuple[int, ...]:
         profile, cluster = self._request.profile, self._request.cluster
@@ -55,7 +55,7 @@ class RelayGuess:
             stage_of = profile.stage_of_layers(plan.cuts)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        direct = legs_of(profile, dataclasses.replace(plan, relays=()), stage_of)
+        direct = legs_of(profile, plan.with_options(relays=()), stage_of)
         if not any(_repeated(direct, leg) for leg in direct):
             return ()
         relayed = legs_of(profile, _all(plan), stage_of)
@@ -80,7 +80,7 @@ def better_ways(choices: Sequence[Choice], request: PlanRequest) -> Iterator[tup
         relays = () if plan.relays else relays_of(request.costs(_all(plan)))
         if relays or plan.relays:
             try:
-                trial = tried(request.costs(dataclasses.replace(plan, relays=relays)), choice.latency)
+                trial = tried(request.costs(plan.with_options(relays=relays)), choice.latency)
             except PlanError:
                 continue  # What waits on its way needs memory.
             other = Choice.of(trial)
@@ -98,8 +98,7 @@ def _handing_on(legs: Sequence[Leg]) -> tuple[int, ...]:
 
 
 def _all(plan: Plan) -> Plan:
-    possible = () if plan.operator_devices is not None else range(plan.num_stages)
-    return dataclasses.replace(plan, relays=tuple(possible))
+    return plan if refused(plan, "relays") else plan.with_options(relays=range(plan.num_stages))
 
 
 def _read_by_several(profile: Profile) -> bool:

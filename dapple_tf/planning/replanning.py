@@ -11,10 +11,11 @@ from typing import NamedTuple
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
+from dapple_tf.describe.stage_plan import StagePlan
 from dapple_tf.errors import DappleError
 from dapple_tf.planning.features import NAMES
 from dapple_tf.planning.plan_request import LEAST_GAIN
-from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.planner import plan_anew
 from dapple_tf.planning.recompute_modes import leanest
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import simulate
@@ -79,44 +80,46 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     left_of = [_groups_left(own, numbers) for own in groups]
     if not any(left_of):
         raise DappleError("none of the plan's devices is left")
-    cuts: list[str] = []
-    kept: list[tuple[tuple[int, ...], ...]] = []
-    shares: list[tuple[int, ...]] = []
+    all_reduce = {stage.all_reduce for stage in plan.stages}
+    cuts: list[str | None] = []
+    kept: list[StagePlan] = []
     modes: list[list[str]] = [[]]
-    for stage, replicas in enumerate(left_of):
+    for number, (stage, replicas) in enumerate(zip(plan.stages, left_of, strict=True)):
         if kept and replicas:
-            cuts.append(plan.cuts[stage - 1])
+            cuts.append(plan.cuts[number - 1])
             modes.append([])
-        modes[-1].append(plan.recompute_of(stage))
+        modes[-1].append(stage.recompute)
         if not replicas:
             continue  # Without a cut before the next stage that is kept, it joins the one before, if there is one.
-        kept.append(tuple(replicas.values()))
-        if plan.shares is not None:
-            shares.append(tuple(plan.shares[stage][replica] for replica in replicas))
-
-    all_reduce = plan.all_reduce if isinstance(plan.all_reduce, str) else "flat"
+        kept.append(
+            StagePlan(
+                stage.cut,
+                devices=tuple(group[0] for group in replicas.values()),
+                shares=None if stage.shares is None else tuple(stage.shares[replica] for replica in replicas),
+                operator_devices=None if stage.operator_devices is None else tuple(replicas.values()),
+                all_reduce=stage.all_reduce if len(all_reduce) == 1 else "flat",
+            )
+        )
+    stages = tuple(
+        dataclasses.replace(stage, cut=cut, recompute=leanest(own))
+        for stage, cut, own in zip(kept, [*cuts, None], modes, strict=True)
+    )
 
     def made(schedule: str | Policy, reverse_first_k: int) -> Plan:
-        return Plan.manual(
-            cuts,
-            [[group[0] for group in own] for own in kept],
-            plan.micro_batches,
-            plan.global_batch_size,
-            schedule,
-            recompute=tuple(map(leanest, modes)),
-            jit_compile=plan.jit_compile,
-            wait_free=plan.wait_free,
+        return dataclasses.replace(
+            plan,
+            stages=stages,
+            schedule=schedule,
+            warm_up=None,
             reverse_first_k=reverse_first_k,
-            bucket_bytes=plan.bucket_bytes,
-            all_reduce=all_reduce,
-            operator_devices=None if plan.operator_devices is None else tuple(kept),
-            shares=tuple(shares) or None,
-            optimizer_shards=plan.optimizer_shards,
-            row_shards=plan.row_shards,
+            carried_updates=0,
+            backward_cuts=(),
+            reduction_order="completion",
+            report=None,
         )
 
     try:
-        return made(plan.schedule, min(plan.reverse_first_k, len(kept)))
+        return made(plan.schedule, min(plan.reverse_first_k, len(stages)))
     except PlanError:
         return made("dapple_a", 0)  # Some policies need stages that fit each other.
 
@@ -208,16 +211,7 @@ class Replanner:
         if self.profile is not None and plan.operator_devices is None:
             only = set(NAMES) - {"carried_updates"} if self.needs_all_gradients else None
             with contextlib.suppress(PlanError):
-                new = find_plan(
-                    self.profile,
-                    cluster,
-                    plan.global_batch_size,
-                    jit_compile=plan.jit_compile,
-                    only=only,
-                    optimizer_shards=plan.optimizer_shards,
-                    row_shards=plan.row_shards,
-                )
-                return Deployment(cluster, new)
+                return Deployment(cluster, plan_anew(plan, self.profile, cluster, only))
         return Deployment(cluster, shrink(plan, deployment.cluster, lost))
 
     def growth(

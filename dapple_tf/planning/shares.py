@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.plan_values import replica_shares
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.device_memory import device_need
@@ -38,8 +36,10 @@ def with_shares(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
         costs = CostModel(plan, profile, cluster)
         for in_flight in dict.fromkeys((plan.warm_up_counts(), (1,) * plan.num_stages)):
             shares = shares or _Split(costs, in_flight).shares()
-    shares = None if shares is None else replica_shares(shares)
-    return plan if shares == plan.shares else dataclasses.replace(plan, shares=shares)
+    if shares is None and not any(stage.shares for stage in plan.stages):
+        return plan
+    shared = plan.with_options(shares=shares)
+    return plan if shared == plan else shared
 
 
 def best_split(

@@ -56,7 +56,7 @@ class Planning:
         placements: the placements that it is tried with; none for a policy that the planner leaves alone.
         rank: how likely it is to gain: policies of a higher rank are tried first.
         where_short: whether it is tried only where the devices' memory limits the micro-batches in flight.
-        by_seconds: whether it orders tasks by their times, which go into the plan (`Plan.task_seconds`).
+        by_seconds: whether it orders tasks by their times, which go into the plan (`StagePlan.task_seconds`).
         list_runs: number of list schedules that it makes for one order.
         list_runs_per_stage: further list schedules for each stage.
         formula: whether it is one of DAPPLE's, which the search by formula covers; others are derived from its plans.

@@ -6,7 +6,6 @@ The planner, the simulator and the emulator ask this one model, so that they can
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -100,7 +99,7 @@ class CostModel:
         self._stage_costs = stage_costs = stage_costs or StageCosts(profile)
         bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
         self.stages = tuple(
-            stage_costs.of(start, stop, plan.recompute_of(stage))
+            stage_costs.of(start, stop, plan.stages[stage].recompute)
             for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
         )
         self._reductions: dict[tuple[tuple[int, ...], str], AllReduceTime] = {}
@@ -202,7 +201,7 @@ class CostModel:
 
     @property
     def task_seconds(self) -> tuple[tuple[float, float, float], ...]:
-        """Times of F, Bx and Bw of each stage for the first micro-batch, as `Plan.task_seconds` takes them.
+        """Times of F, Bx and Bw of each stage for the first micro-batch, as `StagePlan.task_seconds` takes them.
 
         They are those of the slowest replica.
         """
@@ -280,8 +279,8 @@ class CostModel:
     def reduction_seconds(self, reduction: Reduction, size: float | None = None, algorithm: str | None = None) -> float:
         """Returns the seconds of an all-reduce of all, or ``size``, of its bytes, in buckets.
 
-        With `Plan.optimizer_shards`, of a reduce-scatter and the all-gather of the parameters: as if that followed at
-        once, though the update is between them.
+        With the optimizer's slots in shards, of a reduce-scatter and the all-gather of the parameters: as if that
+        followed at once, though the update is between them.
 
         Args:
             reduction: what is reduced.
@@ -289,11 +288,11 @@ class CostModel:
             algorithm: one of `ALL_REDUCE`; None for the plan's.
         """
         size = reduction.bytes if size is None else size
-        algorithm = self.plan.all_reduce_of(reduction.stages) if algorithm is None else algorithm
+        algorithm = self.plan.stages[min(reduction.stages)].all_reduce if algorithm is None else algorithm
         key = (reduction.devices, algorithm)
         if key not in self._reductions:
             members = Counter(self.cluster.devices[device].server for device in reduction.devices)
-            if self.plan.optimizer_shards:
+            if "optimizer" in self.plan.shards:
                 time = exchange_time(self.cluster, members)
             else:
                 time = all_reduce_time(self.cluster, members, algorithm)
@@ -304,7 +303,7 @@ class CostModel:
 
     def table_bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's tables of which each of its devices keeps a shard; 0 without `row_shards`."""
-        if not self.plan.row_shards or len(self.plan.devices[stage]) < 2:
+        if "rows" not in self.plan.shards or len(self.plan.devices[stage]) < 2:
             return 0
         return sum(layer.table_bytes for layer in self.profile.layers[slice(*self.stages[stage].layers)])
 
@@ -341,10 +340,10 @@ class CostModel:
         busy = sum(rows / link.bandwidth for link in links)
         return busy, latency, bool(far), (far or others or [device])[0], rows * len(others)
 
-    def reducing(self, all_reduce: str | tuple[str, ...]) -> CostModel:
-        """Returns the costs of the same plan with another all-reduce."""
+    def reducing(self, all_reduce: Sequence[str]) -> CostModel:
+        """Returns the costs of the same plan with another all-reduce of each stage."""
         other = copy.copy(self)
-        other.plan = dataclasses.replace(self.plan, all_reduce=all_reduce)
+        other.plan = self.plan.with_options(all_reduce=all_reduce)
         return other
 
     def backward_pieces(self, stage: int) -> tuple[tuple[float, float], ...]:
@@ -425,7 +424,7 @@ class CostModel:
     def apply_seconds(self, stage: int, device: int) -> float:
         """Returns the seconds of the optimizer's update of a stage, or of its shards of it, on one of its devices."""
         seconds, speed = self.stages[stage].apply_seconds, self.cluster.devices[device].speed
-        if self.plan.optimizer_shards:
+        if "optimizer" in self.plan.shards:
             return seconds / len(self.plan.devices[stage]) / speed
         return seconds * self._updated_share(stage) / speed
 
@@ -551,8 +550,8 @@ class CostModel:
                 fixed = worst.stored
                 if fixed < limit:
                     fix += ", smaller micro-batches, or more replicas"
-                    fix += ", or recompute='boundary'" if self.plan.recompute_of(stage) == "none" else ""
-                shares = self.plan.shares is not None and len(set(self.plan.shares[stage])) > 1
+                    fix += ", or recompute='boundary'" if self.plan.stages[stage].recompute == "none" else ""
+                shares = self.plan.stages[stage].shares
                 raise PlanError(
                     f"stage {stage} needs {gib(need)} on {'one' if shares else 'each'} device ({gib(fixed)} for "
                     f"weights, gradients and optimizer, {gib(own)} for one slice of "

@@ -93,7 +93,7 @@ def device_needs(costs: CostModel) -> tuple[tuple[tuple[DeviceNeed, int | None],
 def _largest_slices(costs: CostModel, stage: int) -> dict[int, int]:
     """Maps each device of a stage to the samples of its largest slice; without shares, to those of the stage's."""
     largest: dict[int, int] = {}
-    equal = None if costs.plan.shares is not None else costs.samples(stage)
+    equal = None if any(own.shares for own in costs.plan.stages) else costs.samples(stage)
     for device, interval in zip(costs.plan.devices[stage], costs.slices(stage, 0), strict=True):
         largest[device] = max(largest.get(device, 0), interval.size) if equal is None else equal
     return largest
@@ -148,7 +148,7 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
         total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
-    elsewhere = _kept_elsewhere(costs, stages) if costs.plan.optimizer_shards else 0.0
+    elsewhere = _kept_elsewhere(costs, stages) if "optimizer" in costs.plan.shards else 0.0
     return total - elsewhere - sum(_rows_elsewhere(costs, stage, accumulated=accumulated) for stage in stages)
 
 
@@ -175,7 +175,7 @@ def _rows_elsewhere(costs: CostModel, stage: int, *, accumulated: bool) -> float
     part = 1 - 1 / len(costs.plan.devices[stage])
     layers = costs.profile.layers[slice(*costs.stages[stage].layers)]
     bytes_elsewhere = part * costs.table_bytes(stage)
-    if not costs.plan.optimizer_shards:
+    if "optimizer" not in costs.plan.shards:
         bytes_elsewhere += part * sum(layer.table_slot_bytes for layer in layers)
     # There are only the rows that were looked up.
     return bytes_elsewhere + (costs.table_bytes(stage) - costs.step_row_bytes(stage) if accumulated else 0.0)

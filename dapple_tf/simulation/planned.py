@@ -23,7 +23,7 @@ def planned(
 
     Tasks start as soon as their device's order and their data allow.
     With a profile they take their stage's times, and updates are made; other costs are left out, so that only the
-    schedule's own bubbles remain. Without one, tasks take ``plan.task_seconds``; without these F = Bx = Bw = 1 and
+    schedule's own bubbles remain. Without one, tasks take `StagePlan.task_seconds`; without these F = Bx = Bw = 1 and
     B = 2, in the unit ``F``.
 
     Args:

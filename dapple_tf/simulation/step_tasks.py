@@ -279,7 +279,7 @@ class Lookups:
         self.of_stage: dict[int, list[int]] = {}
         self.after: dict[int, list[int]] = {}
         self.unready: dict[int, int] = {}
-        if not costs.plan.row_shards:
+        if "rows" not in costs.plan.shards:
             return
         for tasks in orders.values():
             own = [task for task in tasks if task in following] if next_forward else tasks

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.planner import plan_anew
 from dapple_tf.planning.shares import with_shares
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulation import Simulation
@@ -53,16 +53,7 @@ def plan_for_speeds(simulation: Simulation, factors: Mapping[int, float]) -> New
     if plan.backward_cuts:
         plans.append(with_shares(plan, costs.profile, cluster))
     if cluster.num_devices <= _MOST_DEVICES and plan.operator_devices is None:
-        plans.append(
-            find_plan(
-                costs.profile,
-                cluster,
-                plan.global_batch_size,
-                jit_compile=plan.jit_compile,
-                optimizer_shards=plan.optimizer_shards,
-                row_shards=plan.row_shards,
-            )
-        )
+        plans.append(plan_anew(plan, costs.profile, cluster))
     timed = [NewPlan(plan, present, present)]
     for other in plans:
         try:

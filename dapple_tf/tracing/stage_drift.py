@@ -153,7 +153,7 @@ class StageDrift:
             return f"{told}, and no new plan is at least {LEAST_GAIN:.0%} faster"
         return (
             f"{told}; a new plan takes {new.latency * 1e3:.3g} ms, {gain:.0%} less ({shape(new.plan)}, "
-            f"{'unequal' if new.plan.shares else 'equal'} shares): measure speeds again "
+            f"{'unequal' if any(stage.shares for stage in new.plan.stages) else 'equal'} shares): measure speeds again "
             f"(dapple.measure_speeds(cluster, model, each_server=True)) and plan for them"
         )
 

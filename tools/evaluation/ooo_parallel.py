@@ -66,7 +66,7 @@ class Systems:
             plan = chunked(plan, profile, chunks)
         elif cluster.num_devices > 1:
             names = [layer.name for layer in profile.layers[:-1]]
-            plan = dataclasses.replace(plan, cuts=tuple(names), devices=plan.devices * len(profile.layers))
+            plan = plan.with_options(cuts=tuple(names), devices=plan.devices * len(profile.layers))
         self.base = plan
 
     @functools.cached_property

@@ -9,7 +9,6 @@ pipeline of equal blocks times data-parallel replicas, consecutive or strided, w
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,7 +103,7 @@ class _Search:
             with contextlib.suppress(PlanError, ScheduleError):  # doesn't fit, or isn't what this policy orders
                 ways = [self.handed_on(plan)]
                 if both and self.read_by_several and plan.num_stages > 2:
-                    ways = [dataclasses.replace(plan, relays=relays) for relays in ((), tuple(range(plan.num_stages)))]
+                    ways = [plan.with_options(relays=relays) for relays in ((), tuple(range(plan.num_stages)))]
                 for way in ways:
                     with contextlib.suppress(PlanError, ScheduleError):
                         self.times[plan] = min(self._try(way), self.times.get(plan, math.inf))
@@ -148,7 +147,7 @@ class _Search:
             if plan.num_stages > 1:
                 self.add(_changed(plan, ({"schedule": name} for name in POLICIES if name not in _FIRST)))
         if self.best is not None:
-            best = dataclasses.replace(self.best.costs.plan, backward_cuts=(), relays=(), report=None)
+            best = self.best.costs.plan.with_options(backward_cuts=(), relays=())
             parts = chunked(best, self.case.profile, _CHUNKS)
             if parts != best:
                 self.add(_changed(parts, ({"reverse_first_k": k} for k in (0, parts.num_stages))))
@@ -158,7 +157,7 @@ def _changed(plan: Plan, changes: Iterable[Mapping[str, Any]]) -> Iterator[Plan]
     """Yields the plan with each of the changes that make a legal one."""
     for change in changes:
         with contextlib.suppress(PlanError):
-            yield dataclasses.replace(plan, **change)
+            yield plan.with_options(**change)
 
 
 def _plans(partitions: Iterable[Partition], case: Case) -> Iterator[Plan]:

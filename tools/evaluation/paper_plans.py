@@ -188,7 +188,7 @@ def best(
 def _run(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
     """Simulates a plan with the fastest all-reduce of each stage, and with all relays where they make it faster."""
     if any(len(tensor.consumers) > 1 for tensor in profile.tensors) and plan.num_stages > 2 and not plan.relays:
-        ways = (plan, dataclasses.replace(plan, relays=tuple(range(plan.num_stages))))
+        ways = (plan, plan.with_options(relays=tuple(range(plan.num_stages))))
         runs = []
         for way in ways:
             with contextlib.suppress(PlanError):  # what waits at relays may not fit
@@ -200,7 +200,7 @@ def _run(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
 
 def _simulated(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
     if plan.policy.planning.by_seconds:
-        plan = dataclasses.replace(plan, task_seconds=CostModel(plan, profile, cluster).task_seconds)
+        plan = plan.with_options(task_seconds=CostModel(plan, profile, cluster).task_seconds)
     plan = reduced_early(fastest_reductions(plan, profile, cluster), profile, cluster)
     return simulate(plan, profile, cluster)
 

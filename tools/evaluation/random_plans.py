@@ -101,9 +101,12 @@ class MixedPlan:
 
 
 def fields_text(plan: dapple.Plan) -> str:
-    """Returns the fields of a plan that aren't as by default."""
-    fields = [f.name for f in dataclasses.fields(plan) if f.compare and f.default != getattr(plan, f.name)]
-    return ", ".join(f"{name}={getattr(plan, name)!r}" for name in fields)
+    """Returns the options of a plan that aren't as by default."""
+    simplest = dapple.Plan.data_parallel(1, 1).options
+    required = ("cuts", "devices", "micro_batches", "global_batch_size")
+    return ", ".join(
+        f"{name}={value!r}" for name, value in plan.options.items() if name in required or value != simplest[name]
+    )
 
 
 def allowed_plan(rng: np.random.Generator, cuts: Sequence[str], level: str) -> tuple[dapple.Plan, tuple[int, ...]]:
@@ -124,7 +127,7 @@ def allowed_plan(rng: np.random.Generator, cuts: Sequence[str], level: str) -> t
 
 def allowed_optimizers(plan: dapple.Plan) -> list[str]:
     """Returns the names of the optimizers that a plan allows."""
-    refused = set(_COUPLED if plan.optimizer_shards or plan.row_shards else ())
+    refused = set(_COUPLED if plan.shards else ())
     refused |= set(_ALL_TOGETHER if plan.carried_updates else ())
     return [name for name in OPTIMIZERS if name not in refused]
 
