@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
@@ -94,8 +96,8 @@ def recomputation(stack: Stack, settings: Settings) -> dict[str, Turn]:
 # ---- workers
 
 
-def _workers(stack: Stack, **options: Any) -> dapple.Cluster:
-    workers = stack.enter_context(LocalWorkers(2, echo=lambda worker, line: None, **options))
+def _workers(stack: Stack, count: int = 2) -> dapple.Cluster:
+    workers = stack.enter_context(LocalWorkers(count, echo=lambda worker, line: None))
     return dapple.Cluster.of_servers(workers.addresses)
 
 
@@ -182,6 +184,51 @@ def cluster(stack: Stack, settings: Settings) -> dict[str, Turn]:
     return {name: functools.partial(turn, *way) for name, way in ways.items()}
 
 
+def tables(stack: Stack, settings: Settings) -> dict[str, Turn]:
+    """A wide & deep model that is mostly tables, data parallel on workers: whole, slots in shards, rows in shards.
+
+    ``sent_mb`` are the bytes of the loopback device in a step.
+    """
+    count, rows, batch, steps = (settings[name] for name in ("workers", "rows", "batch", "steps"))
+    workers, draw = _workers(stack, count), np.random.default_rng(0)
+    x = [draw.integers(0, rows, (batch, 26), "int32"), draw.random((batch, 13), "float32")]
+    y = draw.integers(0, 2, (batch, 1))
+
+    def way(**shards: bool) -> Turn:
+        pipelined = dapple.transform(_wide_and_deep(rows), workers, dapple.Plan.data_parallel(count, batch, **shards))
+        stack.callback(pipelined.close, sync=False)
+
+        def turn() -> Numbers:
+            pipelined.train_on_batch(x, y)
+            sent, began = _loopback_bytes(), time.perf_counter()
+            for _ in range(steps):
+                pipelined.train_on_batch(x, y)
+            step_ms, sent = 1e3 * (time.perf_counter() - began) / steps, _loopback_bytes() - sent
+            peaks = pipelined.profile_step(x, y, warm_up=0, train=True).peak_bytes
+            return {"step_ms": step_ms, "sent_mb": sent / steps / 1e6, "peak_mb": max(peaks.values()) / 1e6}
+
+        return turn
+
+    return {"whole": way(), "slots in shards": way(optimizer_shards=True), "rows in shards": way(row_shards=True)}
+
+
+def _wide_and_deep(rows: int) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    ids, numbers = keras.Input((26,), dtype="int32"), keras.Input((13,))
+    wide, deep = (keras.layers.Flatten()(keras.layers.Embedding(rows, width)(ids)) for width in (1, 16))
+    hidden = keras.layers.Concatenate()([deep, numbers])
+    for units in (256, 128):
+        hidden = keras.layers.Dense(units, activation="relu")(hidden)
+    model = keras.Model([ids, numbers], keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, wide])))
+    model.compile("adam", keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+def _loopback_bytes() -> int:
+    text = pathlib.Path("/proc/net/dev").read_text(encoding="utf-8")
+    return int(text.partition("lo:")[2].split()[8])
+
+
 def compress_gradients() -> Any:
     """Returns the pass of the documents' example that sends gradients as bfloat16."""
     path = ROOT / "docs" / "examples" / "bfloat16_gradients.py"
@@ -260,6 +307,9 @@ CASES = {
         cluster,
         _PARTS | {"schedules": "gpipe,dapple_a,dapple_b,zb_h1,zb_h2", "peers": True},
         rounds=12,
+    ),
+    "tables": Case(
+        "tables of embeddings in shards", tables, {"workers": 2, "rows": 1_000_000, "batch": 512, "steps": 3}, rounds=5
     ),
 }
 
