@@ -72,6 +72,10 @@ def flat(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tensor, [-1])
 
 
+def with_first(ids: tf.Tensor) -> tf.Tensor:
+    return tf.concat([tf.constant([[1, 2, 3, 4]]), ids], 0)
+
+
 CONSTANT: dict[str, Made] = {
     "constants": lambda ids, fixed, samples: tf.constant([1, 1, 2]),
     "positions": lambda ids, fixed, samples: tf.range(tf.shape(ids)[1]),
@@ -99,6 +103,10 @@ OTHERS: dict[str, tuple[Made, Origin]] = {
     "largest of the batch": (lambda ids, fixed, samples: tf.reduce_max(ids, 0), Origin.COUPLED),
     "unique, gathered": (lambda ids, fixed, samples: tf.gather(fixed, tf.unique(flat(ids))[0] % 3), Origin.COUPLED),
     "pairs of samples": (lambda ids, fixed, samples: ids[:, :1] - tf.transpose(ids[:, :1]), Origin.COUPLED),
+    "joined, transposed": (lambda ids, fixed, samples: flat(tf.transpose(with_first(ids))), Origin.COUPLED),
+    "joined, by samples": (lambda ids, fixed, samples: flat(with_first(ids)) + samples, Origin.COUPLED),
+    "two samples": (lambda ids, fixed, samples: tf.gather(ids, [0, 1]), Origin.COUPLED),
+    "unique places": (lambda ids, fixed, samples: tf.unique(tf.range(samples))[0], Origin.PLACES),
     "places of samples": (lambda ids, fixed, samples: tf.range(samples), Origin.PLACES),
     "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
     "random numbers": (lambda ids, fixed, samples: tf.random.uniform([4], maxval=9, dtype=tf.int32), Origin.DRAWN),
