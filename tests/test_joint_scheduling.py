@@ -71,20 +71,6 @@ def test_small_schedules(
     assert joint_schedule(main, lambda k, i: sub, lambda k, i: speedup[i], ready) == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_every_kernel_runs_once_and_never_before_it_is_ready(seed: int) -> None:
-    draw = random.Random(seed)
-    count = draw.randrange(1, 7)
-    main = [draw.uniform(0.0, 3.0) for _ in range(count)]
-    ready = {kernel: Ready(draw.randrange(count), draw.choice([0.0, 0.5])) for kernel in range(draw.randrange(9))}
-    sub = {(k, i): draw.uniform(0.2, 3.0) for k in ready for i in range(count)}
-    gain = {(k, i): draw.uniform(0.5, 2.0) for k in ready for i in range(count)}
-    schedule = joint_schedule(main, lambda k, i: sub[k, i], lambda k, i: gain[k, i], ready)
-    assert sorted(kernel for kernels in schedule for kernel in kernels) == sorted(ready)
-    for region, kernels in enumerate(schedule):
-        assert all(ready[kernel].region <= region for kernel in kernels)
-
-
 # ---- regions of stages
 
 

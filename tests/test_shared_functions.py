@@ -29,18 +29,41 @@ from graph_passes.ir.twin import Twin
 FLOAT = dtype_attr(types_pb2.DT_FLOAT)
 
 
-def affine(name: str, prefix: str, factor: float = 2.0, op: str = "AddV2", *, backwards: bool = False) -> FunctionDef:
-    """``factor * x`` and another operator on x and that product, with nodes ``prefix/...``."""
+def affine(name: str, factor: float = 2.0, op: str = "AddV2", *, backwards: bool = False) -> FunctionDef:
+    """``factor * x`` and another operator on x and that product, with nodes called after the function."""
     body = GraphDef()
     builder = Builder(body)
-    x = builder.append(make_node(f"{prefix}/x", "Placeholder", attrs={"dtype": FLOAT}))
-    scale = builder.append(make_const(f"{prefix}/factor", factor, types_pb2.DT_FLOAT))
-    product = builder.add(f"{prefix}/product", "Mul", [x, scale], T=FLOAT)
-    result = builder.add(f"{prefix}/result", op, [product, x] if backwards else [x, product], T=FLOAT)
+    x = builder.append(make_node(f"{name}/x", "Placeholder", attrs={"dtype": FLOAT}))
+    scale = builder.append(make_const(f"{name}/factor", factor, types_pb2.DT_FLOAT))
+    product = builder.add(f"{name}/product", "Mul", [x, scale], T=FLOAT)
+    result = builder.add(f"{name}/result", op, [product, x] if backwards else [x, product], T=FLOAT)
     return outline(name, Graph(body), [x], [result])
 
 
-def of_functions(functions: Sequence[FunctionDef], calls: Sequence[int] = ()) -> GraphDef:
+def nested(name: str, inner: FunctionDef) -> FunctionDef:
+    """A function that calls another."""
+    body = GraphDef()
+    builder = Builder(body)
+    x = builder.append(make_node(f"{name}/x", "Placeholder", attrs={"dtype": FLOAT}))
+    result = builder.append(call_node(f"{name}/call", inner, [x], device=""))
+    return outline(name, Graph(body), [x], [result])
+
+
+def waiting(function: FunctionDef) -> FunctionDef:
+    """The function, whose last node waits for its first."""
+    function.node_def[-1].input.append(f"^{function.node_def[0].name}")
+    return function
+
+
+def also(function: FunctionDef, op: str, *inputs: str, calls: Sequence[str] = ()) -> FunctionDef:
+    """The function with one more node, which may have other functions as branches."""
+    node = function.node_def.add(name=f"{function.signature.name}/more", op=op, input=inputs)
+    for name in calls:
+        node.attr["branches"].list.func.add(name=name)
+    return function
+
+
+def of_functions(*functions: FunctionDef, calls: Sequence[int] = ()) -> GraphDef:
     """A graph with a call of each function (by number in ``calls``) on one placeholder."""
     graph = GraphDef()
     builder = Builder(graph)
@@ -58,12 +81,10 @@ def shared(graph: GraphDef, functions: SharedFunctions | None = None) -> GraphDe
     return copy
 
 
-def names(graph: GraphDef) -> list[str]:
-    return [function.signature.name for function in graph.library.function]
-
-
-def called(graph: GraphDef) -> list[str]:
-    return [node.attr["f"].func.name for node in graph.node if "f" in node.attr]
+def told(graph: GraphDef) -> tuple[str, str]:
+    """The names of a graph's functions, and of those that it calls."""
+    names = [function.signature.name for function in graph.library.function]
+    return " ".join(names), " ".join(node.attr["f"].func.name for node in graph.node if "f" in node.attr)
 
 
 def results(graph: GraphDef) -> list[float]:
@@ -73,143 +94,84 @@ def results(graph: GraphDef) -> list[float]:
         return [float(value) for value in session.run(calls, {"x:0": np.float32(3.0)})]
 
 
-def test_equal_functions_are_there_once() -> None:
-    """Stages of equal layers had functions of their own, which TensorFlow copied and searched 32 times."""
-    graph = of_functions([affine("stage0", "layer_0"), affine("stage1", "layer_1"), affine("stage2", "layer_7/sub")])
-    result = shared(graph)
-    assert names(result) == ["stage0"]
-    assert called(result) == ["stage0"] * 3
-    assert results(result) == results(graph) == [9.0] * 3
+INNER = [affine("in0"), affine("in1"), affine("in2", 5.0)]
+OUTER = [nested(f"out{number}", function) for number, function in enumerate(INNER)]
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("graph", "kept", "called"),
     [
-        affine("other", "b", factor=3.0),
-        affine("other", "b", op="Sub", backwards=True),
+        # Stages of equal layers had functions of their own, which TensorFlow copied and searched 32 times.
+        pytest.param(of_functions(*map(affine, "abc")), "a", "a a a", id="equal"),
+        pytest.param(of_functions(affine("a"), affine("b", 3.0)), "a b", "a b", id="another constant"),
+        pytest.param(
+            of_functions(affine("a", op="Sub"), affine("b", op="Sub", backwards=True)), *("a b", "a b"), id="inputs"
+        ),
+        pytest.param(
+            of_functions(waiting(affine("a")), waiting(affine("b")), affine("c")), *("a c", "a a c"), id="what waits"
+        ),
+        pytest.param(
+            of_functions(*INNER, *OUTER, calls=range(3, 6)),
+            *("in0 in2 out0 out2", "out0 out0 out2"),
+            id="callees first",
+        ),
+        pytest.param(
+            of_functions(*OUTER, *INNER, calls=range(3)), *("out0 out2 in0 in2", "out0 out0 out2"), id="callers first"
+        ),
     ],
-    ids=["another constant", "inputs the other way round"],
 )
-def test_functions_that_differ_in_more_than_names_stay(other: FunctionDef) -> None:
-    graph = of_functions([affine("one", "a", op=other.node_def[-1].op), other])
-    result = shared(graph)
-    assert names(result) == ["one", "other"]
-    assert results(result) == results(graph)
+def test_equal_functions_are_there_once(graph: GraphDef, kept: str, called: str) -> None:
+    assert told(shared(graph)) == (kept, called)
+    assert results(shared(graph)) == results(graph)
 
 
-def test_what_waits_is_part_of_a_function() -> None:
-    def ordered(name: str, prefix: str, *, waits: bool) -> FunctionDef:
-        function = affine(name, prefix)
-        if waits:
-            function.node_def[-1].input.append(f"^{function.node_def[0].name}")
-        return function
+def test_functions_with_state_stay() -> None:
+    """Two layers draw numbers of their own, even where both have the same seed.
 
-    functions = [
-        ordered("one", "a", waits=True),
-        ordered("same", "b", waits=True),
-        ordered("other", "c", waits=False),
-    ]
-    result = shared(of_functions(functions))
-    assert names(result) == ["one", "other"]
-    assert called(result) == ["one", "one", "other"]
-
-
-@pytest.mark.parametrize("op", ["RandomUniform", "EagerPyFunc"])
-def test_functions_with_state_stay(op: str) -> None:
-    """Two layers draw numbers of their own, even where both have the same seed."""
-
-    def drawn(name: str) -> FunctionDef:
-        function = affine(name, name)
-        node = function.node_def.add(name=f"{name}/more", op=op)
-        node.input.append(f"^{name}/product")
-        return function
-
-    assert names(shared(of_functions([drawn("one"), drawn("other")]))) == ["one", "other"]
-
-
-def nested(name: str, inner: FunctionDef) -> FunctionDef:
-    """A function that calls another."""
-    body = GraphDef()
-    builder = Builder(body)
-    x = builder.append(make_node(f"{name}/x", "Placeholder", attrs={"dtype": FLOAT}))
-    result = builder.append(call_node(f"{name}/call", inner, [x], device=""))
-    return outline(name, Graph(body), [x], [result])
-
-
-@pytest.mark.parametrize("reverse", [False, True], ids=["callees first", "callers first"])
-def test_functions_that_call_equal_ones_are_equal(reverse: bool) -> None:
-    inner = [affine("inner0", "a"), affine("inner1", "b"), affine("inner2", "c", factor=5.0)]
-    outer = [nested(f"outer{number}", function) for number, function in enumerate(inner)]
-    graph = of_functions([*outer, *inner] if reverse else [*inner, *outer], range(3) if reverse else range(3, 6))
-    result = shared(graph)
-    assert sorted(names(result)) == ["inner0", "inner2", "outer0", "outer2"]
-    assert called(result) == ["outer0", "outer0", "outer2"]
-    assert results(result) == results(graph) == [9.0, 9.0, 18.0]
+    So do those that call one by an operator without: TensorFlow says that of branches, whatever is in them.
+    """
+    for op in ("RandomUniform", "EagerPyFunc"):
+        drawn = [also(affine(name), op, f"^{name}/product") for name in "ab"]
+        assert told(shared(of_functions(*drawn))) == ("a b", "a b")
+    branching = [also(affine(name), "StatelessCase", calls=["a"]) for name in "cd"]
+    assert told(shared(of_functions(drawn[0], *branching))) == ("a c d", "a c d")
 
 
 def test_later_graphs_call_earlier_ones_functions() -> None:
     functions = SharedFunctions()
-    first = shared(of_functions([affine("one", "a")]), functions)
-    later = shared(of_functions([affine("other", "b"), affine("new", "c", factor=4.0), affine("one", "a")]), functions)
-    assert names(first) == ["one"]
-    assert names(later) == ["new"]
-    assert called(later) == ["one", "new", "one"]
+    first = shared(of_functions(affine("one")), functions)
+    later = shared(of_functions(affine("other"), affine("new", 4.0), affine("one")), functions)
+    assert (told(first), told(later)) == (("one", "one"), ("new", "one new one"))
 
 
 def test_functions_that_nodes_know_by_name_stay() -> None:
     """Of an operator of a function's name others read ``node:result``, by the function's own word for its result."""
-    plain, gradient = affine("plain", "p"), affine("own_gradient", "c")
-    first, operator, user = affine("first", "a"), affine("operator", "b"), affine("user", "d")
-    user.node_def.add(name="d/direct", op="operator").input.append("d/product:z:0")
-    graph = of_functions([plain, first, operator, gradient, user], [0, 1])
+    user = also(affine("user"), "operator", "user/product:z:0")
+    graph = of_functions(*map(affine, ("plain", "first", "operator", "own_gradient")), user, calls=[0, 1])
     graph.library.gradient.add(function_name="first", gradient_func="own_gradient")
     result = shared(graph)
-    assert names(result) == ["plain", "first", "operator", "own_gradient", "user"]
-    assert called(result) == ["plain", "first"]
+    assert told(result) == ("plain first operator own_gradient user", "plain first")
     assert [(pair.function_name, pair.gradient_func) for pair in result.library.gradient] == [("first", "own_gradient")]
 
 
 def test_a_function_that_was_left_out_comes_back_where_it_is_known_by_name() -> None:
     """As an operator of a later graph, it was missing."""
-    functions = SharedFunctions()
-    first = shared(of_functions([affine("one", "a"), affine("other", "b")]), functions)
-    user = affine("user", "d")
-    user.node_def.add(name="d/direct", op="other").input.append("d/product:z:0")
-    later = shared(of_functions([affine("other", "b"), user], [1]), functions)
-    assert (names(first), names(later)) == (["one"], ["other", "user"])
-    last = shared(of_functions([affine("other", "b"), affine("third", "c")]), functions)
-    assert (names(last), called(last)) == ([], ["other", "one"])
+    functions, user = SharedFunctions(), also(affine("user"), "other", "user/product:z:0")
+    assert told(shared(of_functions(affine("one"), affine("other")), functions)) == ("one", "one one")
+    assert told(shared(of_functions(affine("other"), user, calls=[1]), functions))[0] == "other user"
+    assert told(shared(of_functions(affine("other"), affine("third")), functions)) == ("", "other one")
 
 
-def test_functions_that_called_ones_are_given_are_renamed_too() -> None:
-    graph = of_functions([affine("one", "a"), affine("other", "b"), affine("third", "c", factor=7.0)])
+def test_functions_that_calls_are_given_and_branches_are_renamed_too() -> None:
+    graph = of_functions(affine("one"), affine("other"), affine("third", 7.0))
     graph.node[-1].attr["f"].func.attr["given"].func.name = "other"
+    case = graph.node.add(name="case", op="StatelessCase")
+    for name in ("one", "other"):
+        case.attr["branches"].list.func.add(name=name)
     result = shared(graph)
-    assert names(result) == ["one", "third"]
-    assert result.node[-1].attr["f"].func.attr["given"].func.name == "one"
-
-
-def test_branches_are_renamed_too() -> None:
-    """They are a list of functions."""
-    graph = of_functions([affine("one", "a"), affine("other", "b")], [0])
-    node = graph.node.add(name="case", op="StatelessCase")
-    node.attr["branches"].list.func.add(name="one")
-    node.attr["branches"].list.func.add(name="other")
-    assert [f.name for f in shared(graph).node[-1].attr["branches"].list.func] == ["one", "one"]
-
-
-def test_functions_that_call_one_with_state_stay() -> None:
-    """Though by an operator without: TensorFlow says that of branches, whatever is in them."""
-    drawn = affine("drawn", "a")
-    drawn.node_def.add(name="a/more", op="RandomUniform")
-
-    def branching(name: str) -> FunctionDef:
-        function = affine(name, name)
-        node = function.node_def.add(name=f"{name}/case", op="StatelessCase")
-        node.attr["branches"].list.func.add(name="drawn")
-        return function
-
-    assert names(shared(of_functions([drawn, branching("one"), branching("other")]))) == ["drawn", "one", "other"]
+    assert told(result)[0] == "one third"
+    assert result.node[-2].attr["f"].func.attr["given"].func.name == "one"
+    assert [f.name for f in result.node[-1].attr["branches"].list.func] == ["one", "one"]
 
 
 # ---- twins: what is done to one of graphs that differ in names only is taken over for all
