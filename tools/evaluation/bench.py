@@ -8,7 +8,8 @@
 Each round has a turn of each variant, in an order that is reversed from round to round. A turn gives numbers, whose
 names end with their unit. Rows have their quartiles over the rounds, and the quartiles of the ratios to the first
 variant in the same round. With ``--before``, each variant has a turn in both checkouts, each in a process of its own,
-and ratios are those of now to before. ``--json`` keeps rows, machine and commit (`bench_report`).
+and ratios are those of now to before. ``--json`` keeps rows, machine and commit (`bench_report`). The exit code is 1 if
+a median is beyond its limit.
 
 A case is a `Case` in the table ``CASES`` of one of `MODULES`.
 """

@@ -153,7 +153,7 @@ def plans_of(described: BenchModel, settings: Settings) -> dict[str, dapple.Plan
     manual = functools.partial(dapple.Plan.manual, schedule="dapple_a")
     replicas = functools.partial(manual, described.cuts(2), [[0, 1], [2]], 4, 4 * samples)
     chunks = functools.partial(manual, described.cuts(4), [[0, 1]] * 4, 1, 2 * samples)
-    options = {
+    return plans | {
         "shares": replicas(shares=((3, 1), (1,))),
         "pieces": replicas(backward_cuts=described.cuts(4)[:1]),
         "conventional": chunks(wait_free=False),
@@ -161,7 +161,6 @@ def plans_of(described: BenchModel, settings: Settings) -> dict[str, dapple.Plan
         "reverse_first_2": chunks(reverse_first_k=2),
         "carried_updates": chunks(reverse_first_k=2, carried_updates=2),
     }
-    return plans | (options if settings["options"] else {})
 
 
 def memory(stack: Stack, settings: Settings) -> dict[str, Turn]:
@@ -212,7 +211,7 @@ CASES = {
     "memory": Case(
         "peak memory by schedule, micro-batches and options of plans",
         memory,
-        {"model": "gpt", "devices": 2, "samples": 4, "micro_batches": "2,4,8,16", "steps": 3, "options": True}
+        {"model": "gpt", "devices": 2, "samples": 4, "micro_batches": "4,16", "steps": 3}
         | {"schedules": "dapple_a+boundary," + ",".join(POLICIES)},
         rounds=1,
         limits={"error": 0.1},

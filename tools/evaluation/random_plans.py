@@ -1,4 +1,4 @@
-"""Random plans that mix all levels, of models that they are drawn for, and what a seed's model is trained with.
+"""Random plans that mix all levels, and the optimizers that a plan allows.
 
 A plan has any schedule, stages that differ in replicas, slices and recomputation, with operators that are placed one by
 one or with shards of some kind, and with carried updates, relays, backwards in pieces and all-reduces by server. `Plan`
