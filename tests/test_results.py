@@ -81,6 +81,7 @@ _SMALLER = dict.fromkeys(reproduce_fd_dps.PARAMETERS, 1e8)
 _PARALLEL, _PIPELINES = reproduce_ooo._PARALLEL, reproduce_ooo._PIPELINES
 CHANGES = {
     "3.23x is 3 % more": ("dapple", paper_models, "PIPEDREAM_LARGEST", 1.03 * 3.23),
+    "a figure whose page stays": ("dapple", paper_models, "FIGURE_11_LARGEST", 2.3201),
     "figure 11's averages": ("dapple", paper_models, "FIGURE_11", {"A": 1.76, "B": 1.37, "C": 1.79}),
     "table 3's 1.31": ("dapple", paper_models, "TABLE_3", {**paper_models.TABLE_3, "gnmt-16": 1.35}),
     "table 3's bands": ("dapple", reproduce_dapple, "GAIN", claims.Band(0.03, 0.08)),

@@ -132,12 +132,12 @@ class Claim:
         number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         return f"{value:.1%}" if self.unit == "%" else f"{number}{'' if self.unit == 'x' else self.unit}"
 
-    def stored(self) -> dict[str, str]:
+    def stored(self) -> dict[str, object]:
         """Returns what results are held to, besides their numbers."""
         verdicts = {setting: verdict for setting in self.ours if (verdict := self.verdict(setting)) is not None}
         gain = f"; gain {MORE:g}x, {MOST:g}x" if self.unit == "x" else ""
         paper = f"{self.paper:.6g}" if isinstance(self.paper, float | int) else str(self.paper)
-        return {"paper": paper, "band": f"{self.band.same:.4g}, {self.band.near:.4g}{gain}", **verdicts}
+        return {"paper": paper, "band": f"{self.band.same:.4g}, {self.band.near:.4g}{gain}", "verdicts": verdicts}
 
 
 def counts(claims: Sequence[Claim], setting: str) -> dict[str, int]:

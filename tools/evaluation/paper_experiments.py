@@ -253,8 +253,6 @@ def run_policies(model: str) -> Record:
     profile = MODELS[model].profile()
     smaller = in_proportion(profile)
     return {
-        "plan": row.plan,
-        "profiled": profile.least_samples,
         "steps": _policy_steps(row, profile),
         "in proportion": None if profile.least_samples == 1 else _policy_steps(row, smaller),
     }
@@ -264,7 +262,7 @@ def _policy_steps(row: PaperRow, profile: Profile) -> Record:
     cluster, theirs = CONFIGS[row.config], models.paper_partitions(row, profile)
     steps: Record = {}
     for count in micro_batch_counts(profile, row.batch, theirs):
-        step: Record = {"slice": row.batch / count / max(max(partition.replicas) for partition in theirs)}
+        step: Record = {}
         for name, policy in (("P_A", "dapple_a"), ("P_B", "dapple_b")):
             run = best(
                 *(theirs, profile, cluster, row.batch, [count]),
@@ -275,7 +273,7 @@ def _policy_steps(row: PaperRow, profile: Profile) -> Record:
             if run is not None and run.fits:
                 step[f"{name} ms"] = 1e3 * run.seconds
                 step[f"{name} warm-up"] = ":".join(map(str, run.simulation.costs.warm_up))
-        if "P_A ms" in step and "P_B ms" in step:
+        if len(step) == 4:
             steps[str(count)] = step
     return steps
 

@@ -28,7 +28,6 @@ from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.tools.evaluation.paper_models import Partition
 from dapple_tf.tools.evaluation.results import Record
-from dapple_tf.units import counted
 
 SAME = ("gpipe", "dapple_a", "dapple_b")
 """Schedules that DAPPLE's runtime has."""
@@ -47,12 +46,10 @@ class Outcome:
     Attributes:
         simulation: simulation of one step.
         fits: whether the devices have the memory; if not, the simulation ignores the limit.
-        note: the missing memory.
     """
 
     simulation: Simulation
     fits: bool = True
-    note: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -94,7 +91,6 @@ def record(outcome: Outcome | None) -> Record | None:
         "recompute": recompute_text(plan),
         "ms": 1e3 * outcome.seconds,
         "fits": outcome.fits,
-        "note": outcome.note,
     }
 
 
@@ -168,7 +164,7 @@ def best(
                 try:
                     run = _run(plan, profile, cluster)
                 except PlanError:
-                    unfit.append((_shortage(plan, profile, cluster)[0], plan))
+                    unfit.append((_shortage(plan, profile, cluster), plan))
                     continue
                 if run.fits and (fastest is None or run.latency < fastest.seconds * (1 - 1e-9)):
                     fastest = Outcome(run)
@@ -179,10 +175,8 @@ def best(
     devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in cluster.devices)
     unlimited = dataclasses.replace(cluster, devices=devices)
     least = min(unfit, key=lambda entry: entry[0])[0]
-    nearest = [plan for over, plan in unfit if over <= least + 1]
-    runs = [_run(plan, profile, unlimited) for plan in nearest]
-    run = min(runs, key=lambda run: run.latency)
-    return Outcome(run, False, _shortage(run.costs.plan, profile, cluster)[1])
+    runs = [_run(plan, profile, unlimited) for over, plan in unfit if over <= least + 1]
+    return Outcome(min(runs, key=lambda run: run.latency), False)
 
 
 def _run(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
@@ -205,16 +199,13 @@ def _simulated(plan: Plan, profile: Profile, cluster: Cluster) -> Simulation:
     return simulate(plan, profile, cluster)
 
 
-def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, str]:
-    """Returns how many bytes a plan lacks at its worst stage, also as a text."""
+def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> float:
+    """Returns how many bytes a plan lacks at its worst stage."""
     costs = CostModel(plan, profile, cluster)
     flight = [count if plan.policy.needs_all else 1 for count in plan.warm_up_counts()]
-    needs = [costs.needed_bytes(stage, count) for stage, count in enumerate(flight)]
-    stage = max(range(plan.num_stages), key=lambda i: needs[i] - (costs.memory_limit(i) or 0))
-    limit = costs.memory_limit(stage) or 0
-    samples = costs.samples(stage)
-    held = f"{counted(flight[stage], 'slice')} of {counted(samples, 'sample')}"
-    return needs[stage] - limit, f"stage {stage} needs {needs[stage] / 1e9:.1f} of {limit / 1e9:.1f} GB for {held}"
+    return max(
+        costs.needed_bytes(stage, count) - (costs.memory_limit(stage) or 0) for stage, count in enumerate(flight)
+    )
 
 
 def data_parallel(
