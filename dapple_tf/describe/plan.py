@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
@@ -82,11 +82,16 @@ class PlanOptions(TypedDict, total=False):
 
 
 _OF_STAGES = frozenset(entry.name for entry in fields(StagePlan)) & frozenset(PlanOptions.__annotations__)
-_NOT_IN_OLD_FINGERPRINTS: dict[str, object] = {
-    **{"backward_cuts": (), "all_reduce": "flat", "reduction_order": "completion", "shares": None, "relays": ()},
-    **{"optimizer_shards": False, "row_shards": False},
+_NOT_IN_OLD_FINGERPRINTS: Mapping[str, object] = {
+    "backward_cuts": (),
+    "all_reduce": "flat",
+    "reduction_order": "completion",
+    "shares": None,
+    "relays": (),
+    "optimizer_shards": False,
+    "row_shards": False,
 }
-"""Options with the default that leaves reports valid of plans from before there were these."""
+"""Options that older plans lack, with the default by which their reports stay valid."""
 
 
 @dataclass(frozen=True)
@@ -281,10 +286,10 @@ class Plan(JsonFile):
         Raises:
             PlanError: as `Plan`.
         """
-        return type(self).manual(**(self.options | options))
+        return type(self).manual(**{**self.options, **options})
 
     @functools.cached_property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, Any]:
         """All arguments of `manual` that make this plan, in the order of files."""
         shares = [stage.shares or (1,) * len(stage.devices) for stage in self.stages]
         seconds = tuple(stage.task_seconds for stage in self.stages)
@@ -399,7 +404,7 @@ class Plan(JsonFile):
         Args:
             folder: the folder to which the path of a CSV file is relative.
         """
-        values: dict[str, Any] = {"format": _FORMAT} | self.options
+        values: dict[str, Any] = {"format": _FORMAT, **self.options}
         values["schedule"] = reference(self.policy, None if folder is None else Path(folder).absolute())
         if self.report is not None:
             values["report"] = asdict(self.report)
