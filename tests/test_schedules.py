@@ -379,7 +379,9 @@ def test_a_deadlock_text_names_devices_that_are_done_and_all_replicas() -> None:
         "device 2  0F0.r1  0F1.r1  -> 0B0.r1 waits for 1B0 on device 1",
     ]
     stuck = Schedule.parse("0: 0B0 0F0\n1: 1F0 1B0\n2: 1F0.r1 1B0.r1")
-    with pytest.raises(ScheduleError, match=r"device 0  -> 0B0 waits for 1B0 on device 1, 1B0.r1 on device 2"):
+    with pytest.raises(
+        ScheduleError, match=r"device 0  -> 0B0 waits for 0F0 on device 0, 1B0 on device 1, 1B0.r1 on device 2"
+    ):
         lockstep(stuck)
 
 

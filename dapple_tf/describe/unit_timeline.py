@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.view.timeline import Span, Timeline
-from graph_passes.ir.batching import intervals, split_evenly
+from graph_passes.ir.batching import Interval, intervals, split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 if TYPE_CHECKING:
     from dapple_tf.describe.plan import Plan
-
-_BACKWARDS = (Phase.BACKWARD, Phase.INPUT_GRAD)
 
 
 def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
@@ -50,7 +48,6 @@ class _Order:
         self._seconds: Sequence[Sequence[float]] = plan.task_seconds or [(1.0, 1.0, 1.0)] * plan.num_stages
         micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self._slices = [[plan.slices(stage, part) for part in micro_batches] for stage in range(plan.num_stages)]
-        self._tasks = frozenset(schedule.tasks)
         self._spans: dict[Task, Span] = {}
 
     def spans(self) -> tuple[Span, ...]:
@@ -86,28 +83,16 @@ class _Order:
 
     def _ready(self, task: Task) -> list[Task] | None:
         """Returns the tasks that a task waits for besides its device; None if one isn't over."""
-        before = [other for other in self._inputs(task) if other in self._tasks]
+        own = self._slice(task)
+        before = [
+            other
+            for other in self._schedule.inputs(task)
+            if other.stage == task.stage or own.overlap(self._slice(other)).size
+        ]
         return before if all(other in self._spans for other in before) else None
 
-    def _inputs(self, task: Task) -> list[Task]:
-        """Returns the tasks whose results a task reads; the schedule may lack some of them."""
-        stage, number, replica = task.stage, task.micro_batch, task.replica
-        if task.phase is Phase.WEIGHT_GRAD:
-            return [Task(stage, Phase.INPUT_GRAD, number, replica)]
-        if task.phase is Phase.FORWARD:
-            return [Task(stage - 1, Phase.FORWARD, number, other) for other in self._beside(task, stage - 1)]
-        inputs = [Task(stage, Phase.FORWARD, number, replica)]
-        for other in self._beside(task, stage + 1):
-            inputs += [Task(stage + 1, phase, number, other) for phase in _BACKWARDS]
-        return inputs
-
-    def _beside(self, task: Task, stage: int) -> list[int]:
-        """Returns the replicas of another stage that have samples of a task's slice."""
-        if not 0 <= stage < len(self._slices):
-            return []
-        own = self._slices[task.stage][task.micro_batch][task.replica]
-        others = self._slices[stage][task.micro_batch]
-        return [replica for replica, other in enumerate(others) if own.overlap(other).size]
+    def _slice(self, task: Task) -> Interval:
+        return self._slices[task.stage][task.micro_batch][task.replica]
 
     def _length(self, task: Task) -> float:
         forward, input_grad, weight_grad = self._seconds[task.stage]

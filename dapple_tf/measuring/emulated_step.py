@@ -161,24 +161,18 @@ class EmulatedStep:
 
     def _sources(self, task: Task) -> Iterable[list[_Part]]:
         """Yields a task's inputs over each leg, in the order of samples."""
-        backward = task.phase is not Phase.FORWARD
-        if backward and task.phase is not self.costs.gradient_phase(task.stage, task.stage in self.schedule.split):
-            return
-        for leg in self.costs.legs:
-            ends = leg.source is None and task.stage == leg.sender if backward else task.stage == leg.receiver
-            if ends and (parts := self._parts_of(leg, task)):
+        for leg in self.costs.inputs(task.stage, task.phase, task.stage in self.schedule.split):
+            if parts := self._parts_of(leg, task):
                 yield parts
 
     def _parts_of(self, leg: Leg, task: Task) -> list[_Part]:
         """Returns what a task's slice gets over a leg: forward, or gradients."""
         backward = task.phase is not Phase.FORWARD
-        other, phase = (leg.receiver, Phase.BACKWARD) if backward else (leg.sender, Phase.FORWARD)
-        if backward and other in self.schedule.split:
-            phase = Phase.INPUT_GRAD
+        stage, phase = leg.sending(backward, self.schedule.split)
         wanted, parts = self._slice(task), []
         for message in self.costs.leg_messages(leg, task.micro_batch, backward=backward):
             if message.receiver == task.replica:
-                sender = Task(other, phase, task.micro_batch, message.sender)
+                sender = Task(stage, phase, task.micro_batch, message.sender)
                 parts.append(_Part(sender, leg, self._slice(sender).overlap(wanted), message.bytes))
         return parts
 
@@ -196,10 +190,7 @@ class EmulatedStep:
 
     def _own(self, task: Task) -> Task | None:
         """Returns the task of the same stage and slice whose results it reads."""
-        if task.phase is Phase.FORWARD:
-            return None
-        phase = Phase.INPUT_GRAD if task.phase is Phase.WEIGHT_GRAD else Phase.FORWARD
-        return Task(task.stage, phase, task.micro_batch, task.replica)
+        return next((other for other in self.schedule.inputs(task) if other.stage == task.stage), None)
 
     def _needs(self, task: Task) -> set[Task]:
         """Returns the tasks of this step that it waits for, besides the previous one on its device."""

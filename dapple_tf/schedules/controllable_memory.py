@@ -27,7 +27,7 @@ from dapple_tf.schedules import list_scheduling, priorities
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from dapple_tf.schedules.vee import check_vee, stages_of_devices, ways
-from graph_passes.ir.tasks import Phase
+from graph_passes.ir.tasks import Phase, inputs
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
@@ -175,6 +175,7 @@ class _Repeated:
     def orders(self) -> list[list[Job]]:
         """Returns for each position its tasks in order."""
         self._fill_gaps()
+        self.jobs = frozenset(self.moments)
         self._move_up()
         self._finish()
         orders: list[list[Job]] = [[] for _ in range(self.positions)]
@@ -191,15 +192,8 @@ class _Repeated:
     def _before(self, job: Job) -> list[Job]:
         """Returns a task's predecessors: its inputs, and the same task of the previous micro-batch."""
         way, phase, number = job
-        if phase is F:
-            inputs = [Job(way - 1, F, number)] if way else []
-        elif phase is BW:
-            inputs = [Job(way, BX, number)]
-        else:
-            inputs = [Job(way, F, number)]
-            if way + 1 < 2 * self.positions:
-                inputs.append(Job(way + 1, BX, number))
-        return [*inputs, Job(way, phase, number - 1)] if number else inputs
+        before = [*(Job(*other, number) for other in inputs(way, phase)), Job(way, phase, number - 1)]
+        return [other for other in before if other in self.jobs]
 
     def _tables(self) -> list[dict[int, Job]]:
         """Returns for each position a map from moments to tasks."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dapple_tf.schedules.priorities import Key
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
-from graph_passes.ir.tasks import Phase
+from graph_passes.ir.tasks import Phase, inputs
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
@@ -167,29 +167,17 @@ class _Run:
         if head == len(queue):
             return
         job = queue[head]
-        stage, phase, micro_batch = job
-        own: tuple[Job, int] | None = None
-        neighbours: tuple[Job, ...] = ()
-        if phase is BW:
-            own = Job(stage, BX, micro_batch), device
-        elif phase is F:
-            neighbours = (Job(stage - 1, F, micro_batch),)
-        else:
-            own = Job(stage, F, micro_batch), device
-            neighbours = (Job(stage + 1, B, micro_batch), Job(stage + 1, BX, micro_batch))
         ready = 0.0
-        if own is not None:
-            if own not in self.ended:
-                self.waiting.setdefault(own, []).append((device, index))
-                return
-            ready = self.ended[own]
-        for neighbour in neighbours:
-            left = self.left.get(neighbour)
+        for stage, phase in inputs(job.stage, job.phase):
+            before = Job(stage, phase, job.micro_batch)
+            own = stage == job.stage
+            left = (before, device) not in self.ended if own else self.left.get(before)
             if left:
-                self.waiting.setdefault((neighbour, None), []).append((device, index))
+                self.waiting.setdefault((before, device if own else None), []).append((device, index))
                 return
-            if left == 0:
-                ready = max([ready, *(self.ended[neighbour, other] for other in self.mains[neighbour.stage])])
+            if left is not None:
+                devices = (device,) if own else self.mains[stage]
+                ready = max([ready, *(self.ended[before, other] for other in devices)])
         self.ready[device][index] = (self.key(job, ready), index)
 
     def _fits(self, device: int, job: Job) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+from collections import defaultdict
 from collections.abc import Callable
 
 from dapple_tf.schedules.schedule_request import Job, ScheduleRequest
-from graph_passes.ir.tasks import Phase
+from graph_passes.ir.tasks import Phase, inputs
 
-F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 Key = Callable[[Job, float], tuple[float, ...]]
 """(job, when it became ready) -> its key; a device takes the job with the least."""
@@ -41,22 +41,13 @@ def deepest_first(request: ScheduleRequest) -> Key:
 def critical_path(request: ScheduleRequest) -> Callable[[Job], float]:
     """Returns the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
 
-    The classic priority of list scheduling: F(s) is followed by F(s + 1), in the last stage by its Bx; Bx(s) by its Bw
-    and by Bx(s - 1).
+    The classic priority of list scheduling; all backwards are Bx and Bw.
     """
-
-    @functools.cache
-    def length(stage: int, phase: Phase) -> float:
-        own = request.duration(Job(stage, phase, 0))
-        if phase is F:
-            return own + (length(stage + 1, F) if stage + 1 < request.stages else length(stage, BX))
-        if phase is BW:
-            return own
-        return own + max(length(stage - 1, BX) if stage else 0.0, length(stage, BW))
-
-    # From the first stage on, so that no call recurses deeper than one stage.
-    for stage in range(request.stages):
-        length(stage, BX)
-    for stage in reversed(range(request.stages)):
-        length(stage, F)
-    return lambda job: length(job.stage, job.phase)
+    lengths: dict[tuple[int, Phase], float] = defaultdict(float)
+    last_first = [(stage, phase) for stage in range(request.stages) for phase in (BW, BX)]
+    last_first += [(stage, F) for stage in reversed(range(request.stages))]
+    for stage, phase in last_first:
+        lengths[stage, phase] += request.duration(Job(stage, phase, 0))
+        for before in inputs(stage, phase):
+            lengths[before] = max(lengths[before], lengths[stage, phase])
+    return lambda job: lengths[job.stage, job.phase]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dapple_tf.schedules.schedule_request import (
     Active,
@@ -126,8 +126,8 @@ def _check_device_orders(schedule: Schedule, holds: Sequence[int] | None) -> Non
     for device, tasks in schedule.orders.items():
         places = {task: place for place, task in enumerate(tasks)}
         for task in tasks:
-            for earlier in _own_inputs(task, schedule.split):
-                if places.get(earlier, -1) > places[task]:
+            for earlier in schedule.inputs(task):
+                if earlier.stage == task.stage and places[earlier] > places[task]:
                     what = "a backward needs its forward" if earlier.phase is F else "a weight gradient needs its Bx"
                     raise ScheduleError(f"device {device} runs {task} before {earlier}; {what} first")
     if holds is None:
@@ -135,12 +135,6 @@ def _check_device_orders(schedule: Schedule, holds: Sequence[int] | None) -> Non
     for device, task, count in _counts(schedule):
         if count > holds[task.stage]:
             raise ScheduleError(_too_many(device, task, count, holds))
-
-
-def _own_inputs(task: Task, split: frozenset[int]) -> list[Task]:
-    if task.phase in (B, BX):
-        return [Task(task.stage, F, task.micro_batch, task.replica)]
-    return [Task(task.stage, BX, task.micro_batch, task.replica)] if task.phase is BW else []
 
 
 def _too_many(device: int, task: Task, count: int, holds: Sequence[int]) -> str:
@@ -179,30 +173,12 @@ def _check_micro_batch_order(schedule: Schedule) -> None:
                 latest[task.stage, task.replica] = task
 
 
-def _inputs(schedule: Schedule, device_of: Mapping[Task, int]) -> Callable[[Task], list[Task]]:
-    """Returns a function from a task to the tasks that it waits for, besides those before it in its device's order."""
-    groups: dict[tuple[int, bool, int], list[Task]] = {}
-    for task in device_of:
-        if task.phase is not BW:
-            groups.setdefault((task.stage, task.phase is F, task.micro_batch), []).append(task)
-
-    def inputs(task: Task) -> list[Task]:
-        if task.phase is BW:
-            return _own_inputs(task, schedule.split)
-        forward = task.phase is F
-        neighbour = task.stage + (-1 if forward else 1)
-        return groups.get((neighbour, forward, task.micro_batch), [])
-
-    return inputs
-
-
 def _check_progress(schedule: Schedule, device_of: Mapping[Task, int]) -> list[dict[int, Task]]:
     """Runs the schedule in steps of one task per device, until its end or until no device can continue."""
-    inputs = _inputs(schedule, device_of)
     done: set[Task] = set()
 
     def waits_for(task: Task) -> list[Task]:
-        return [other for other in inputs(task) if other not in done]
+        return [other for other in schedule.inputs(task) if other not in done]
 
     steps: list[dict[int, Task]] = []
     positions = dict.fromkeys(schedule.orders, 0)

@@ -144,6 +144,29 @@ class CostModel:
             return Phase.BACKWARD
         return Phase.INPUT_GRAD if self.computes(stage, Phase.INPUT_GRAD) else Phase.WEIGHT_GRAD
 
+    @functools.cached_property
+    def incoming(self) -> tuple[tuple[Leg, ...], ...]:
+        """For each stage the legs over which it receives tensors and returns gradients."""
+        return tuple(tuple(leg for leg in self.legs if leg.receiver == stage) for stage in range(len(self.stages)))
+
+    @functools.cached_property
+    def outgoing(self) -> tuple[tuple[Leg, ...], ...]:
+        """For each stage the legs over which it sends what it makes, and receives the gradients."""
+        made = [leg for leg in self.legs if leg.source is None]
+        return tuple(tuple(leg for leg in made if leg.sender == stage) for stage in range(len(self.stages)))
+
+    def inputs(self, stage: int, phase: Phase, split: bool) -> tuple[Leg, ...]:
+        """Returns the legs over which a task receives tensors or gradients, its predecessors in other stages.
+
+        Args:
+            stage: the task's.
+            phase: the task's.
+            split: whether the stage's backward is Bx and Bw.
+        """
+        if phase is Phase.FORWARD:
+            return self.incoming[stage]
+        return self.outgoing[stage] if phase is self.gradient_phase(stage, split) else ()
+
     def seconds(self, task: Task, device: int | None = None) -> float:
         """Returns the undisturbed seconds of a task on its device, or on ``device``."""
         seconds = self.whole_seconds(task, device)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 
 from dapple_tf.simulation.cost import CostModel, Message
 from dapple_tf.simulation.legs import Leg
-from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tasks import Phase, Task, inputs
 
 _NOTHING = 1e-9
 """Bytes of the smallest piece of gradients: how a backward is cut doesn't matter for a bound."""
@@ -37,43 +38,33 @@ class LeastTimes:
         self.costs = costs
         stages = range(costs.plan.num_stages)
         self.before = [0.0] * len(stages)
-        self.after: dict[tuple[int, Phase], float] = {}
-        # What relays hand on doesn't wait for their own tasks: it bounds nothing here.
-        outgoing: dict[int, list[Leg]] = {stage: [] for stage in stages}
-        incoming: dict[int, list[Leg]] = {stage: [] for stage in stages}
-        for leg in costs.legs:
-            if leg.source is None:
-                outgoing[leg.sender].append(leg)
-                incoming[leg.receiver].append(leg)
+        self.after: dict[tuple[int, Phase], float] = defaultdict(float)
         for stage in stages:
-            for leg in incoming[stage]:
-                sent = self._sent(leg, backward=False)
-                if sent is not None:
-                    start = self.before[leg.sender] + self._seconds(leg.sender, F) + sent
-                    self.before[stage] = max(self.before[stage], start)
-        for stage in () if forward_only else stages:
-            updated = 0.0 if stage in carried else self._updated(stage)
-            after = [updated]
-            for leg in incoming[stage]:
-                sent = self._sent(leg, backward=True)
-                if sent is not None:
-                    phase = costs.gradient_phase(leg.sender, leg.sender in split)
-                    after.append(sent + self._seconds(leg.sender, phase) + self.after[leg.sender, phase])
-            if stage in split:
-                self.after[stage, BW] = updated
-                self.after[stage, BX] = max(*after, self._seconds(stage, BW) + updated)
-            else:
-                self.after[stage, B] = max(after)
-        for stage in reversed(stages):
-            after = [0.0]
-            if not forward_only:
-                phase = BX if stage in split else B
-                after.append(self._seconds(stage, phase) + self.after[stage, phase])
-            for leg in outgoing[stage]:
-                sent = self._sent(leg, backward=False)
-                if sent is not None:
-                    after.append(sent + self._seconds(leg.receiver, F) + self.after[leg.receiver, F])
-            self.after[stage, F] = max(after)
+            for (sender, phase), sent in self._inputs(stage, F, split):
+                start = self.before[sender] + self._seconds(sender, phase) + sent
+                self.before[stage] = max(self.before[stage], start)
+        backwards = [(stage, phase) for stage in stages for phase in ((BW, BX) if stage in split else (B,))]
+        for stage, phase in (*(() if forward_only else backwards), *((stage, F) for stage in reversed(stages))):
+            if phase is B or phase is BW:
+                updated = 0.0 if stage in carried else self._updated(stage)
+                self.after[stage, phase] = max(updated, self.after[stage, phase])
+            for sending, sent in self._inputs(stage, phase, split):
+                least = sent + self._seconds(stage, phase) + self.after[stage, phase]
+                self.after[sending] = max(self.after[sending], least)
+
+    def _inputs(self, stage: int, phase: Phase, split: Collection[int]) -> Iterator[tuple[tuple[int, Phase], float]]:
+        """Yields the stage and phase of each task that one waits for, and the seconds of the quickest message.
+
+        What relays hand on doesn't wait for their own tasks: it bounds nothing here.
+        """
+        for before in inputs(stage, phase):
+            if before[0] == stage:
+                yield before, 0.0
+        backward = phase is not F
+        for leg in self.costs.inputs(stage, phase, stage in split):
+            sent = self._sent(leg, backward=backward) if leg.source is None else None
+            if sent is not None:
+                yield leg.sending(backward, split), sent
 
     def rest(self, tasks: Sequence[Task], seconds: Sequence[float]) -> list[float]:
         """Returns for each of a device's tasks the least seconds from its start to the end of the step.

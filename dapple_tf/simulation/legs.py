@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dapple_tf.describe.layer_profile import ZERO, Cost
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
 from graph_passes.ir.relays import sources_of
+from graph_passes.ir.tasks import Phase
 
 
 class Leg(NamedTuple):
@@ -35,6 +36,22 @@ class Leg(NamedTuple):
     source: int | None = None
     onward: tuple[int, ...] = ()
     tensors: tuple[int, ...] = ()
+
+    @property
+    def sums(self) -> bool:
+        """Whether the receiver adds up gradients before it sends them back."""
+        return bool(self.onward) and self.differentiable
+
+    def sending(self, backward: bool, split: Collection[int]) -> tuple[int, Phase]:
+        """Returns the stage and the phase of the tasks that send tensors, or gradients back.
+
+        Args:
+            backward: whether gradients are sent.
+            split: the stages whose backward is Bx and Bw.
+        """
+        if not backward:
+            return self.sender, Phase.FORWARD
+        return self.receiver, Phase.INPUT_GRAD if self.receiver in split else Phase.BACKWARD
 
 
 _Ends = tuple[int, int, tuple[int, ...]]

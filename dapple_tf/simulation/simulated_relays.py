@@ -13,24 +13,6 @@ from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Task
 
 
-class Parcel(NamedTuple):
-    """What a slice sends to a task of another: over a leg, or from Bx to Bw.
-
-    Attributes:
-        leg: the leg; None from Bx to Bw.
-        stage: the receiver's stage.
-        phase: the phase of the task that gets it.
-        replica: the receiver's replica.
-        bytes: its size.
-    """
-
-    leg: Leg | None
-    stage: int
-    phase: Phase
-    replica: int
-    bytes: float
-
-
 class Relays:
     """The slices that relays hand on.
 
@@ -43,15 +25,14 @@ class Relays:
             still to come.
     """
 
-    def __init__(self, costs: CostModel, split: Collection[int], begun: Collection[Task]) -> None:
+    def __init__(self, costs: CostModel, begun: Collection[Task]) -> None:
         """Starts a step.
 
         Args:
             costs: the costs of the plan.
-            split: stages with Bx and Bw.
             begun: forwards of the next step that end in this one; what they make goes only to others of them.
         """
-        self.legs, self._costs, self._split = costs.legs, costs, split
+        self.legs, self._costs = costs.legs, costs
         self._begun = {(task.stage, task.micro_batch) for task in begun}
         self.due: dict[tuple[int, int, int, bool, bool], int] = {}
         self._numbers: dict[tuple[int, int, bool], Counter[int]] = {}
@@ -82,23 +63,9 @@ class Relays:
         if not self.due[key]:
             yield from [leg] if backward else self.onward(leg)
 
-    def parcels(self, leg: Leg, sender: Task) -> Iterator[Parcel]:
-        """Yields what a task's slice sends over a leg: forward, or gradients back."""
-        stage, phase, backward = leg.receiver, Phase.FORWARD, sender.phase is not Phase.FORWARD
-        if backward:
-            stage = leg.sender
-            phase = self._costs.gradient_phase(stage, stage in self._split)
-        for message in self._costs.leg_messages(leg, sender.micro_batch, backward=backward):
-            if message.sender == sender.replica:
-                yield Parcel(leg, stage, phase, message.receiver, message.bytes)
-
     def onward(self, leg: Leg) -> list[Leg]:
         """Returns the legs over which a leg's receiver hands its tensors on."""
         return [self.legs[number] for number in leg.onward]
-
-    def sums(self, leg: Leg) -> bool:
-        """Returns whether a leg's receiver adds up gradients before it sends them back."""
-        return bool(leg.onward) and leg.differentiable
 
     def awaited(self, leg: Leg | None, micro_batch: int) -> bool:
         """Returns whether one of the next step's forwards gets what a leg's receiver hands on."""

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapple_tf.simulation.cost import CostModel, Reduction
@@ -48,9 +48,10 @@ class SimulatedStep:
         self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
         plan, cluster = costs.plan, costs.cluster
         orders, self.next = device_orders(schedule, next_forward)
-        tasks = StepTasks(costs, {device: tasks for device, tasks in orders.items() if tasks})
+        tasks = StepTasks(costs, {device: tasks for device, tasks in orders.items() if tasks}, schedule.split)
         self.orders, self.queues, self.numbers = tasks.orders, tasks.queues, tasks.numbers
-        self.tasks, self.device_of, self.seconds = tasks.tasks, tasks.device_of, tasks.seconds
+        self.tasks, self.device_of = tasks.tasks, tasks.device_of
+        self.seconds, self.waiting = tasks.seconds, tasks.waiting
         self.position = dict.fromkeys(self.orders, 0)
         self.free = dict.fromkeys(self.orders, True)
         self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
@@ -63,12 +64,8 @@ class SimulatedStep:
         self.port_free: list[float] = []
         self.port_last: list[int | None] = []
         self.routes: dict[tuple[int, int], tuple[int, int, float, float]] = {}
-        self.relays = Relays(costs, schedule.split, self.next)
-        self.messages = TaskMessages(costs, self.numbers, self.relays)
-        self.split = schedule.split
-        self.waiting = [0] * self.numbers.count
-        for task, count in self._waits():
-            self.waiting[self.numbers.of(task)] = count
+        self.relays = Relays(costs, self.next)
+        self.messages = TaskMessages(costs, self.numbers, schedule.split)
         self.arrived: list[int | None] = [None] * self.numbers.count
         self.server = [device.server for device in cluster.devices]
         self.cores = SharedCores(cluster)
@@ -94,31 +91,12 @@ class SimulatedStep:
                 self.waiting[number] += 1
                 self.lookups.unready[number] += len(self.members[stage]) if next_forward or stage in carried else 0
         self.limit = limit * (1 + ROUNDING) - self.once
-        self.rest = tasks.rest(self.split, self.limit, carried) if limit < math.inf else {}
+        self.rest = tasks.rest(self.limit, carried) if limit < math.inf else {}
         # Tasks that all-reduces or updates hold up may come earlier if backwards are cut: then nothing is certain.
         self.cuttable = plan.wait_free and not plan.backward_cuts and not carried
         # Tasks before those that complete gradients: until one begins, nothing depends on reductions.
         self.watched: frozenset[int] = frozenset()
         self.saved: SimulatedStep | None = None
-
-    def _waits(self) -> Iterator[tuple[Task, int]]:
-        """Yields how many messages and other tasks each task waits for."""
-        costs = self.costs
-        counts: dict[tuple[int, int, bool], list[int]] = {}
-        for task in itertools.chain.from_iterable(self.orders.values()):
-            number = int(task.phase is Phase.WEIGHT_GRAD)
-            backward = task.phase is not Phase.FORWARD
-            if backward and task.phase is not costs.gradient_phase(task.stage, task.stage in self.split):
-                yield task, number
-                continue
-            key = (task.stage, costs.micro_batches[task.micro_batch].size, backward)
-            if key not in counts:
-                numbers = [0] * len(costs.plan.devices[task.stage])
-                for leg in self.messages.outgoing[task.stage] if backward else self.messages.incoming[task.stage]:
-                    for message in costs.leg_messages(leg, task.micro_batch, backward=backward):
-                        numbers[message.receiver] += 1
-                counts[key] = numbers
-            yield task, number + counts[key][task.replica]
 
     def _await_updates(self) -> None:
         """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
@@ -309,8 +287,8 @@ class SimulatedStep:
             receiver = first + shift
             if not begun or receiver in self.next_numbers or self.relays.awaited(leg, task.micro_batch):
                 self.transfer(task, device, index, receiver, size, leg, begun)
-        for leg in self.messages.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
-            if self.relays.sums(leg):
+        for leg in self.costs.incoming[task.stage] if self.costs.plan.relays and task.phase in _RETURNING else ():
+            if leg.sums:
                 self.hand_on(leg, task, index, begun)
 
     def landed(self, number: int, leg: Leg, begun: bool, index: int) -> None:

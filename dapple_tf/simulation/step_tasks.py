@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from dapple_tf.simulation.cost import CostModel
@@ -75,32 +76,46 @@ class StepTasks:
         tasks: the task of each number; None where no device runs one.
         device_of: the device of each.
         seconds: the undisturbed seconds of each.
+        waiting: number of messages that each waits for; Bw's Bx counts as one.
     """
 
-    def __init__(self, costs: CostModel, orders: Mapping[int, tuple[Task, ...]]) -> None:
-        self.costs, self.orders = costs, orders
+    def __init__(self, costs: CostModel, orders: Mapping[int, tuple[Task, ...]], split: Collection[int]) -> None:
+        self.costs, self.orders, self.split = costs, orders, split
         self.numbers = TaskNumbers([len(devices) for devices in costs.plan.devices], len(costs.micro_batches))
         of = self.numbers.of
         self.queues = {device: [of(task) for task in tasks] for device, tasks in orders.items()}
         self.tasks: list[Task | None] = [None] * self.numbers.count
         self.device_of: list[int | None] = [None] * self.numbers.count
         self.seconds = [0.0] * self.numbers.count
+        self.waiting = [0] * self.numbers.count
         last = len(costs.micro_batches) - 1
-        known: dict[tuple[int, str, int, int, int, bool], float] = {}
+        known: dict[tuple[int, str, int, int, int, bool], tuple[float, int]] = {}
+        received: dict[tuple[int, str, int], Counter[int]] = {}
         for device, queue in self.queues.items():
             for number, task in zip(queue, orders[device], strict=True):
                 self.tasks[number], self.device_of[number] = task, device
                 size = costs.micro_batches[task.micro_batch].size
                 key = (task.stage, task.phase._value_, task.replica, device, size, task.micro_batch == last)
                 if key not in known:
-                    known[key] = costs.seconds(task, device)
-                self.seconds[number] = known[key]
+                    kind = (task.stage, task.phase._value_, size)
+                    if kind not in received:
+                        received[kind] = self._received(task)
+                    known[key] = costs.seconds(task, device), received[kind][task.replica]
+                self.seconds[number], self.waiting[number] = known[key]
 
-    def rest(self, split: Collection[int], limit: float, carried: Collection[int]) -> dict[int, list[float]]:
+    def _received(self, task: Task) -> Counter[int]:
+        """Counts the messages to each replica for a task's micro-batch."""
+        own = self.costs.plan.devices[task.stage] if task.phase is Phase.WEIGHT_GRAD else ()
+        counts = Counter(range(len(own)))
+        for leg in self.costs.inputs(task.stage, task.phase, task.stage in self.split):
+            messages = self.costs.leg_messages(leg, task.micro_batch, backward=task.phase is not Phase.FORWARD)
+            counts.update(message.receiver for message in messages)
+        return counts
+
+    def rest(self, limit: float, carried: Collection[int]) -> dict[int, list[float]]:
         """Returns for each device's tasks the least seconds from their start to the end of the step, however it is cut.
 
         Args:
-            split: the stages whose backward is Bx and Bw.
             limit: the most seconds of the step's tasks.
             carried: the stages whose updates are made in the next step.
 
@@ -108,7 +123,7 @@ class StepTasks:
             TooSlowError: the step takes longer than the limit.
         """
         backward = any(task.phase is not Phase.FORWARD for tasks in self.orders.values() for task in tasks)
-        least = LeastTimes(self.costs, split, carried=carried, forward_only=not backward)
+        least = LeastTimes(self.costs, self.split, carried=carried, forward_only=not backward)
         rest = {
             device: least.rest(tasks, [self.seconds[number] for number in self.queues[device]])
             for device, tasks in self.orders.items()

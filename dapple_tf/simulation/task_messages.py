@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
-from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.step_tasks import TaskNumbers
 from graph_passes.ir.tasks import Phase, Task
 
@@ -15,22 +14,11 @@ Message = tuple[int, float, Leg | None]
 
 
 class TaskMessages:
-    """What each task sends by itself, not what it hands on.
+    """What each task sends by itself, not what it hands on."""
 
-    Attributes:
-        incoming: stage -> the legs over which it receives.
-        outgoing: stage -> the legs over which it sends what it makes.
-    """
-
-    def __init__(self, costs: CostModel, numbers: TaskNumbers, relays: Relays) -> None:
-        self._costs, self._numbers, self._relays = costs, numbers, relays
+    def __init__(self, costs: CostModel, numbers: TaskNumbers, split: Collection[int]) -> None:
+        self._costs, self._numbers, self._split = costs, numbers, split
         self._sent: dict[tuple[int, int, int, str], list[Message]] = {}
-        self.incoming: dict[int, list[Leg]] = {stage: [] for stage in range(costs.plan.num_stages)}
-        self.outgoing: dict[int, list[Leg]] = {stage: [] for stage in range(costs.plan.num_stages)}
-        for leg in costs.legs:
-            self.incoming[leg.receiver].append(leg)
-            if leg.source is None:
-                self.outgoing[leg.sender].append(leg)
 
     def of(self, task: Task) -> list[Message]:
         """Returns what a task sends."""
@@ -41,17 +29,21 @@ class TaskMessages:
 
     def over(self, leg: Leg, sender: Task) -> Iterator[Message]:
         """Yields what a task's slice sends over a leg: forward, or gradients back."""
-        for parcel in self._relays.parcels(leg, sender):
-            yield self._numbers.first(parcel.stage, parcel.phase, parcel.replica), parcel.bytes, leg
+        stage, phase, backward = leg.receiver, Phase.FORWARD, sender.phase is not Phase.FORWARD
+        if backward:
+            stage, phase = leg.sender, self._costs.gradient_phase(leg.sender, leg.sender in self._split)
+        for message in self._costs.leg_messages(leg, sender.micro_batch, backward=backward):
+            if message.sender == sender.replica:
+                yield self._numbers.first(stage, phase, message.receiver), message.bytes, leg
 
     def _messages(self, task: Task) -> Iterator[Message]:
         if task.phase is Phase.FORWARD:
-            for leg in self.outgoing[task.stage]:
+            for leg in self._costs.outgoing[task.stage]:
                 yield from self.over(leg, task)
         elif task.phase is not Phase.WEIGHT_GRAD:
             # The nearest stage first, and what its backward waits for before what it hands on.
-            for leg in sorted(self.incoming[task.stage], key=lambda leg: -leg.sender):
-                if not self._relays.sums(leg):
+            for leg in sorted(self._costs.incoming[task.stage], key=lambda leg: -leg.sender):
+                if not leg.sums:
                     yield from self.over(leg, task)
         if task.phase is Phase.INPUT_GRAD:
             samples = self._costs.slices(task.stage, task.micro_batch)[task.replica].size

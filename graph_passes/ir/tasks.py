@@ -40,6 +40,24 @@ class Phase(enum.Enum):
         return phases.index(self) < phases.index(other)
 
 
+_INPUTS = {
+    Phase.FORWARD: ((-1, Phase.FORWARD),),
+    Phase.BACKWARD: ((0, Phase.FORWARD), (1, Phase.BACKWARD), (1, Phase.INPUT_GRAD)),
+    Phase.INPUT_GRAD: ((0, Phase.FORWARD), (1, Phase.BACKWARD), (1, Phase.INPUT_GRAD)),
+    Phase.WEIGHT_GRAD: ((0, Phase.INPUT_GRAD),),
+}
+
+
+@functools.cache
+def inputs(stage: int, phase: Phase) -> tuple[tuple[int, Phase], ...]:
+    """Returns stage and phase of a task's predecessors in its micro-batch; a stage has either B or Bx.
+
+    A predecessor in the same stage is on the same replica, and comes first; in another stage, every replica with some
+    of the task's samples is one.
+    """
+    return tuple((stage + step, other) for step, other in _INPUTS[phase] if stage + step >= 0)
+
+
 _TASK_PATTERN = re.compile(r"([0-9]+)(F|Bx|Bw|B)([0-9]+)(?:\.r([0-9]+))?")
 
 
@@ -176,6 +194,27 @@ class Schedule:
     @functools.cached_property
     def _devices(self) -> dict[Task, int]:
         return {task: device for device, tasks in self.orders.items() for task in tasks}
+
+    @functools.cached_property
+    def _replicas(self) -> dict[tuple[int, Phase, int], list[Task]]:
+        replicas: dict[tuple[int, Phase, int], list[Task]] = {}
+        for task in self.tasks:
+            replicas.setdefault((task.stage, task.phase, task.micro_batch), []).append(task)
+        return replicas
+
+    def inputs(self, task: Task) -> list[Task]:
+        """Returns the predecessors of a task in this schedule, besides earlier tasks of its device.
+
+        F waits for F of the stage before; B and Bx for their F, and for B or Bx of the stage after; Bw for its Bx. All
+        replicas of other stages are taken as predecessors.
+        """
+        found: list[Task] = []
+        for stage, phase in inputs(task.stage, task.phase):
+            if stage != task.stage:
+                found += self._replicas.get((stage, phase, task.micro_batch), ())
+            elif (own := Task(stage, phase, task.micro_batch, task.replica)) in self._devices:
+                found.append(own)
+        return found
 
     def device_of(self, task: Task) -> int:
         """Returns the index of the device that runs ``task``.
