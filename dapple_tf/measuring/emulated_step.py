@@ -14,7 +14,7 @@ import tensorflow as tf
 from dapple_tf.measuring.emulated_waits import Array, Port, StepClock, Wait
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.legs import Leg
-from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient_ends, last_gradients
+from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient_ends
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import device_orders
 from dapple_tf.view.timeline import Span
@@ -99,7 +99,7 @@ class EmulatedStep:
         used = sorted(costs.devices)
         self.number = {device: number for number, device in enumerate(used)}
         self.server = [device.server for device in costs.cluster.devices]
-        self.last_gradients = last_gradients(schedule)
+        self.last_gradients = schedule.last_gradients
         ends = gradient_ends(schedule, wait_free=costs.plan.wait_free)
         self.ready = {(schedule.device_of(end), stage): end for end, stages in ends.items() for stage in stages}
         self.made: dict[Task, _Made] = {}

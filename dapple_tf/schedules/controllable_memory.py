@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dapple_tf.schedules import list_scheduling, priorities
+from dapple_tf.schedules import list_scheduling
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from dapple_tf.schedules.vee import check_vee, stages_of_devices, ways
@@ -89,7 +89,7 @@ def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduli
     """Returns list schedules of a V within K, D and the devices' room."""
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
     queues = list_scheduling.free_queues(request)
-    keys = (priorities.oldest_first(request), priorities.deepest_first(request))
+    keys = (list_scheduling.oldest_first(request), list_scheduling.deepest_first(request))
     return [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
 
 

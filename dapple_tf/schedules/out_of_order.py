@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from dapple_tf.schedules import list_scheduling, priorities
+from dapple_tf.schedules import list_scheduling
 from dapple_tf.schedules.one_forward_one_backward import (
     Wanted,
     all_micro_batches,
@@ -64,7 +64,7 @@ def fast_forward(request: ScheduleRequest, wanted: Wanted) -> Orders:
             queues[device] = [sequence(len(numbers), group, count, stages, stages)]
             queues[device] += [[Job(stage, Phase.WEIGHT_GRAD, number) for number in numbers] for stage in group]
     limits = _delayed_limits(request, wanted)
-    return list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits).orders
+    return list_scheduling.run(request, queues, list_scheduling.fill_gaps, limits=limits).orders
 
 
 def _check_warm_up(request: ScheduleRequest, wanted: Wanted) -> None:
@@ -116,7 +116,7 @@ def modulo(request: ScheduleRequest) -> Orders:
     """
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
     queues = list_scheduling.free_queues(request)
-    keys = (priorities.oldest_first(request), priorities.critical_path_first(request))
+    keys = (list_scheduling.oldest_first(request), list_scheduling.critical_path_first(request))
     return list_scheduling.best([list_scheduling.run(request, queues, key, limits=limits) for key in keys]).orders
 
 

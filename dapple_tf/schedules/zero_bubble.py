@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dapple_tf.schedules import list_scheduling, priorities
+from dapple_tf.schedules import list_scheduling
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from dapple_tf.schedules.vee import check_vee, is_vee, stages_of_devices
@@ -87,7 +87,7 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
             main = [job for job in order if job.phase is not BW]
             rest = [[job for job in order if job.phase is BW and job.stage == stage] for stage in reversed(group)]
             queues |= {device: [main, *rest] for device in request.devices[group[0]]}
-        runs.append(list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits))
+        runs.append(list_scheduling.run(request, queues, list_scheduling.fill_gaps, limits=limits))
     return list_scheduling.best(runs).orders
 
 
@@ -107,7 +107,7 @@ def zb_v(request: ScheduleRequest) -> Orders:
     positions = len({request.devices[stage] for stage in range(request.stages)})
     room = None if request.warm_up else {device: positions * len(stages) for device, stages in stages_of.items()}
     queues = list_scheduling.free_queues(request)
-    keys = (priorities.oldest_first(request), priorities.deepest_first(request))
+    keys = (list_scheduling.oldest_first(request), list_scheduling.deepest_first(request))
     runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
     return list_scheduling.best(runs).orders
 

@@ -9,11 +9,6 @@ from dapple_tf.simulation.cost import CostModel
 from graph_passes.ir.tasks import Schedule, Task, piece_order, reduction_order
 
 
-def last_gradients(schedule: Schedule) -> Mapping[tuple[int, int], Task]:
-    """Maps (device, stage) to the task that completes the stage's gradients there; empty for a forward schedule."""
-    return schedule.last_gradients
-
-
 def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task, tuple[int, ...]]:
     """Maps each task to the stages whose gradients it completes on its device, and hands on at its end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
@@ -12,14 +13,18 @@ from typing import Any
 
 from dapple_tf.simulation.cost import CostModel, Reduction
 from dapple_tf.simulation.legs import Leg
-from dapple_tf.simulation.saved_step import copied
 from dapple_tf.simulation.shared_cores import Running, SharedCores
-from dapple_tf.simulation.simulated_lookups import Lookups
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends
-from dapple_tf.simulation.simulated_relays import Relays
 from dapple_tf.simulation.simulation import Simulation
-from dapple_tf.simulation.step_tasks import StepTasks, TooSlowError, device_orders
-from dapple_tf.simulation.task_messages import Message, TaskMessages
+from dapple_tf.simulation.step_tasks import (
+    Lookups,
+    Message,
+    Relays,
+    StepTasks,
+    TaskMessages,
+    TooSlowError,
+    device_orders,
+)
 from dapple_tf.view.timeline import SEND, Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
@@ -79,7 +84,7 @@ class SimulatedStep:
         self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
         self.next_of_stage: dict[int, list[int]] = {}
         self.next_numbers = frozenset(map(self.numbers.of, self.next))
-        self.lookups = Lookups(costs, self.orders, self.next, next_forward=next_forward)
+        self.lookups = Lookups(costs, self.numbers, self.orders, self.next, next_forward=next_forward)
         if next_forward:
             self._await_updates()
         for order in self.orders.values() if carried else ():
@@ -173,7 +178,37 @@ class SimulatedStep:
 
     def save(self) -> None:
         """Keeps a copy of the state."""
-        self.saved = copied(self)
+        self.saved = self._copied()
+
+    def resumed(self, costs: CostModel) -> SimulatedStep:
+        """Returns a copy of a kept state that goes on with costs that differ by ``backward_cuts`` only."""
+        other = self._copied()
+        other.costs, other.reductions = costs, Reductions(costs, other.schedule)
+        other.seconds = other.seconds.copy()
+        for number in other.ends:
+            task, device = other.tasks[number], other.device_of[number]
+            assert task is not None
+            other.seconds[number] = costs.seconds(task, device)
+        other.rest = {}
+        return other
+
+    def _copied(self) -> SimulatedStep:
+        """Returns a copy of the state, without the progress of reductions."""
+        other = copy.copy(self)
+        names = ("position", "free", "last", "spans", "ports", "port_free", "port_last", "routes")
+        for name in (*names, "waiting", "arrived", "complete"):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        other.relays, other.lookups = self.relays.copied(), self.lookups.copied()
+        other.updates = {device: deque(waiting) for device, waiting in self.updates.items()}
+        other.cores = self.cores.copied()
+        number = next(self.sequence)
+        self.sequence, other.sequence = itertools.count(number + 1), itertools.count(number + 1)
+        # Actions are methods of the step itself.
+        other.events = [
+            (time, turn, order, getattr(other, action.__name__), data)
+            for time, turn, order, action, data in self.events
+        ]
+        return other
 
     # ---- tasks
 

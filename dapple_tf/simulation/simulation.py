@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulated_relays import held_by_relays
 from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.text_table import table
 from dapple_tf.units import gib, ms_text
 from dapple_tf.view.notebook import Table, notebook_html
-from dapple_tf.view.timeline import LINK_KINDS, Span, Timeline
+from dapple_tf.view.timeline import LINK_KINDS, SEND, Span, Timeline
 from graph_passes.ir.tasks import Phase
 
 _PHASES = {phase.value: phase for phase in Phase}
@@ -126,13 +125,43 @@ class Simulation:
             for life in StepMemory(self).lives():
                 changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
             return {device: change.curve() for device, change in changes.items()}
-        for held in held_by_relays(self.costs, self.spans):
-            changes[held.device].add(held.start, held.end, 0.0, held.bytes, 0.0)
         for use in self._uses():
             changes[use[0]].add(*use[1:])
-        for device, start, end, size in self._reducing():
+        for device, start, end, size in (*self._relayed(), *self._reducing()):
             changes[device].add(start, end, 0.0, size, 0.0)
         return {device: change.curve() for device, change in changes.items()}
+
+    def _relayed(self) -> Iterator[tuple[int, float, float, float]]:
+        """Yields what relays hold for others, from its arrival until it has been sent: (device, start, end, bytes).
+
+        What their own tasks keep is left out: a forward's inputs count from its start on.
+        """
+        costs = self.costs
+        if not costs.plan.relays:
+            return
+        sent: dict[tuple[int, int | None, bool], list[Span]] = defaultdict(
+            list
+        )  # (leg, micro-batch, whether gradients)
+        forwards: dict[tuple[int, int | None, int], float] = {}
+        for span in self.spans:
+            if span.kind == SEND and span.leg is not None:
+                sent[span.leg, span.micro_batch, span.stage == costs.legs[span.leg].receiver].append(span)
+            elif span.kind == Phase.FORWARD.value:
+                forwards[span.stage, span.micro_batch, span.replica] = span.start
+        for leg in costs.legs:
+            for micro_batch in range(len(costs.micro_batches)) if leg.onward else ():
+                for replica, interval in enumerate(costs.slices(leg.receiver, micro_batch)):
+                    device = costs.plan.devices[leg.receiver][replica]
+                    used = forwards.get((leg.receiver, micro_batch, replica), 0.0)
+                    for backward in (False, True):
+                        incoming, outgoing = (leg.onward, [leg.number]) if backward else ([leg.number], leg.onward)
+                        came = [s.end for n in incoming for s in sent[n, micro_batch, backward] if s.target == device]
+                        left = [s.end for n in outgoing for s in sent[n, micro_batch, backward] if s.replica == replica]
+                        start, end = min(came, default=0.0), max(left, default=0.0)
+                        end = end if backward else min(end, used)
+                        if came and end > start:
+                            cost = leg.backward if backward else leg.forward
+                            yield device, start, end, cost.at(interval.size)
 
     def _reducing(self) -> Iterator[tuple[int, float, float, float]]:
         """Yields the buffers of reductions: (device, start, end, bytes)."""

@@ -11,14 +11,13 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.least_times import LeastTimes
-from dapple_tf.simulation.saved_step import resumed
-from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
+from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages
 from dapple_tf.simulation.simulated_step import ROUNDING, SimulatedStep
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.step_tasks import TooSlowError
 from graph_passes.ir.tasks import Schedule
 
-__all__ = ["Simulation", "last_gradients", "run", "simulate", "tried"]
+__all__ = ["Simulation", "run", "simulate", "tried"]
 
 
 def simulate(
@@ -107,7 +106,7 @@ class Trial:
         """
         if self._step is None or self._step.saved is None or costs.holds != self._step.costs.holds:
             return tried(costs)
-        step = resumed(self._step.saved, costs)
+        step = self._step.saved.resumed(costs)
         before = len(step.spans)
         simulation = step.go_on()
         tail = simulation.latency - step.computed

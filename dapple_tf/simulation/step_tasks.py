@@ -1,14 +1,19 @@
-"""The tasks of a step by numbers, so that a simulation looks things up in lists rather than by tasks."""
+"""The tasks of a simulated step: their numbers, their messages, and relays and look-ups between them."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.least_times import LeastTimes
+from dapple_tf.simulation.legs import Leg
 from graph_passes.ir.tasks import Phase, Schedule, Task
+
+Message = tuple[int, float, Leg | None]
+"""The number of the receiving task for micro-batch 0, bytes, and the leg; None from Bx to Bw."""
 
 
 class TooSlowError(Exception):
@@ -132,3 +137,162 @@ class StepTasks:
             if least.before[tasks[0].stage] + rest[device][0] > limit:
                 raise TooSlowError
         return rest
+
+
+class TaskMessages:
+    """What each task sends by itself, not what it hands on."""
+
+    def __init__(self, costs: CostModel, numbers: TaskNumbers, split: Collection[int]) -> None:
+        self._costs, self._numbers, self._split = costs, numbers, split
+        self._sent: dict[tuple[int, int, int, str], list[Message]] = {}
+
+    def of(self, task: Task) -> list[Message]:
+        """Returns what a task sends."""
+        key = (task.stage, task.replica, self._costs.micro_batches[task.micro_batch].size, task.phase._value_)
+        if key not in self._sent:
+            self._sent[key] = list(self._messages(task))
+        return self._sent[key]
+
+    def over(self, leg: Leg, sender: Task) -> Iterator[Message]:
+        """Yields what a task's slice sends over a leg: forward, or gradients back."""
+        stage, phase, backward = leg.receiver, Phase.FORWARD, sender.phase is not Phase.FORWARD
+        if backward:
+            stage, phase = leg.sender, self._costs.gradient_phase(leg.sender, leg.sender in self._split)
+        for message in self._costs.leg_messages(leg, sender.micro_batch, backward=backward):
+            if message.sender == sender.replica:
+                yield self._numbers.first(stage, phase, message.receiver), message.bytes, leg
+
+    def _messages(self, task: Task) -> Iterator[Message]:
+        if task.phase is Phase.FORWARD:
+            for leg in self._costs.outgoing[task.stage]:
+                yield from self.over(leg, task)
+        elif task.phase is not Phase.WEIGHT_GRAD:
+            # The nearest stage first, and what its backward waits for before what it hands on.
+            for leg in sorted(self._costs.incoming[task.stage], key=lambda leg: -leg.sender):
+                if not leg.sums:
+                    yield from self.over(leg, task)
+        if task.phase is Phase.INPUT_GRAD:
+            samples = self._costs.slices(task.stage, task.micro_batch)[task.replica].size
+            size = self._costs.delayed_bytes(task.stage, samples)
+            yield self._numbers.first(task.stage, Phase.WEIGHT_GRAD, task.replica), size, None
+
+
+class Relays:
+    """The slices that relays hand on.
+
+    A tensor leaves when all of the relay's slice has come; a gradient when those of all readers to which it was handed
+    on have come, and the relay's own backward is over.
+
+    Attributes:
+        legs: the plan's.
+        due: (leg to the relay, micro-batch, replica, whether gradients, whether of the next step) -> number of messages
+            still to come.
+    """
+
+    def __init__(self, costs: CostModel, begun: Collection[Task]) -> None:
+        """Starts a step.
+
+        Args:
+            costs: the costs of the plan.
+            begun: forwards of the next step that end in this one; what they make goes only to others of them.
+        """
+        self.legs, self._costs = costs.legs, costs
+        self._begun = {(task.stage, task.micro_batch) for task in begun}
+        self.due: dict[tuple[int, int, int, bool, bool], int] = {}
+        self._numbers: dict[tuple[int, int, bool], Counter[int]] = {}
+
+    def copied(self) -> Relays:
+        """Returns a copy of the state."""
+        other = copy.copy(self)
+        other.due = dict(self.due)
+        return other
+
+    def come(self, leg: Leg, micro_batch: int, replica: int, *, backward: bool, begun: bool = False) -> Iterator[Leg]:
+        """Notes that a message has come to a relay's slice, or that its own backward is over.
+
+        Args:
+            leg: the leg over which the relay gets the tensors.
+            micro_batch: the micro-batch.
+            replica: the relay's replica.
+            backward: whether it is a gradient.
+            begun: whether it is of the next step.
+
+        Yields:
+            The legs over which the slice leaves now.
+        """
+        key = (leg.number, micro_batch, replica, backward, begun)
+        if key not in self.due:
+            self.due[key] = self._number(leg, micro_batch, replica, backward)
+        self.due[key] -= 1
+        if not self.due[key]:
+            yield from [leg] if backward else self.onward(leg)
+
+    def onward(self, leg: Leg) -> list[Leg]:
+        """Returns the legs over which a leg's receiver hands its tensors on."""
+        return [self.legs[number] for number in leg.onward]
+
+    def awaited(self, leg: Leg | None, micro_batch: int) -> bool:
+        """Returns whether one of the next step's forwards gets what a leg's receiver hands on."""
+        return leg is not None and any(
+            (after.receiver, micro_batch) in self._begun or self.awaited(after, micro_batch)
+            for after in self.onward(leg)
+        )
+
+    def _number(self, leg: Leg, micro_batch: int, replica: int, backward: bool) -> int:
+        key = (leg.number, self._costs.micro_batches[micro_batch].size, backward)
+        if key not in self._numbers:
+            counts: Counter[int] = Counter()
+            for other in self.onward(leg) if backward else [leg]:
+                for message in self._costs.leg_messages(other, micro_batch, backward=backward):
+                    counts[message.receiver] += 1
+            self._numbers[key] = counts
+        return self._numbers[key][replica] + int(backward)
+
+
+class Lookups:
+    """The lookups of a step: each is for one forward, and begins one task ahead of it, as in a step.
+
+    Attributes:
+        of_stage: stage -> numbers of the forwards for which rows are looked up.
+        after: number of a task -> the forwards whose lookups wait for it.
+        unready: number of a forward -> number of what its lookup still waits for.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        numbers: TaskNumbers,
+        orders: Mapping[int, Sequence[Task]],
+        following: Collection[Task],
+        *,
+        next_forward: bool,
+    ) -> None:
+        """Finds the lookups.
+
+        Args:
+            costs: the costs of the plan.
+            numbers: the number of each task.
+            orders: device -> its tasks in order.
+            following: the next step's forwards.
+            next_forward: whether only these look up rows.
+        """
+        self.of_stage: dict[int, list[int]] = {}
+        self.after: dict[int, list[int]] = {}
+        self.unready: dict[int, int] = {}
+        if not costs.plan.row_shards:
+            return
+        for tasks in orders.values():
+            own = [task for task in tasks if task in following] if next_forward else tasks
+            for position, task in enumerate(own):
+                if task.phase is Phase.FORWARD and costs.table_bytes(task.stage):
+                    number = numbers.of(task)
+                    self.of_stage.setdefault(task.stage, []).append(number)
+                    self.unready[number] = int(position > 1)
+                    if position > 1:
+                        self.after.setdefault(numbers.of(own[position - 2]), []).append(number)
+
+    def copied(self) -> Lookups:
+        """Returns a copy, with as much to wait for."""
+        other = copy.copy(self)
+        other.unready = dict(self.unready)
+        return other
