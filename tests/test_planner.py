@@ -18,6 +18,7 @@ import pytest
 from equivalence import assert_same_training, pair
 from hardware import cluster_of, profile_of
 from profiled import mlp
+from schedule_runs import there_and_back, vee
 
 import dapple_tf as dapple
 from dapple_tf.describe.cluster import Cluster, Device, Server
@@ -26,6 +27,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.plan_report import PlanReport
 from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.describe.profile_text import load_text
+from dapple_tf.planning.choice import Choice
 from dapple_tf.planning.features import FEATURES, NAMES, restraints
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
@@ -42,7 +44,8 @@ from dapple_tf.planning.planner import plan
 from dapple_tf.planning.recompute_modes import evened, leanest, modes_by_memory, modes_on, recomputing_by_stage
 from dapple_tf.schedules.out_of_order import MODULO
 from dapple_tf.schedules.zero_bubble import ZB_V
-from dapple_tf.simulation.simulator import simulate
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import simulate, tried
 from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS
 
 heavy = functools.partial(hardware.profile_of, parameters=10**8)
@@ -437,6 +440,32 @@ def test_memory_bounds_k_as_algorithm_2_has_it(schedule: str, micro_batches: int
         bounds.add(max((k for k in range(7) if fits(k, cluster)), default=0))
         assert largest_reverse_first_k(chunks, profile, cluster) in bounds
     assert len(bounds) >= 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory", "written"),
+    [
+        ("dapple_b", None, None),
+        ("dapple_b", 10**9, (7, 5, 3, 1)),
+        ("dapple_b", 2 * 10**7, (4, 4, 3, 1)),
+        ("modulo", 2 * 10**7, (4, 4, 4, 4)),
+        ("gpipe", 10**9, None),  # K is M, or it doesn't fit
+        ("zb_v", 10**9, None),  # K of each stage doesn't say what a device's stages hold together
+    ],
+)
+def test_where_memory_is_known_k_is_written_if_it_gives_the_same_order(
+    policy: str, memory: int | None, written: tuple[int, ...] | None
+) -> None:
+    """A run counts other bytes than the profile does: with K in the plan, it keeps to the order that was simulated."""
+    devices = vee(2) if there_and_back(policy) else [[0], [1], [2], [3]]
+    base = Plan.manual(["layer_1", "layer_3", "layer_5"], devices, 8, 16, policy)
+    costs = CostModel(base, profile_of(residual=1e6, parameters=1000), cluster_of(4, memory=memory))
+    choice = Choice.of(tried(costs))
+    assert choice is not None
+    plan = choice.with_warm_up().plan
+    assert plan.warm_up == written
+    if written is not None:
+        assert plan.order_tasks().orders == costs.schedule.orders
 
 
 def test_several_stages_on_a_device_share_out_the_work_by_devices() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dapple_tf.execution import device_session
 from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.frontend.capture import Mode
+from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.variables import stored_values
 from graph_passes.ir.program import Layout
 from graph_passes.ir.tasks import Task
@@ -148,12 +150,12 @@ def test_stages_of_equal_layers_are_one_function_for_tensorflow() -> None:
 
 
 def test_device_memory_limits_micro_batches_in_flight() -> None:
-    """D of P_A and P_B: fewer micro-batches are warmed up when memory holds fewer; none is an error."""
+    """D of P_A and P_B: fewer micro-batches are warmed up if memory holds fewer; none, or fewer than K, is an error."""
     model = chain(4, width=64)
     plan = dapple.Plan.manual(["dense_2"], [[0], [1]], 8, 64, schedule="dapple_b")
     x, y = np.zeros((64, 8)), np.zeros((64, 1))
 
-    def kept(memory: int) -> tuple[dapple.PipelinedModel, Any]:
+    def kept(memory: int, plan: dapple.Plan = plan) -> tuple[dapple.PipelinedModel, Any]:
         cluster = dapple.Cluster.local(2, memory_bytes=memory, kind="cpu")
         pipelined = dapple.transform(model, cluster, plan)
         pipelined.train_on_batch(x, y)
@@ -166,6 +168,10 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
     fixed = pipelined._engine.builder.stored_bytes(build.program, pipelined._engine.cluster.device_names[0])
     _, (*_, step) = kept(fixed + 2 * residual)
     assert [str(task) for task in step.schedule.orders[0][:3]] == ["0F0", "0F1", "0B0"]
+    for schedule in ("dapple_b", "modulo"):
+        asked = dataclasses.replace(plan, schedule=schedule, warm_up=(3, 1))
+        with pytest.raises(ScheduleError, match="warm_up of stage 0 is 3, but its devices hold 2 micro-batches"):
+            kept(fixed + 2 * residual, asked)
     with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* use more stages"):
         kept(fixed + residual // 2)
 

@@ -95,8 +95,9 @@ class Plan(JsonFile):
         jit_compile: whether stages are compiled with XLA; those that place their operators on several devices aren't.
             None compiles what ``keras.Model.compile`` does by default: on GPUs
             all models whose layers XLA can compile, but for placed operators.
-        warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
-            must not rise from a stage to the next.
+        warm_up: K of each stage instead of the policy's, the most micro-batches in flight; refused where devices'
+            memory holds fewer. Under gpipe and dapple_* it must not rise from a stage to the next. The planner writes
+            it where memory is known.
         bucket_bytes: approximate size of the buckets in which gradients are all-reduced, in bytes.
         reverse_first_k: k; the first k stages compute the weight gradients of the last micro-batch after all others,
             those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,19 @@ class Choice:
     def gains_from_cuts(self, fastest: float) -> bool:
         """Returns whether cutting its last backwards may make it faster than the fastest, by enough to matter."""
         return self.latency - self.tail < fastest and self.tail > _LEAST_TAIL * self.latency
+
+    def with_warm_up(self) -> Choice:
+        """Returns the choice with K in its plan, if devices' memory is known: a run keeps to K, or refuses it.
+
+        K isn't written where one micro-batch is in flight, where the policy keeps all of them, and where K doesn't give
+        the same order: some policies limit the stages of a device together.
+        """
+        costs = self.costs
+        if costs.holds is None or max(costs.warm_up) == 1 or self.plan.policy.needs_all:
+            return self
+        plan = dataclasses.replace(self.plan, warm_up=costs.warm_up)
+        written = CostModel(plan, costs.profile, costs.cluster)
+        return dataclasses.replace(self, plan=plan, costs=written) if written.schedule == costs.schedule else self
 
     @property
     def memory(self) -> float:

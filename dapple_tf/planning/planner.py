@@ -293,6 +293,7 @@ class _Planner:
         logger.info("planned %s in %.2f s, %d plans simulated", self.profile.model, seconds, len(self.choices))
         if derived is not None:
             best = derived.choice
+        best = best.with_warm_up()
         return BestPlans(dataclasses.replace(best.plan, report=self._report(best, derived)), self._simple())
 
     # ---- candidates
@@ -581,7 +582,7 @@ class _Planner:
                 # The search has used one of DAPPLE's policies in place of those.
                 plan = dataclasses.replace(choice.plan, schedule=policies[0])
                 choice = Choice.of(tried(request.costs(plan)))
-            simple += [] if choice is None else [choice]
+            simple += [] if choice is None else [choice.with_warm_up()]
         return simple
 
     def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:

@@ -47,8 +47,8 @@ def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
     waits for K_(i+1) forwards of group i, which would never come.
 
     Raises:
-        ScheduleError: ``warm_up`` is above the stage's `holds`, rises from one stage to the next (a deadlock), differs
-            within a group, or is given though all micro-batches are wanted; or all are wanted, and a D is below M.
+        ScheduleError: ``warm_up`` rises from one stage to the next (a deadlock), differs within a group, or is given
+            though all micro-batches are wanted; or all are wanted, and a D is below M.
     """
     if request.warm_up is not None:
         _check_explicit(request, request.warm_up, wanted)
@@ -115,11 +115,6 @@ def _check_explicit(request: ScheduleRequest, counts: Sequence[int], wanted: Wan
             f"forwards first; leave it out, or use dapple_a or dapple_b"
         )
     for stage, count in enumerate(counts):
-        if request.holds is not None and count > request.holds[stage]:
-            raise ScheduleError(
-                f"warm_up of stage {stage} is {count}, but its devices hold "
-                f"{counted(request.holds[stage], 'micro-batch')}; lower it to {request.holds[stage]}"
-            )
         if stage and count > counts[stage - 1]:
             raise ScheduleError(
                 f"warm_up rises from {counts[stage - 1]} at stage {stage - 1} to {count} at stage {stage}, which "

@@ -28,7 +28,7 @@ class RequestOptions(TypedDict, total=False):
 
     Attributes:
         holds: D of each stage, the number of micro-batches whose activations fit; None is no limit.
-        warm_up: K of each stage in place of the policy's, the most micro-batches in flight.
+        warm_up: K of each stage in place of the policy's, the most micro-batches in flight; at most D.
         reverse_first_k: the backwards of the first k stages are split, and their last micro-batch's Bw moved to the
             end of their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
         task_seconds: for each stage the times of F, Bx and Bw, which determine the gaps; all equal by default.
@@ -74,6 +74,14 @@ class ScheduleRequest:
     seconds: tuple[tuple[float, float, float], ...]
     reverse_first_k: int
 
+    def __post_init__(self) -> None:
+        for stage, (most, room) in enumerate(zip(self.warm_up or (), self.holds or (), strict=False)):
+            if most > room:
+                raise ScheduleError(
+                    f"warm_up of stage {stage} is {most}, but its devices hold {counted(room, 'micro-batch')}; lower "
+                    f"it to {room}"
+                )
+
     @classmethod
     def of(
         cls, policy: str, devices: Sequence[Sequence[int]], micro_batches: int, **options: Unpack[RequestOptions]
@@ -87,7 +95,7 @@ class ScheduleRequest:
             **options: see `RequestOptions`.
 
         Raises:
-            ScheduleError: a number is too small, or a list has another length than there are stages or replicas.
+            ScheduleError: a number is too small, a K is above D, or a list has another length than there are stages.
         """
         check_count("micro_batches", micro_batches)
         check_devices(devices)
@@ -117,7 +125,7 @@ class ScheduleRequest:
             micro_batches: M; None for the same.
 
         Raises:
-            ScheduleError: a number is too small, or there isn't one D for each stage.
+            ScheduleError: a number is too small, there isn't one D for each stage, or a D is below K.
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         check_count("micro_batches", count)
