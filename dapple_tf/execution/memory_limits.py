@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import DappleError
-from dapple_tf.simulation.device_memory import slices_fitting
+from dapple_tf.simulation.device_memory import DeviceNeed
 from graph_passes.ir.program import Layout, Program, Stage
 
 
@@ -41,26 +41,24 @@ def residuals_held(
     known = limited_devices(plan, cluster)
     if not known:
         return None
-    count = len(layout.micro_batch_intervals)
-    most = count * plan.num_stages if plan.policy.shares_room else count
-    held = [most] * plan.num_stages
+    count, shared = len(layout.micro_batch_intervals), plan.policy.shares_room
+    held = [count * plan.num_stages if shared else count] * plan.num_stages
     for device, limit in known.items():
         stages = [stage for stage, replicas in enumerate(plan.devices) if device in replicas]
-        fixed = stored_bytes(cluster.device_names[device])
-        sizes = [_slice_bytes(program.stages[stage], _samples(plan, layout, stage, device)) for stage in stages]
-        residual = max(1, sum(sizes))
-        count = slices_fitting(limit - fixed, residual, most)
-        if count < 1:
+        samples = [_samples(plan, layout, stage, device) for stage in stages]
+        sizes = [_slice_bytes(program.stages[stage], own) for stage, own in zip(stages, samples, strict=True)]
+        stored = stored_bytes(cluster.device_names[device])
+        need = DeviceNeed(stored, sum(sizes), max(sizes), len(stages), max(samples))
+        fitting = need.fitting(limit, count, shared=shared)
+        if fitting < 1:
             shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
             raise DappleError(
-                f"{shown} {fixed + residual:,} bytes for variables, gradients and the residuals of one "
+                f"{shown} {need.peak(1):,.0f} bytes for variables, gradients and the residuals of one "
                 f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
                 f"micro-batches or recompute='boundary'"
             )
-        if plan.policy.shares_room:
-            count = max(len(stages), slices_fitting(limit - fixed, max(1, *sizes), most))
         for stage in stages:
-            held[stage] = min(held[stage], count)
+            held[stage] = min(held[stage], fitting)
     return tuple(held)
 
 

@@ -20,20 +20,20 @@ class DeviceNeed(NamedTuple):
         each: kept by one micro-batch in all stages of the device.
         largest: kept by it in the stage where it keeps most.
         stages: number of stages of the device.
+        samples: of its largest slice.
         working: needed by a running task besides.
         alone: for reductions at the end of the step.
         beside: for a reduction while tasks run.
-        samples: of its largest slice.
     """
 
     stored: float
     each: float
     largest: float
     stages: int
-    working: float
-    alone: float
-    beside: float
     samples: int
+    working: float = 0.0
+    alone: float = 0.0
+    beside: float = 0.0
 
     def peak(self, in_flight: int) -> float:
         """Returns the peak bytes with ``in_flight`` micro-batches in flight."""
@@ -125,7 +125,7 @@ def device_need(costs: CostModel, sizes: Mapping[int, int]) -> DeviceNeed:
     beside += max(applying, default=0) if len(sizes) > 1 else 0
     stored = _stored(costs, tuple(sizes), accumulated=True)
     largest, samples = max(kept, default=0.0), max(sizes.values())
-    return DeviceNeed(stored, each, largest, len(sizes), working, alone, beside, samples)
+    return DeviceNeed(stored, each, largest, len(sizes), samples, working, alone, beside)
 
 
 def _working(costs: CostModel, stage: int, samples: int) -> float:
