@@ -17,9 +17,14 @@ from dapple_tf.planning.out_of_order_plans import stages_per_device
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.list_scheduling import (
+    Timeline,
+    best,
     critical_path,
+    critical_path_first,
+    deepest_first,
     fill_gaps,
     free_queues,
+    merged_devices,
     oldest_first,
     run,
 )
@@ -320,11 +325,34 @@ def asked(devices: list[list[int]], micro_batches: int = 1, **options: Any) -> S
     return ScheduleRequest.of("modulo", devices, micro_batches, **options)
 
 
+def texts(jobs: list[Job]) -> str:
+    return " ".join(f"{job.stage}{job.phase.value}{job.micro_batch}" for job in jobs)
+
+
+def test_whole_backwards_take_both_times_and_idle_replicas_are_ordered_too() -> None:
+    request = asked(straight(1), 2, task_seconds=[[1, 2, 3]])
+    timeline = run(request, free_queues(request, split=False), oldest_first(request))
+    assert texts(timeline.orders[0]) == "0F0 0B0 0F1 0B1" and timeline.makespan == 12
+    request = asked([[0, 1, 2], [3]], 2, task_seconds=[[1, 1, 1], [1, 1, 5]])
+    timeline = run(request, free_queues(request), oldest_first(request))
+    assert (timeline.makespan, timeline.spans[0], timeline.longest_span) == (15, (0, 7), 14)
+    assert timeline.orders[0] == timeline.orders[2] and set(timeline.spans) == {0, 1, 2, 3}
+
+
 def test_sums_of_equal_times_are_one_moment_in_spite_of_rounding() -> None:
     """Bx of three tenths ends when three F of a tenth do; a difference by rounding must not start a Bw before it."""
     requests = [asked(vee(3), 6, task_seconds=[[unit] * 3] * 6) for unit in (1, 0.1, 1e-7 / 3, 1 / 7)]
     first, *others = (run(own, free_queues(own), oldest_first(own)).orders for own in requests)
     assert others == [first] * 3
+
+
+@pytest.mark.parametrize("room", [2, 5])
+def test_forwards_wait_for_room_on_their_device_without_deadlock(room: int) -> None:
+    request = asked(vee(3), 6)
+    for key in (oldest_first, deepest_first, critical_path_first):
+        timeline = run(request, free_queues(request), key(request), room=dict.fromkeys(range(3), room))
+        for jobs in timeline.orders.values():
+            assert max(itertools.accumulate({F: 1, BW: -1}.get(job.phase, 0) for job in jobs)) <= room
 
 
 def test_a_random_key_under_tight_limits_always_comes_to_the_end() -> None:
@@ -339,6 +367,16 @@ def test_a_random_key_under_tight_limits_always_comes_to_the_end() -> None:
     stuck = asked(straight(1), 2)
     with pytest.raises(ScheduleError, match="modulo deadlocks after 0 jobs: device 0 before 0Bx0; run forwards"):
         run(stuck, {0: [[Job(0, BX, 0), Job(0, F, 0), Job(0, BW, 0)]]}, fill_gaps)
+
+
+def test_devices_with_unlike_stages_are_told_apart() -> None:
+    assert merged_devices(asked([[0, 1, 2], [3]], 2)) == {0: 0, 1: 0, 2: 0, 3: 3}
+    assert merged_devices(asked([[0, 1, 2], [2]], 2)) == {0: 0, 1: 0, 2: 2}
+
+
+def test_the_best_run_is_the_shortest_then_that_with_the_shortest_span() -> None:
+    runs = [Timeline({}, makespan, {0: (start, makespan)}) for makespan, start in ((9, 0), (8, 0), (8, 1))]
+    assert best(runs) is runs[2] and best(runs[:2]) is runs[1]
 
 
 def test_the_critical_path_is_the_longest_way_to_the_steps_end() -> None:

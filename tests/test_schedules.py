@@ -268,7 +268,7 @@ def random_options(policy: str, devices: Sequence[Sequence[int]], draw: random.R
     if draw.random() < 0.5 and policy != "gpipe":
         options["holds"] = [draw.randint(1, 6) for _ in devices]
     if draw.random() < 0.3 and policy not in RULE:
-        options["warm_up"] = [draw.randint(1, 6) for _ in devices]
+        options["warm_up"] = [draw.randint(1, room) for room in options.get("holds", [6] * len(devices))]
     if draw.random() < 0.5:
         options["task_seconds"] = [[draw.choice([0, 1, draw.random()]) for _ in range(3)] for _ in devices]
     if draw.random() < 0.4 and policy != "interleaved":

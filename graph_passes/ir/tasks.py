@@ -208,12 +208,13 @@ class Schedule:
         F waits for F of the stage before; B and Bx for their F, and for B or Bx of the stage after; Bw for its Bx. All
         replicas of other stages are taken as predecessors.
         """
-        return [
-            other
-            for stage, phase in inputs(task.stage, task.phase)
-            for other in self._replicas.get((stage, phase, task.micro_batch), ())
-            if stage != task.stage or other.replica == task.replica
-        ]
+        found: list[Task] = []
+        for stage, phase in inputs(task.stage, task.phase):
+            if stage != task.stage:
+                found += self._replicas.get((stage, phase, task.micro_batch), ())
+            elif (own := Task(stage, phase, task.micro_batch, task.replica)) in self._devices:
+                found.append(own)
+        return found
 
     def device_of(self, task: Task) -> int:
         """Returns the index of the device that runs ``task``.
