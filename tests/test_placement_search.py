@@ -27,7 +27,7 @@ from dapple_tf.operators.placement_candidates import Candidate, judged, placed_b
 from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
-from dapple_tf.operators.step_placer import OwnOperators
+from dapple_tf.operators.step_placer import searched
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, predicted_paths
 from dapple_tf.tools.evaluation.operator_baselines import data_parallel, single_device
 from graph_passes.analysis.split_rules import Split, SplitRule
@@ -655,7 +655,4 @@ def test_a_backward_waits_for_the_forward(nodes: str, expected: dict[str, list[s
             node.attr[PHASE_ATTR].s = kind.text.encode()
         if name == "entry":
             node.attr[BRACKET_ATTR].b = True
-    own = OwnOperators(graph, {})
-    assert {node.name: list(node.input) for node in own.placed.node} == expected
-    bare = {name: [one for one in inputs if one[0] != "^"] for name, inputs in expected.items()}
-    assert {node.name: list(node.input) for node in own.bare.node} == bare, "a step of one slice has no tasks"
+    assert {node.name: list(node.input) for node in searched(graph).node} == expected

@@ -361,7 +361,7 @@ def colocate(
                 other = position.get(text.removeprefix(_LOCATION).decode())
                 if other is not None:
                     sets.union(number, other)
-    dtypes: dict[str, tuple[str, ...]] = {}
+    dtypes: dict[str, list[str]] = {}
     for number, producer, output in reads:
         made = dtypes.get(producer.name)
         if made is None:
