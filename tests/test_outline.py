@@ -98,10 +98,9 @@ def test_devices_and_colocation_stay_outside_and_the_graph_is_not_changed() -> N
 
 def test_functions_are_marked_against_inlining_and_may_be_marked_for_xla() -> None:
     inputs, outputs = [Ref("x"), Ref("w")], [Ref("a/tanh")]
-    plain = outline("f", graph(), inputs, outputs, attrs={"_note": "text"})
+    plain = outline("f", graph(), inputs, outputs)
     for_xla = outline("f", graph(), inputs, outputs, jit_compile=True)
     assert plain.attr["_noinline"].b and for_xla.attr["_noinline"].b
-    assert plain.attr["_note"].s == b"text"
     assert "_XlaMustCompile" not in plain.attr
     assert call_node("c", for_xla, inputs, device=HOST).attr["_XlaMustCompile"].b
     assert "_XlaMustCompile" not in call_node("c", plain, inputs, device=HOST).attr

@@ -18,7 +18,7 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
 from dapple_tf.progress import Progress
 from graph_passes.analysis.operator_shapes import operator_shapes
-from graph_passes.analysis.split_rules import Split, split_rules
+from graph_passes.analysis.split_rules import Split
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     BRACKET_ATTR,
@@ -268,7 +268,7 @@ class StepPlacer:
             return OpPlacement({}, (), {}, 0.0, (0.0,) * topology.count, topology.names)
         pinned = {name: topology.names.index(kept[0]) for (of, name), kept in storage_devices.items() if of == stage}
         speeds = [min(self.cluster.devices[device].speed for device in alike) for alike in zip(*groups, strict=True)]
-        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
+        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             effort = _LATER_EFFORT if pinned else 1.0
             if of_one_slice:
