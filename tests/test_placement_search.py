@@ -11,7 +11,6 @@ from op_graphs import LAUNCH, Builder, chain_network, random_graph, simulated, t
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, kind_of, place_average_slice
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.fd_dps import _improved_best, fd_dps, largest_island, on_island
 from dapple_tf.operators.list_scheduler import (
     ListScheduler,
@@ -22,9 +21,16 @@ from dapple_tf.operators.list_scheduler import (
     earliest,
     heft_schedule,
 )
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, judged, placed_by, scheduled, variant_of
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
+from dapple_tf.operators.op_graph import (
+    OpGraph,
+    OpPlacement,
+    PlacementError,
+    PlacementProblem,
+    Topology,
+    compile_problem,
+    tails,
+)
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, placed_by, scheduled, variant_of
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
 from dapple_tf.operators.step_placer import searched

@@ -10,12 +10,12 @@ import numpy as np
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.garbage import without_collection
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import (
     Candidate,
+    Pieces,
     Variant,
     judged,
     ordered_sources,

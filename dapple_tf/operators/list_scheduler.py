@@ -27,7 +27,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from dapple_tf.operators.placement_problem import PlacementProblem, tails
+from dapple_tf.operators.op_graph import PlacementProblem, tails
 
 _MOST_GAPS = 64
 """The most gaps of a device that are tried for one operator."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
+from dapple_tf.operators.op_graph import PlacementError, PlacementProblem
 
 Sent = list[tuple[int, int, int, float, float]]
 """Tensor, source, target, start and arrival of each transfer, in the order in which their producers stand in Q."""

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dapple_tf.operators.list_scheduler import ListScheduler, Rule, earliest
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, PlacementProblem, Topology, compile_problem, tails
 from dapple_tf.operators.placement_candidates import judged, placed_by, variant_of
-from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
 from dapple_tf.operators.split_search import samples_operators
 
 

@@ -7,12 +7,11 @@ import json
 
 import dapple_tf as dapple
 from dapple_tf.operators.build_op_graph import build_op_graph
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.fd_dps import fd_dps, largest_island, on_island
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import judged, placed_by, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import Pieces, judged, placed_by, scheduled, variant_of
 from dapple_tf.operators.split_search import by_batch, dpos, fast_t_candidate
 from dapple_tf.tools.evaluation import operator_models
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
