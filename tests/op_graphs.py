@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_problem import compile_problem
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology, compile_problem
 from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate
 from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.split_rules import SplitRule

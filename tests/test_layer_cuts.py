@@ -29,7 +29,7 @@ from dapple_tf.frontend.layer_cuts import (
 )
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.layer_memory import kept_tensors, variable_bytes
+from dapple_tf.measuring.layer_memory import kept_tensors, layers_with_variables
 from dapple_tf.measuring.timed_step import LAST
 from dapple_tf.measuring.traced_memory import StepTrace
 from dapple_tf.variables.parameter_groups import group_updates
@@ -289,10 +289,12 @@ def test_each_variable_counts_once() -> None:
     build(model, table, spec)
     cuts = ("embedding", "shared#0", "middle", "shared#1", "last")
     program = with_functions(with_gradients(captured(model), cuts), "stages_")
-    counted = variable_bytes(program, group_updates(model, table, program), table)
+    names, updates = [f"layer{stage.index}" for stage in program.stages], group_updates(model, table, program)
+    shapes = [array.shape[1:] for array in ExampleBatch.of(model).batch(1)]
+    layers, shared = layers_with_variables(program, names, updates, table, shapes)
     sizes = [4 * int(variable.value.numpy().size) for variable in model.trainable_variables]
-    assert sum(counted.parameters) + sum(group.parameter_bytes for group in counted.shared) == sum(sizes)
+    assert sum(layer.parameter_bytes for layer in layers) + sum(group.parameter_bytes for group in shared) == sum(sizes)
     # Adagrad has one slot for each, and scalars of its own that belong to no layer.
-    assert sum(counted.slots) + sum(group.slot_bytes for group in counted.shared) == sum(sizes)
-    assert [group.layers for group in counted.shared] == [(0, 5), (1, 3)]
-    assert sum(counted.state) == 0
+    assert sum(layer.slot_bytes for layer in layers) + sum(group.slot_bytes for group in shared) == sum(sizes)
+    assert [group.layers for group in shared] == [(0, 5), (1, 3)]
+    assert sum(layer.state_bytes for layer in layers) == 0

@@ -13,6 +13,7 @@ import tensorflow as tf
 from program_text import read_program
 
 from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.operators import build_op_graph as build_op_graph_module
 from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError
@@ -202,7 +203,7 @@ def test_makers_and_readers_of_lists_tables_and_fed_handles_are_together() -> No
     ]
 
 
-def test_rules_of_splits_are_asked_with_shapes_and_constants() -> None:
+def test_rules_of_splits_are_asked_with_shapes_and_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, tuple[object, ...]] = {}
 
     def rules(
@@ -212,13 +213,14 @@ def test_rules_of_splits_are_asked_with_shapes_and_constants() -> None:
         return (SplitRule("batch", 8, (0,), (0,)),) if node.op == "Neg" else ()
 
     graph = small_graph()
-    op_graph = built(graph, rules=rules)
+    monkeypatch.setattr(build_op_graph_module, "split_rules", rules)
+    op_graph = built(graph)
     assert op_graph.splits == {op_graph.names.index("f"): (SplitRule("batch", 8, (0,), (0,)),)}
     assert asked["split"] == ([(8, 6), (2,), ()], [(8, 5), (8, 1)], {1: [5, 1], 2: 1})
     assert asked["a"] == ([(8, 6), ()], [(8, 6)], {})
     next(node for node in graph.node if node.name == "f").attr["_class"].list.s.extend([b"loc:@a", b"loc:@not_there"])
     assert together(built(graph)) == [{"a", "f"}]
-    assert built(graph, rules=rules).splits == {}  # It has to be where a is.
+    assert built(graph).splits == {}  # It has to be where a is.
 
 
 def test_convolutions_and_products_can_be_split_by_default_but_not_if_stateful() -> None:
@@ -231,7 +233,6 @@ def test_convolutions_and_products_can_be_split_by_default_but_not_if_stateful()
     assert dimensions["conv"] == {"batch", "channel"}
     assert "batch" in dimensions["product"]
     assert not any("random" in name for name in dimensions)
-    assert built(graph.as_graph_def(), rules=None).splits == {}
 
 
 # ---- loops, branches and calls

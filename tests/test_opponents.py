@@ -10,11 +10,12 @@ from op_graphs import Builder, topology
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile import Profile
-from dapple_tf.operators.fd_dps import as_published
-from dapple_tf.operators.placement_candidates import variant_of
+from dapple_tf.operators.list_scheduler import earliest, fd_dps_schedule
+from dapple_tf.operators.placement_candidates import judged, variant_of
 from dapple_tf.tools.evaluation import opponents
 from dapple_tf.tools.evaluation.bench_scale import cluster_of as v100s
 from dapple_tf.tools.evaluation.ooo_models import Transformer
+from dapple_tf.tools.evaluation.operator_baselines import parents_device
 from dapple_tf.tools.evaluation.pipedream import pipedream
 
 
@@ -75,7 +76,8 @@ def test_algorithm_2_waits_for_a_parents_device_as_long_as_that_delays_nothing()
     short = builder.add("Short", 1.0, 1e3, (parent,))
     graph, links = builder.graph(), topology(3)
     whole = variant_of(graph, links, {})
-    earliest, paper = as_published(whole, "earliest"), as_published(whole, "paper")
+    rules = (earliest, parents_device(whole.problem))
+    first, paper = (judged(whole, *fd_dps_schedule(whole.problem, rule), "") for rule in rules)
     assert paper.devices[short] == paper.devices[parent]
-    assert earliest.devices[short] not in (1, earliest.devices[parent])
-    assert paper.seconds == earliest.seconds
+    assert first.devices[short] not in (1, first.devices[parent])
+    assert paper.seconds == first.seconds

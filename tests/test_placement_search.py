@@ -11,7 +11,6 @@ from op_graphs import LAUNCH, Builder, chain_network, random_graph, simulated, t
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.average_slice import MICRO_BATCHES, Kinds, place_average_slice
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.fd_dps import _improved_best, fd_dps, on_island
 from dapple_tf.operators.list_scheduler import (
     ListScheduler,
@@ -21,12 +20,19 @@ from dapple_tf.operators.list_scheduler import (
     earliest,
     heft_schedule,
 )
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, judged, placed_by, scheduled, variant_of
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
+from dapple_tf.operators.op_graph import (
+    OpGraph,
+    OpPlacement,
+    PlacementError,
+    PlacementProblem,
+    Topology,
+    compile_problem,
+    tails,
+)
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, placed_by, scheduled, variant_of
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import by_batch, fast_t_candidate
-from dapple_tf.operators.step_placer import OwnOperators
+from dapple_tf.operators.step_placer import searched
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, predicted_paths
 from dapple_tf.tools.evaluation.operator_baselines import data_parallel, single_device
 from graph_passes.analysis.split_rules import Split, SplitRule
@@ -617,7 +623,4 @@ def test_a_backward_waits_for_the_forward(nodes: str, expected: dict[str, list[s
             node.attr[PHASE_ATTR].s = kind.text.encode()
         if name == "entry":
             node.attr[BRACKET_ATTR].b = True
-    own = OwnOperators(graph, {})
-    assert {node.name: list(node.input) for node in own.placed.node} == expected
-    bare = {name: [one for one in inputs if one[0] != "^"] for name, inputs in expected.items()}
-    assert {node.name: list(node.input) for node in own.bare.node} == bare, "a step of one slice has no tasks"
+    assert {node.name: list(node.input) for node in searched(graph).node} == expected

@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 from op_graphs import Builder, random_graph, topology
 
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology, device_name, placements_report, queue_report
-from dapple_tf.operators.placement_problem import PlacementError, compile_problem, tails
+from dapple_tf.operators.op_graph import (
+    OpGraph,
+    OpPlacement,
+    PlacementError,
+    Topology,
+    compile_problem,
+    device_name,
+    placements_report,
+    queue_report,
+    tails,
+)
 from dapple_tf.operators.simulated_placement import SimulatedPlacement, order_by_urgency, simulate
 from graph_passes.analysis.split_rules import Split
 

@@ -21,6 +21,7 @@ from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.links import clock, host_of
 from dapple_tf.measuring.profiled_model import ProfiledModel
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.measuring.timed_step import MICRO_BATCHES, StepRuns, timed_step
@@ -221,18 +222,13 @@ def _matrix_timers(cluster: Cluster, devices: Sequence[int]) -> Iterator[list[Ca
 
 def _chain(device: str, fed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the times before and after a chain of products of matrices on a device."""
-    host = device if "device:CPU" in device else device.rpartition("/")[0] + "/device:CPU:0"
     with tf.device(device):
         matrix = value = tf.identity(fed)
-        begun = matrix[:1, :1]
-    with tf.device(host), tf.control_dependencies([tf.identity(begun)]):
-        before = tf.timestamp()
+    before = clock([matrix], host_of(device))
     with tf.device(device), tf.control_dependencies([before]):
         for _ in range(_CHAIN):
             value = tf.tanh(tf.matmul(value, matrix)) + matrix
-        end = value[:1, :1]
-    with tf.device(host), tf.control_dependencies([tf.identity(end)]):
-        return before, tf.timestamp()
+    return before, clock([value], host_of(device))
 
 
 def _timer(runs: StepRuns, samples: int) -> Callable[[], float]:

@@ -10,9 +10,8 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers
+from dapple_tf.describe.layer_profile import ZERO, Cost, LayerBuffers, LayerProfile
 from dapple_tf.describe.profile import SharedParameters, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.cost_fit import cost_through
@@ -29,29 +28,18 @@ from graph_passes.ir.tensorflow_bridge import Shape, dtype_size
 # ---- tensors
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerMemory:
-    """Bytes of each layer, as in `LayerProfile`, and the tensors between layers."""
-
-    tensors: tuple[Tensor, ...]
-    output: tuple[Cost, ...]
-    residual: tuple[Cost, ...]
-    min_cut: tuple[Cost, ...]
-    delayed: tuple[Cost | None, ...]
-    temporary: tuple[Cost, ...]
-    buffers: tuple[LayerBuffers, ...]
-
-
-def layer_memory(
+def with_memory(
+    layers: Sequence[LayerProfile],
     program: Program,
     min_cut: Program,
     split: Program,
     sample_shapes: Sequence[Sequence[int]],
     traces: Sequence[StepTrace],
-) -> LayerMemory:
-    """Returns each layer's bytes from the traces of a step at two sizes.
+) -> tuple[list[LayerProfile], tuple[Tensor, ...]]:
+    """Returns layers with the bytes of their tensors, and the tensors between them, from traces at two sizes.
 
     Args:
+        layers: the layers.
         program: the stages of the traced step.
         min_cut: the same stages with ``recompute="min_cut"``.
         split: the same stages with Bx and Bw in place of B.
@@ -86,15 +74,19 @@ def layer_memory(
     temporary = [[trace.temporary_bytes(stage) for stage in stages] for trace in traces]
     measured = [buffers_of(program, split, trace, sizes) for trace, sizes in zip(traces, static, strict=True)]
     buffers, read = fitted(samples, measured, tensors)
-    return LayerMemory(
-        tensors=read,
-        output=tuple(output),
-        residual=costs(residual),
-        min_cut=costs(fewest),
-        delayed=tuple(delayed),
-        temporary=costs(temporary),
-        buffers=buffers,
-    )
+    residual_costs, min_cut_costs, temporary_costs = map(costs, (residual, fewest, temporary))
+    return [
+        dataclasses.replace(
+            layer,
+            residual_bytes=residual_costs[stage],
+            min_cut_residual_bytes=min_cut_costs[stage],
+            delayed_bytes=delayed[stage],
+            temporary_bytes=temporary_costs[stage],
+            output_bytes=output[stage],
+            buffers=buffers[stage],
+        )
+        for stage, layer in enumerate(layers)
+    ], read
 
 
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
@@ -202,26 +194,25 @@ def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int
 # ---- variables
 
 
-@dataclasses.dataclass(frozen=True)
-class VariableBytes:
-    """Bytes of each layer's variables, as in `LayerProfile`, and of those that several layers use."""
+def layers_with_variables(
+    program: Program,
+    names: Sequence[str],
+    updates: Sequence[GroupUpdate] | None,
+    table: VariableTable,
+    sample_shapes: Sequence[Sequence[int]],
+) -> tuple[list[LayerProfile], tuple[SharedParameters, ...]]:
+    """Returns layers with the bytes of their variables and of rows of tables, and the parameters that several use.
 
-    parameters: tuple[int, ...]
-    slots: tuple[int, ...]
-    state: tuple[int, ...]
-    shared: tuple[SharedParameters, ...]
-
-
-def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, table: VariableTable) -> VariableBytes:
-    """Returns the bytes of variables, each counted once: shared parameters apart, their state for the first layer.
-
-    The optimizer's scalars (step counter, learning rate) aren't counted: they belong to no layer.
+    Each variable counts once: shared parameters apart, their state for the first layer. The optimizer's scalars (step
+    counter, learning rate) aren't counted: they belong to no layer.
 
     Args:
-        program: the stages.
+        program: a stage for each layer, with gradients.
+        names: names of the layers.
         updates: the optimizer's part for each parameter group, which gives the owners of slots; None derives
             them from shapes.
         table: the variables of the model and the optimizer.
+        sample_shapes: the shape of one sample of each batch input.
     """
     readers: dict[str, list[int]] = {}
     for stage in program.stages:
@@ -259,7 +250,21 @@ def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, tabl
             of_parameters, of_slots = shared[group]
             shared[group] = (of_parameters, of_slots + size(name))
     groups = tuple(SharedParameters(stages, *sizes) for stages, sizes in sorted(shared.items()))
-    return VariableBytes(tuple(parameters), tuple(slots), tuple(state), groups)
+    layers = []
+    for index, (table_bytes, rows) in enumerate(layer_tables(program, sample_shapes)):
+        layers.append(
+            LayerProfile(
+                names[index],
+                ZERO,
+                ZERO,
+                parameter_bytes=parameters[index],
+                slot_bytes=slots[index],
+                state_bytes=state[index],
+                table_bytes=table_bytes,
+                row_bytes=rows,
+            )
+        )
+    return layers, groups
 
 
 def _owners_by_shape(readers: Mapping[str, Sequence[int]], table: VariableTable) -> dict[str, tuple[int, ...]]:
@@ -469,20 +474,10 @@ _KEEPERS = ("first", "second")
 """Two devices: what can be kept in shards by them."""
 
 
-class LayerTables(NamedTuple):
-    """The tables of a layer.
+def layer_tables(program: Program, sample_shapes: Sequence[Sequence[int]]) -> list[tuple[int, Cost]]:
+    """Returns the bytes of each layer's tables, and of the rows that it looks up, with their indices.
 
-    Attributes:
-        bytes: their size.
-        rows: bytes of the rows that it looks up, with their indices.
-    """
-
-    bytes: int
-    rows: Cost
-
-
-def layer_tables(program: Program, sample_shapes: Sequence[Sequence[int]]) -> list[LayerTables]:
-    """Returns the tables of each layer, without those that several layers read.
+    Tables that several layers read don't count.
 
     Args:
         program: a stage for each layer, with gradients.
@@ -492,7 +487,7 @@ def layer_tables(program: Program, sample_shapes: Sequence[Sequence[int]]) -> li
     readers = [name for stage in program.stages for name in stage.reads]
     own = [v for v in program.roles.variables if reasons.get(v.name) == "" and readers.count(v.name) == 1]
     if not own:
-        return [LayerTables(0, ZERO)] * len(program.stages)
+        return [(0, ZERO)] * len(program.stages)
     shapes = [stage_shapes(program, sample_shapes, samples) for samples in _SAMPLES]
     tables = []
     for stage in program.stages:
@@ -501,7 +496,7 @@ def layer_tables(program: Program, sample_shapes: Sequence[Sequence[int]]) -> li
         graph = Graph(stage.own_graph)
         sizes = [sum(_bytes(graph, ref, known[stage.index].get(ref)) for ref in refs) for known in shapes]
         names = {lookup.table for lookup in lookups}
-        tables.append(LayerTables(bytes_of(v for v in own if v.name in names), cost_through(_SAMPLES, sizes)))
+        tables.append((bytes_of(v for v in own if v.name in names), cost_through(_SAMPLES, sizes)))
     return tables
 
 

@@ -16,7 +16,7 @@ from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measuring.cost_fit import cost_through
-from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layer_tables, stage_shapes, variable_bytes
+from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, layers_with_variables, stage_shapes
 from dapple_tf.measuring.timed_step import input_gradients_of
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.function_work import FunctionWork
@@ -158,37 +158,30 @@ def layers_by_operator(
         size = line(sizes)
         between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
         output[boundary.producer] = output[boundary.producer] + size
-    variables = variable_bytes(program, None, table)
-    tables = layer_tables(program, sample_shapes)
+    known, shared = layers_with_variables(program, names, None, table, sample_shapes)
     later = needed_later(program, seconds[ends[-1]])
     layers = []
-    for index, name in enumerate(names):
+    for index, layer in enumerate(known):
         less, more = few[index], many[index]
         backward = line((less.backward, more.backward))
-        moved = variables.parameters[index] + variables.slots[index]
         layers.append(
-            LayerProfile(
-                name=name,
+            dataclasses.replace(
+                layer,
                 forward=line((less.forward, more.forward)),
                 backward=backward,
                 backward_weight=backward * (more.weight / more.backward if more.backward else 0.0),
                 residual_bytes=line((less.residual, more.residual)),
                 temporary_bytes=line((less.temporary, more.temporary)),
                 output_bytes=output[index],
-                parameter_bytes=variables.parameters[index],
-                slot_bytes=variables.slots[index],
-                state_bytes=variables.state[index],
-                apply_seconds=moved * seconds_of_byte,
+                apply_seconds=(layer.parameter_bytes + layer.slot_bytes) * seconds_of_byte,
                 needed_later=later[index],
-                table_bytes=tables[index].bytes,
-                row_bytes=tables[index].rows,
             )
         )
     return dataclasses.replace(
         profile,
         layers=tuple(layers),
         tensors=tuple(between),
-        shared=variables.shared,
+        shared=shared,
         task_seconds=_TASK_SECONDS,
         method="rooflines" if measured is None else "operators",
     )

@@ -186,12 +186,12 @@ def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callabl
     return statistics.median(times[2:])
 
 
-def _host(name: str) -> str:
+def host_of(name: str) -> str:
     """Returns the CPU beside a device, whose clock is read."""
     return name if "device:CPU" in name else name.rpartition("/")[0] + "/device:CPU:0"
 
 
-def _clock(after: Sequence[Any], host: str) -> tf.Tensor:
+def clock(after: Sequence[Any], host: str) -> tf.Tensor:
     """Returns the time when all of ``after`` have been computed."""
     arrived = []
     for tensor in after:
@@ -210,7 +210,7 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
         count = tf.compat.v1.placeholder(tf.int32, [])
         with tf.device(source):
             made = tf.random.uniform(tf.reshape(count, [1]))
-        before = _clock([made], _host(source))
+        before = clock([made], host_of(source))
         with tf.device(source), tf.control_dependencies([before]):
             sent = tf.identity(made)
         with tf.device(target):
@@ -218,10 +218,10 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
         # Both times are read from one clock: the sender's, after a message has come back.
         with tf.device(source):
             back = tf.identity(received)
-        after = _clock([back], _host(source))
+        after = clock([back], host_of(source))
         with tf.device(source), tf.control_dependencies([before]):
             nothing = made[:1] + made[-1:]
-        alone = _clock([nothing], _host(source))
+        alone = clock([nothing], host_of(source))
         with open_session(cluster, graph) as session:
             with_copy = [
                 _timed(session, [before, after], {count: size}, repeats, lambda times: times[1] - times[0])
@@ -335,11 +335,11 @@ def all_reduces(
     names = [cluster.device_names[device] for device in devices]
     with tf.Graph().as_default() as parts:
         on = {name: [_on(name, tf.random.uniform, [size]) for size in sizes] for name in names}
-        before = _clock([vector for vectors in on.values() for vector in vectors], _host(names[0]))
+        before = clock([vector for vectors in on.values() for vector in vectors], host_of(names[0]))
         with tf.control_dependencies([before]):
             started = {name: [_on(name, tf.identity, vector) for vector in vectors] for name, vectors in on.items()}
             nothing = [_on(name, lambda vector: vector[:1], vectors[-1]) for name, vectors in on.items()]
-        alone = _clock(nothing, _host(names[0]))
+        alone = clock(nothing, host_of(names[0]))
     graph = parts.as_graph_def()
     server_of = {device.name: device.server for device in cluster.devices}
     rules = AllReduceRules(collective_hint(cluster), frozenset([0]) if by_server else frozenset(), server_of)
@@ -351,7 +351,7 @@ def all_reduces(
         ends = reductions.add(vectors, starts, types_pb2.DT_FLOAT, 4 * size, {STAGE_ATTR: 0})
     with tf.Graph().as_default() as whole:
         tf.graph_util.import_graph_def(graph, name="")
-        after = _clock([whole.get_tensor_by_name(f"{end.node}:0") for end in ends.values()], _host(names[0]))
+        after = clock([whole.get_tensor_by_name(f"{end.node}:0") for end in ends.values()], host_of(names[0]))
         beginning, unreduced = (whole.get_tensor_by_name(tensor.name) for tensor in (before, alone))
         with open_session(cluster, whole) as session:
             messages = _timed(session, [beginning, unreduced], {}, _MESSAGES, lambda times: times[1] - times[0])
@@ -385,13 +385,13 @@ def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
         for name in names:
             with tf.device(name):
                 start = tf.identity(first)
-            before = _clock([start], _host(name))
+            before = clock([start], host_of(name))
             with tf.device(name), tf.control_dependencies([before]):
                 value = tf.identity(start)
                 for _ in range(_CHAIN):
                     value = tf.tanh(tf.matmul(value, start))
                     value = tf.matmul(value, start) + tf.matmul(start, value)
-            chains.append((before, _clock([_on(name, tf.reduce_sum, value)], _host(name))))
+            chains.append((before, clock([_on(name, tf.reduce_sum, value)], host_of(name))))
         given = {first: np.random.default_rng(0).normal(size=(_MATRIX, _MATRIX)).astype(np.float32) / _MATRIX}
 
         def span(times: Sequence[tuple[float, float]]) -> float:

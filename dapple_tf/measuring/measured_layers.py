@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -10,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
+from dapple_tf.describe.layer_profile import Cost, NeededLater
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.measuring.cost_fit import nearest_cost, shares
-from dapple_tf.measuring.layer_memory import LayerMemory, layer_memory, layer_tables, variable_bytes
+from dapple_tf.measuring.layer_memory import layers_with_variables, with_memory
 from dapple_tf.measuring.layers_by_operator import needed_later, stage_operators, with_recomputation
 from dapple_tf.measuring.profiled_model import ProfiledModel, TimeBudget
 from dapple_tf.measuring.timed_step import (
@@ -118,8 +119,8 @@ class _Measuring:
             self.nothing.feed(1, {})
             walls = self._measure()
             self.bar.step("measuring memory")
-            memory = self._memory(any_size.layered)
-        return self._result(walls, memory)
+            traces = self._traces(any_size.layered)
+        return self._result(walls, traces)
 
     # ---- measuring
 
@@ -154,8 +155,8 @@ class _Measuring:
                 logger.debug("round %d of %d: a step takes %.3g s", number + 1, rounds, walls[-1])
         return np.asarray(walls)
 
-    def _memory(self, layered: StepRuns) -> LayerMemory:
-        """Returns the bytes of layers, from functions of any size: two sizes then have the same tensors."""
+    def _traces(self, layered: StepRuns) -> list[StepTrace]:
+        """Returns traces of two sizes, from functions of any size: both then have the same tensors."""
         profiled, timed = self.profiled, layered.timed
         applies = {node: item.key.stage for item in timed.items if item.key.work == APPLY for node in item.exit}
         least, most = self.sizes[0], self.sizes[-1]
@@ -167,42 +168,34 @@ class _Measuring:
             traces.append(
                 StepTrace(stats, self.program, timed.step, profiled.device_name, layered.name, samples, applies)
             )
-        functions = functools.partial(with_functions, profiled.stages.program, on_gpu=profiled.on_gpu)
-        fewest, split = functions("min_cut_", "min_cut"), functions("split_", split=True)
-        return layer_memory(self.program, fewest, split, profiled.sample_shapes, traces)
+        return traces
 
     # ---- attributing
 
-    def _result(self, walls: np.ndarray, memory: LayerMemory) -> Profile:
+    def _result(self, walls: np.ndarray, traces: list[StepTrace]) -> Profile:
+        profiled, shapes = self.profiled, self.profiled.sample_shapes
+        known, shared = layers_with_variables(
+            self.program, profiled.stages.names, profiled.updates, profiled.table, shapes
+        )
+        functions = functools.partial(with_functions, profiled.stages.program, on_gpu=profiled.on_gpu)
+        fewest, split = functions("min_cut_", "min_cut"), functions("split_", split=True)
+        known, tensors = with_memory(known, self.program, fewest, split, shapes, traces)
         start_up = self.nothing.typical()
         forward, backward = self._task_costs(_F, start_up), self._task_costs(_B, start_up)
         input_parts = self._input_parts(start_up)
         applied = self._apply_times(start_up)
         later = self._needed_later()
-        variables = variable_bytes(self.program, self.profiled.updates, self.profiled.table)
-        tables = layer_tables(self.program, self.profiled.sample_shapes)
         layers = [
-            LayerProfile(
-                name=name,
+            dataclasses.replace(
+                layer,
                 forward=forward[index],
                 backward=backward[index],
                 backward_weight=backward[index] * float(1 - input_parts[index]),
-                residual_bytes=memory.residual[index],
-                min_cut_residual_bytes=memory.min_cut[index],
-                delayed_bytes=memory.delayed[index],
-                temporary_bytes=memory.temporary[index],
-                output_bytes=memory.output[index],
-                parameter_bytes=variables.parameters[index],
-                slot_bytes=variables.slots[index],
-                state_bytes=variables.state[index],
                 apply_seconds=float(applied[index]),
                 spread=self._spread(index),
-                buffers=memory.buffers[index],
                 needed_later=later[index],
-                table_bytes=tables[index].bytes,
-                row_bytes=tables[index].rows,
             )
-            for index, name in enumerate(self.profiled.stages.names)
+            for index, layer in enumerate(known)
         ]
         # A real step's first micro-batch sets what the others add to, Apply has a part that is for all layers, and the
         # session and Keras take time, too: this is the part of a step that the layers' times don't contain.
@@ -214,8 +207,8 @@ class _Measuring:
             device=self.profiled.device_name,
             batch_sizes=self.sizes,
             layers=tuple(with_recomputation(layers, self.sizes[-1], self._ratio())),
-            tensors=memory.tensors,
-            shared=variables.shared,
+            tensors=tensors,
+            shared=shared,
             step_seconds=max(0.0, left),
             task_seconds=start_up,
         )

@@ -11,8 +11,7 @@ import numpy as np
 
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.operators.fd_dps import fd_dps
-from dapple_tf.operators.op_graph import DisjointSets, OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
+from dapple_tf.operators.op_graph import DisjointSets, OpGraph, OpPlacement, PlacementProblem, Topology, compile_problem
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.ir.node_kinds import NodeKind

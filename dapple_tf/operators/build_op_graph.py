@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +23,6 @@ from graph_passes.ir.resource_use import called_functions, resource_name
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, dtype_size, makes_resource, takes_functions
 
 logger = logging.getLogger(__name__)
-
-Rules: TypeAlias = Callable[
-    [NodeDef, Sequence[Shape | None], Sequence[Shape | None], Mapping[int, np.ndarray]], tuple[SplitRule, ...]
-]
-"""Node, shapes of its data inputs, shapes of its outputs, values of constant inputs -> rules; see `split_rules`."""
 
 _LEFT_OUT = frozenset({"Const", "Placeholder"})
 """Every device has its own copy of a constant, and batches come from the host."""
@@ -49,7 +44,6 @@ def build_op_graph(
     *,
     speeds: Sequence[float] | None = None,
     pinned: Mapping[str, int] | None = None,
-    rules: Rules | None = split_rules,
 ) -> OpGraph:
     """Returns the operators of a flat graph with their costs.
 
@@ -61,7 +55,6 @@ def build_op_graph(
             counts as 1 here: that is logged.
         speeds: of each device, `Device.speed`; None is 1 for each.
         pinned: name of a variable -> index of the device that already keeps it; others can be anywhere.
-        rules: how operators can be split; None splits nothing.
 
     Raises:
         PassError: the graph has a cycle or an unknown op, or ``pinned`` contradicts the graph.
@@ -76,8 +69,7 @@ def build_op_graph(
     nodes = [reading.nodes[index] for index in order]
     number = {index: position for position, index in enumerate(order)}
     edges, tensor_bytes, tensor_outputs = _edges(reading, order, number)
-    outside = [node for node in reading.nodes if node.op in _LEFT_OUT]
-    together = colocate(graph, nodes, _reads(reading, order), outside)
+    together = _colocated(reading, order)
     return OpGraph(
         names=tuple(node.name for node in nodes),
         ops=tuple(node.op for node in nodes),
@@ -85,9 +77,9 @@ def build_op_graph(
         edges=edges,
         tensor_bytes=tensor_bytes,
         groups=np.array(together.groups, np.int64),
-        pinned=np.array(pin(together, pinned or {}, topology.count), np.int64),
+        pinned=np.array(_pins(together, pinned or {}, topology.count), np.int64),
         stored_bytes=np.array(together.stored, np.float64),
-        splits={} if rules is None else _splits(reading, order, rules, together.groups),
+        splits=_splits(reading, order, together.groups),
         launch_seconds=np.array([costs.launch_seconds(kind) for kind in kinds]) / factors,
         copy_seconds=np.array([costs.copy_seconds(kind) for kind in kinds]) / factors,
         tensor_outputs=tensor_outputs,
@@ -188,12 +180,6 @@ def _known(tensor: TensorType) -> bool:
     return tensor.dtype in ("variant", "resource", "string") or (tensor.shape is not None and None not in tensor.shape)
 
 
-def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeDef, int]]:
-    for number, index in enumerate(order):
-        for producer, output in reading.inputs[index].data:
-            yield number, reading.nodes[producer], output
-
-
 def _edges(
     reading: _Reading, order: Sequence[int], number: Mapping[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -242,9 +228,7 @@ def _seconds(reading: _Reading, order: Sequence[int], kinds: Sequence[str], cost
     return by_kind[:, [columns.index(kind) for kind in kinds]]
 
 
-def _splits(
-    reading: _Reading, order: Sequence[int], rules: Rules, groups: Sequence[int]
-) -> dict[int, tuple[SplitRule, ...]]:
+def _splits(reading: _Reading, order: Sequence[int], groups: Sequence[int]) -> dict[int, tuple[SplitRule, ...]]:
     """Returns how operators can be split; those that are bound to others can't."""
     members = collections.Counter(groups)
     splits = {}
@@ -259,7 +243,7 @@ def _splits(
                     constants[producer] = constant_value(reading.nodes[producer])
                 known[argument] = constants[producer]
         inputs, outputs = ([tensor.shape for tensor in side] for side in (reading.read(index), reading.outputs[index]))
-        if options := rules(reading.nodes[index], inputs, outputs, known):
+        if options := split_rules(reading.nodes[index], inputs, outputs, known):
             splits[number] = options
     return splits
 
@@ -327,28 +311,20 @@ class StorageFinder:
         return self._found[name]
 
 
-def colocate(
-    graph: GraphDef,
-    nodes: Sequence[NodeDef],
-    reads: Iterable[tuple[int, NodeDef, int]],
-    left_out: Iterable[NodeDef],
-) -> Colocation:
+def _colocated(reading: _Reading, order: Sequence[int]) -> Colocation:
     """Groups the operators of a graph.
 
     A group has the operators that refer to the same variable, table, queue or iterator by its handle's name (also
     inside functions), the maker and readers of a resource or a variant (a handle is useful only where its resource is;
-    a list of tensors would be sent whole), and nodes with the same ``_class`` attribute.
-
-    Args:
-        graph: the graph.
-        nodes: its operators.
-        reads: (operator, node whose tensor it reads, which output) for each tensor that an operator reads.
-        left_out: nodes that aren't operators (fed placeholders); readers of their handles share a group too.
+    a list of tensors would be sent whole), and nodes with the same ``_class`` attribute. Readers of a handle that is
+    fed share a group, too.
     """
+    nodes = [reading.nodes[index] for index in order]
+    left_out = [index for index, node in enumerate(reading.nodes) if node.op in _LEFT_OUT]
+    number_of = {index: number for number, index in enumerate([*order, *left_out])}
     position = {node.name: number for number, node in enumerate(nodes)}
-    outside = {node.name: len(nodes) + number for number, node in enumerate(left_out)}
-    sets = DisjointSets(len(nodes) + len(outside))
-    finder = StorageFinder(graph.library.function)
+    sets = DisjointSets(len(number_of))
+    finder = StorageFinder(reading.graph.library.function)
     first: dict[tuple[str, str], int] = {}
     sizes: dict[tuple[str, str], int] = {}
     for number, node in enumerate(nodes):
@@ -361,14 +337,10 @@ def colocate(
                 other = position.get(text.removeprefix(_LOCATION).decode())
                 if other is not None:
                     sets.union(number, other)
-    dtypes: dict[str, tuple[str, ...]] = {}
-    for number, producer, output in reads:
-        made = dtypes.get(producer.name)
-        if made is None:
-            made = dtypes[producer.name] = output_dtype_names(producer)
-        if made[output] in _HANDLES:
-            other = position.get(producer.name)
-            sets.union(number, outside[producer.name] if other is None else other)
+    for number, index in enumerate(order):
+        for producer, output in reading.inputs[index].data:
+            if reading.outputs[producer][output].dtype in _HANDLES:
+                sets.union(number, number_of[producer])
     numbers: dict[int, int] = {}
     groups = [numbers.setdefault(sets.find(number), len(numbers)) for number in range(len(nodes))]
     stored = [0] * len(numbers)
@@ -380,7 +352,7 @@ def colocate(
     return Colocation(groups, stored, variables)
 
 
-def pin(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list[int]:
+def _pins(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list[int]:
     """Returns the device of each group whose variables are already placed, -1 for the others.
 
     Args:

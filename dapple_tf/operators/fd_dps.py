@@ -10,12 +10,12 @@ import numpy as np
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.garbage import without_collection
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.improvement import improved, polished
-from dapple_tf.operators.list_scheduler import DeviceRule, fd_dps_schedule, heft_schedule
+from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import (
     Candidate,
+    Pieces,
     Variant,
     judged,
     ordered_sources,
@@ -95,16 +95,6 @@ def fd_dps(
         _LOGGER.info("devices %s alone: %s", island, error)
         return everywhere
     return off_island(within, topology, island) if within.seconds < everywhere.seconds else everywhere
-
-
-def as_published(variant: Variant, device_rule: DeviceRule = "paper") -> Candidate:
-    """Returns the placement and queue of algorithms 1 to 3, simulated: no other candidates, and no rounds.
-
-    Args:
-        variant: the graph.
-        device_rule: which device an operator gets.
-    """
-    return judged(variant, *fd_dps_schedule(variant.problem, device_rule=device_rule), "published")
 
 
 def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:

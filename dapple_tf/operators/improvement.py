@@ -10,9 +10,8 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 
-from dapple_tf.operators.op_graph import DisjointSets
+from dapple_tf.operators.op_graph import DisjointSets, PlacementProblem
 from dapple_tf.operators.placement_candidates import Candidate, judged, scheduled
-from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.simulated_placement import run_in_order
 
 _SLACK = 1e-10

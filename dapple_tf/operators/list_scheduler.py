@@ -23,21 +23,14 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from dapple_tf.operators.placement_problem import PlacementProblem, tails
+from dapple_tf.operators.op_graph import PlacementProblem, tails
 
 _MOST_GAPS = 64
 """The most gaps of a device that are tried for one operator."""
-
-DeviceRule = Literal["earliest", "paper"]
-"""Which device an operator of FD-DPS gets.
-
-earliest: the one on which it ends first. paper: algorithm 2's, a parent's device as long as that delays nothing, else
-the earliest.
-"""
 
 
 class Slots:
@@ -339,28 +332,6 @@ def earliest(scheduler: ListScheduler, op: int, devices: Sequence[int], ends: Se
     return ends.index(min(ends))
 
 
-def _parents_device(tail: Sequence[float]) -> Rule:
-    """Returns algorithm 2 of FD-DPS: a parent's device if (11) holds there, else the earliest.
-
-    (11) has the operator start no later than its LST, by the longest path that is known. The parent whose output comes
-    last is asked first.
-    """
-    longest = 0.0  # DCPL: the longest path through operators placed so far
-
-    def choose(scheduler: ListScheduler, op: int, devices: Sequence[int], ends: Sequence[float]) -> int:
-        nonlocal longest
-        longest = max(longest, min(ends) + tail[op])
-        problem, finish = scheduler.problem, scheduler.finish
-        parents = {problem.producer[tensor] for tensor in problem.inputs[op]}
-        for parent in sorted(parents, key=lambda other: (-finish[other], other)):
-            device = scheduler.device[parent]
-            if device in devices and ends[devices.index(device)] + tail[op] <= longest:
-                return devices.index(device)
-        return earliest(scheduler, op, devices, ends)
-
-    return choose
-
-
 # ---- the algorithms
 
 
@@ -420,23 +391,21 @@ def critical_path(problem: PlacementProblem) -> list[int]:
 
 def fd_dps_schedule(
     problem: PlacementProblem,
+    choose: Rule = earliest,
     *,
     weight: float = 1.0,
     limits: Sequence[float] | None = None,
     as_numbered: bool = False,
-    device_rule: DeviceRule = "earliest",
 ) -> tuple[list[int], list[int]]:
-    """Returns the devices and Q of algorithms 1, 2 and 3 of FD-DPS, without splits.
+    """Returns the devices and Q of algorithms 1 and 3 of FD-DPS, without splits.
 
     Args:
         problem: the operators.
+        choose: which device an operator gets; algorithm 2 is `tools.evaluation.operator_baselines.parents_device`.
         weight: of communication in the paths after operators.
         limits: bytes that devices may hold, as far as that is known here; None counts variables alone.
         as_numbered: takes operators in the order of their numbers, the program's, which holds little at once.
-        device_rule: which device an operator gets.
     """
-    tail = tails(problem, None, weight)
-    length = [mean + behind for mean, behind in zip(problem.mean_seconds, tail, strict=True)]
+    length = [mean + tail for mean, tail in zip(problem.mean_seconds, tails(problem, None, weight), strict=True)]
     ready: Ready = ByPriority([0.0] * problem.count) if as_numbered else MostCritical(length)
-    choose = _parents_device(tail) if device_rule == "paper" else earliest
     return ListScheduler(problem, limits, busy_links=True).run(ready, choose)

@@ -41,13 +41,8 @@ class MeanSeconds(NamedTuple):
     times: int
     seconds: float
 
-    def add(self, seconds: float) -> MeanSeconds:
-        """Averages iteratively, C of formula 1: mean' = mean + (seconds - mean) / times'."""
-        times = self.times + 1
-        return MeanSeconds(times, self.seconds + (seconds - self.seconds) / times)
-
     def merge(self, other: MeanSeconds) -> MeanSeconds:
-        """Returns the mean of both."""
+        """Returns the mean of both: C of formula 1."""
         times = self.times + other.times
         return MeanSeconds(times, (self.times * self.seconds + other.times * other.seconds) / times)
 
@@ -127,12 +122,8 @@ class OperatorCosts(JsonFile):
                 f"{signature.op} was measured {times} times at {seconds} s on {kind}; that must be at least once, and "
                 f"finite and at least 0 s"
             )
-        means = self._means.setdefault(kind, {})
-        before = means.get(signature)
-        if before is None:
-            means[signature] = MeanSeconds(times, seconds)
-        else:
-            means[signature] = before.add(seconds) if times == 1 else before.merge(MeanSeconds(times, seconds))
+        means, mean = self._means.setdefault(kind, {}), MeanSeconds(times, seconds)
+        means[signature] = means[signature].merge(mean) if signature in means else mean
         self._corrections.pop(kind, None)
         self._estimates.clear()
 

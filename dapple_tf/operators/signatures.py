@@ -20,7 +20,7 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import NodeDef, dtype_name
 from graph_passes.ir.resource_use import called_functions
-from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, takes_functions
+from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, output_dtypes, takes_functions
 
 _IRRELEVANT = frozenset(
     # Names of variables and tables, random seeds, configurations of calls, and hints.
@@ -205,30 +205,6 @@ _SPELLED: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def output_dtype_names(node: NodeDef) -> tuple[str, ...]:
-    """Returns each output's dtype as `dtype_name` spells it: like `tensorflow_bridge.output_dtypes`, but faster."""
-    attrs = node.attr
-    names: list[str] = []
-    for default, type_attr, number_attr, list_attr in _output_args(node.op):
-        if list_attr:
-            names += [_dtype_name(dtype) for dtype in attrs[list_attr].list.type] if list_attr in attrs else default
-            continue
-        name = _dtype_name(attrs[type_attr].type) if type_attr in attrs else default[0]
-        count = attrs[number_attr].i if number_attr in attrs else 1
-        names += [name] * count
-    return tuple(names)
-
-
-@functools.cache
-def _output_args(op: str) -> tuple[tuple[tuple[str, ...], str, str, str], ...]:
-    """Returns each output argument's default dtypes, and the attributes that hold its dtype, number and dtypes."""
-    definition = op_def(op)
-    defaults = {attr.name: attr.default_value for attr in definition.attr}
-    arguments = []
-    for arg in definition.output_arg:
-        if arg.type_list_attr:
-            dtypes = tuple(defaults[arg.type_list_attr].list.type)
-        else:
-            dtypes = (defaults[arg.type_attr].type if arg.type_attr else arg.type,)
-        arguments.append((tuple(map(_dtype_name, dtypes)), arg.type_attr, arg.number_attr, arg.type_list_attr))
-    return tuple(arguments)
+def output_dtype_names(node: NodeDef) -> list[str]:
+    """Returns each output's dtype as `dtype_name` spells it."""
+    return [_dtype_name(dtype) for dtype in output_dtypes(node)]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
+from dapple_tf.operators.op_graph import PlacementError, PlacementProblem
 
 Sent = list[tuple[int, int, int, float, float]]
 """Tensor, source, target, start and arrival of each transfer, in the order in which their producers stand in Q."""
@@ -173,42 +173,37 @@ def order_by_urgency(
             _, _, device, served, op = pop(events)
             if device not in touched:
                 touched.append(device)
+            if op >= 0:
+                idle[device] = True
+                latency, per_byte, link = all_latency[device], all_per_byte[device], links[device]
+                for tensor in outputs[op]:
+                    away: dict[int, list[int]] = {}
+                    for other in readers[tensor]:
+                        there = devices[other]
+                        if there == device:
+                            served.append(other)
+                        elif there in away:
+                            away[there].append(other)
+                        else:
+                            away[there] = [other]
+                    for there in sorted(away):
+                        begin = link[there]
+                        if begin < now:
+                            begin = now
+                        link[there] = end = begin + (latency[there] + size[tensor] * per_byte[there])
+                        number += 1
+                        push(events, (end, number, there, away[there], -1))
+                for other in waiters[op]:
+                    there = devices[other]
+                    if there == device:
+                        served.append(other)
+                    else:
+                        number += 1
+                        push(events, (now + latency[there], number, there, [other], -1))
             for other in served:
                 missing[other] -= 1
                 if not missing[other]:
                     push(ready[device], key[other])
-            if op < 0:
-                continue
-            idle[device] = True
-            latency, per_byte, link = all_latency[device], all_per_byte[device], links[device]
-            for tensor in outputs[op]:
-                away: dict[int, list[int]] = {}
-                for other in readers[tensor]:
-                    there = devices[other]
-                    if there == device:
-                        missing[other] -= 1
-                        if not missing[other]:
-                            push(ready[device], key[other])
-                    elif there in away:
-                        away[there].append(other)
-                    else:
-                        away[there] = [other]
-                for there in sorted(away):
-                    begin = link[there]
-                    if begin < now:
-                        begin = now
-                    link[there] = end = begin + (latency[there] + size[tensor] * per_byte[there])
-                    number += 1
-                    push(events, (end, number, there, away[there], -1))
-            for other in waiters[op]:
-                there = devices[other]
-                if there == device:
-                    missing[other] -= 1
-                    if not missing[other]:
-                        push(ready[device], key[other])
-                else:
-                    number += 1
-                    push(events, (now + latency[there], number, there, [other], -1))
         touched.sort()
 
 

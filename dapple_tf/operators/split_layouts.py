@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from dapple_tf.operators.placement_problem import PlacementProblem
+from dapple_tf.operators.op_graph import PlacementProblem
 from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule
 
 _SWEEPS = 4

@@ -14,18 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.list_scheduler import critical_path, dpos_schedule, fd_dps_schedule, heft_schedule
-from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.op_graph import OpGraph, PlacementError, PlacementProblem
 from dapple_tf.operators.placement_candidates import (
     Candidate,
+    Pieces,
     Variant,
     judged,
     ordered_sources,
     scheduled,
     variant_of,
 )
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layout, Layouts
 from graph_passes.analysis.split_rules import Split, part_name

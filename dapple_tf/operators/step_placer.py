@@ -18,7 +18,7 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
 from dapple_tf.progress import Progress
 from graph_passes.analysis.operator_shapes import operator_shapes
-from graph_passes.analysis.split_rules import Split, split_rules
+from graph_passes.analysis.split_rules import Split
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     BRACKET_ATTR,
@@ -263,13 +263,12 @@ class StepPlacer:
         """
         groups = self.devices[stage]
         topology = Topology.of_groups(self.cluster, groups)
-        operators_on = own_operators(flat, own_device)
-        own, shapes = operators_on.placed, operators_on.shapes
+        own, shapes = own_operators(flat, own_device)
         if not own.node:
             return OpPlacement({}, (), {}, 0.0, (0.0,) * topology.count, topology.names)
         pinned = {name: topology.names.index(kept[0]) for (of, name), kept in storage_devices.items() if of == stage}
         speeds = [min(self.cluster.devices[device].speed for device in alike) for alike in zip(*groups, strict=True)]
-        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
+        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             effort = _LATER_EFFORT if pinned else 1.0
             if of_one_slice:
@@ -428,48 +427,6 @@ def _call_of(node: NodeDef) -> str:
     return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
 
 
-class OwnOperators(NamedTuple):
-    """The operators of one device in a step.
-
-    Attributes:
-        graph: the operators; what they read of others is a placeholder.
-        shapes: shapes of all their tensors.
-    """
-
-    graph: GraphDef
-    shapes: Mapping[Ref, Shape | None]
-
-    @property
-    def placed(self) -> GraphDef:
-        """The operators that are searched for: without entries and exits of tasks, the backward after the forward.
-
-        In a step the backward begins when the forward has ended: otherwise its first operators, which need nothing of
-        the forward, would seem to fill what a bad placement of the forward leaves idle.
-        """
-        bare = self.bare
-        if bare is not self.graph:
-            _put_in_turn(bare)
-        return bare
-
-    @property
-    def bare(self) -> GraphDef:
-        """The operators of a step of one slice, which nothing divides into tasks: without their entries and exits.
-
-        These would tie all variables and all ends of a task together, so that a search would keep them in one place.
-        """
-        brackets = {node.name for node in self.graph.node if BRACKET_ATTR in node.attr}
-        if not brackets:
-            return self.graph
-        bare = GraphDef(versions=self.graph.versions, library=self.graph.library)
-        for node in self.graph.node:
-            if node.name not in brackets:
-                own = bare.node.add()
-                own.CopyFrom(node)
-                del own.input[:]
-                own.input.extend(text for text in node.input if text.removeprefix("^") not in brackets)
-        return bare
-
-
 def _put_in_turn(graph: GraphDef) -> None:
     """Lets a backward's first operators wait for a forward's last ones; changes the graph.
 
@@ -487,10 +444,31 @@ def _put_in_turn(graph: GraphDef) -> None:
             node.input.extend(f"^{name}" for name in last if name not in sources)
 
 
-def own_operators(flat: FlatStep, device: str) -> OwnOperators:
-    """Returns the operators on a device, those of its first micro-batch and of no other, as the search gets them."""
+def own_operators(flat: FlatStep, device: str) -> tuple[GraphDef, dict[Ref, Shape | None]]:
+    """Returns the operators on a device, those of its first micro-batch and of no other, and all shapes."""
     own, outside = _stage_graph(flat.program.graph, device)
-    return OwnOperators(own, {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}})
+    return searched(own), {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
+
+
+def searched(graph: GraphDef) -> GraphDef:
+    """Returns the operators that are searched for: without entries and exits of tasks, the backward after the forward.
+
+    Entries and exits would tie all variables and all ends of a task together, so that a search would keep them in one
+    place; a step of one slice has none. In a step the backward begins when the forward has ended: otherwise its first
+    operators, which need nothing of the forward, would seem to fill what a bad placement of the forward leaves idle.
+    """
+    brackets = {node.name for node in graph.node if BRACKET_ATTR in node.attr}
+    if not brackets:
+        return graph
+    bare = GraphDef(versions=graph.versions, library=graph.library)
+    for node in graph.node:
+        if node.name not in brackets:
+            own = bare.node.add()
+            own.CopyFrom(node)
+            del own.input[:]
+            own.input.extend(text for text in node.input if text.removeprefix("^") not in brackets)
+    _put_in_turn(bare)
+    return bare
 
 
 def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from tensorflow.core.framework import types_pb2
 
@@ -98,17 +98,10 @@ class GpuReport:
 
     def of(self, *kinds: str) -> dict[str, int]:
         """Returns what was found of some kinds -> number."""
-        return self._sums(lambda finding: finding.what, kinds)
-
-    def by_part(self, *kinds: str) -> dict[str, int]:
-        """Returns part of the step -> number of findings of some kinds."""
-        return self._sums(lambda finding: finding.part, kinds)
-
-    def _sums(self, key: Callable[[Finding], str], kinds: Iterable[str]) -> dict[str, int]:
         sums: dict[str, int] = {}
         for finding, count in self.counts.items():
             if finding.kind in kinds:
-                sums[key(finding)] = sums.get(key(finding), 0) + count
+                sums[finding.what] = sums.get(finding.what, 0) + count
         return sums
 
 

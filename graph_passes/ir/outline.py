@@ -44,7 +44,6 @@ def outline(
     *,
     effects: Sequence[str] = (),
     jit_compile: bool = False,
-    attrs: Mapping[str, str] | None = None,
 ) -> FunctionDef:
     """Returns a function that computes ``outputs`` of ``graph`` from ``inputs``.
 
@@ -58,7 +57,6 @@ def outline(
         effects: nodes that must run although no output needs them; with them, control edges count as needs. Without
             them the function is pure, and control edges only order its nodes.
         jit_compile: compile the function with XLA.
-        attrs: string attributes of the function, for those who read a dump.
 
     Raises:
         PassError: the body would need a placeholder that isn't an input.
@@ -93,8 +91,6 @@ def outline(
     function.attr[_NOINLINE].b = True
     if jit_compile:
         function.attr[COMPILED_ATTR].b = True
-    for key, value in (attrs or {}).items():
-        function.attr[key].s = value.encode()
     return function
 
 

@@ -122,15 +122,15 @@ def filled(builder: Builder, dtype: int, shape: Sequence[int], device: str = "",
     return builder.add("zeros", "Fill", [dims, builder.const(value, dtype, device=device)], device=device, **kind)
 
 
-def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable, device: str = "") -> Ref:
+def merged(builder: Builder, name: str, parts: Sequence[Ref], variable: Variable) -> Ref:
     """Returns the value that contributions to a variable make: their sum, or the largest or smallest."""
     if not parts:
-        return neutral(builder, variable, device)
+        return neutral(builder, variable)
     if variable.merge == "Add":
-        return builder.add_n(name, parts, variable.dtype, device=device)
+        return builder.add_n(name, parts, variable.dtype)
     total = parts[0]
     for part in parts[1:]:
-        total = builder.add(name, f"{variable.merge}imum", [total, part], device=device, T=dtype_attr(variable.dtype))
+        total = builder.add(name, f"{variable.merge}imum", [total, part], T=dtype_attr(variable.dtype))
     return total
 
 

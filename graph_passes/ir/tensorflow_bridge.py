@@ -67,16 +67,41 @@ def tensor_count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
 
 def output_dtypes(node: NodeDef) -> list[int]:
     """Returns the dtype (a ``DT_*`` number) of each output of a node."""
-    return _dtypes(op_def(node.op).output_arg, node)
+    return _dtypes(_arguments(node.op, inputs=False), node)
 
 
-def _dtypes(args: Iterable[op_def_pb2.OpDef.ArgDef], node: NodeDef) -> list[int]:
-    dtypes: list[int] = []
-    for arg in args:
+class _Argument(NamedTuple):
+    """An op's input or output, which may be a list: its dtypes by default, and the attributes that change them."""
+
+    dtypes: tuple[int, ...]
+    type_attr: str
+    number_attr: str
+    list_attr: str
+
+
+@functools.cache
+def _arguments(op: str, *, inputs: bool) -> tuple[_Argument, ...]:
+    definition = op_def(op)
+    defaults = {attr.name: attr.default_value for attr in definition.attr}
+    arguments = []
+    for arg in definition.input_arg if inputs else definition.output_arg:
         if arg.type_list_attr:
-            dtypes += attribute(node, arg.type_list_attr).list.type
+            dtypes = tuple(defaults[arg.type_list_attr].list.type)
         else:
-            dtypes += [attribute(node, arg.type_attr).type if arg.type_attr else arg.type] * tensor_count(arg, node)
+            dtypes = (defaults[arg.type_attr].type if arg.type_attr else arg.type,)
+        arguments.append(_Argument(dtypes, arg.type_attr, arg.number_attr, arg.type_list_attr))
+    return tuple(arguments)
+
+
+def _dtypes(arguments: Iterable[_Argument], node: NodeDef) -> list[int]:
+    attrs = node.attr
+    dtypes: list[int] = []
+    for default, type_attr, number_attr, list_attr in arguments:
+        if list_attr:
+            dtypes += attrs[list_attr].list.type if list_attr in attrs else default
+        else:
+            dtype = attrs[type_attr].type if type_attr in attrs else default[0]
+            dtypes += [dtype] * (attribute(node, number_attr).i if number_attr else 1)
     return dtypes
 
 
@@ -91,19 +116,9 @@ def missing_attrs(node: NodeDef) -> list[str]:
     return [name for name in _wanted_attrs(node.op) if name not in node.attr]
 
 
-@functools.cache
-def _fixed_inputs(op: str) -> tuple[int, ...] | None:
-    """Returns the dtypes of a primitive op's inputs; None if its nodes' attributes decide them."""
-    args = op_def(op).input_arg
-    if any(arg.type_attr or arg.number_attr or arg.type_list_attr for arg in args):
-        return None
-    return tuple(arg.type for arg in args)
-
-
-def input_dtypes(node: NodeDef) -> Sequence[int]:
+def input_dtypes(node: NodeDef) -> list[int]:
     """Returns the dtype (a ``DT_*`` number) that a node wants of each tensor that it reads."""
-    fixed = _fixed_inputs(node.op)
-    return _dtypes(op_def(node.op).input_arg, node) if fixed is None else fixed
+    return _dtypes(_arguments(node.op, inputs=True), node)
 
 
 def function_body_name(node: NodeDef, index: int) -> str:

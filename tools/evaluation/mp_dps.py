@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple_tf.operators.coarsening import Pieces
 from dapple_tf.operators.list_scheduler import ByPriority, ListScheduler
-from dapple_tf.operators.placement_candidates import Candidate, Variant, scheduled
-from dapple_tf.operators.placement_problem import PlacementProblem
+from dapple_tf.operators.op_graph import PlacementProblem
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, scheduled
 
 
 def mp_dps_candidate(base: Variant, start: Candidate | None) -> Candidate:

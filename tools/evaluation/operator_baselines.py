@@ -1,4 +1,4 @@
-"""Baselines for placements of operators, in the same simulator: one device, and data parallelism."""
+"""Baselines for placements of operators, in the same simulator: one device, data parallelism, FD-DPS to the letter."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.list_scheduler import ListScheduler, Rule, earliest
+from dapple_tf.operators.op_graph import OpGraph, OpPlacement, PlacementProblem, Topology, compile_problem, tails
 from dapple_tf.operators.placement_candidates import judged, placed_by, variant_of
-from dapple_tf.operators.placement_problem import compile_problem
 from dapple_tf.operators.split_search import samples_operators
 
 
@@ -164,3 +164,26 @@ def _batch_sums(graph: OpGraph) -> list[int]:
             if rule.dimension == "batch" and rule.output_axes[int(outputs[tensor])] is None:
                 sums.append(tensor)
     return sums
+
+
+def parents_device(problem: PlacementProblem) -> Rule:
+    """Returns algorithm 2 of FD-DPS: a parent's device if (11) holds there, else the earliest.
+
+    (11) has the operator start no later than its LST, by the longest path that is known. The parent whose output comes
+    last is asked first.
+    """
+    tail = tails(problem)
+    longest = 0.0  # DCPL: the longest path through operators placed so far
+
+    def choose(scheduler: ListScheduler, op: int, devices: Sequence[int], ends: Sequence[float]) -> int:
+        nonlocal longest
+        longest = max(longest, min(ends) + tail[op])
+        finish = scheduler.finish
+        parents = {problem.producer[tensor] for tensor in problem.inputs[op]}
+        for parent in sorted(parents, key=lambda other: (-finish[other], other)):
+            device = scheduler.device[parent]
+            if device in devices and ends[devices.index(device)] + tail[op] <= longest:
+                return devices.index(device)
+        return earliest(scheduler, op, devices, ends)
+
+    return choose

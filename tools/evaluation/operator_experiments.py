@@ -7,15 +7,14 @@ import json
 
 import dapple_tf as dapple
 from dapple_tf.operators.build_op_graph import build_op_graph
-from dapple_tf.operators.coarsening import Pieces
-from dapple_tf.operators.fd_dps import as_published, fd_dps, largest_island, on_island
+from dapple_tf.operators.fd_dps import fd_dps, largest_island, on_island
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import judged, placed_by, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import Pieces, judged, placed_by, scheduled, variant_of
 from dapple_tf.operators.split_search import by_batch, dpos, fast_t_candidate
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
-from dapple_tf.tools.evaluation.operator_baselines import data_parallel, single_device
+from dapple_tf.tools.evaluation.operator_baselines import data_parallel, parents_device, single_device
 from dapple_tf.tools.evaluation.operator_models import flat_step, flatten_step, wide_towers
 from dapple_tf.tools.evaluation.results import Record
 
@@ -60,15 +59,15 @@ def run_published(model: str, devices: int) -> Record:
     base = variant_of(*op_graph(model, devices), {})
     start = by_batch(base)
     assert start is not None, model
-    variant = start.variant
-    pieces = Pieces.of(variant.problem)
+    variant, problem = start.variant, start.variant.problem
+    pieces = Pieces.of(problem)
     by_path = fd_dps_schedule(pieces.problem)[0]
     seconds = {
         "graph": start,
-        "FD-DPS": as_published(variant, "earliest"),
-        "FD-DPS, algorithm 2": as_published(variant, "paper"),
+        "FD-DPS": judged(variant, *fd_dps_schedule(problem), "published"),
+        "FD-DPS, algorithm 2": judged(variant, *fd_dps_schedule(problem, parents_device(problem)), "published"),
         "DPOS": dpos(variant),
-        "HEFT": judged(variant, *heft_schedule(variant.problem), "HEFT"),
+        "HEFT": judged(variant, *heft_schedule(problem), "HEFT"),
         "FD-DPS, pieces": scheduled(variant, pieces.spread(by_path), "pieces"),
         "MP-DPS, pieces": scheduled(variant, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS"),
     }
