@@ -75,8 +75,7 @@ def test_functions_and_their_calls(golden: Callable[[str, str], None]) -> None:
         "effects run in the order of their control edges": [
             outline("f", Graph(steps), [], [Ref("read")], effects=["step"])
         ],
-        "attributes, and marks for XLA": [
-            outline("f", Graph(flat), inputs, outputs, attrs={"_note": "text"}),
+        "marks for XLA": [
             outline("g", Graph(flat), inputs, outputs, jit_compile=True),
         ],
         # One handle for each variable: XLA refuses to be given the same one twice.

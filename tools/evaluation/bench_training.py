@@ -194,7 +194,7 @@ def tables(stack: Stack, settings: Settings) -> dict[str, Turn]:
     x = [draw.integers(0, rows, (batch, 26), "int32"), draw.random((batch, 13), "float32")]
     y = draw.integers(0, 2, (batch, 1))
 
-    def way(**shards: bool) -> Turn:
+    def way(**shards: Any) -> Turn:
         pipelined = dapple.transform(_wide_and_deep(rows), workers, dapple.Plan.data_parallel(count, batch, **shards))
         stack.callback(pipelined.close, sync=False)
 

@@ -7,19 +7,13 @@ the size that a model is made for.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pathlib
-import pickle
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import dapple_tf as dapple
-import graph_passes
 from dapple_tf.execution.builds import Build, StepKind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import spec_of
@@ -32,9 +26,6 @@ from dapple_tf.variables.parameter_groups import group_updates, readers_of
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape
 from graph_passes.pass_manager import run_passes
-
-CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "operator_steps"
-"""Cache of flat graphs; the large ones take a minute."""
 
 FlatStep = tuple[GraphDef, Mapping[Ref, Shape | None]]
 """The operators of a training step (forward, backward, update), and the shapes of all its tensors."""
@@ -104,32 +95,9 @@ def flatten_step(model: keras.Model, batch: int) -> FlatStep:
 
 
 def flat_step(name: str) -> FlatStep:
-    """Returns the operators of a step of one of `MODELS` with momentum SGD, from `CACHE` if nothing has changed."""
-    model = MODELS[name]
-    path = CACHE / f"{name}-{model.batch}-{_digest()}.pickle"
-    if path.exists():
-        text, shapes = pickle.loads(path.read_bytes())
-        return GraphDef.FromString(text), shapes
+    """Returns the operators of a step of one of `MODELS` with momentum SGD."""
     keras.utils.set_random_seed(0)
+    model = MODELS[name]
     built = model.build()
     built.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy())
-    graph, shapes = flatten_step(built, model.batch)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    for old in CACHE.glob(f"{name}-*.pickle"):
-        old.unlink(missing_ok=True)
-    complete = path.with_suffix(f".{os.getpid()}")
-    complete.write_bytes(pickle.dumps((graph.SerializeToString(), dict(shapes))))
-    complete.replace(path)
-    return graph, shapes
-
-
-def _digest() -> str:
-    """Returns a hash of what makes a step: TensorFlow, Keras, the passes and their callers; not the searches."""
-    digest = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
-    root = pathlib.Path(graph_passes.__file__).parents[1]
-    searches = root / "dapple_tf" / "operators"
-    files = [path for name in ("graph_passes", "dapple_tf") for path in (root / name).rglob("*.py")]
-    own = [pathlib.Path(str(path)) for path in (__file__, pnasnet.__file__, resnet.__file__, step_placer.__file__)]
-    for path in sorted([*(path for path in files if searches not in path.parents), *own]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return flatten_step(built, model.batch)

@@ -3,7 +3,6 @@
     python -m tools.evaluation.reproduce_fd_dps
 
 Tables 3 and 5 and figure 4: training steps of six networks on 2 to 8 devices as fast as P100s. `results` has the flags.
-Graphs are cached in build/operator_steps until something that they depend on changes.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _pre_training(results: Results) -> Iterator[Claim]:
         why = "with M = GPUs, 32 GPUs have four times the micro-batches"
         yield Claim(f"figure 13: BERT-{blocks}: OOO-Pipe2 on 32 over 8", 2.5, ours, why=why)
     bubble = "interleaving leaves a bubble of a few per cent"
-    three, average = (8, 16, 24), statistics.fmean
+    three, average = (8, 16, 24), partial(statistics.fmean)
     for name, counts, above, below, paper, choose, why in (
         (" on 8: OOO-Pipe2 over DAPPLE", (8,), "DAPPLE", "OOO-Pipe2", 1.47, max, few),
         (" on 16: OOO-Pipe2 over DAPPLE", (16,), "DAPPLE", "OOO-Pipe2", 1.29, max, few),
