@@ -154,8 +154,9 @@ def _pre_training(results: Results) -> Iterator[Claim]:
         why = "with M = GPUs, 32 GPUs have four times the micro-batches"
         yield Claim(f"figure 13: BERT-{blocks}: OOO-Pipe2 on 32 over 8", 2.5, ours, why=why)
     bubble = "interleaving leaves a bubble of a few per cent"
-    three, average = (8, 16, 24), partial(statistics.fmean)
-    for name, counts, above, below, paper, choose, why in (
+    three, average = (8, 16, 24), statistics.fmean
+    pick: Choose
+    for name, counts, above, below, paper, pick, why in (
         (" on 8: OOO-Pipe2 over DAPPLE", (8,), "DAPPLE", "OOO-Pipe2", 1.47, max, few),
         (" on 16: OOO-Pipe2 over DAPPLE", (16,), "DAPPLE", "OOO-Pipe2", 1.29, max, few),
         (": OOO-Pipe2 over Megatron 2, least", three, "Megatron", "OOO-Pipe2", 1.136, min, bubble),
@@ -163,7 +164,7 @@ def _pre_training(results: Results) -> Iterator[Claim]:
         (": fast-forwarding over Megatron 2, average", three, "Megatron", _FORWARDED, 1.204, average, bubble),
         (": fast-forwarding over Megatron 2, most", three, "Megatron", _FORWARDED, 1.275, max, bubble),
     ):
-        ours = of("(b): BERT-48 on {}", counts, above, below, choose)
+        ours = of("(b): BERT-48 on {}", counts, above, below, pick)
         yield Claim(f"section 8.4.2: BERT-48{name}", paper, ours, why=why)
 
 
