@@ -106,9 +106,11 @@ def prediction(stack: Stack, settings: Settings) -> dict[str, Turn]:
     """Steps of plans beside their simulation by a profile and links that are measured before.
 
     The ratio of predicted_of_measured to the first variant's, which has one device, is free of the machine's drift.
+    Devices are local, or those of ``workers``, such as the hosts of `tools.hosts` behind slow links.
     """
     described, devices, batch = MODELS[settings["model"]], settings["devices"], settings["batch"]
-    cluster = dapple.Cluster.local(devices, kind="cpu")
+    addresses = each(settings, "workers")
+    cluster = dapple.Cluster.of_servers(addresses) if addresses else dapple.Cluster.local(devices, kind="cpu")
     profiled = dapple.profile(described.make(), slice_sizes(batch, devices), cluster=cluster, cache=False)
     planned = plan_model(described.make(), cluster, batch, profiled=profiled)
     profile, cluster = planned.profile, planned.cluster
@@ -205,7 +207,7 @@ CASES = {
     "prediction": Case(
         "simulated steps beside real ones",
         prediction,
-        {"model": "gpt:small", "devices": 2, "batch": 32, "schedules": ",".join(POLICIES)},
+        {"model": "gpt:small", "devices": 2, "workers": "", "batch": 32, "schedules": ",".join(POLICIES)},
         rounds=15,
     ),
     "memory": Case(
