@@ -17,7 +17,7 @@ from absl import app
 import dapple_tf as dapple
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import bench, bench_training, zoo
-from dapple_tf.tools.evaluation.bench_models import MODELS
+from dapple_tf.tools.evaluation.bench_models import MODELS, BenchModel
 from dapple_tf.tools.evaluation.bench_report import Quartiles, check_output, own_commit, read_results, write_results
 from dapple_tf.tools.evaluation.bench_scale import cluster_of
 from dapple_tf.tools.evaluation.bench_torch import check_alike
@@ -196,9 +196,10 @@ def test_ways_that_train_otherwise_are_told() -> None:
 
 def test_the_strategys_compiled_step_is_that_of_keras() -> None:
     """XLA doesn't convert the all-reduce of an update under the strategy, so that a step of Keras fails there."""
-    described = MODELS["dense"]
+    described = BenchModel("dense", {"features": 4, "width": 4, "depth": 1, "classes": 3})
     x, y = described.batch(4)
     plain, compiled = described.make(), described.make()
+    plain.run_eagerly = True
     plain.train_on_batch(x, y)
     bench_training.compiled_step(compiled)((x, y))
     for one, other in zip(plain.get_weights(), compiled.get_weights(), strict=True):

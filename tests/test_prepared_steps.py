@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -52,9 +53,31 @@ def train(pipelined: dapple.PipelinedModel, sizes: tuple[int, ...] = SIZES) -> l
     return logs
 
 
-def assert_equal(one: dapple.PipelinedModel, other: dapple.PipelinedModel) -> None:
-    for own, its in zip(values(one.sync()), values(other.sync()), strict=True):
-        np.testing.assert_array_equal(own, its)
+def assign(pipelined: dapple.PipelinedModel) -> None:
+    kernel = pipelined.model.get_layer("first").kernel
+    kernel.assign(keras.ops.clip(kernel, -0.1, 0.1))
+
+
+class Round(NamedTuple):
+    """Logs of training, and the values after it."""
+
+    logs: list[Any]
+    values: list[np.ndarray]
+
+    def assert_equal(self, pipelined: dapple.PipelinedModel) -> None:
+        for own, expected in zip(values(pipelined.sync()), self.values, strict=True):
+            np.testing.assert_array_equal(own, expected)
+
+
+@functools.cache
+def unbounded() -> list[Round]:
+    """Two rounds with as many steps as there are, and an assignment in between."""
+    pipelined, rounds = transform(model(), prepared_steps=64), []
+    for _ in range(2):
+        rounds.append(Round(train(pipelined), values(pipelined.sync())))
+        assign(pipelined)
+    assert steps(pipelined) > 3
+    return rounds
 
 
 def test_what_is_trained_is_the_same_whatever_stays_prepared() -> None:
@@ -62,15 +85,13 @@ def test_what_is_trained_is_the_same_whatever_stays_prepared() -> None:
 
     What is assigned in between counts, too.
     """
-    trained, (free, bounded) = [], (transform(model(), prepared_steps=count) for count in (64, 3))
-    for pipelined in (free, bounded):
-        logs = train(pipelined)
-        kernel = pipelined.model.get_layer("first").kernel
-        kernel.assign(keras.ops.clip(kernel, -0.1, 0.1))
-        trained.append(logs + train(pipelined))
-    assert trained[0] == trained[1]
-    assert_equal(bounded, free)
-    assert steps(bounded) <= 3 < steps(free)
+    first, second = unbounded()
+    pipelined = transform(model(), prepared_steps=3)
+    assert train(pipelined) == first.logs
+    assign(pipelined)
+    assert train(pipelined) == second.logs
+    second.assert_equal(pipelined)
+    assert steps(pipelined) <= 3
 
 
 def test_what_runs_most_stays_and_the_rest_is_gone() -> None:
@@ -100,14 +121,12 @@ def test_a_bound_that_means_nothing_is_refused(most: Any) -> None:
 
 
 def test_values_that_only_devices_have_move_with_them() -> None:
-    pipelined = []
-    for most in (64, 1):
-        with dapple.deferred_init():
-            own = model()
-        pipelined.append(transform(own, prepared_steps=most))
-        train(pipelined[-1])
-    assert pipelined[1]._engine.state.deferred
-    assert_equal(*pipelined)
+    with dapple.deferred_init():
+        own = model()
+    pipelined = transform(own, prepared_steps=1)
+    assert train(pipelined) == unbounded()[0].logs
+    assert pipelined._engine.state.deferred
+    unbounded()[0].assert_equal(pipelined)
 
 
 def test_devices_without_memory_for_two_sessions_keep_the_old_one(
@@ -116,17 +135,16 @@ def test_devices_without_memory_for_two_sessions_keep_the_old_one(
     def full(self: StoredValues, other: StoredValues) -> None:
         raise tf.errors.ResourceExhaustedError(None, None, "no 8 bytes are left")
 
-    free, bounded = (transform(model(), prepared_steps=most) for most in (64, 3))
+    pipelined = transform(model(), prepared_steps=3)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="dapple_tf"):
         patch.setattr(StoredValues, "take_over", full)
-        logs = train(bounded, (7, 3, 4, 5, 6))
+        assert train(pipelined) == unbounded()[0].logs
     told = [record.getMessage() for record in caplog.records if "stay prepared" in record.getMessage()]
     assert told == [
         "3 steps are prepared, but the devices' memory doesn't suffice to leave some out (no 8 bytes are left): up to "
         "6 steps stay prepared"
     ]
-    assert logs == train(free, (7, 3, 4, 5, 6))
-    assert_equal(bounded, free)
+    unbounded()[0].assert_equal(pipelined)
 
 
 def test_a_snapshot_is_written_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
