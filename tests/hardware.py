@@ -13,6 +13,26 @@ from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, Tensor
 
+NAMES = [f"layer{index}" for index in range(32)]
+
+
+def linked(layers: Sequence[LayerProfile], sizes: float | Sequence[float | Tensor] = 1.0, **fields: Any) -> Profile:
+    """Layers one after another, each of which sends so many bytes per sample to the next; or with other tensors."""
+    given = [sizes] * (len(layers) - 1) if isinstance(sizes, float | int) else sizes
+    tensors = [
+        size if isinstance(size, Tensor) else Tensor(i, (i + 1,), Cost(0.0, size)) for i, size in enumerate(given)
+    ]
+    known = {"model": "model", "device": "none", "batch_sizes": (1, 2), **fields}
+    return Profile(layers=tuple(layers), tensors=tuple(tensors), **known)
+
+
+def chain(
+    times: Sequence[tuple[float, float]], sizes: float | Sequence[Tensor] = 1.0, *, shared: Any = (), **layer: Any
+) -> Profile:
+    """Layers that take (forward, backward) seconds for whatever slice, and send so many bytes per sample."""
+    layers = [LayerProfile(NAMES[i], Cost(f), Cost(b), **layer) for i, (f, b) in enumerate(times)]
+    return linked(layers, sizes, shared=tuple(shared))
+
 
 def profile_of(
     layers: int = 8, *, parameters: int = 1_000_000, size: float = 1e5, residual: float = 1e5, milliseconds: float = 1.0
@@ -28,8 +48,7 @@ def profile_of(
         )
         for index in range(layers)
     ]
-    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index in range(layers - 1)]
-    return Profile("equal", "none", (1, 2), tuple(costs), tuple(tensors))
+    return linked(costs, size, model="equal")
 
 
 def cluster_of(*servers: int, memory: int | None = None, speeds: Sequence[float] = (), **links: Any) -> Cluster:
@@ -85,8 +104,7 @@ def slow_network(
         LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
         for i in range(count)
     ]
-    tensors = [Tensor(i, (i + 1,), Cost(0.0, 2**20)) for i in range(count - 1)]
-    model = Profile("model", "none", (1, 2), tuple(layers), tuple(tensors))
+    model = linked(layers, 2**20)
     last = max(device for stage in devices for device in stage)
     cluster = cluster_of(*[2] * (last // 2), 1 + last % 2, memory=memory, inter_bandwidth=2e8, **links)
     return plan_of(devices, 4, schedule, samples=6), model, cluster

@@ -31,12 +31,13 @@ class Computed(layers.Layer):
         return self.function(*inputs)
 
 
-def classifier(name: str = "classifier", **options: Any) -> keras.Model:
-    """4 features -> first -> second -> logits of 3 classes; options are those of ``compile``."""
+def classifier(*own: layers.Layer, name: str = "classifier", kind: Any = keras.Model, **options: Any) -> keras.Model:
+    """4 features -> first -> the given layers -> second -> logits of 3 classes; options are those of ``compile``."""
     features = keras.Input((4,))
     x = layers.Dense(6, activation="tanh", name="first")(features)
-    x = layers.Dense(5, activation="tanh", name="second")(x)
-    model = keras.Model(features, layers.Dense(3, name="logits")(x), name=name)
+    for layer in (*own, layers.Dense(5, activation="tanh", name="second")):
+        x = layer(x)
+    model: keras.Model = kind(features, layers.Dense(3, name="logits")(x), name=name)
     given = {
         "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),

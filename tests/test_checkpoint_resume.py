@@ -25,7 +25,7 @@ from equivalence import variables_of
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from models_for_tests import samples, transform
+from models_for_tests import classifier, samples, transform
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
@@ -62,15 +62,8 @@ class Log(keras.callbacks.Callback):
 
 def dropout_model() -> keras.Model:
     keras.utils.set_random_seed(3)
-    layers = keras.layers
-    features = keras.Input((4,))
-    x = layers.Dense(6, activation="tanh", name="first")(features)
-    x = layers.BatchNormalization()(x)
-    x = layers.Dropout(0.3)(x)
-    model = keras.Model(features, layers.Dense(3, name="logits")(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    return model
+    own = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
+    return classifier(*own, optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])
 
 
 class Slices(keras.utils.PyDataset):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hardware import linked
 
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters
 from dapple_tf.planning.chunks import chunked
 
 
@@ -18,9 +19,7 @@ def profile_of(
         LayerProfile(f"layer_{index}", Cost(0.0, 1.0), Cost(0.0, 2.0), parameter_bytes=size)
         for index, size in enumerate(parameters)
     ]
-    sizes = crossing or [1.0] * (len(parameters) - 1)
-    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index, size in enumerate(sizes)]
-    return Profile("layers", "none", (1,), tuple(layers), tuple(tensors), shared=shared)
+    return linked(layers, crossing or 1.0, shared=shared)
 
 
 def test_equal_layers_make_equal_chunks() -> None:
@@ -78,7 +77,7 @@ def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
     [
         (0, "layer_3", "chunks is 0; it must be at least 1"),
         (1.5, "layer_3", r"chunks: 1\.5 isn't a whole number"),
-        (2, "block", "cuts after 'block', which isn't a layer of the profile of 'layers'"),
+        (2, "block", "cuts after 'block', which isn't a layer of the profile of 'model'"),
     ],
 )
 def test_a_wrong_request_is_refused(chunks: int, cut: str, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hardware import cluster_of as cluster
+from hardware import linked
 
 from dapple_tf.describe.cluster import Cluster, Device, Link, ReductionLinks, Server
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile, NeededLater
@@ -25,11 +26,8 @@ def layer(name: str, forward: float = 1.0, backward: float = 2.0, **values: Any)
     return LayerProfile(name, Cost(0.0, forward), Cost(0.0, backward), **values)
 
 
-def profile(layers: Sequence[LayerProfile], tensors: Sequence[Tensor] | None = None, **values: Any) -> Profile:
-    """Layers one after another, with 10 bytes per sample between them unless told otherwise."""
-    if tensors is None:
-        tensors = [Tensor(i, (i + 1,), Cost(0.0, 10.0)) for i in range(len(layers) - 1)]
-    return Profile("model", "none", (1, 2), tuple(layers), tuple(tensors), **values)
+def profile(layers: Sequence[LayerProfile], tensors: float | Sequence[Tensor] = 10.0, **values: Any) -> Profile:
+    return linked(layers, tensors, **values)
 
 
 def letters(count: int, **values: Any) -> list[LayerProfile]:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from hardware import NAMES, linked
 from hardware import cluster_of as cluster
 
 from dapple_tf.describe.cluster import Cluster, Server
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, SharedParameters, Tensor
+from dapple_tf.describe.profile import Profile, SharedParameters
 from dapple_tf.measuring import emulated_step, emulator
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import Emulation, emulate
@@ -26,15 +27,13 @@ from dapple_tf.tools.evaluation.bench_accuracy import pipeline
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Schedule
 
-NAMES = [f"layer{index}" for index in range(3)]
 REPLICATED = Plan.manual(NAMES[:1], [[0, 1], [2]], 3, 6)
 
 
 def profile(layers: int = 2, shared: Any = (), **layer: Any) -> Profile:
     """Layers of 0.4 ms + 0.6 ms per sample and B of twice that."""
     costs = tuple(LayerProfile(NAMES[i], Cost(4e-4, 6e-4), Cost(8e-4, 12e-4), **layer) for i in range(layers))
-    tensors = tuple(Tensor(i, (i + 1,), Cost(0.0, 100.0)) for i in range(layers - 1))
-    return Profile("model", "none", (1, 2), costs, tensors, tuple(shared))
+    return linked(costs, 100.0, shared=tuple(shared))
 
 
 def three_stages(**options: Any) -> Plan:

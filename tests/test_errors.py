@@ -25,17 +25,6 @@ pytestmark = [
 X, Y, W = samples(24)
 
 
-def stack(*own: layers.Layer, **options: Any) -> keras.Model:
-    """first -> the given layers -> last."""
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="first"), *own, layers.Dense(3, name="last")])
-    given = {
-        "optimizer": keras.optimizers.SGD(0.1),
-        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    }
-    model.compile(**(given | options))
-    return model
-
-
 def refused(error: type[Exception] | tuple[type[Exception], ...], text: str) -> Any:
     return pytest.raises(error, match=re.escape(text))
 
@@ -51,13 +40,13 @@ def compiled(*stack: Any, name: str = "own") -> keras.Model:
 
 def distributed() -> keras.Model:
     with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-        return stack()
+        return classifier()
 
 
 def of_another_model() -> keras.Model:
     optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build(stack().trainable_variables)
-    return stack(optimizer=optimizer)
+    optimizer.build(classifier().trainable_variables)
+    return classifier(optimizer=optimizer)
 
 
 class Subclassed(keras.Model):
@@ -83,14 +72,14 @@ def cluster() -> dapple.Cluster:
 
 
 def placed(own_plan: Any = None, **options: Any) -> Any:
-    return dapple.transform(stack(), cluster(), own_plan, **options)
+    return dapple.transform(classifier(), cluster(), own_plan, **options)
 
 
 OTHER = dapple.Profile("other", "cpu", (4,), (LayerProfile("block_7", Cost(), Cost()),), ())
 THREE = [[0], [1], [2]]
 AT_ONCE: dict[str, Callable[[], Any]] = {
     "expected a keras.Model, got Dense": lambda: transform(layers.Dense(3)),
-    "give the Keras model that its sync() returns": lambda: transform(transform(stack())),
+    "give the Keras model that its sync() returns": lambda: transform(transform(classifier())),
     "model 'own' isn't built: it has no variables yet. Call it": lambda: transform(compiled(layers.Dense(3))),
     "isn't compiled: call compile(optimizer=..., loss=...) first": lambda: transform(
         keras.Sequential([keras.Input((4,)), layers.Dense(3)])
@@ -104,11 +93,11 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "was made under the scope of a OneDeviceStrategy; make it outside": lambda: transform(distributed()),
     "the optimizer was built for other variables: it doesn't know": lambda: transform(of_another_model()),
     "cut 'frist' names no layer": lambda: transform(subclassed(), plan(cuts=["frist"])),
-    "starts after 'last' and ends at the model's output": lambda: transform(stack(), plan(cuts=["last"])),
+    "starts after 'logits' and ends at the model's output": lambda: transform(classifier(), plan(cuts=["logits"])),
     "stage 1 of 3 without a layer: it starts after 'odd' and ends after 'first'": lambda: transform(
-        stack(layers.ReLU(name="odd")), plan(cuts=["odd", "first"], devices=THREE)
+        classifier(layers.ReLU(name="odd")), plan(cuts=["odd", "first"], devices=THREE)
     ),
-    "stage 1 on device 7, but the cluster has 3 devices": lambda: transform(stack(), plan(devices=[[0], [1, 7]])),
+    "stage 1 on device 7, but the cluster has 3 devices": lambda: transform(classifier(), plan(devices=[[0], [1, 7]])),
     "device 2 stands twice, in stage 1": lambda: plan(devices=[[0, 1], [2, 2]]),
     "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1": lambda: plan(micro_batches=4),
     "unknown placement 'x'; use 'fd_dps', or leave it out": lambda: placed(placement="x"),
@@ -125,14 +114,16 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "no plan has operator_devices and optimizer_shards: the placement says": lambda: placed(
         dapple.Plan.data_parallel(2, 8, optimizer_shards=True), placement="fd_dps"
     ),
-    "cluster is 4; give a dapple_tf.Cluster, by Cluster.local(2), say": lambda: dapple.transform(stack(), 4, plan()),
-    "cluster is Plan; give a dapple_tf.Cluster": lambda: dapple.transform(stack(), plan(), cluster()),
+    "cluster is 4; give a dapple_tf.Cluster, by Cluster.local(2), say": lambda: dapple.transform(
+        classifier(), 4, plan()
+    ),
+    "cluster is Plan; give a dapple_tf.Cluster": lambda: dapple.transform(classifier(), plan(), cluster()),
     "plan is {'cuts': []}; give a dapple_tf.Plan, by Plan.manual": lambda: placed({"cuts": []}),
     "no argument 'micro_batchs'; did you mean 'micro_batches'": lambda: placed(micro_batchs=2),
     "no argument 'fault'; did you mean 'faults'": lambda: placed(plan(), fault=None),
     "plan is Profile": lambda: dapple.simulate(OTHER, plan(), cluster()),
     "cluster is Plan; give": lambda: dapple.measure_links(plan()),
-    "'other' has a layer 'block_7', model 'sequential": lambda: transform(stack(), profile=OTHER),
+    "'other' has a layer 'block_7', model 'classifier": lambda: transform(classifier(), profile=OTHER),
 }
 
 
@@ -158,7 +149,7 @@ def test_example_inputs_build_a_model() -> None:
 
 
 def test_setting_that_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    transform(stack(run_eagerly=True))
+    transform(classifier(run_eagerly=True))
     assert "is compiled with run_eagerly=True, which pipelined steps ignore" in caplog.text
 
 
@@ -201,7 +192,7 @@ def coupled() -> keras.Model:
             norm = sum(keras.ops.sum(other * other) for other in model.trainable_variables)
             variable.assign_sub(learning_rate * gradient / norm)
 
-    model = stack(optimizer=Coupled(0.1))
+    model = classifier(optimizer=Coupled(0.1))
     return model
 
 
@@ -217,17 +208,17 @@ TRACED: dict[str, Callable[[], keras.Model]] = {
         loss=lambda y, outputs: keras.ops.sum(outputs) / y.shape[0]
     ),
     "an update that couples variables of several stages isn't supported": coupled,
-    "loss 'mean_squared_error' has reduction None, which leaves one value per sample; use": lambda: stack(
+    "loss 'mean_squared_error' has reduction None, which leaves one value per sample; use": lambda: classifier(
         loss=keras.losses.MeanSquaredError(reduction=None)
     ),
-    "No loss to compute. Provide a `loss` argument in `compile()`.": lambda: stack(loss=None),
-    "'dice' is a ratio of sums over the whole batch": lambda: stack(loss=keras.losses.Dice()),
+    "No loss to compute. Provide a `loss` argument in `compile()`.": lambda: classifier(loss=None),
+    "'dice' is a ratio of sums over the whole batch": lambda: classifier(loss=keras.losses.Dice()),
     "reads the variable 'stray' that the model doesn't track": lambda: subclassed(Odd(lambda x: x * STRAY)),
     "can't be traced: no gradient today": lambda: subclassed(Odd(ungraded)),
-    "divides by the number of entries that a mask leaves": lambda: stack(
-        layers.Reshape((4, 1)), layers.Masking(0.5), loss=lambda y, outputs: keras.ops.mean(outputs, -1)
+    "divides by the number of entries that a mask leaves": lambda: classifier(
+        layers.Reshape((6, 1)), layers.Masking(0.5), loss=lambda y, outputs: keras.ops.mean(outputs, -1)
     ),
-    "the loss or a metric of model": lambda: stack(loss="mse", metrics=[keras.metrics.R2Score()]),
+    "the loss or a metric of model": lambda: classifier(loss="mse", metrics=[keras.metrics.R2Score()]),
 }
 
 
@@ -240,7 +231,7 @@ def test_what_cannot_be_traced_is_refused_with_the_first_batch(text: str) -> Non
 
 def test_losses_that_layers_add_are_scalars() -> None:
     with refused(dapple.CaptureError, "layer 'odd' adds a loss of shape (None,), which Keras would sum over the batch"):
-        transform(stack(Odd(lambda x: x, lambda x: keras.ops.sum(x * x, axis=-1))))
+        transform(classifier(Odd(lambda x: x, lambda x: keras.ops.sum(x * x, axis=-1))))
 
 
 # --- data

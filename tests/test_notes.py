@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models_for_tests import Computed, plan, samples, transform
+from models_for_tests import Computed, classifier, plan, samples, transform
 from zoo import ZOO
 
 from dapple_tf.errors import CaptureError, StepError
@@ -23,16 +23,6 @@ from graph_passes.passes.assign_stages import AssignStages
 
 layers = keras.layers
 RANDOM, COUPLED, PLACE, SIZE = NoteKind.RANDOM, NoteKind.COUPLED, NoteKind.PLACE, NoteKind.BATCH_SIZE
-
-
-def model_with(layer: layers.Layer) -> keras.Model:
-    """4 features -> first -> layer -> logits of 3 classes."""
-    features = keras.Input((4,))
-    x = layers.Dense(6, name="first")(features)
-    model = keras.Model(features, layers.Dense(3, name="logits")(layer(x)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss)
-    return model
 
 
 def noted(model: keras.Model, x: Any, y: Any, slices: int = 2, micro_batches: int = 2) -> tuple[Note, ...]:
@@ -64,7 +54,7 @@ def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[int]:
 
 def test_layers_that_draw_are_noted_where_their_stage_has_slices(caplog: pytest.LogCaptureFixture) -> None:
     def dropout() -> keras.Model:
-        return model_with(layers.Dropout(0.5, name="noise"))
+        return classifier(layers.Dropout(0.5, name="noise"))
 
     with caplog.at_level(logging.INFO, "dapple_tf"):
         pipelined = transform(dropout())
@@ -78,7 +68,7 @@ def test_layers_that_draw_are_noted_where_their_stage_has_slices(caplog: pytest.
 
 
 def test_transform_tells_of_layers_and_losses_and_the_first_batch_of_metrics(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_with(layers.BatchNormalization(name="norm"))
+    model = classifier(layers.BatchNormalization(name="norm"))
     metrics = [Largest("last", tf.reduce_mean), "accuracy"]
     model.compile("sgd", lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2)), metrics=metrics)
     pipelined = transform(model)
@@ -316,7 +306,7 @@ def test_state_that_steps_read_makes_all_else_differ() -> None:
             return x + before if self.read else x
 
     for read in (False, True):
-        (note,) = noted(model_with(Largest(read)), *samples(7)[:2])
+        (note,) = noted(classifier(Largest(read)), *samples(7)[:2])
         assert (note.kind, note.layer, note.alone) == (NoteKind.STATE, "largest", not read)
 
 
@@ -369,5 +359,5 @@ def test_what_cannot_be_told_is_noted() -> None:
         return tf.reshape(tf.tanh(tf.reshape(x, (-1, 30))), (-1, 6))
 
     x, y = samples(10)[:2]
-    assert [note.kind for note in noted(model_with(Computed(by_fives, "odd")), x, y)] == [NoteKind.UNKNOWN]
-    assert noted(model_with(Computed(by_fives, "odd")), x, y, slices=1) == ()
+    assert [note.kind for note in noted(classifier(Computed(by_fives, "odd")), x, y)] == [NoteKind.UNKNOWN]
+    assert noted(classifier(Computed(by_fives, "odd")), x, y, slices=1) == ()

@@ -43,20 +43,20 @@ def built(graph: GraphDef, **options: object) -> OpGraph:
     return build_op_graph(graph, topology(), _COSTS, **options)  # type: ignore[arg-type]
 
 
-def edges(graph: OpGraph) -> list[tuple[str, str, int, int]]:
-    return [(graph.names[one], graph.names[other], tensor, argument) for one, other, tensor, argument in graph.edges]
-
-
 def by_name(graph: OpGraph, values: Any) -> dict[str, Any]:
     return dict(zip(graph.names, values, strict=True))
 
 
-def together(graph: OpGraph) -> list[set[str]]:
-    """The groups of more than one operator."""
-    groups: dict[int, set[str]] = {}
-    for name, group in by_name(graph, graph.groups).items():
-        groups.setdefault(int(group), set()).add(name)
-    return [group for group in groups.values() if len(group) > 1]
+def shown(graph: OpGraph) -> str:
+    """Operators with their groups, and what these store and where they are pinned; edges with outputs and bytes."""
+    assert graph.tensor_outputs is not None
+    lines = []
+    for name, op, group in zip(graph.names, graph.ops, graph.groups, strict=True):
+        lines.append(f"{name} = {op}, group {group}: {graph.stored_bytes[group]:g} bytes on {graph.pinned[group]}")
+    for one, other, tensor, argument in graph.edges.tolist():
+        made = "waits" if tensor < 0 else f"{graph.tensor_outputs[tensor]}, {graph.tensor_bytes[tensor]:g} bytes"
+        lines.append(f"    {graph.names[one]} -> {graph.names[other]} {argument}: {made}")
+    return "\n".join(lines)
 
 
 SMALL = """
@@ -73,27 +73,10 @@ def small_graph(more: str = "") -> GraphDef:
     return read_program(SMALL + more).graph
 
 
-def test_operators_are_in_topological_order_and_edges_name_tensors_and_arguments() -> None:
+def test_operators_are_in_topological_order_whatever_the_order_of_nodes() -> None:
     graph = small_graph()
     backwards = GraphDef(node=reversed(graph.node), versions=graph.versions)
     assert built(backwards).names == built(graph).names
-    op_graph = built(small_graph("h = Sub(a, a)"))
-    assert op_graph.names == ("a", "split", "h", "e", "f", "g"), "no constants and placeholders"
-    assert op_graph.ops == ("AddV2", "SplitV", "Sub", "Mul", "Neg", "NoOp")
-    assert edges(op_graph) == [
-        ("a", "split", 0, 0),
-        ("a", "h", 0, 0),
-        ("a", "h", 0, 1),
-        ("split", "e", 1, 0),
-        ("split", "e", 2, 1),
-        ("e", "f", 3, 0),
-        ("split", "f", -1, -1),  # e and x are read, or no operator
-        ("f", "g", -1, -1),
-        ("a", "g", -1, -1),
-    ]
-    assert op_graph.tensor_bytes.tolist() == [8 * 48, 8 * 40, 8 * 8, 8 * 40]
-    assert op_graph.edges.dtype == np.int64
-    assert op_graph.tensor_outputs is not None and op_graph.tensor_outputs.tolist() == [0, 0, 1, 0]
 
 
 def test_times_are_by_kind_and_speed_of_devices() -> None:
@@ -141,36 +124,16 @@ def variables_graph() -> Builder:
     return builder
 
 
-def test_all_that_touches_a_variable_is_one_group() -> None:
-    op_graph = built(variables_graph().graph)
-    assert together(op_graph) == [
-        {"handle/w", "handle/w_1", "read/w", "assign_w"},
-        {"handle/m", "read/m"},
-        {"handle/v", "handle/v_1", "read/v", "passed", "assign_v"},
-    ]
-    stored = by_name(op_graph, op_graph.stored_bytes[op_graph.groups])
-    assert (stored["assign_w"], stored["read/m"], stored["handle/v"], stored["use_w"]) == (32, 32, 12, 0)
-    assert op_graph.stored_bytes.sum() == 76
-    assert (op_graph.pinned == -1).all()
-    op_graph = built(variables_graph().graph, pinned={"w": 1, "v": 0, "elsewhere": 1})
-    device = by_name(op_graph, op_graph.pinned[op_graph.groups])
-    assert (device["assign_w"], device["read/v"], device["read/m"], device["use_w"]) == (1, 0, -1, -1)
-    with pytest.raises(PassError, match="on device 2, but the devices are 0 to 1"):
-        built(variables_graph().graph, pinned={"w": 2})
-
-
-def test_an_operator_that_touches_two_variables_joins_their_groups() -> None:
+def with_momentum() -> GraphDef:
+    """An operator that touches two variables."""
     builder = variables_graph()
     inputs = [Ref("handle/w"), Ref("handle/m"), builder.const(0.1, _FLOAT), Ref("use_w"), builder.const(0.9, _FLOAT)]
     builder.add("momentum", "ResourceApplyMomentum", inputs, T=dtype_attr(_FLOAT))
-    op_graph = built(builder.graph)
-    assert {"momentum", "handle/w", "handle/m", "read/m"} < together(op_graph)[0]
-    assert by_name(op_graph, op_graph.stored_bytes[op_graph.groups])["momentum"] == 64
-    with pytest.raises(PassError, match="'m' is on device 0 and 'w' on device 1, but an operator needs both"):
-        built(builder.graph, pinned={"w": 1, "m": 0})
+    return builder.graph
 
 
-def test_a_function_that_makes_its_own_handles_belongs_to_their_variables() -> None:
+def with_function() -> GraphDef:
+    """A function that makes its own handles."""
     builder, body = variables_graph(), Builder(empty_graph())
     values = [read(body, "w", _FLOAT, (4, 2)), read(body, "inner", _FLOAT, (5,))]
     merge_library(builder.graph, [outline("reads", Graph(body.graph), [], values)])
@@ -178,13 +141,11 @@ def test_a_function_that_makes_its_own_handles_belongs_to_their_variables() -> N
     call = builder.add("call", "StatefulPartitionedCall", **types)
     builder.graph.node[-1].attr["f"].func.name = "reads"
     builder.add("after", "Neg", [call], T=dtype_attr(_FLOAT))
-    op_graph = built(builder.graph, shapes={})
-    assert {"call", "handle/w", "assign_w"} < together(op_graph)[0]
-    assert "after" not in together(op_graph)[0]
-    assert by_name(op_graph, op_graph.stored_bytes[op_graph.groups])["call"] == 32 + 20
+    return builder.graph
 
 
-def test_makers_and_readers_of_lists_tables_and_fed_handles_are_together() -> None:
+def lists_and_tables() -> GraphDef:
+    """Makers and readers of lists, tables and fed handles."""
     builder = Builder(empty_graph())
     fed = builder.append(placeholder("fed", tf.resource.as_datatype_enum))
     for name in ("one", "two"):
@@ -196,11 +157,26 @@ def test_makers_and_readers_of_lists_tables_and_fed_handles_are_together() -> No
     for number in range(2):
         types = {"key_dtype": dtype_attr(tf.int64.as_datatype_enum), "value_dtype": dtype_attr(_FLOAT)}
         builder.add(f"table{number}", "HashTableV2", shared_name="numbers", **types)
-    assert together(built(builder.graph, shapes={})) == [
-        {"read_one", "read_two"},
-        {"list", "push", "popped"},
-        {"table0", "table1"},
-    ]
+    return builder.graph
+
+
+def test_operators_edges_and_groups_of_what_must_stay_together(golden: Callable[[str, str], None]) -> None:
+    """There are no constants and placeholders; what has no edge with a tensor's number waits."""
+    graphs = {
+        "edges": built(small_graph("h = Sub(a, a)")),
+        "variables": built(variables_graph().graph, pinned={"w": 1, "v": 0, "elsewhere": 1}),
+        "two variables of one operator": built(with_momentum()),
+        "a function with handles of its own": built(with_function(), shapes={}),
+        "lists, tables and fed handles": built(lists_and_tables(), shapes={}),
+    }
+    golden("op_graphs.txt", "".join(f"{title}\n\n{shown(graph)}\n\n" for title, graph in graphs.items()))
+
+
+def test_pins_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PassError, match="on device 2, but the devices are 0 to 1"):
+        built(variables_graph().graph, pinned={"w": 2})
+    with pytest.raises(PassError, match="'m' is on device 0 and 'w' on device 1, but an operator needs both"):
+        built(with_momentum(), pinned={"w": 1, "m": 0})
 
 
 def test_rules_of_splits_are_asked_with_shapes_and_constants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +195,8 @@ def test_rules_of_splits_are_asked_with_shapes_and_constants(monkeypatch: pytest
     assert asked["split"] == ([(8, 6), (2,), ()], [(8, 5), (8, 1)], {1: [5, 1], 2: 1})
     assert asked["a"] == ([(8, 6), ()], [(8, 6)], {})
     next(node for node in graph.node if node.name == "f").attr["_class"].list.s.extend([b"loc:@a", b"loc:@not_there"])
-    assert together(built(graph)) == [{"a", "f"}]
+    groups = by_name(built(graph), built(graph).groups)
+    assert groups["a"] == groups["f"] and len(set(groups.values())) == len(groups) - 1
     assert built(graph).splits == {}  # It has to be where a is.
 
 

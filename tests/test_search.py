@@ -10,12 +10,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hardware import cluster_of
+from hardware import cluster_of, linked
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile, NeededLater
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.latency import StageTime, pipeline_latency, pivot_stage, stage_times
 from dapple_tf.planning.placement import Placements, allocate, links_of
 from dapple_tf.planning.search import Search, coarsened
@@ -75,15 +75,12 @@ def test_an_all_reduce_behind_the_pivot_hides_behind_the_backwards_before_it(all
 # ---- the dynamic programme
 
 
-def profile_of(
-    times: list[float], *, parameters: int = 10**6, sizes: list[float] | None = None, batches: tuple[int, ...] = (1, 2)
-) -> Profile:
+def profile_of(times: list[float], *, parameters: int = 10**6, sizes: float | list[float] = 1e5) -> Profile:
     layers = [
         LayerProfile(f"l{i}", Cost(0.0, t), Cost(0.0, 2 * t), residual_bytes=Cost(0.0, 1e5), parameter_bytes=parameters)
         for i, t in enumerate(times)
     ]
-    tensors = [Tensor(i, (i + 1,), Cost(0.0, sizes[i] if sizes else 1e5)) for i in range(len(times) - 1)]
-    return Profile("p", "none", batches, tuple(layers), tuple(tensors))
+    return linked(layers, sizes)
 
 
 def search_on(profile: Profile, cluster: Cluster) -> tuple[Search, Placements]:

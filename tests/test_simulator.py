@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hardware import NAMES, chain
 from hardware import cluster_of as cluster
 from schedule_runs import there_and_back
 
@@ -27,19 +28,8 @@ from dapple_tf.view.timeline import Span
 from graph_passes.ir.relays import sources_of
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
-NAMES = [f"layer{index}" for index in range(32)]
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]  # one stage on each device will do
-
-
-def profile(
-    times: Sequence[tuple[float, float]], sizes: float | Sequence[Tensor] = 1.0, *, shared: Any = (), **layer: Any
-) -> Profile:
-    """Layers that take (forward, backward) seconds for whatever slice, and send so many bytes per sample."""
-    layers = [LayerProfile(NAMES[i], Cost(f), Cost(b), **layer) for i, (f, b) in enumerate(times)]
-    if isinstance(sizes, float | int):
-        sizes = [Tensor(i, (i + 1,), Cost(0.0, sizes)) for i in range(len(times) - 1)]
-    return Profile("model", "none", (1, 2), tuple(layers), tuple(sizes), tuple(shared))
 
 
 def straight(stages: int, micro_batches: int, schedule: str = "dapple_a", samples: int = 1, **options: Any) -> Plan:
@@ -58,7 +48,7 @@ def replicated(replicas: Sequence[int], micro_batches: int, samples: int, schedu
 @pytest.mark.parametrize("schedule", WHOLE)
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (3, 2), (4, 8)])
 def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: int, schedule: str) -> None:
-    step = simulate(straight(stages, micro_batches, schedule), profile([(1.0, 2.0)] * stages), cluster(stages))
+    step = simulate(straight(stages, micro_batches, schedule), chain([(1.0, 2.0)] * stages), cluster(stages))
     rounds = micro_batches + stages - 1
     assert step.latency == pytest.approx(rounds * 3.0)
     assert step.bubbles == pytest.approx([(stages - 1) / rounds] * stages)
@@ -68,7 +58,7 @@ def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: i
 @pytest.mark.parametrize("transfer", [0.25, 1.0])
 def test_gpipe_hides_all_transfers_but_those_of_the_first_and_the_last_micro_batch(transfer: float) -> None:
     where = cluster(1, 1, 1, 1, inter_bandwidth=8.0, inter_latency=0.125)
-    step = simulate(straight(4, 8, "gpipe"), profile([(1.0, 2.0)] * 4, 8.0 * transfer), where)
+    step = simulate(straight(4, 8, "gpipe"), chain([(1.0, 2.0)] * 4, 8.0 * transfer), where)
     assert step.latency == pytest.approx((8 + 4 - 1) * 3 + 2 * (4 - 1) * (transfer + 0.125))
 
 
@@ -92,7 +82,7 @@ HEAVY = {
 def two_pieces(cut: bool, **options: Any) -> Simulation:
     """A B of 4 s through two layers, whose gradients take 1 s each to reduce over two devices."""
     plan = Plan.data_parallel(2, 4, 2, backward_cuts=NAMES[:1] if cut else ())
-    model = profile([(1.0, 2.0), (1.0, 2.0)], parameter_bytes=8, apply_seconds=0.25)
+    model = chain([(1.0, 2.0), (1.0, 2.0)], parameter_bytes=8, apply_seconds=0.25)
     return simulate(plan, model, cluster(2, intra_bandwidth=8.0, **options))
 
 
@@ -100,7 +90,7 @@ def chunks(count: int, seconds: float = 1.0, **options: Any) -> Simulation:
     """Data parallelism on two devices in stages of F = Bx = Bw = 1 whose gradients take so long to reduce."""
     plan_options = {name: options.pop(name) for name in ("reverse_first_k", "wait_free") if name in options}
     plan = Plan.manual(NAMES[: count - 1], [[0, 1]] * count, 1, 2, "gpipe", **plan_options)
-    model = profile([(1.0, 2.0)] * count, parameter_bytes=4, apply_seconds=options.pop("apply_seconds", 0.0))
+    model = chain([(1.0, 2.0)] * count, parameter_bytes=4, apply_seconds=options.pop("apply_seconds", 0.0))
     return simulate(plan, model, cluster(2, intra_bandwidth=4.0 / seconds), **options)
 
 
@@ -108,7 +98,7 @@ def skips(count: int, **layer: Any) -> Profile:
     """Layers in a row, which hand nothing to each other but all read a tensor of the first."""
     tensors = [Tensor(index, (index + 1,), ZERO) for index in range(1, count - 1)]
     first = Tensor(0, tuple(range(1, count)), Cost(0.0, 4.0))
-    return profile([(1.0, 2.0)] * count, [first, *tensors], **layer)
+    return chain([(1.0, 2.0)] * count, [first, *tensors], **layer)
 
 
 def slow(count: int, bandwidth: float = 1.0) -> Cluster:
@@ -118,7 +108,7 @@ def slow(count: int, bandwidth: float = 1.0) -> Cluster:
 
 def carrying(shared: Any = (), **options: Any) -> Simulation:
     """Three layers of F 1, Bx 1, Bw 1 s (the first without Bx) on two devices; each all-reduce takes 2 s."""
-    model = profile([(1.0, 1.0), (1.0, 2.0), (1.0, 2.0)], 0.0, parameter_bytes=2, shared=shared)
+    model = chain([(1.0, 1.0), (1.0, 2.0), (1.0, 2.0)], 0.0, parameter_bytes=2, shared=shared)
     layers = [dataclasses.replace(layer, backward_weight=Cost(1.0)) for layer in model.layers]
     plan = Plan.manual(NAMES[:2], [[0, 1]] * 3, 1, 2, **options)
     return simulate(plan, dataclasses.replace(model, layers=layers), cluster(2, intra_bandwidth=1.0))
@@ -149,41 +139,41 @@ def test_steps_worked_out(golden: Callable[[str, str], None]) -> None:
 
     one, two, three = (([(1.0, 2.0)] * count) for count in (1, 2, 3))
     # A lookup takes 1 s for half of 120 bytes, and the links' latency for indices and for rows.
-    (table,) = profile(one, parameter_bytes=120).layers
+    (table,) = chain(one, parameter_bytes=120).layers
     layer = dataclasses.replace(table, table_bytes=120, row_bytes=Cost(0.0, 120.0))
-    rows = dataclasses.replace(profile(one), layers=(layer,)), cluster(2, intra_bandwidth=60.0, intra_latency=0.5)
+    rows = dataclasses.replace(chain(one), layers=(layer,)), cluster(2, intra_bandwidth=60.0, intra_latency=0.5)
     by_row = Plan.data_parallel(2, 6, 3, row_shards=True)
     step("lookups go one task ahead, forwards wait for them", by_row, *rows)
     step("the next step's lookups wait for the update of rows", by_row, *rows, next_forward=True)
 
-    step("a slow link is the bottleneck of gpipe", straight(2, 5, "gpipe"), profile(two, 12.0), slow(2, 3.0))
-    step("with K = 1 a micro-batch comes back first", straight(2, 3, warm_up=(1, 1)), profile(two, 8.0), slow(2, 16.0))
-    uneven = profile([(1.0, 1.0), (3.0, 4.0), (1.0, 1.0)])
+    step("a slow link is the bottleneck of gpipe", straight(2, 5, "gpipe"), chain(two, 12.0), slow(2, 3.0))
+    step("with K = 1 a micro-batch comes back first", straight(2, 3, warm_up=(1, 1)), chain(two, 8.0), slow(2, 16.0))
+    uneven = chain([(1.0, 1.0), (3.0, 4.0), (1.0, 1.0)])
     step("the slowest stage is never idle in the steady phase", straight(3, 8), uneven, cluster(3))
 
     shared = cluster(2, 2, inter_bandwidth=3.0)
-    step("transfers share a network card", replicated([2, 2], 1, 2), profile(two, 6.0), shared)
-    step("a card sends and receives at once", straight(2, 2, "gpipe"), profile([(1.0, 1.0)] * 2, 4.0), slow(2, 2.0))
+    step("transfers share a network card", replicated([2, 2], 1, 2), chain(two, 6.0), shared)
+    step("a card sends and receives at once", straight(2, 2, "gpipe"), chain([(1.0, 1.0)] * 2, 4.0), slow(2, 2.0))
     late = cluster(3, intra_bandwidth=3.0, intra_latency=0.5)
-    step("latency delays a message but not the next one", replicated([1, 2], 1, 2), profile(two, 6.0), late)
+    step("latency delays a message but not the next one", replicated([1, 2], 1, 2), chain(two, 6.0), late)
     unlike = (Server(inter_bandwidth=8.0, inter_latency=0.25), Server(inter_bandwidth=2.0))
-    step("between servers the slower card decides", straight(2, 1), profile(two, 4.0), cluster(1, 1, servers=unlike))
+    step("between servers the slower card decides", straight(2, 1), chain(two, 4.0), cluster(1, 1, servers=unlike))
     skip = [Tensor(0, (1,), Cost(1.0)), Tensor(1, (2,), Cost(1.0)), Tensor(0, (2,), Cost(10.0))]
-    step("a skip holds up its reader, the nearest stage comes first", straight(3, 1), profile(three, skip), slow(3))
+    step("a skip holds up its reader, the nearest stage comes first", straight(3, 1), chain(three, skip), slow(3))
 
     model, unequal = (
-        profile(one, parameter_bytes=20, apply_seconds=0.5),
+        chain(one, parameter_bytes=20, apply_seconds=0.5),
         cluster(2, speeds=[1.0, 2.0], intra_bandwidth=4.0),
     )
     step("an all-reduce waits for the last replica, the update follows", Plan.data_parallel(2, 4, 2), model, unequal)
-    model = profile(three, shared=[SharedParameters((0, 2), 30)], apply_seconds=1.0)
+    model = chain(three, shared=[SharedParameters((0, 2), 30)], apply_seconds=1.0)
     step("tied weights are reduced once both stages are done", straight(3, 2), model, slow(3, 10.0))
     step("one piece", two_pieces(cut=False))
     step("pieces are reduced while B goes on", two_pieces(cut=True))
     step("where cores are shared pieces end later, but in time", two_pieces(cut=True, servers=(Server(capacity=1.0),)))
 
-    step("twice the speed, half the time", straight(2, 1), profile(two), cluster(2, speeds=[1.0, 2.0]))
-    model = profile(one, apply_seconds=1.0)
+    step("twice the speed, half the time", straight(2, 1), chain(two), cluster(2, speeds=[1.0, 2.0]))
+    model = chain(one, apply_seconds=1.0)
     for capacity in (1.0, 1.5):
         where = cluster(2, servers=(Server(capacity=capacity),))
         step(f"two devices on {capacity} cores slow each other down", Plan.data_parallel(2, 2), model, where)
@@ -192,15 +182,15 @@ def test_steps_worked_out(golden: Callable[[str, str], None]) -> None:
     where = cluster(2, servers=(Server(capacity=1.0),))
     step("only while the other runs", Plan.data_parallel(2, 3), model, where, schedule=forward)
 
-    plan, model = replicated([2, 1, 1], 4, 2), profile(three, parameter_bytes=5, apply_seconds=1.0)
+    plan, model = replicated([2, 1, 1], 4, 2), chain(three, parameter_bytes=5, apply_seconds=1.0)
     forward = make_schedule("gpipe", plan.devices, 4, forward_only=True)
     step("forwards alone reduce and update nothing", plan, model, cluster(4), schedule=forward)
     # The first stage has no input gradients: its Bx takes no time and waits for nothing, its Bw is the whole B.
     split = Schedule.parse("0: 0F0 0F1 0Bx0 0Bx1 0Bw0 0Bw1\n1: 1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1")
-    model = profile(two, parameter_bytes=4, apply_seconds=0.5)
+    model = chain(two, parameter_bytes=4, apply_seconds=0.5)
     step("weight gradients fill the wait for input gradients", straight(2, 2), model, cluster(2), schedule=split)
     plan = Plan.manual(NAMES[:2], [[0], [0], [1]], 1, 1, "gpipe")
-    step("what stays on a device is there at once", plan, profile(three, 4.0), slow(2, 4.0))
+    step("what stays on a device is there at once", plan, chain(three, 4.0), slow(2, 4.0))
 
     step("gradients are reduced while other stages compute theirs", chunks(3))
     step("gradients are reduced at the end", chunks(3, wait_free=False))
@@ -208,10 +198,10 @@ def test_steps_worked_out(golden: Callable[[str, str], None]) -> None:
     step("reductions in a given order", chunks(3, seconds=4.0, reduction_order=[0, 1, 2]))
     step("reverse first-k brings the first stages' gradients forward", chunks(3, reverse_first_k=2))
     plan = Plan.manual(NAMES[:2], [[0, 1], [0, 1], [2]], 1, 2, "gpipe")
-    model = profile(three, parameter_bytes=4, shared=[SharedParameters(own, 4) for own in ((0, 2), (1, 2))])
+    model = chain(three, parameter_bytes=4, shared=[SharedParameters(own, 4) for own in ((0, 2), (1, 2))])
     step("by place in a device's order, then the later stages first", plan, model, cluster(3, intra_bandwidth=4.0))
     plan, order = Plan.manual(NAMES[:2], [[0], [1], [0]], 1, 1, "modulo"), "0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0"
-    model = profile([(1.0, 1.0), (1.0, 4.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
+    model = chain([(1.0, 1.0), (1.0, 4.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
     step("updates fill waits, and let tasks go first", plan, model, cluster(2), schedule=Schedule.parse(order))
     next_step = chunks(3, seconds=2.0, apply_seconds=0.5, next_forward=True)
     step("the next step's forwards wait for their stages' updates", next_step)
@@ -221,10 +211,10 @@ def test_steps_worked_out(golden: Callable[[str, str], None]) -> None:
     tied = carrying([SharedParameters((0, 2), 2, 0)], carried_updates=4, reverse_first_k=2)
     step("stages that share parameters carry nothing over", tied)
 
-    plan, model = Plan.data_parallel(1, 2, 2, "gpipe"), profile(one, **HEAVY)
+    plan, model = Plan.data_parallel(1, 2, 2, "gpipe"), chain(one, **HEAVY)
     step("memory of one device", plan, model, cluster(1))
     step("memory with the next step's forwards", plan, model, cluster(1), next_forward=True)
-    model = profile(two, 0.0, residual_bytes=Cost(0.0, 30.0), parameter_bytes=4)
+    model = chain(two, 0.0, residual_bytes=Cost(0.0, 30.0), parameter_bytes=4)
     split = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1")
     step("weight gradients keep the residuals until they are done", straight(2, 2), model, cluster(2), schedule=split)
     less = [dataclasses.replace(layer, delayed_bytes=Cost(0.0, 10.0)) for layer in model.layers]
@@ -240,7 +230,7 @@ def test_steps_worked_out(golden: Callable[[str, str], None]) -> None:
     model, where = skips(3, buffers=LayerBuffers()), cluster(2, 1, inter_bandwidth=0.5, intra_bandwidth=100.0)
     for relays in ([], [1]):  # Stage 1 needs the tensor for 1 s, but its card for 8 s: others wait there.
         step(f"what waits on its way counts: relays {relays}", straight(3, 6, "gpipe", relays=relays), model, where)
-    model = profile([(1.0, 2.0), (1.0, 50.0), (1.0, 2.0)], skips(3).tensors, buffers=LayerBuffers())
+    model = chain([(1.0, 2.0), (1.0, 50.0), (1.0, 2.0)], skips(3).tensors, buffers=LayerBuffers())
     step("a gradient waits for that of its relay", straight(3, 1, relays=[1]), model, slow(3))
     golden("simulated_steps.txt", "\n".join(texts))
 
@@ -248,7 +238,7 @@ def test_steps_worked_out(golden: Callable[[str, str], None]) -> None:
 def test_what_cannot_be_simulated_is_refused() -> None:
     stuck = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
     with pytest.raises(ValueError, match="the schedule deadlocks: 0B0, 1F1 wait for ever"):
-        simulate(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2), schedule=stuck)
+        simulate(straight(2, 2), chain([(1.0, 2.0)] * 2), cluster(2), schedule=stuck)
     with pytest.raises(
         ValueError, match=r"reduction_order is \[0, 1\]; there are 3 reductions, give the order of 0 to 2"
     ):
@@ -260,7 +250,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 
 def test_whether_a_schedule_fits_is_a_matter_of_its_peak() -> None:
-    plan, model = straight(2, 4, "gpipe"), profile([(1.0, 2.0)] * 2, 0.0, **HEAVY)
+    plan, model = straight(2, 4, "gpipe"), chain([(1.0, 2.0)] * 2, 0.0, **HEAVY)
     step = simulate(plan, model, cluster(2, memory=250 + 4 * 30 + 5))
     assert step.fits
     step.check_memory()
@@ -272,7 +262,7 @@ def test_whether_a_schedule_fits_is_a_matter_of_its_peak() -> None:
 
 
 def test_memory_bounds_how_many_micro_batches_are_in_flight() -> None:
-    model = profile([(1.0, 2.0)] * 4, 0.0, **HEAVY)
+    model = chain([(1.0, 2.0)] * 4, 0.0, **HEAVY)
     free = simulate(straight(4, 8), model, cluster(4))
     bound = simulate(straight(4, 8), model, cluster(4, memory=250 + 2 * 30 + 5))
     assert free.costs.warm_up == (4, 3, 2, 1)
@@ -285,7 +275,7 @@ def test_memory_bounds_how_many_micro_batches_are_in_flight() -> None:
 
 
 def test_text() -> None:
-    model = profile([(1e-3, 2e-3)] * 2, 4.0, parameter_bytes=2**20, apply_seconds=5e-4)
+    model = chain([(1e-3, 2e-3)] * 2, 4.0, parameter_bytes=2**20, apply_seconds=5e-4)
     links = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e4}
     step = simulate(replicated([2, 1], 4, 2), model, cluster(2, 1, **links))
     assert str(step) == (
@@ -480,7 +470,7 @@ def test_tensors_with_the_same_readers_travel_together() -> None:
         Tensor(0, (3,), Cost(0.0, 8.0)),
         Tensor(2, (3,), Cost(0.0, 16.0)),
     )
-    model = profile([(1.0, 2.0)] * 4, tensors)
+    model = chain([(1.0, 2.0)] * 4, tensors)
     legs = CostModel(straight(4, 2, relays=[1, 2]), model, slow(4)).legs
     shown = [(leg.sender, leg.receiver, leg.forward.per_sample, leg.backward.per_sample, leg.source) for leg in legs]
     assert shown == [

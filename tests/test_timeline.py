@@ -10,18 +10,17 @@ import pathlib
 import re
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib
 import pytest
-from hardware import cluster_of, plan_of, slow_network
+from hardware import chain, cluster_of, plan_of, slow_network
 from schedule_runs import execute, there_and_back, vee
 
 from dapple_tf.describe.cluster import Server
-from dapple_tf.describe.layer_profile import Cost, LayerProfile
+from dapple_tf.describe.layer_profile import Cost
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, Tensor
 from dapple_tf.schedules.schedules import POLICIES, make_schedule
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
@@ -272,19 +271,11 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: pathlib.Path, monkeypatch: py
         draw_timelines([timeline], tmp_path / "step.svg")
 
 
-NAMES = [f"layer{index}" for index in range(16)]
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]
 
 
 def straight(stages: int, micro_batches: int, schedule: str = "dapple_a", **options: Any) -> Plan:
     return plan_of([[stage] for stage in range(stages)], micro_batches, schedule, **options)
-
-
-def chain(times: Sequence[tuple[float, float]], size: float = 1.0, **layer: Any) -> Profile:
-    """Layers that take (forward, backward) seconds for whatever slice, and send so many bytes per sample."""
-    layers = [LayerProfile(NAMES[i], Cost(f), Cost(b), **layer) for i, (f, b) in enumerate(times)]
-    tensors = [Tensor(i, (i + 1,), Cost(0.0, size)) for i in range(len(times) - 1)]
-    return Profile("model", "none", (1, 2), tuple(layers), tuple(tensors))
 
 
 def tasks(timeline: Timeline) -> dict[str, tuple[float, float]]:

@@ -85,20 +85,10 @@ def test_a_wrong_gradient_shows(
     assert str(result).splitlines()[2].startswith("second")
 
 
-def small(optimizer: Any = "sgd", *own: layers.Layer, kind: Any = keras.Model, **options: Any) -> keras.Model:
-    x = keras.Input((4,))
-    h = layers.Dense(4, name="first")(x)
-    for layer in own:
-        h = layer(h)
-    model = kind(x, layers.Dense(3, name="last")(h))
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
-    return model
-
-
 def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
     """Verification changes nothing: values, seeds, moving averages, optimizer and metrics."""
     own = layers.Dropout(0.5, seed=3, name="drop"), layers.BatchNormalization(name="norm")
-    pipelined = transform(small(keras.optimizers.Adam(0.1), *own, metrics=["accuracy"]))
+    pipelined = transform(classifier(*own, optimizer=keras.optimizers.Adam(0.1), metrics=["accuracy"]))
     pipelined.train_on_batch(X, Y)
     everything = [*variables(pipelined.sync()), *pipelined.model.metrics_variables]
     before = [variable.numpy() for variable in everything]
@@ -121,7 +111,7 @@ def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
 def test_float64_models_are_compared_closely() -> None:
     """Their mean loss was rounded to float32."""
     use_float64()
-    result = transform(small()).verify(X.astype("float64"), Y, steps=1)
+    result = transform(classifier()).verify(X.astype("float64"), Y, steps=1)
     assert result.tolerance == 1e-8
     assert result.steps is not None
     assert result.steps.logs["loss"][0] == pytest.approx(result.steps.logs["loss"][1], rel=1e-12)
@@ -149,9 +139,9 @@ def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(monk
             return original(*args, **options)
 
     monkeypatch.setattr(compared_steps, "plain_steps", plain_steps)
-    result = transform(small(SquaresApart(0.01))).verify(X, Y, steps=1)
+    result = transform(classifier(optimizer=SquaresApart(0.01))).verify(X, Y, steps=1)
     assert result.worst[1] < 1e-5
-    assert {"first", "last"} <= set(result.unexplained)
+    assert {"first", "logits"} <= set(result.unexplained)
     with pytest.raises(dapple.VerificationError, match="differs from plain Keras without a known reason: "):
         result.assert_equal()
 
@@ -170,15 +160,15 @@ def wrapped(owner: Any, name: str) -> None:
 @pytest.mark.parametrize("layer", [False, True])
 def test_what_we_break_in_the_users_model_shows(layer: bool) -> None:
     """Plain steps ran on the model itself, with the loss that was built wrong, and `verify` said "equal"."""
-    model = small(metrics=["accuracy"])
+    model = classifier(metrics=["accuracy"])
     if layer:
-        wrapped(model.get_layer("last"), "call")
+        wrapped(model.get_layer("logits"), "call")
     else:
         model.train_on_batch(X, Y)  # Keras builds losses and metrics.
         wrapped(model._compile_loss, "call")
         wrapped(model._compile_metrics.metrics[0], "result")
     result = transform(model).verify(X, Y, steps=1, float64=False)
-    assert {"loss", "first", "last", *([] if layer else ["logs['accuracy']"])} <= set(result.unexplained), str(result)
+    assert {"loss", "first", "logits", *([] if layer else ["logs['accuracy']"])} <= set(result.unexplained), str(result)
     assert ("its copy by get_config() has" in str(result)) == layer
 
 
@@ -187,7 +177,7 @@ def test_a_copy_costs_no_random_numbers_and_lambdas_have_none(pipelined: dapple.
     random.seed(5)
     pipelined.verify(X, Y, steps=0)
     assert random.random() == random.Random(5).random()
-    result = transform(small(metrics=[lambda y, p: keras.ops.mean(p)])).verify(X, Y, steps=1, float64=False)
+    result = transform(classifier(metrics=[lambda y, p: keras.ops.mean(p)])).verify(X, Y, steps=1, float64=False)
     assert "Plain Keras ran on the model itself, which can't be made again: it is compiled with a lambda" in str(result)
     result.assert_equal()
 
@@ -218,7 +208,7 @@ def test_without_float64_another_order_of_samples_tells_how_much_is_rounding() -
         def get_config(self) -> Any:
             raise NotImplementedError("no configuration")
 
-    result = transform(small(kind=NoConfig)).verify(X, Y, steps=1)
+    result = transform(classifier(kind=NoConfig)).verify(X, Y, steps=1)
     assert result.steps is not None
     assert result.steps.float64 == "the model can't be made again in float64: no configuration"
     assert "Plain Keras ran on the model itself, which can't be made again: no configuration." in str(result)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from hardware import cluster_of as devices
+from hardware import linked
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.layer_profile import Cost, LayerProfile
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile, Tensor
+from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 
@@ -44,11 +45,6 @@ def layers(count: int, forward: float = 1.0, first_backward: float = 1.0) -> lis
     ]
 
 
-def chain(layer_profiles: Sequence[LayerProfile]) -> Profile:
-    tensors = [Tensor(i, (i + 1,), Cost(0.0, 1.0)) for i in range(len(layer_profiles) - 1)]
-    return Profile("chain", "none", (1, 2), tuple(layer_profiles), tuple(tensors))
-
-
 def pipeline(
     name: str, units: int, policy: str, model: Profile, stages: int, count: int, micro_batches: int
 ) -> Example:
@@ -64,14 +60,14 @@ def pipeline(
 # Out-Of-Order BackProp (EuroSys'22): figure 5, eight layers on two GPUs; section 8.4, the FFNN of 16 layers on four, of
 # which figure 12 shows eight. "1.22x speedup over GPipe and together with modulo allocation 1.62x".
 CROSS_LAYER = [
-    pipeline("figure 5a", 23, "gpipe", chain(layers(8)), 2, 2, 1),
-    pipeline("figure 5b", 19, "fast_forward", chain(layers(8)), 2, 2, 1),
-    pipeline("figure 5c", 16, "modulo", chain(layers(8)), 8, 2, 1),
+    pipeline("figure 5a", 23, "gpipe", linked(layers(8)), 2, 2, 1),
+    pipeline("figure 5b", 19, "fast_forward", linked(layers(8)), 2, 2, 1),
+    pipeline("figure 5c", 16, "modulo", linked(layers(8)), 8, 2, 1),
 ]
 FFNN = [
-    pipeline("figure 12a", 83, "gpipe", chain(layers(16)), 4, 4, 4),
-    pipeline("figure 12b", 68, "fast_forward", chain(layers(16)), 4, 4, 4),
-    pipeline("figure 12c", 51, "modulo", chain(layers(16)), 16, 4, 4),
+    pipeline("figure 12a", 83, "gpipe", linked(layers(16)), 4, 4, 4),
+    pipeline("figure 12b", 68, "fast_forward", linked(layers(16)), 4, 4, 4),
+    pipeline("figure 12c", 51, "modulo", linked(layers(16)), 16, 4, 4),
 ]
 # Zero Bubble Pipeline Parallelism (ICLR'24): with F, B and W alike, also in the first stage, ZB-H1 has a third of
 # 1F1B's bubbles: p - 1 units instead of 3 (p - 1).
@@ -90,7 +86,7 @@ def figure_4(name: str, units: int, k: int, order: Sequence[int] | None = None) 
     layer_profiles[4] = dataclasses.replace(layer_profiles[4], backward=Cost(3.0), parameter_bytes=3)
     plan = Plan.manual([*"1234"], [[0, 1]] * 5, 1, 2, "gpipe", reverse_first_k=k)
     options = {"next_forward": True, "reduction_order": order}
-    return Example(name, plan, chain(layer_profiles), devices(2, intra_bandwidth=1.0), units, options)
+    return Example(name, plan, linked(layer_profiles), devices(2, intra_bandwidth=1.0), units, options)
 
 
 DATA_PARALLEL = [
