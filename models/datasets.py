@@ -39,11 +39,13 @@ _DATASETS = (
     DataSource(
         "patterns", "a pattern for each class, in noise, for models of images", later("generated_data.patterns")
     ),
-    DataSource("sentences", "random tokens of several lengths, for bert and xlnet", later("generated_data.sentences")),
+    DataSource(
+        "sentences", "random tokens of several lengths, for bert and xlnet", later("generated_data.random_sentences")
+    ),
     DataSource(
         "reversed_pairs",
         "sentences, and the same backwards as their translation, for gnmt",
-        later("generated_data.pairs"),
+        later("generated_data.reversed_pairs"),
     ),
 )
 
@@ -56,7 +58,7 @@ class Reader:
     """A reader of one file format.
 
     Attributes:
-        kind: its name, as in ``kind:path?option=value``; ``kind`` alone reads a small sample.
+        kind: its name, as in ``kind:path?option=value``; ``kind`` alone reads a small sample, or CIFAR.
         about: description of the files, in a line.
         open: function that finds and checks the files.
     """
@@ -71,9 +73,12 @@ _READERS = (
     Reader(
         "tfrecords", "a folder of train-00000-of-01024 and so on, with images", later("readers.tfrecords.open_records")
     ),
-    Reader("text", "text files, or folders of *.txt, as bytes or tokens", later("readers.text_files.open_text")),
+    Reader("cifar10", "CIFAR-10, by keras.datasets", later("readers.images.open_cifar")),
+    Reader("cifar100", "CIFAR-100, by keras.datasets", later("readers.images.open_cifar")),
+    Reader("text", "text files, or folders of *.txt, as bytes or tokens", later("readers.tokens.open_text")),
     Reader("tokens", "a file of tokens, *.bin or *.npy", later("readers.tokens.open_tokens")),
-    Reader("squad", "a file of questions in SQuAD's JSON format", later("readers.squad.open_squad")),
+    Reader("squad", "a file of questions in SQuAD's JSON format", later("readers.sentences.open_squad")),
+    Reader("mnli", "a folder of MNLI as GLUE has it: train.tsv, dev_matched.tsv", later("readers.sentences.open_mnli")),
     Reader(
         "pairs",
         "sentences and translations: FILE,FILE line by line, or one FILE.tsv",

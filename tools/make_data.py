@@ -13,7 +13,7 @@ text), for --dataset=tokens:book/train.bin?valid=book/valid.bin.
 
 --check reads all of the data once, named as for --dataset, and reports the first error.
 
---sample writes the files that a reader without a path reads: images, tfrecords, text, tokens, squad or pairs.
+--sample writes the files that a reader without a path reads: images, tfrecords, text, tokens, squad, mnli or pairs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,35 @@ import json
 import pathlib
 import shutil
 import sys
+from collections.abc import Callable
 
 import numpy as np
+import tensorflow as tf
 from absl import flags
 
-from dapple_tf.models.readers import images, records_writer, samples, vocabulary
-from dapple_tf.models.readers.check import check_all
-from dapple_tf.models.readers.text_files import pieces, text_files, token_file
+from dapple_tf.errors import reason
+from dapple_tf.models.readers import images, samples, tfrecords, tokens, vocabulary
+from dapple_tf.models.readers.options import Request
+from dapple_tf.models.sources import ModelError
 from dapple_tf.tools import command
 
 FLAGS = flags.FlagValues()
 
+_SAMPLES: dict[str, Callable[[], pathlib.Path]] = {
+    "images": samples.images,
+    "tfrecords": tfrecords.sample,
+    "text": lambda: samples.text().parent,
+    "tokens": lambda: samples.tokens().parent,
+    "squad": lambda: samples.questions()[0].parent,
+    "mnli": samples.sentences,
+    "pairs": lambda: samples.pairs()[0][0].parent,
+}
+"""Kind of a reader -> function that makes its sample and returns the folder."""
+
 _IMAGES = flags.DEFINE_string("images", None, "Folder of images to write as TFRecord files.", flag_values=FLAGS)
 _TEXT = flags.DEFINE_string("text", None, "Text file or folder of *.txt to write as tokens.", flag_values=FLAGS)
 _CHECK = flags.DEFINE_string("check", None, "Data to read once: images:PATH or tfrecords:PATH.", flag_values=FLAGS)
-_SAMPLE = flags.DEFINE_enum("sample", None, list(samples.FOLDERS), "Sample to write.", flag_values=FLAGS)
+_SAMPLE = flags.DEFINE_enum("sample", None, list(_SAMPLES), "Sample to write.", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write to; it must be new or empty.", flag_values=FLAGS)
 _SHARDS = flags.DEFINE_integer("shards", 16, "Number of TFRecord files to train on.", lower_bound=1, flag_values=FLAGS)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed that shuffles the images to train on.", flag_values=FLAGS)
@@ -58,11 +72,11 @@ def main() -> None:
     command.check(len(given) == 1, f"give one of {', '.join(jobs)}" + (f", not {' and '.join(given)}" if given else ""))
     with command.blamed(given[0]):
         if _CHECK.value is not None:
-            say(check_all(_CHECK.value))
+            say(check_images(_CHECK.value))
             return
         folder = output_folder()
         if _SAMPLE.value is not None:
-            shutil.copytree(samples.FOLDERS[_SAMPLE.value](), folder, dirs_exist_ok=True)
+            shutil.copytree(_SAMPLES[_SAMPLE.value](), folder, dirs_exist_ok=True)
             say(f"Wrote {' and '.join(sorted(path.name for path in folder.iterdir()))} to {folder}")
         elif _IMAGES.value is not None:
             write_images(pathlib.Path(_IMAGES.value), folder)
@@ -91,20 +105,10 @@ def write_images(root: pathlib.Path, folder: pathlib.Path) -> None:
         ModelError: there are no images.
     """
     command.check(root.is_dir(), f"--images={root} isn't a folder")
-    shards = _SHARDS.value
-    train = root / "train" if (root / "train").is_dir() else root
-    written = records_writer.write(train, folder, "train", shards=shards, seed=_SEED.value)
-    counts = {"train": len(written.paths)}
-    for name in images.VALIDATION:
-        if (root / name).is_dir() and train != root:
-            left = records_writer.write(
-                root / name, folder, "validation", shards=max(1, shards // 8), seed=None, classes=written.classes
-            )
-            counts["validation"] = len(left.paths)
-            break
-    (folder / "classes.json").write_text(json.dumps(written.classes, indent=1) + "\n", encoding="utf-8")
+    classes, counts = tfrecords.write(root, folder, shards=_SHARDS.value, seed=_SEED.value)
+    (folder / "classes.json").write_text(json.dumps(classes, indent=1) + "\n", encoding="utf-8")
     images_of = " and ".join(f"{count} images for {part}" for part, count in counts.items())
-    say(f"Wrote {images_of}, of {len(written.classes)} classes. Train on them with --dataset=tfrecords:{folder}")
+    say(f"Wrote {images_of}, of {len(classes)} classes. Train on them with --dataset=tfrecords:{folder}")
 
 
 def write_text(root: pathlib.Path, folder: pathlib.Path) -> None:
@@ -113,25 +117,64 @@ def write_text(root: pathlib.Path, folder: pathlib.Path) -> None:
     Raises:
         ModelError: there is no text, or the tokenizer's file isn't valid.
     """
-    files = text_files([root], str(root))
+    request = Request(f"--text={root}", "text", (root,), {})
+    files = tokens.text_files(request, [root])
     if _TOKENIZER.value is not None:
         tokenizer = vocabulary.load(pathlib.Path(_TOKENIZER.value), f"--tokenizer={_TOKENIZER.value}")
     else:
-        tokenizer = vocabulary.trained("byte_bpe", _VOCABULARY.value, files, lambda: pieces(files, str(root)))
+        lines = (line for path in files for line in request.lines(path))
+        tokenizer = vocabulary.trained(lines, _VOCABULARY.value, f"--vocabulary={_VOCABULARY.value}")
     tokenizer.save(str(folder / "tokenizer.json"))
     size = vocabulary.size_of(tokenizer)
-    parts = token_file(files, tokenizer, str(root)).split(_HELD_OUT.value)
+    dtype = np.dtype("uint16" if size <= 2**16 else "uint32")
+    values = tokens.tokens_of(request, files, tokenizer).values.numpy().astype(dtype)
+    last = len(values) - round(len(values) * _HELD_OUT.value)
     counts = []
-    for name, part in zip(("train", "valid"), parts, strict=True):
-        if part.count:
-            np.asarray(part.array()).tofile(folder / f"{name}.bin")
-            counts.append(f"{part.count:,} tokens in {folder / name}.bin")
-    options = [] if parts[0].dtype == np.dtype("uint16") else [f"dtype={parts[0].dtype.name}"]
-    options += [f"valid={folder / 'valid.bin'}"] if parts[1].count else ["held_out=0"]
+    for name, part in (("train", values[:last]), ("valid", values[last:])):
+        if len(part):
+            part.tofile(folder / f"{name}.bin")
+            counts.append(f"{len(part):,} tokens in {folder / name}.bin")
+    options = [f"valid={folder / 'valid.bin'}"] if last < len(values) else ["held_out=0"]
+    options += [] if dtype == np.dtype("uint16") else [f"dtype={dtype.name}"]
     say(
         f"Wrote {' and '.join(counts)}, of {size:,} kinds. Train a model of vocabulary {size} or more with "
         f"--dataset='tokens:{folder / 'train.bin'}?{'&'.join(options)}'"
     )
+
+
+def check_images(text: str) -> str:
+    """Decodes every image of ``images:PATH`` or ``tfrecords:PATH``; returns the number of images, in a sentence.
+
+    Raises:
+        ModelError: the data are others, or an image can't be read: the first one's file, and why.
+    """
+    request = Request.parse(text)
+    command.check(request.kind in ("images", "tfrecords"), f"--check={text}: only images:PATH and tfrecords:PATH")
+    root = request.folder(_SAMPLES[request.kind])
+    found: list[tuple[Callable[[int], str], tf.data.Dataset]] = []
+    if request.kind == "images":
+        for paths, _ in images.listings(root, text)[1]:
+            found.append((paths.__getitem__, tf.data.Dataset.from_tensor_slices(paths).map(tf.io.read_file)))
+    else:
+        for part in ("train", *images.VALIDATION):
+            for path in tfrecords.shards(root, part, text):
+                encoded = tfrecords.records_of(path).map(lambda _, record: tfrecords.parsed(record)[0])
+                found.append((f"record {{}} of {path}".format, encoded))
+    total = 0
+    for place, dataset in found:
+        decoded = dataset.map(_size, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        count = 0
+        try:
+            for _ in decoded:
+                count += 1
+        except tf.errors.OpError as error:
+            raise ModelError(f"{text}: {place(count)} can't be read: {reason(error)}") from error
+        total += count
+    return f"{total} images can be read"
+
+
+def _size(data: tf.Tensor) -> tf.Tensor:
+    return tf.size(tf.io.decode_image(data, expand_animations=False))
 
 
 def say(text: str) -> None:

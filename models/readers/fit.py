@@ -22,20 +22,15 @@ def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tu
     Raises:
         ModelError: the model has other shapes.
     """
-    fitting = []
-    for name, tensors, rank in (
-        ("take", declared(model, "inputs"), inputs),
-        ("give", declared(model, "outputs"), outputs),
-    ):
-        known = [tuple(tensor.shape) for tensor in tensors]
-        if len(known) != 1 or len(known[0]) != rank or None in known[0][1:]:
-            fixed = "give them sizes in keras.Input" if len(known) == 1 and len(known[0]) == rank else "use other data"
+    known = [[tuple(tensor.shape) for tensor in declared(model, which)] for which in ("inputs", "outputs")]
+    for name, given, rank in zip(("take", "give"), known, (inputs, outputs), strict=True):
+        if len(given) != 1 or len(given[0]) != rank or None in given[0][1:]:
             raise ModelError(
                 f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
-                f"open, but {model.name!r} has {known or 'no declared shapes'}; {fixed}"
+                f"open, but {model.name!r} has {given or 'no declared shapes'}; use other data, or give sizes in "
+                f"keras.Input"
             )
-        fitting.append(known[0])
-    return fitting[0], fitting[1]
+    return known[0][0], known[1][0]
 
 
 def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -68,30 +63,3 @@ def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:
     if not sizes:
         raise ModelError(f"{model.name!r} has no embedding of tokens; use other data")
     return int(min(sizes))
-
-
-def check_vocabulary(data: str, size: int, model: keras.Model, *, logits: bool = True) -> None:
-    """Checks that data have at most as many tokens as a model knows.
-
-    Raises:
-        ModelError: there are more.
-    """
-    known = vocabulary_of(model, logits=logits)
-    if size > known:
-        raise ModelError(
-            f"{data}: the data have {size} tokens, but {model.name!r} knows {known}; use a tokenizer of at most "
-            f"{known} tokens, or build the model with vocabulary={size}"
-        )
-
-
-def check_classes(data: str, size: int, classes: int, model: keras.Model) -> None:
-    """Checks that data have at most as many classes as a model distinguishes.
-
-    Raises:
-        ModelError: there are more.
-    """
-    if size > classes:
-        raise ModelError(
-            f"{data}: the data have {size} classes, but {model.name!r} tells {classes} apart; build the model with "
-            f"classes={size}, or use other data"
-        )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import typing
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from dapple_tf.errors import meant
 from dapple_tf.models.sources import ModelError
 
-_Options = TypeVar("_Options")
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_TRUTH = {"true": True, "false": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,80 +51,84 @@ class Request:
             given[name] = value
         return cls(text, kind, tuple(pathlib.Path(path) for path in paths.split(",")) if colon else (), given)
 
-    def options(self, kind: type[_Options]) -> _Options:
-        """Returns the options as a dataclass with a default for every field: of type int, float, bool, str or Literal.
+    def options(self, **defaults: Any) -> SimpleNamespace:
+        """Returns the options.
+
+        Args:
+            defaults: default of each option, of type bool, int, float or str; or a tuple of choices, the first of which
+                is the default.
 
         Raises:
-            ModelError: there is no such option, or a value has another type.
+            ModelError: there is no such option, or a value isn't possible.
         """
-        types = typing.get_type_hints(kind)
-        values = {}
+        values = {name: default[0] if isinstance(default, tuple) else default for name, default in defaults.items()}
         for name, text in self.given.items():
-            if name not in types:
-                like = meant(name, types)
-                raise ModelError(f"{self.text}: there is no option {name}{like}; {self.kind} takes {', '.join(types)}")
-            values[name] = self._value(name, text, types[name])
-        try:
-            return kind(**values)
-        except ValueError as error:
-            raise ModelError(f"{self.text}: {error}") from error
+            if name not in defaults:
+                like = meant(name, defaults)
+                raise ModelError(
+                    f"{self.text}: there is no option {name}{like}; {self.kind} takes {', '.join(defaults) or 'none'}"
+                )
+            values[name] = self._value(name, text, defaults[name])
+        if not 0 <= values.get("held_out", 0) < 1:
+            raise ModelError(f"{self.text}: held_out is {values['held_out']}; need 0 <= held_out < 1")
+        return SimpleNamespace(**values)
 
-    def _value(self, name: str, text: str, kind: Any) -> Any:
-        choices = typing.get_args(kind)
-        if kind is bool:
-            if text.lower() not in _TRUTH:
-                raise ModelError(f"{self.text}: {name} is {text!r}; use true or false")
-            return _TRUTH[text.lower()]
-        if choices:
+    def _value(self, name: str, text: str, default: Any) -> Any:
+        choices = tuple(_TRUTH) if isinstance(default, bool) else default
+        if isinstance(choices, tuple):
             if text not in choices:
                 raise ModelError(f"{self.text}: {name} is {text!r}; use one of {', '.join(choices)}")
-            return text
+            return _TRUTH.get(text, text)
         try:
-            return kind(text)
+            return type(default)(text)
         except ValueError as error:
-            what = "a whole number" if kind is int else "a number"
-            raise ModelError(f"{self.text}: {name} is {text!r}; it must be {what}") from error
+            raise ModelError(f"{self.text}: {name} is {text!r}; need a {type(default).__name__}") from error
 
-    def existing(self, path: pathlib.Path, *, folder: bool = False) -> pathlib.Path:
-        """Returns the path if there is such a file or folder.
+    def files(self, valid: str, sample: Callable[[], Sequence[pathlib.Path]]) -> Sequence[pathlib.Path]:
+        """Returns the file to train on, and the file to evaluate on if there is one; without a path, the sample's.
+
+        Raises:
+            ModelError: there are several, or no such files.
+        """
+        if len(self.paths) > 1:
+            raise ModelError(f"{self.text}: {self.kind} takes one file, not {len(self.paths)}")
+        paths = self.paths or sample()
+        return [self.existing(path) for path in (*paths[:1], *([pathlib.Path(valid)] if valid else paths[1:]))]
+
+    def folder(self, sample: Callable[[], pathlib.Path]) -> pathlib.Path:
+        """Returns the folder; without a path, the sample's.
+
+        Raises:
+            ModelError: there are several, or no such folder.
+        """
+        path, *others = self.paths or (sample(),)
+        if others:
+            raise ModelError(f"{self.text}: {self.kind} takes one folder, not {len(self.paths)}")
+        if not path.is_dir():
+            raise ModelError(f"{self.text}: there is no folder {path}")
+        return path
+
+    def existing(self, path: pathlib.Path) -> pathlib.Path:
+        """Returns the path of a file.
 
         Raises:
             ModelError: there is none.
         """
-        if folder and not path.is_dir():
-            raise ModelError(f"{self.text}: {'that is a file' if path.is_file() else 'there is no folder'} {path}")
-        if not folder and not path.is_file():
-            raise ModelError(f"{self.text}: {'that is a folder' if path.is_dir() else 'there is no file'} {path}")
+        if not path.is_file():
+            raise ModelError(f"{self.text}: there is no file {path}")
         return path
 
+    def lines(self, path: pathlib.Path) -> Iterator[str]:
+        """Yields the lines of a file in UTF-8, with their ends.
 
-def check_fraction(name: str, value: float) -> None:
-    """Checks that a fraction of data leaves something.
-
-    Raises:
-        ValueError: it isn't at least 0 and less than 1.
-    """
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}; need 0 <= {name} < 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenizedOptions:
-    """Options of text files that are tokenized.
-
-    Attributes:
-        tokenizer: JSON file; by default one is trained on the text if the reader needs one.
-        vocabulary: maximum tokens of a trained tokenizer; 0 leaves it to the reader.
-        valid: files to evaluate on.
-        held_out: fraction of the data to evaluate on, if there is no ``valid``.
-    """
-
-    tokenizer: str = ""
-    vocabulary: int = 0
-    valid: str = ""
-    held_out: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_fraction("held_out", self.held_out)
-        if self.tokenizer and self.vocabulary:
-            raise ValueError("tokenizer and vocabulary are both given; a tokenizer's file has a vocabulary")
+        Raises:
+            ModelError: it isn't UTF-8.
+        """
+        number = 0
+        try:
+            with path.open(encoding="utf-8", newline="\n") as file:
+                for line in file:
+                    number += 1
+                    yield line
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.text}: {path} isn't UTF-8 text behind line {number}: {error.reason}") from error

@@ -1,4 +1,4 @@
-"""The order in which samples are read, which follows from a seed and the number of samples read so far.
+"""The order of samples, which follows from a seed and the number of samples read so far.
 
 Sample ``n`` of training is sample ``permutation(n mod count)`` of the data. The permutation differs in each pass, and
 is computed, not stored (`tf.raw_ops.RandomIndexShuffle`). So data are shuffled as a whole, a
@@ -7,107 +7,94 @@ position is one number, and a checkpoint contains neither a shuffle buffer nor a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
+import keras
 import tensorflow as tf
 
-_MOST_AHEAD = 2
-"""Number of batches that are made in advance."""
+from dapple_tf.models.sources import DataSource, ModelError
+
+Part = TypeVar("Part")
 
 _BITS = 2**62 - 1
 """Mask of seeds, which may be negative or long."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """Samples that can be read by number.
 
     Attributes:
-        count: number of samples.
-        read: function from a dataset of ``(draw, index)``, both int64, to the samples, in that order. ``index`` is the
-            number of the sample; ``draw`` counts all draws, and decides random changes of a sample.
-        in_batches: whether these are batches of numbers, int64 [batch], and of samples.
+        size: number of samples.
+        read: TensorFlow function (draw, number), both int64 scalars, to a sample. ``draw`` counts all samples read so
+            far; random changes of a sample take it as a seed.
     """
 
-    count: int
-    read: Callable[[tf.data.Dataset], tf.data.Dataset]
-    in_batches: bool = False
+    size: int
+    read: Callable[[tf.Tensor, tf.Tensor], Any]
 
 
-def by_number(count: int, read: Callable[[tf.Tensor, tf.Tensor], Any], *, in_batches: bool = False) -> Samples:
-    """Returns samples made by a TensorFlow function ``(draw, index) -> sample``, which runs for several at a time.
+def source(
+    text: str,
+    about: str,
+    parts: Sequence[Part],
+    samples: Callable[[keras.Model, Part, int | None], Samples],
+    *,
+    held_out: float = 0.0,
+    in_files: bool = False,
+) -> DataSource:
+    """Returns data whose samples can be read by number.
 
-    With ``in_batches`` it is a function of batches, which is faster if a sample needs little work.
+    Args:
+        text: name of the data.
+        about: description in a line.
+        parts: files or arrays to train on and, if there are any, to evaluate on.
+        samples: function (model, part, seed) to the samples of a part; in evaluation, the seed is None.
+        held_out: fraction of the samples to evaluate on if there is one part: the same ones on every machine.
+        in_files: see `DataSource`.
     """
-    return Samples(count, lambda numbers: in_parallel(numbers, read), in_batches)
+    separate = len(parts) > 1
+
+    def part(model: keras.Model, seed: int | None) -> Samples:
+        whole = samples(model, parts[0 if seed is not None else -1], seed)
+        if whole.size < 2:
+            raise ModelError(f"{text}: there are {whole.size} samples; need at least 2")
+        if separate or not held_out:
+            return whole
+        out = min(whole.size - 1, max(1, round(whole.size * held_out)))
+        first, size = (0, whole.size - out) if seed is not None else (whole.size - out, out)
+        return Samples(size, lambda draw, number: whole.read(draw, _shuffled(first + number, whole.size, 0)))
+
+    def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+        train = part(model, seed)
+        draws = tf.data.Dataset.counter()
+        return batched(draws, lambda draw: train.read(draw, _shuffled(draw, train.size, seed)), batch_size, full=True)
+
+    def evaluation(model: keras.Model, batch_size: int) -> tf.data.Dataset:
+        every = part(model, None)
+        numbers = tf.data.Dataset.range(every.size)
+        return batched(numbers, lambda number: every.read(number, number), batch_size, full=False)
+
+    return DataSource(text, about, batches, evaluation if separate or held_out else None, in_files)
 
 
-def in_parallel(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """Returns the dataset with a function applied by several threads; the order stays."""
-    return dataset.map(plain(function), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+def batched(dataset: tf.data.Dataset, read: Callable[..., Any], batch_size: int, *, full: bool) -> tf.data.Dataset:
+    """Returns batches of ``read``'s results, in order; with ``full``, the last one isn't smaller."""
+    # Autograph would look for Python's ``if`` and ``while``, which takes longer than all else.
+    read = tf.autograph.experimental.do_not_convert(read)
+    dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    options = tf.data.Options()
+    options.experimental_symbolic_checkpoint = True  # Batches read ahead are read again, rather than saved.
+    return dataset.batch(batch_size, drop_remainder=full).prefetch(2).with_options(options)
 
 
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function as free of Python's ``if`` and ``while``: searching for them takes longer than all else."""
-    return tf.autograph.experimental.do_not_convert(function)
-
-
-def shuffled(draw: tf.Tensor, count: int, seed: int) -> tf.Tensor:
-    """Returns the number of the sample in draw ``draw``, [] or [batch]: each sample once in ``count`` draws; int64."""
+def _shuffled(draw: tf.Tensor, count: int, seed: int) -> tf.Tensor:
+    """Returns the number of the sample in a draw: each sample once in ``count`` draws."""
     size = tf.constant(count, tf.int64)
-    seeds = tf.stack([tf.fill(tf.shape(draw), tf.constant(seed & _BITS, tf.int64)), draw // size, draw * 0], -1)
+    seeds = tf.stack([seed & _BITS, draw // size, 0])
     return tf.raw_ops.RandomIndexShuffle(index=draw % size, seed=seeds, max_index=size - 1, rounds=4)
 
 
-def seeds_of(draw: tf.Tensor, seed: int) -> tf.Tensor:
-    """Returns the seeds [2] of random changes of the sample in draw ``draw``."""
-    return tf.stack([tf.constant(seed & _BITS, tf.int64), draw])
-
-
-def training_batches(samples: Samples, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Returns full batches without end; the same for the same seed."""
-
-    def numbered(draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return draw, shuffled(draw, samples.count, seed)
-
-    return _batched(samples, tf.data.Dataset.counter(), numbered, batch_size, full=True)
-
-
-def evaluation_batches(samples: Samples, batch_size: int) -> tf.data.Dataset:
-    """Returns all samples once, in their order; the last batch may be smaller."""
-    return _batched(samples, tf.data.Dataset.range(samples.count), lambda n: (n, n), batch_size, full=False)
-
-
-def _batched(
-    samples: Samples, draws: tf.data.Dataset, numbered: Callable[[tf.Tensor], Any], batch_size: int, full: bool
-) -> tf.data.Dataset:
-    if samples.in_batches:
-        dataset = samples.read(draws.batch(batch_size, drop_remainder=full).map(plain(numbered)))
-    else:
-        dataset = samples.read(draws.map(plain(numbered))).batch(batch_size, drop_remainder=full)
-    dataset = dataset.prefetch(_MOST_AHEAD)
-    options = tf.data.Options()
-    options.deterministic = True
-    options.experimental_symbolic_checkpoint = True  # What was read ahead is read again, rather than saved.
-    if not full:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-samples.count // batch_size)))
-    return dataset.with_options(options)
-
-
-def parts(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of the samples to train on and of held-out ones, in order: the same on every machine.
-
-    ``held_out`` is the latter's fraction; of two or more samples at least one is held out, unless it is 0.
-    """
-    out = min(count - 1, max(1, round(count * held_out))) if held_out else 0
-    chosen = np.zeros(count, bool)
-    chosen[np.random.default_rng(count).permutation(count)[:out]] = True
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
-
-
-def chosen(count_of: Sequence[int] | np.ndarray) -> tf.Tensor:
-    """Returns numbers of samples as a tensor to look up in."""
-    return tf.constant(np.asarray(count_of), tf.int64)
+def seeds_of(draw: tf.Tensor, seed: int | None) -> tf.Tensor:
+    """Returns the seeds [2] of random changes of the sample in a draw; in evaluation, ``seed`` is None."""
+    return tf.stack([(seed or 0) & _BITS, draw])

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import importlib
+import itertools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
-from dapple_tf.models.readers.cache import digest, digest_of_files, kept
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.models.readers.options import Request
 from dapple_tf.models.sources import ModelError
 
-TokenizerKind = Literal["byte_bpe", "bpe", "wordpiece"]
+OPTIONS = {"tokenizer": "", "vocabulary": 0, "valid": "", "held_out": 0.05}
+"""Options of text: a tokenizer's file, or tokens to train one of; files to evaluate on, or a fraction."""
 
-MOST_LEARNT = 32_000
+_MOST_LEARNT = 32_000
 """Default number of tokens of a trained tokenizer, if the model knows as many."""
 
-_VERSION = 1
-_BYTES = 256
+SPECIAL = {
+    "padding": ("<pad>", "[PAD]"),
+    "unknown": ("<unk>", "[UNK]"),
+    "start": ("<start>", "<s>", "[CLS]", "<bos>"),
+    "end": ("<end>", "</s>", "[SEP]", "<eos>", "<|endoftext|>"),
+    "mask": ("<mask>", "[MASK]"),
+}
+"""Names of special tokens, by role. Tokenizers trained here begin with the first of each."""
+
+_FIRST = [names[0] for names in SPECIAL.values()]
 _AT_ONCE = 1000
-_MOST_BYTES = 64 * 2**20
-
-SPECIAL: dict[TokenizerKind, tuple[str, ...]] = {
-    "byte_bpe": ("<end>",),
-    "bpe": ("<pad>", "<unk>", "<start>", "<end>"),
-    "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
-}
-"""First tokens of tokenizers that are trained here, by kind."""
-
-ALIASES = {
-    "<pad>": ("<pad>", "[PAD]"),
-    "<unk>": ("<unk>", "[UNK]"),
-    "<start>": ("<start>", "<s>", "[CLS]", "<bos>"),
-    "<end>": ("<end>", "</s>", "[SEP]", "<eos>", "<|endoftext|>"),
-    "[CLS]": ("[CLS]", "<s>"),
-    "[SEP]": ("[SEP]", "</s>"),
-    "[MASK]": ("[MASK]", "<mask>"),
-    "[PAD]": ("[PAD]", "<pad>"),
-}
-"""Other names of special tokens."""
 
 
 def library() -> Any:
@@ -61,105 +56,77 @@ def load(path: pathlib.Path, text: str) -> Any:
     """
     if not path.is_file():
         raise ModelError(f"{text}: there is no tokenizer {path}")
-    if path.stat().st_size > _MOST_BYTES:
-        raise ModelError(f"{text}: {path} is larger than {_MOST_BYTES:,} bytes, the most that a tokenizer may have")
     try:
-        return library().Tokenizer.from_file(str(path))
+        tokenizer = library().Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises Exception itself.
         raise ModelError(f"{text}: {path} isn't a tokenizer's JSON file: {error}") from error
-
-
-def trained(kind: TokenizerKind, size: int, files: Sequence[pathlib.Path], lines: Callable[[], Iterable[str]]) -> Any:
-    """Returns a tokenizer trained on text; cached.
-
-    Args:
-        kind: byte_bpe (any text, as merged bytes), bpe (words from ``<unk>`` and characters), wordpiece
-            (BERT's, lower case).
-        size: maximum number of tokens.
-        files: files of the text, to detect changes.
-        lines: function that returns the text.
-
-    Raises:
-        ModelError: the tokens are too few.
-    """
-    least = len(SPECIAL[kind]) + (_BYTES if kind == "byte_bpe" else 2)
-    if size < least:
-        raise ModelError(f"a vocabulary of {size} is too small for a tokenizer of kind {kind}; use at least {least}")
-    package = library()
-
-    def make(folder: pathlib.Path) -> None:
-        tokenizer = train(kind, size, lines)
-        tokenizer.save(str(folder / "tokenizer.json"))
-
-    key = digest([_VERSION, package.__version__, kind, size, digest_of_files(files)])
-    return load(kept(f"tokenizer_{key}", make) / "tokenizer.json", kind)
-
-
-def train(kind: TokenizerKind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
-    """Trains a tokenizer; see `trained`. Equal texts give equal tokenizers."""
-    package = library()
-    special = list(SPECIAL[kind])
-    left = size - len(special)
-    common = {"vocab_size": size, "special_tokens": special, "show_progress": False}
-    models, before, after = package.models, package.pre_tokenizers, package.decoders
-    if kind == "byte_bpe":
-        tokenizer = package.Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = after.ByteLevel()
-        trainer = package.trainers.BpeTrainer(initial_alphabet=before.ByteLevel.alphabet(), **common)
-    elif kind == "bpe":
-        tokenizer = package.Tokenizer(models.BPE(unk_token="<unk>"))
-        tokenizer.pre_tokenizer = before.Metaspace()
-        tokenizer.decoder = after.Metaspace()
-        alphabet = _alphabet(("▁" + line.replace(" ", "▁") for line in lines()), left)
-        trainer = package.trainers.BpeTrainer(initial_alphabet=alphabet, limit_alphabet=len(alphabet), **common)
-    else:
-        tokenizer = package.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = package.normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = before.BertPreTokenizer()
-        tokenizer.decoder = after.WordPiece()
-        # Each character may begin a word or continue one. The trainer numbers the latter differently every time,
-        # unless they exist before.
-        alphabet = _alphabet((tokenizer.normalizer.normalize_str(line) for line in lines()), left // 2)
-        inner = [f"##{character}" for character in alphabet]
-        trainer = package.trainers.WordPieceTrainer(
-            initial_alphabet=alphabet, limit_alphabet=len(alphabet), **{**common, "special_tokens": special + inner}
-        )
-    tokenizer.train_from_iterator(lines(), trainer)
-    if kind == "wordpiece":
-        tokenizer = _without_added(tokenizer, special)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     return tokenizer
 
 
-def _alphabet(lines: Iterable[str], most: int) -> list[str]:
-    """Returns the most frequent characters, in order; among equally frequent ones, the first."""
-    counts: collections.Counter[str] = collections.Counter()
-    for line in lines:
-        counts.update(line)
-    characters = [character for character in counts if not character.isspace()]
-    return sorted(sorted(characters, key=lambda character: (-counts[character], character))[:most])
+def chosen(request: Request, options: SimpleNamespace, lines: Iterable[str], known: int | None = None) -> Any:
+    """Returns the tokenizer of a file, or one trained on lines, for a model that knows this many tokens.
+
+    Raises:
+        ModelError: the file isn't a tokenizer, or the model knows too few tokens.
+    """
+    if options.tokenizer and options.vocabulary:
+        raise ModelError(f"{request.text}: tokenizer and vocabulary are both given; leave one out")
+    if options.tokenizer:
+        tokenizer = load(pathlib.Path(options.tokenizer), request.text)
+    else:
+        tokenizer = trained(lines, options.vocabulary or min(known or _MOST_LEARNT, _MOST_LEARNT), request.text)
+    if known is not None and (size := size_of(tokenizer)) > known:
+        raise ModelError(
+            f"{request.text}: the data have {size} tokens, but the model knows {known}; use a tokenizer of at most "
+            f"{known} tokens, or build the model with vocabulary={size}"
+        )
+    return tokenizer
 
 
-def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
-    """Returns a tokenizer of words whose only special tokens are these."""
+def trained(lines: Iterable[str], size: int, text: str) -> Any:
+    """Returns a tokenizer (byte-level BPE) trained on lines; equal lines give equal tokenizers.
+
+    If ``size`` leaves no room for all bytes, the rarest ones are unknown.
+
+    Raises:
+        ModelError: there is no room for two bytes. The error begins with ``text``.
+    """
+    room = size - len(_FIRST)
+    if room < 2:
+        raise ModelError(f"{text}: a vocabulary of {size} is too small for a tokenizer; use at least {len(_FIRST) + 2}")
     package = library()
-    made = package.Tokenizer(package.models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-    made.decoder = tokenizer.decoder
-    made.add_special_tokens(list(special))
-    return made
+    split = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = package.Tokenizer(package.models.BPE(unk_token=_FIRST[1]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, package.decoders.ByteLevel()
+    alphabet = split.alphabet()
+    if room < len(alphabet):
+        lines = list(lines)
+        words = (word for line in lines for word, _ in split.pre_tokenize_str(line))
+        counts = collections.Counter(itertools.chain.from_iterable(words))
+        alphabet = sorted(counts, key=lambda byte: (-counts[byte], byte))[:room]
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=_FIRST,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
 
 
-def token(tokenizer: Any, name: str, text: str) -> int:
-    """Returns the number of a special token, by its name in `ALIASES`.
+def token(tokenizer: Any, role: str, text: str) -> int:
+    """Returns the number of a special token, by its role in `SPECIAL`.
 
     Raises:
         ModelError: the tokenizer has none.
     """
-    for alias in ALIASES[name]:
-        if (number := tokenizer.token_to_id(alias)) is not None:
+    for name in SPECIAL[role]:
+        if (number := tokenizer.token_to_id(name)) is not None:
             return int(number)
-    raise ModelError(f"{text}: the tokenizer has none of the tokens {', '.join(ALIASES[name])}; add one to it")
+    raise ModelError(f"{text}: the tokenizer has none of the tokens {', '.join(SPECIAL[role])}; add one to it")
 
 
 def size_of(tokenizer: Any) -> int:
@@ -167,12 +134,28 @@ def size_of(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
+def encodings(tokenizer: Any, lines: Iterable[Any], *, special: bool = False) -> Iterator[Any]:
+    """Yields the library's ``Encoding`` of each line, or pair of lines, with or without special tokens."""
+    remaining = iter(lines)
+    while some := list(itertools.islice(remaining, _AT_ONCE)):
+        yield from tokenizer.encode_batch(some, add_special_tokens=special)
+
+
 def encoded(tokenizer: Any, lines: Iterable[str]) -> Iterator[list[int]]:
     """Yields the tokens of each line, without special ones."""
-    held: list[str] = []
-    for line in lines:
-        held.append(line)
-        if len(held) == _AT_ONCE:
-            yield from (encoding.ids for encoding in tokenizer.encode_batch(held, add_special_tokens=False))
-            held = []
-    yield from (encoding.ids for encoding in tokenizer.encode_batch(held, add_special_tokens=False))
+    return (encoding.ids for encoding in encodings(tokenizer, lines))
+
+
+def ragged(lists: Iterable[Iterable[int]]) -> tf.RaggedTensor:
+    """Returns lists of tokens as int32 [lists, None]."""
+    tokens, ends = array.array("i"), array.array("q", [0])
+    for each in lists:
+        tokens.extend(each)
+        ends.append(len(tokens))
+    return tf.RaggedTensor.from_row_splits(np.array(tokens, "int32"), np.array(ends, "int64"))
+
+
+def padded(tokens: tf.Tensor, length: int, value: int = 0) -> tf.Tensor:
+    """Returns tokens followed by ``value``: [length]."""
+    filled = tf.pad(tokens, [[0, length - tf.shape(tokens)[0]]], constant_values=value)
+    return tf.ensure_shape(filled, [length])
