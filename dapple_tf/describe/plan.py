@@ -39,7 +39,7 @@ from dapple_tf.text_table import table
 from dapple_tf.units import counted
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import Interval, slice_intervals
-from graph_passes.ir.tasks import Schedule
+from graph_passes.ir.tasks import Schedule, reduction_order
 
 if TYPE_CHECKING:
     from dapple_tf.describe.cluster import Cluster
@@ -468,6 +468,20 @@ class Plan(JsonFile):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         return count > 1 or self.carried_updates > 0
+
+    def carried(self, groups: Sequence[tuple[int, ...]], schedule: Schedule) -> list[int]:
+        """Returns which parameter groups are updated during the next step's forward, in the order of their reduction.
+
+        Args:
+            groups: the stages of each group.
+            schedule: the step's order of tasks.
+
+        Returns:
+            Positions in ``groups``.
+        """
+        order = reduction_order(groups, schedule, self.devices) if self.carried_updates else []
+        last = order[-self.carried_updates :]
+        return sorted(last, key=groups.__getitem__) if self.reduction_order == "first_layers" else last
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:

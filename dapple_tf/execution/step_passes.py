@@ -27,7 +27,7 @@ from graph_passes.ir.collectives import AllReduceRules
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, VariableKind
 from graph_passes.ir.storage import bytes_of
-from graph_passes.ir.tasks import Phase, Schedule, reduction_order
+from graph_passes.ir.tasks import Phase, Schedule
 from graph_passes.pass_manager import After, Before, Pass, Pipeline
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
@@ -148,13 +148,9 @@ class StepPasses:
 
     def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
         """Returns the parameter groups updated during the next step's forward pass, in the order of their reduction."""
-        count = self.plan.carried_updates
-        if not count or not updates:
-            return ()
         keys = [update.stages for update in updates]
-        order = reduction_order(keys, self.plan.order_tasks(), self.plan.devices)
-        carried = [keys[index] for index in order[-count:] if not updates[index].apply.slices]
-        return tuple(sorted(carried) if self.plan.reduction_order == "first_layers" else carried)
+        carried = self.plan.carried(keys, self.plan.order_tasks())
+        return tuple(keys[index] for index in carried if not updates[index].apply.slices)
 
     def assign_stages(self, *, uncut: bool = False) -> AssignStages:
         """Returns the first pass, for full batches, or for ones that can't be cut (``uncut``)."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.simulation.cost import CostModel
-from graph_passes.ir.tasks import Schedule, Task, piece_order, reduction_order
+from graph_passes.ir.tasks import Schedule, Task, piece_order
 
 
 def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task, tuple[int, ...]]:
@@ -22,21 +22,16 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
 
 
 def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
-    """Returns the stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
-
-    They are in the order of their reduction, ``plan.reduction_order``.
+    """Returns the stages whose parameters are updated during the next step's forward, in the order of their reduction.
 
     A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
     """
-    count = costs.plan.carried_updates
     shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
     own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
     groups = sorted(own | shared)
-    order = reduction_order(groups, schedule, costs.plan.devices)
     sharing = {stage for stages in shared for stage in stages}
-    last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
-    stages = [stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing]
-    return tuple(sorted(stages) if costs.plan.reduction_order == "first_layers" else stages)
+    carried = [groups[index] for index in costs.plan.carried(groups, schedule)]
+    return tuple(stages[0] for stages in carried if len(stages) == 1 and stages[0] not in sharing)
 
 
 @dataclass
