@@ -452,20 +452,15 @@ class CostModel:
         return self.stages[stage].delayed_bytes.at(samples)
 
     def working_bytes(self, stage: int, samples: int, phase: Phase = Phase.BACKWARD) -> float:
-        """Returns the bytes that a running B, Bx or Bw needs beyond kept ones. If B is split, Bx recomputes."""
+        """Returns the bytes that a running B, Bx or Bw needs beyond kept ones; Bw is B if Bx has nothing to do."""
         if not self.computes(stage, phase):
             return 0.0
-        cost = self.stages[stage]
-        if cost.buffers is not None:
-            alone = phase is Phase.WEIGHT_GRAD and not self.computes(stage, Phase.INPUT_GRAD)
-            return cost.buffers.most(samples, Phase.BACKWARD if alone else phase)
-        recomputes = phase is not Phase.WEIGHT_GRAD or not self.computes(stage, Phase.INPUT_GRAD)
-        return cost.temporary_bytes.at(samples) + (cost.recomputed_bytes.at(samples) if recomputes else 0.0)
+        alone = phase is Phase.WEIGHT_GRAD and not self.computes(stage, Phase.INPUT_GRAD)
+        return self.stages[stage].working_bytes(samples, Phase.BACKWARD if alone else phase)
 
     def apply_bytes(self, stage: int) -> float:
-        """Returns the bytes that a stage's update needs besides what is stored; 0 if the profile has no buffers."""
-        buffers = self.stages[stage].buffers
-        return 0.0 if buffers is None else buffers.apply * self._updated_share(stage)
+        """Returns the bytes that the update of a device's part of a stage needs besides what is stored."""
+        return self.stages[stage].apply_bytes * self._updated_share(stage)
 
     @functools.cached_property
     def stored_bytes(self) -> Mapping[int, float]:

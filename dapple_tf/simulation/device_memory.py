@@ -113,16 +113,15 @@ def device_need(costs: CostModel, sizes: Mapping[int, int]) -> DeviceNeed:
     each = sum(kept)
     working = max(_working(costs, stage, samples) for stage, samples in sizes.items())
     working += sum(handed_on(costs.legs, stage, sizes[stage]) for stage in sizes) if costs.plan.relays else 0.0
-    buffers = {stage: own for stage in sizes if (own := costs.stages[stage].buffers) is not None}
-    applying = [costs.apply_bytes(stage) for stage in buffers]
-    sending = sum(own.returned.at(sizes[stage]) for stage, own in buffers.items())
+    applying = [costs.apply_bytes(stage) for stage in sizes]
+    sending = sum(costs.stages[stage].returned_bytes.at(samples) for stage, samples in sizes.items())
     reducing = [reduction.bytes for reduction in costs.reductions if not sizes.keys().isdisjoint(reduction.stages)]
     alone = sum(reducing) + (
         each + working if any(costs.backward_pieces(stage)[0][0] < 1.0 for stage in sizes) else 0.0
     )
     alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(sizes) > 1 else 0.0  # while other stages compute
-    beside += max(applying, default=0) if len(sizes) > 1 else 0
+    beside += max(applying) if len(sizes) > 1 else 0
     stored = _stored(costs, tuple(sizes), accumulated=True)
     largest, samples = max(kept, default=0.0), max(sizes.values())
     return DeviceNeed(stored, each, largest, len(sizes), samples, working, alone, beside)
@@ -130,8 +129,7 @@ def device_need(costs: CostModel, sizes: Mapping[int, int]) -> DeviceNeed:
 
 def _working(costs: CostModel, stage: int, samples: int) -> float:
     """Returns the bytes of a stage's largest backward task."""
-    split = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
-    phases = split if costs.delays(stage) and costs.stages[stage].buffers is not None else (Phase.BACKWARD,)
+    phases = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD) if costs.delays(stage) else (Phase.BACKWARD,)
     return max(costs.working_bytes(stage, samples, phase) for phase in phases)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dapple_tf.describe.layer_profile import ZERO, Cost, LayerProfile
 from dapple_tf.describe.profile import Profile
 from dapple_tf.simulation.stage_buffers import StageBuffers, stage_buffers
+from graph_passes.ir.tasks import Phase
 
 MIN_CUT_SHARE = 0.1
 """Fraction of F's time that ``recompute="min_cut"`` adds to B: elementwise work, by memory bandwidth."""
@@ -52,6 +53,23 @@ class StageCost:
     def stored_bytes(self) -> int:
         """Bytes on each of the stage's devices: variables, slots, and gradients (in accumulators or not)."""
         return 2 * self.parameter_bytes + self.slot_bytes + self.state_bytes
+
+    def working_bytes(self, samples: int, phase: Phase) -> float:
+        """Returns the peak bytes of a running B, Bx or Bw beyond kept ones; of a split backward, Bx recomputes."""
+        if self.buffers is not None:
+            return self.buffers.most(samples, phase)
+        recomputed = 0.0 if phase is Phase.WEIGHT_GRAD else self.recomputed_bytes.at(samples)
+        return self.temporary_bytes.at(samples) + recomputed
+
+    @property
+    def apply_bytes(self) -> int:
+        """Bytes that the optimizer's update uses besides what is stored; 0 if the profile has no buffers."""
+        return 0 if self.buffers is None else self.buffers.apply
+
+    @property
+    def returned_bytes(self) -> Cost:
+        """Bytes of gradients that a slice sends to earlier stages; 0 if the profile has no buffers."""
+        return ZERO if self.buffers is None else self.buffers.returned
 
 
 class StageCosts:
