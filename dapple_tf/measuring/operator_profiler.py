@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -139,7 +138,8 @@ def _measure(
 ) -> None:
     plan = Plan.by_operators(devices, samples)
     arrays = example.batch(samples)
-    with _engine(model, cluster, plan, costs) as engine:
+    with contextlib.closing(Engine(model, cluster, plan, FaultPolicy(), costs)) as engine:
+        engine.builder.notes.quiet = True
         built = engine.builder.prepare(Mode.TRAIN, example.spec)
         step = built.placed[StepKind(samples)]
         signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
@@ -155,13 +155,3 @@ def _measure(
         speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
         for name, (device, seconds, times) in node_times(stats, signatures, traces[0].prefix).items():
             costs.add(signatures[name], device_kind(device), seconds * speeds.get(device, 1.0), times=times)
-
-
-@contextlib.contextmanager
-def _engine(model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts) -> Iterator[Engine]:
-    engine = Engine(model, cluster, plan, FaultPolicy(), costs)
-    engine.builder.notes.quiet = True
-    try:
-        yield engine
-    finally:
-        engine.close()

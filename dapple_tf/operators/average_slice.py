@@ -144,7 +144,7 @@ def _with_readers(graph: OpGraph, kinds: Kinds) -> OpGraph | None:
             if min(pinned[one], pinned[other]) not in (-1, device):
                 continue  # They are on different devices already.
             sets.union(one, other)
-            pinned[sets.find(one)] = device
+            pinned[one] = device
     roots = [sets.find(group) for group in range(len(pinned))]
     numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
     if len(numbers) < 2:

@@ -108,7 +108,7 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
-    budget = _budget(problem.count, effort)
+    budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
     alike = _alike(graph, topology)
     candidates = []
     start = by_batch(base) if topology.count > 1 and split else None
@@ -146,10 +146,6 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     best = _improved_best(finalists, promising, candidates, budget.visits)
     progress("done", 1.0)
     return best
-
-
-def _budget(operators: int, effort: float) -> Budget:
-    return Budget(effort * min(_VISITS, _VISITS_EACH * operators))
 
 
 def _improved_best(

@@ -1,9 +1,9 @@
-"""One list scheduler for FD-DPS, FastT's DPOS, HEFT and MP-DPS, which differ in priorities, device rules and links.
+"""List scheduling by insertion, one for FD-DPS, FastT's DPOS, HEFT and MP-DPS.
 
-Classical list scheduling by insertion (Topcuoglu et al., 2002): the ready operator with the highest priority takes the
-first free time that is long enough, on the device that a rule chooses; operators that were placed earlier don't move.
-DPOS, HEFT and MP-DPS take links for free whenever they need them, as their papers do. FD-DPS sends one tensor after
-another, as the simulator does, which judges all of them.
+They differ in priorities, device rules and links. As in HEFT (Topcuoglu et al., 2002) the ready operator with the
+highest priority takes the first free time that is long enough, on the device that a rule chooses. Operators that were
+placed earlier don't move. DPOS, HEFT and MP-DPS take links for free whenever they need them, as their papers do. FD-DPS
+sends one tensor after another, as the simulator does, which judges all of them.
 
 FD-DPS' critical path is dynamic: EST (formula 6) counts the transfers and busy devices of the operators placed so far,
 so that DCPL (10) and the slack LST - EST of unplaced operators change with every step. Literally, each step would visit
@@ -401,7 +401,7 @@ def fd_dps_schedule(
 
     Args:
         problem: the operators.
-        choose: which device an operator gets; algorithm 2 is `tools.evaluation.operator_baselines.parents_device`.
+        choose: which device an operator gets, in place of algorithm 2.
         weight: of communication in the paths after operators.
         limits: bytes that devices may hold, as far as that is known here; None counts variables alone.
         as_numbered: takes operators in the order of their numbers, the program's, which holds little at once.

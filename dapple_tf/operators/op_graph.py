@@ -139,11 +139,10 @@ class OpPlacement:
 
 
 class DisjointSets:
-    """Sets of integers that grow together (union by size, path halving)."""
+    """Sets of integers that grow together (path halving)."""
 
     def __init__(self, count: int) -> None:
         self._parent = list(range(count))
-        self._size = [1] * count
 
     def find(self, item: int) -> int:
         """Returns the representative of an item's set."""
@@ -154,13 +153,8 @@ class DisjointSets:
         return item
 
     def union(self, one: int, other: int) -> None:
-        """Makes two sets one."""
-        one, other = self.find(one), self.find(other)
-        if one != other:
-            if self._size[one] < self._size[other]:
-                one, other = other, one
-            self._parent[other] = one
-            self._size[one] += self._size[other]
+        """Makes two sets one, with the representative of the first."""
+        self._parent[self.find(other)] = self.find(one)
 
 
 # ---- the same as plain lists, for loops over operators

@@ -374,7 +374,7 @@ class _Joining:
                 if len(pins) > 1:
                     return False
                 self.sets.union(first, second)
-                self.group_pin[self.sets.find(first)] = max(pins, default=-1)
+                self.group_pin[first] = max(pins, default=-1)
         self.bound[one] = self.bound[other] = a if a >= 0 else b
         return True
 

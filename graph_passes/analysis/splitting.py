@@ -1,4 +1,4 @@
-"""What connects the parts of split operators, whether nodes are made for it or their costs are counted."""
+"""Tensors between the parts of split operators, as nodes of a graph or as costs alone."""
 
 from __future__ import annotations
 
