@@ -316,9 +316,9 @@ def test_each_value_of_an_option_and_each_pair_is_drawn() -> None:
 
 def test_a_seed_gives_the_same_plan_again_and_trains() -> None:
     """As `zoo --plans` draws them, of larger models."""
-    assert str(draw_plan(5)) == str(draw_plan(5))
+    assert str(draw_plan(19)) == str(draw_plan(19))
     use_float64()
-    about, comparison = compare_plan(5)
+    about, comparison = compare_plan(19)
     assert comparison.verdict == "equal", f"{about}: {comparison}"
 
 
