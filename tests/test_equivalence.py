@@ -515,6 +515,7 @@ def test_deferred_models_are_made_in_shards() -> None:
         model = table()
     keras.utils.set_random_seed(1)
     plain = table()
+    plain.run_eagerly = True
     x, y, _ = of_words(np.random.default_rng(0), 12)
     pipelined = pipeline(model, (), [3], 1, 12, **BOTH)
     for _ in range(2):
