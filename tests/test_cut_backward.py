@@ -43,7 +43,9 @@ def shown(before: Program, after: Program) -> str:
 
 def pieces(program: Program) -> str:
     """Which tasks are cut, and the gradients that each piece of a stage gives."""
-    lines = [f"{each}: {' '.join(nodes)}" for each, own in step_of(program).pieces.items() for nodes in own]
+    step, lines = step_of(program), []
+    for each, own in step.pieces.items():
+        lines.append(f"{each}: {[*own]}, from {step.entry[each]} to {step.exit[each]}")
     for stage in program.stages:
         for number, piece in enumerate(stage.pieces):
             given = meanings(value for value in piece.outputs if value.kind is not ValueKind.PARTIAL)
