@@ -102,11 +102,6 @@ def test_nothing_is_left_of_calls_but_their_attributes() -> None:
             assert all(each.attr[key] == value for key, value in kept.items())
 
 
-def test_gradients_are_accumulated_over_micro_batches() -> None:
-    flat = apply(complete(Case("mlp", plan("mlp", 1, [[0]], 2, 4, "gpipe"))), Flatten())
-    assert "dense_0/kernel/gradient/stage0" in {each.attr["shared_name"].s.decode() for each in flat.graph.node}
-
-
 def test_tasks_stay_in_order() -> None:
     program = complete(PIPELINE)
     flat = apply(program, Flatten(keep_tasks=True))

@@ -47,32 +47,13 @@ def calls(program: Program) -> list[NodeDef]:
     return [node for node in program.graph.node if node.op.endswith("PartitionedCall")]
 
 
-def joined(cuts: tuple[str, ...] = (), **options: object) -> Program:
+def joined(**options: object) -> Program:
     keras.utils.set_random_seed(1)
     trained = model()
     trained(batch()[0])
     trained.optimizer.build(trained.trainable_variables)
-    plan = dapple.Plan.manual(cuts, [[0]] * (len(cuts) + 1), 1, BATCH, **options)
+    plan = dapple.Plan.manual([], [[0]], 1, BATCH, **options)
     return of_model(trained, plan, dapple.Cluster.local(1, kind="cpu"))
-
-
-@pytest.mark.parametrize("cuts", [(), ("norm",)], ids=["one stage", "two stages on one device"])
-def test_the_only_call_of_a_step(cuts: tuple[str, ...]) -> None:
-    program = joined(cuts)
-    step = program.step
-    assert step is not None
-    (call,) = calls(program)
-    names = {node.name: node for node in program.graph.node}
-    assert not step.entry and step.dissolved == frozenset(range(len(cuts) + 1))
-    assert step.loss is not None and step.loss.node == call.name
-    assert {ref.node for refs in step.metric_results.values() for ref in refs} == {call.name}
-    assert step.train is not None and list(names[step.train].input) == [f"^{call.name}"]
-    (function,) = (f for f in program.graph.library.function if f.signature.name == call.attr["f"].func.name)
-    ops = [node.op for node in function.node_def]
-    # Nothing is accumulated: what is assigned is the optimizer's and the layers' own.
-    resources = {node.attr["shared_name"].s.decode() for node in function.node_def if node.op == "VarHandleOp"}
-    assert resources and not any("/gradient/" in name or "/update/" in name for name in resources)
-    assert "MatMul" in ops and not [op for op in ops if op.endswith("PartitionedCall")]
 
 
 def test_metrics_stay_outside_of_what_xla_compiles() -> None:

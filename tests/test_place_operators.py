@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from flat_programs import assert_same_training, random_placement, recurrent_model
@@ -23,15 +23,14 @@ from graph_passes.ir.graph import (
     Graph,
     GraphDef,
     Ref,
-    control_inputs,
-    data_inputs,
     dtype_attr,
 )
 from graph_passes.ir.kernels import knows_gpus
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.replica_sums import SUM_OP
 from graph_passes.ir.storage import assign, read
-from graph_passes.ir.tensorflow_bridge import constant_value, empty_graph
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import graph_text
 from graph_passes.ir.verify import verify
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.place_operators import PlaceOperators
@@ -83,20 +82,41 @@ def all_on(device: str, program: Program) -> tuple[dict[str, str], list[str]]:
 # ---- structure
 
 
-def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
-    program = placed(of_text(NEGATED, "d"), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd")
-    assert [node(program, name).device for name in "xabcd"] == [ZERO, ZERO, ONE, ZERO, ONE]
-    # d reads b itself.
-    assert {name: control_inputs(node(program, name)) for name in "abcd"} == {"a": [], "b": [], "c": ["a"], "d": []}
-    assert step_of(program).placed_on == {ZERO, ONE}
-
-
-def test_operators_of_outputs_and_metrics_take_their_turns() -> None:
+def with_results() -> Program:
+    """Operators of outputs and metrics take their turns; nobody needs e."""
     program = of_text(f"{NEGATED}\ne = Neg(x)", "a")
     step = dataclasses.replace(step_of(program), outputs=((Ref("b"),),), metric_results={"accuracy": (Ref("c"),)})
-    program = placed(program.replace(step=step), dict.fromkeys("eabc", ZERO), "eabc")
-    waits = {name: control_inputs(node(program, name)) for name in "eabc"}
-    assert waits == {"a": [], "b": ["a"], "c": ["b"], "e": []}  # nobody needs e
+    return program.replace(step=step)
+
+
+def waited() -> Program:
+    """An operator waits for the constant."""
+    return of_text("constant = Const() 2.0\na = AddV2(1.0, 1.0) ^constant\nb = AddV2(a, 1.0)", "b")
+
+
+def by_replica(apart: bool) -> tuple[Program, dict[str, str], list[str]]:
+    """Operators of two all-reduces of two replicas, whose second one is on a device of its own or on the first's."""
+    names = [f"{name}{number}" for number in (5, 6) for name in ("part", "sum", "read")]
+    order = [f"{name}_{replica}" for name in names for replica in (0, 1)]
+    places = {0: (ZERO, ONE), 1: (TWO, THREE)}
+    return two_replicas(), {name: places[int(name[-1])][apart and "6" in name] for name in order}, order
+
+
+def test_devices_and_orders(golden: Callable[[str, str], None]) -> None:
+    """An operator waits for the one before it on its device, unless it reads it; constants are where they are read."""
+    forms = {
+        "two devices": (of_text(NEGATED, "d"), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd"),
+        "outputs and metrics take their turns": (with_results(), dict.fromkeys("eabc", ZERO), "eabc"),
+        "each device that reads a constant has one": (chain(), {"a": ONE, "b": ZERO, "c": TWO, "d": ONE}, "abcd"),
+        "a constant moves to its only device": (chain(), dict.fromkeys("abcd", TWO), "abcd"),
+        "unless others wait for it": (waited(), dict.fromkeys("ab", ONE), "ab"),
+        "all-reduces have the devices of their members and hold no device up": by_replica(apart=True),
+        "all-reduces on one device": by_replica(apart=False),
+    }
+    made = {title: placed(*form) for title, form in forms.items()}
+    text = "\n".join(f"{title}\n\n{graph_text(program.graph)}" for title, program in made.items())
+    golden("place_operators_forms.txt", text)
+    assert step_of(made["two devices"]).placed_on == {ZERO, ONE}
 
 
 def test_without_a_chain_operators_start_when_they_can() -> None:
@@ -104,26 +124,6 @@ def test_without_a_chain_operators_start_when_they_can() -> None:
     where, order = all_on(ONE, program)
     unchained = placed(program, where, order, chained=False)
     assert [list(each.input) for each in unchained.graph.node] == [list(each.input) for each in program.graph.node]
-
-
-def test_each_device_that_reads_a_constant_has_one() -> None:
-    program = placed(chain(), {"a": ONE, "b": ZERO, "c": TWO, "d": ONE}, "abcd")
-    constants = {each.name: each.device for each in program.graph.node if each.op == "Const"}
-    assert constants == {"constant": ZERO, "constant/on1": ONE, "constant/on2": TWO}
-    assert [str(data_inputs(node(program, name))[1]) for name in "abcd"] == [
-        "constant/on1",
-        "constant",
-        "constant/on2",
-        "constant/on1",
-    ]
-
-
-def test_a_constant_moves_to_its_only_device_unless_others_wait_for_it() -> None:
-    program = placed(chain(), dict.fromkeys("abcd", TWO), "abcd")
-    assert {node(program, name).device for name in ["constant", *"abcd"]} == {TWO}
-    waited = of_text("constant = Const() 2.0\na = AddV2(1.0, 1.0) ^constant\nb = AddV2(a, 1.0)", "b")
-    program = placed(waited, dict.fromkeys("ab", ONE), "ab")
-    assert {each.device for each in program.graph.node if each.op == "Const"} == {ZERO, ONE}
 
 
 def test_what_has_no_place_goes_with_its_variable_or_what_it_reads() -> None:
@@ -234,28 +234,6 @@ def two_replicas() -> Program:
     program = of_graph(builder.graph, total)
     step = dataclasses.replace(program.own_step, placed_on=frozenset({ZERO, ONE, TWO, THREE}))
     return program.replace(step=step)
-
-
-def test_all_reduces_belong_to_the_devices_of_their_members_and_hold_no_device_up() -> None:
-    program = two_replicas()
-    names = [f"{name}{number}" for number in (5, 6) for name in ("part", "sum", "read")]
-    order = [f"{name}_{replica}" for name in names for replica in (0, 1)]
-    places = {0: (ZERO, ONE), 1: (TWO, THREE)}
-    devices = {name: places[int(name[-1])]["6" in name] for name in order}
-    graph = placed(program, devices, order).graph
-    view = Graph(graph)
-    keys = {
-        name: [constant_value(view.nodes[ref.node]).item() for ref in view.inputs(name)[1:4]]
-        for name in order
-        if name.startswith("sum")
-    }
-    assert keys == {"sum5_0": [2, 5, 5], "sum5_1": [2, 5, 5], "sum6_0": [2, 6, 6], "sum6_1": [2, 6, 6]}
-    assert control_inputs(view.nodes["sum6_1"]) == []  # The one before is on another device now.
-    assert control_inputs(view.nodes["read6_1"]) == ["part6_1"]
-
-    alone = Graph(placed(program, {name: places[int(name[-1])][0] for name in order}, order).graph)
-    assert control_inputs(alone.nodes["sum6_1"]) == ["sum5_1"]
-    assert control_inputs(alone.nodes["part6_1"]) == ["read5_1"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.analysis.split_rules import Split
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr
 from graph_passes.ir.outline import call_node, outline, placeholder
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.storage import merge_library
 from graph_passes.ir.tensorflow_bridge import Shape, empty_graph
 from graph_passes.ir.text import functions_text, graph_text, library_text, program_text, readable, stages_text
@@ -106,10 +106,18 @@ def test_batches_that_workers_have(golden: Golden) -> None:
     golden("place_data.txt", changes(before, apply(before, PlaceData(hosts, "batches"))))
 
 
-def test_a_joined_step(golden: Golden) -> None:
-    after = apply(complete(), Join("joined_step"))
-    known = [function.signature.name for function in complete().graph.library.function]
-    golden("join.txt", f"{graph_text(after.graph)}\n{library_text(after, *known)}")
+def test_joined_steps(golden: Golden) -> None:
+    """Of one stage, and of two on one device, with state and metrics: nothing is accumulated."""
+    two = updated(staged(stateful_layers(), "a"), Layout(layout([1], SAMPLES).devices * 2, 4, 4, 1), accumulated=False)
+    texts = []
+    for before in (complete(), two):
+        after = apply(before, Join("joined_step"))
+        known = [function.signature.name for function in before.graph.library.function]
+        step = step_of(after)
+        roles = f"loss {step.loss}, train {step.train}, metrics {[*map(str, step.metric_results.get('total', ()))]}"
+        assert not step.entry and step.dissolved == frozenset(range(len(before.stages)))
+        texts.append(f"{graph_text(after.graph)}\n{library_text(after, *known)}\n{roles}\n")
+    golden("join.txt", "\n".join(texts))
 
 
 def test_what_follows_from_shapes(golden: Golden) -> None:

@@ -126,15 +126,9 @@ def summed_over_replicas(x: Any) -> Any:
 COUPLED: dict[str, tuple[Callable[[Any, Any], Any], set[Coupling]]] = {
     "every sample from the first": (lambda x, w: x[::1], set()),
     "the first of two batches": (lambda x, w: tf.concat([x, x + 1], 0)[: tf.shape(x)[0]], set()),
-    "every second sample": (lambda x, w: x[::2], {Coupling.PLACE}),
     "pairs of samples": (lambda x, w: tf.matmul(x, x, transpose_b=True), {Coupling.TOGETHER}),
     "two batches taken for one": (lambda x, w: tf.reshape(tf.concat([x, x], 0), [-1, 10]), {Coupling.TOGETHER}),
-    "the next sample": (
-        lambda x, w: tf.gather(x, (tf.range(tf.shape(x)[0]) + 1) % tf.shape(x)[0]),
-        {Coupling.PLACE},
-    ),
     "two orders": (lambda x, w: tf.repeat(x, 2, 0) + tf.tile(x, [2, 1]), {Coupling.TOGETHER}),
-    "a mean for each sample": (lambda x, w: tf.fill([tf.shape(x)[0]], tf.reduce_mean(x * w)), {Coupling.TOGETHER}),
     "of a micro-batch": (lambda x, w: tf.sqrt(tf.sqrt(summed_over_replicas(x))), {Coupling.MICRO_BATCH}),
     "a long way in a loop": (shifted, {Coupling.UNKNOWN}),
     "a branch of seven samples": (lambda x, w: tf.cond(w[0] > 0, lambda: of_seven(x), lambda: x), {Coupling.UNKNOWN}),

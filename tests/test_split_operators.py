@@ -236,13 +236,6 @@ def net() -> Net:
     return Net(conv_net)
 
 
-@pytest.mark.parametrize("dimension", ["batch", "channel"])
-def test_a_network_of_which_every_operator_is_split_trains_alike(net: Net, dimension: str) -> None:
-    wanted = {op: Split(dimension, 3) for op, options in net.options().items() if Split(dimension, 3) in options}
-    assert len(wanted) > 20
-    net.check(wanted)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_any_splits_give_the_same_results(net: Net, seed: int) -> None:
     generator = np.random.default_rng(seed)

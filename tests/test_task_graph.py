@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
@@ -108,7 +107,6 @@ def check(program: Program, drawing: TaskGraph) -> None:
     """All that holds of every drawing."""
     graph = Graph(program.graph)
     check_tasks(program, drawing)
-    check_order(program, drawing)
     assert sum(node.stands_for for node in drawing.nodes) == len(program.graph.node)
     assert all(drawing.nodes[edge.source].column < drawing.nodes[edge.target].column for edge in drawing.edges)
     assert len({edge[:3] for edge in drawing.edges}) == len(drawing.edges)
@@ -135,21 +133,6 @@ def check_tasks(program: Program, drawing: TaskGraph) -> None:
     lanes = [None, *drawing.devices]
     places = [(lanes.index(node.device), node.column) for node in drawing.nodes]
     assert places == sorted(places)
-
-
-def check_order(program: Program, drawing: TaskGraph) -> None:
-    """Control edges to tasks are those of the schedule; other nodes have their own."""
-    assert program.step is not None and program.step.schedule is not None
-    step, schedule = program.step, program.step.schedule
-    pairs = [pair for tasks in schedule.orders.values() for pair in itertools.pairwise(tasks)]
-    expected = {(name, step.entry[after]) for before, after in pairs for name in step.exit[before]}
-    names = [node.name for node in drawing.nodes]
-    edges = {
-        (names[edge.source], names[edge.target])
-        for edge in drawing.edges
-        if edge.control and drawing.nodes[edge.target].kind in TASKS
-    }
-    assert edges == expected
 
 
 # ---- what nodes are
