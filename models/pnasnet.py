@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import keras
 
-_CELLS, _FILTERS, _STEM_FILTERS, _DROPPED = 9, 54, 32, 0.5
+_STEM_FILTERS, _DROPPED = 32, 0.5
 _REDUCTIONS = (3, 6)
 """Cells with a stride of 2."""
 _EPSILON, _MOMENTUM = 1e-3, 0.9997
@@ -36,23 +36,33 @@ _SUMS = (
 """The five sums whose results a cell concatenates."""
 
 
-def pnasnet_mobile(classes: int = 1000, size: int = 224) -> keras.Model:
-    """Returns PNASNet-5 mobile with softmax, for images of ``size`` x ``size`` x 3; 5.1 million parameters."""
+def pnasnet_mobile(
+    classes: int = 1000, size: int = 224, *, cells: int = 9, filters: int = 54, activation: str | None = "softmax"
+) -> keras.Model:
+    """Returns PNASNet-5 mobile for images of ``size`` x ``size`` x 3; 5.1 million parameters.
+
+    Args:
+        classes: number of classes.
+        size: height and width of the images.
+        cells: number of cells after the stem.
+        filters: filters of the first cells.
+        activation: activation of the classifier; None for logits.
+    """
     images = keras.Input((size, size, 3))
     x = keras.layers.Conv2D(_STEM_FILTERS, 3, 2, use_bias=False, name="stem_conv")(images)
     x = _normalized(x, "stem_bn")
     before, scaling = None, 0.25
     for number in range(2):
-        before, x = x, _cell(x, before, int(_FILTERS * scaling), 2, f"stem_{number}")
+        before, x = x, _cell(x, before, int(filters * scaling), 2, f"stem_{number}")
         scaling *= 2
-    for number in range(_CELLS):
+    for number in range(cells):
         stride = 2 if number in _REDUCTIONS else 1
         scaling *= stride
-        before, x = x, _cell(x, before, int(_FILTERS * scaling), stride, f"cell_{number}")
+        before, x = x, _cell(x, before, int(filters * scaling), stride, f"cell_{number}")
     x = keras.layers.ReLU(name="last_relu")(x)
     x = keras.layers.GlobalAveragePooling2D(name="pooled")(x)
     x = keras.layers.Dropout(_DROPPED, name="dropout")(x)
-    return keras.Model(images, keras.layers.Dense(classes, activation="softmax", name="predictions")(x))
+    return keras.Model(images, keras.layers.Dense(classes, activation=activation, name="predictions")(x))
 
 
 def _cell(

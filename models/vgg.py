@@ -1,8 +1,8 @@
 """VGG (Simonyan and Zisserman, ICLR 2015), as an ordinary Keras model.
 
 The layers that a plan may cut after are named ``conv_<group>_<number>``, ``pool_<group>``, ``dense_0``, ``dense_1`` and
-``logits``; those of VGG-19 ``block<group>_conv<number>``, ``block<group>_pool``, ``fc1``, ``fc2`` and ``predictions``.
-Most of its parameters are in the dense layers at the end, but most of the time is spent in the convolutions.
+``logits``. Most of its parameters are in the dense layers at the end, but most of the time is spent in the
+convolutions. VGG-16 and VGG-19 are in `models.applications`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-
-from dapple_tf.keras_private import names_from_start
-
-
-def vgg_19(*, image: int = 224, classes: int = 1000) -> keras.Model:
-    """Builds VGG-19 as in keras.applications, with random weights.
-
-    Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
-
-    Args:
-        image: height and width of the images; at least 32.
-        classes: number of classes.
-    """
-    with names_from_start():
-        return keras.applications.VGG19(
-            weights=None, input_shape=(image, image, 3), classes=classes, classifier_activation=None
-        )
 
 
 def vgg(

@@ -16,6 +16,7 @@ import tokenizers
 from dapple_tf.checkpoints.data_position import TrainingData
 
 CLASSES = ("ant", "bee", "cat")
+MNLI = ("contradiction", "entailment", "neutral")
 NUMBERS, TOKENS = np.arange(103), 5
 PAIR_WORDS = [f"w{number}" for number in range(20)]
 PAIR_SPECIAL = ["<pad>", "<unk>", "<start>", "<end>"]
@@ -57,8 +58,8 @@ def question_model(outputs: str, words: int = 27, *, ordered: bool = False) -> k
     hidden = keras.layers.Embedding(words, 4)(inputs["tokens"])
     if outputs == "spans":
         logits: Any = keras.layers.Permute((2, 1))(keras.layers.Dense(2)(hidden))
-    elif outputs == "classes":
-        logits = keras.layers.Dense(2)(hidden[:, 0])
+    elif outputs in ("2 classes", "3 classes"):
+        logits = keras.layers.Dense(int(outputs[0]))(hidden[:, 0])
     else:
         logits = keras.layers.Dense(words if outputs == "tokens" else 3)(hidden)
     return keras.Model(inputs, logits, name="answers")
@@ -84,10 +85,10 @@ def write_images(root: pathlib.Path) -> pathlib.Path:
 
 
 def write_tokens(root: pathlib.Path) -> pathlib.Path:
-    """The numbers from 0 to 102 in every kind of file, and a text."""
-    for dtype in ("uint8", "uint16", "int32", "uint32", "int64"):
+    """The numbers from 0 to 102 in every kind of file, and text."""
+    for dtype in ("uint8", "uint16", "int64"):
         NUMBERS.astype(dtype).tofile(root / f"{dtype}.bin")
-        np.save(root / f"{dtype}.npy", NUMBERS.astype(dtype))
+    np.save(root / "uint32.npy", NUMBERS.astype("uint32"))
     (root / "a.txt").write_text("the cat sat on the mat\nthe dog sat on the log\n" * 20 + "ünïcödé\n")
     (root / "more").mkdir()
     for name in ("b.txt", "a.txt", "notes.md"):
@@ -108,6 +109,15 @@ def write_pairs(root: pathlib.Path) -> pathlib.Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(root / "words.json"))
+    return root
+
+
+def write_mnli(root: pathlib.Path) -> pathlib.Path:
+    """GLUE's columns, of which three are read, and a label on which people didn't agree."""
+    question_tokenizer().save(str(root / "words.json"))
+    rows = [f'{n}\tw{n} w1\tw{n} w2 "w3\t{label}' for n, label in enumerate([*MNLI, "-", *MNLI])]
+    for name in ("train", "dev_matched"):
+        (root / f"{name}.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tgold_label", *rows]) + "\n")
     return root
 
 

@@ -69,7 +69,7 @@ def parameters(model: keras.Model | keras.layers.Layer, kind: str = "") -> int:
 
 def test_documented_differences_follow_from_the_counts_and_are_below_two_percent_or_the_rounding() -> None:
     rows = [row for row in ROW.finditer(IMAGES) if row["digits"]]
-    assert len(rows) == 16
+    assert len(rows) == 20
     for row in rows:
         published = float(row["digits"]) * UNITS[row["unit"]]
         difference = int(row["count"].replace(",", "")) / published - 1
@@ -82,10 +82,14 @@ def test_documented_differences_follow_from_the_counts_and_are_below_two_percent
     ("name", "good_cuts", "across"),
     [
         ("vgg:19", r"block\d_pool|fc\d", 1),
+        ("vgg:16", r"block\d_pool|fc\d", 1),
+        ("inception", r"mixed\d+|avg_pool", 1),
         ("resnet:50", r"pool1_pool|conv\d_block\d+_out|avg_pool", 1),
         ("densenet:121", r"stem|block_\d_\d+|transition_\d|pool", 1),
+        ("densenet:169", r"stem|block_\d_\d+|transition_\d|pool", 1),
         ("mobilenet:v3_large", r"expanded_conv_(\d+_)?add", 1),
         ("nasnet:mobile", r"cell_\d+|cell_stem_\d|reduction_cell_\d", 2),
+        ("pnasnet", r"(stem|cell)_\d_concat", 2),
         ("amoebanet:18", r"cell_\d+|cell_stem_\d|reduction_cell_\d", 2),
     ],
 )
@@ -226,8 +230,8 @@ def test_a_group_is_a_layer_that_computes_its_inside_and_is_saved(tmp_path: path
 # ---- the registry
 
 
-def test_every_family_has_a_tiny_variant_and_all_data_are_described() -> None:
-    assert {name.partition(":")[0] for name in MODELS} == {name.removesuffix(":tiny") for name in TINY}
+def test_every_family_but_inception_has_a_tiny_variant_and_all_data_are_described() -> None:
+    assert {name.partition(":")[0] for name in MODELS} == {"inception", *(name.removesuffix(":tiny") for name in TINY)}
     assert all(source.name == name for name, source in (MODELS | DATASETS).items())
     assert all(source.data is DATASETS[source.data.name] for source in MODELS.values())
     document = (DOCS / "data.md").read_text(encoding="utf-8")
@@ -393,7 +397,11 @@ def _fed(data: str, model: str) -> Callable[[], Any]:
         (lambda: find_data("pattern"), r"unknown data 'pattern'.* did you mean 'patterns'"),
         (_fed("source_text", "vgg:tiny"), r"for models that take one tensor of 2 axes.*\(None, 8, 8, 3\)"),
         (_fed("patterns", "gpt:tiny"), "'patterns' are for models that take one tensor of 4 axes"),
-        (_fed("sentences", "gpt:tiny"), "are for bert and xlnet, but 'gpt_tiny' takes tokens; use other data"),
+        (
+            _fed("sentences", "gpt:tiny"),
+            r"of tokens and segments and present .*, but 'gpt_tiny' takes tokens",
+        ),
+        (_fed("reversed_pairs", "gpt:tiny"), r"for models of source and target .*, but 'gpt_tiny' takes tokens"),
         (lambda: find_model("own_models:nothing").build(), "returned int; it must return a compiled keras.Model"),
         (lambda: find_model("own_models:plain").build(), "a model that isn't compiled: call compile"),
         (lambda: find_model("own_models:open_model").build(), "whose layers have no weights yet: begin it with"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import pathlib
 import re
 from collections.abc import Callable
@@ -18,8 +20,8 @@ import dapple_tf as dapple
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.models import bert, ffnn, gnmt, gpt, rnn, xlnet
-from dapple_tf.models.generated_data import BEGIN, END, reversed_pairs, reversed_pairs_for
+from dapple_tf.models import bert, ffnn, gnmt, gpt, rnn, text, xlnet
+from dapple_tf.models.generated_data import BEGIN, END, reversed_pairs
 from dapple_tf.models.rnn import RecurrentLayer
 from dapple_tf.models.sources import ModelError
 from graph_passes.analysis import slice_shapes
@@ -364,37 +366,83 @@ def test_shapes_at_cuts_are_known_without_running_the_model(
 
 def test_sample_continues_the_prompt_with_the_likeliest_byte_at_temperature_zero() -> None:
     model = randomised(gpt.gpt_tiny(), 0.3)
-    text = gpt.sample(model, b"def ", 34, seed=3)
-    assert len(text) == 34 and text == gpt.sample(model, b"def ", 34, seed=3)  # More than the model's 32 positions.
+    sample = gpt.sample(model, b"def ", 34, seed=3)
+    assert len(sample) == 34 and sample == gpt.sample(model, b"def ", 34, seed=3)  # More than the model's 32 positions.
     tokens = DRAW.integers(0, 256, (1, 8))
     (byte,) = gpt.sample(model, bytes(tokens[0].tolist()), 1, temperature=0.0)
     padded = np.concatenate([tokens, np.zeros((1, 24), int)], axis=1)
     assert byte == model.predict_on_batch(padded)[0, 7].argmax()
 
 
-def test_pairs_are_sentences_and_their_reverses() -> None:
-    pairs = reversed_pairs(50, 9, 5, 7, seed=0)
-    lengths = (pairs.source != 0).sum(axis=1)
-    assert set(lengths) == {3, 4, 5}
+def test_pairs_are_sentences_and_their_reverses(models: Callable[[str], keras.Model]) -> None:
+    x, labels, weights = next(reversed_pairs(models("gnmt"), 40, 0).as_numpy_iterator())
+    lengths = (x["source"] != 0).sum(axis=1)
+    assert set(lengths) == {2, 3}
     for row, length in enumerate(lengths):
-        words = pairs.source[row, :length].tolist()
-        assert set(words) <= set(range(3, 9)) and not pairs.source[row, length:].any()
-        assert pairs.target[row].tolist() == [BEGIN, *words[::-1], *[0] * (6 - length)]
-        assert pairs.labels[row].tolist() == [*words[::-1], END, *[0] * (6 - length)]
-        assert pairs.weights[row].tolist() == [1.0] * (length + 1) + [0.0] * (6 - length)
-    same, other = reversed_pairs(50, 9, 5, 7, seed=0), reversed_pairs(50, 9, 5, 7, seed=1)
-    np.testing.assert_array_equal(pairs.source, same.source)
-    assert (pairs.source != other.source).any()
+        words = x["source"][row, :length].tolist()
+        assert set(words) <= set(range(3, 9)) and not x["source"][row, length:].any()
+        assert x["target"][row].tolist() == [BEGIN, *words[::-1], *[0] * (3 - length)]
+        assert labels[row].tolist() == [*words[::-1], END, *[0] * (3 - length)]
+        assert weights[row].tolist() == [1.0] * (length + 1) + [0.0] * (3 - length)
+    with pytest.raises(ModelError, match="don't fit 'gnmt', which knows 3 tokens, reads 5 and writes 4"):
+        reversed_pairs(gnmt.build(dataclasses.replace(GNMT, vocabulary=3)), 3, 0)
 
 
-def test_pairs_for_other_models_are_refused(models: Callable[[str], keras.Model]) -> None:
-    model = models("gnmt")
-    x, y, weights = reversed_pairs_for(model, 3, seed=0)
-    assert {key: array.shape for key, array in x.items()} == {"source": (3, 5), "target": (3, 4)}
-    assert y.shape == weights.shape == (3, 4)
-    other = keras.Sequential([keras.Input((3,), name="numbers"), keras.layers.Dense(2)], name="other")
-    with pytest.raises(ModelError, match="for gnmt, but 'other' takes numbers; use other data"):
-        reversed_pairs_for(other, 3, seed=0)
-    no_words = gnmt.build(dataclasses.replace(GNMT, vocabulary=3))
-    with pytest.raises(ModelError, match="don't fit 'gnmt': pairs of 3 tokens"):
-        reversed_pairs_for(no_words, 3, seed=0)
+# ---- the source text of the standard library
+
+DIGITS = np.arange(23, dtype=np.uint8)
+
+
+def test_source_files_are_in_order_without_tests_and_packages_and_each_is_in_one_part(tmp_path: pathlib.Path) -> None:
+    left_out = ("site-packages/a.py", "test/a.py", "package_0/tests/a.py", "_sysconfigdata_linux.py", "notes.txt")
+    for name in [*(f"package_{index % 3}/module_{index}.py" for index in range(40)), *left_out]:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(f"x = {name}\n")
+    names = [path.relative_to(tmp_path).as_posix() for path in text.source_files(tmp_path)]
+    assert len(names) == 40 and names == sorted(names) and not {*names} & {*left_out}
+    corpus = text.standard_library(0.3, root=tmp_path)
+    train, held_out = (set(bytes(part).split(b"\0")) - {b""} for part in (corpus.train, corpus.held_out))
+    assert train and held_out and not train & held_out
+    assert train | held_out == {f"x = {name}\n".encode() for name in names}
+
+
+def test_the_split_of_source_files_is_the_same_everywhere() -> None:
+    """Python's own hash of a string changes from run to run."""
+    held_out = [index for index in range(100) if text.is_held_out(f"module_{index}.py", 0.05)]
+    assert held_out == [5, 30, 60, 63, 68, 73]
+
+
+def test_windows_of_source_are_in_order_or_shuffled_by_a_seed() -> None:
+    batches = [(x.numpy().tolist(), y.numpy().tolist()) for x, y in text.windows(DIGITS, 4, 2)]
+    assert [len(x) for x, _ in batches] == [2, 2, 1]
+    starts = range(0, 20, 4)
+    expected = [(DIGITS[at : at + 4].tolist(), DIGITS[at + 1 : at + 5].tolist()) for at in starts]
+    assert [pair for x, y in batches for pair in zip(x, y, strict=True)] == expected
+    assert len(list(text.windows(DIGITS[:9], 4, 2))) == 1
+
+    def passes(seed: int) -> list[list[int]]:
+        dataset = text.windows(DIGITS, 4, 5, seed=seed, repeat=True)
+        return [x.numpy()[:, 0].tolist() for x, _ in itertools.islice(dataset, 6)]
+
+    first = passes(seed=1)
+    assert first == passes(seed=1) != passes(seed=2)
+    assert all(sorted(starts) == [0, 4, 8, 12, 16] for starts in first) and len(set(map(tuple, first))) > 1
+
+
+@pytest.mark.parametrize(
+    ("count", "repeat", "message"),
+    [(4, False, r"4 bytes make 0 windows of 4 \+ 1 bytes; need 1"), (12, True, "12 bytes make 2 windows .* need 3")],
+)
+def test_too_short_text_is_refused(count: int, repeat: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        text.windows(DIGITS[:count], 4, 3, repeat=repeat)
+    with pytest.raises(ValueError, match="need 0 < fraction < 1"):
+        text.standard_library(1.0)
+
+
+def test_unigram_bits_per_byte() -> None:
+    assert text.unigram_bits_per_byte(np.repeat(np.arange(256, dtype=np.uint8), 7), DIGITS) == pytest.approx(8)
+    # Each count plus one: byte 0 has 512 of 767, each other byte 1 of 767.
+    skewed = text.unigram_bits_per_byte(np.zeros(511, np.uint8), np.array([0, 9], np.uint8))
+    assert skewed == pytest.approx((-math.log2(512 / 767) + math.log2(767)) / 2)
+    assert text.bits_per_byte(math.log(256)) == pytest.approx(8)

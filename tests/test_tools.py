@@ -87,7 +87,7 @@ MISTAKES: dict[Any, list[tuple[list[str], str]]] = {
         ([], "give one of --images, --text, --check, --sample"),
         (["--images=a", "--text=b"], "give one of --images, --text, --check, --sample, not --images=a and --text=b"),
         (["--text=none.txt"], "--output isn't given"),
-        (["--text=none.txt", "--output={folder}/new"], "there is no file or folder none.txt"),
+        (["--text=none.txt", "--output={folder}/new"], "there is no file none.txt"),
         (["--text=none.txt", "--output={folder}"], "isn't empty; name another"),
     ],
     train_gpt: [
@@ -279,14 +279,14 @@ def test_make_data_writes_records_of_images_and_finds_damaged_ones(
     assert json.loads((out / "classes.json").read_text()) == [*CLASSES]
     for kind, place in (("tfrecords", out), ("images", images)):
         assert run(make_data, f"--check={kind}:{place}") == 0
-        assert capsys.readouterr().out == "30 images of 3 classes can be read\n"
+        assert capsys.readouterr().out == "30 images can be read\n"
     broken, again = images / "train" / "bee" / "bee_2.png", tmp_path / "again"
     broken.write_bytes(broken.read_bytes()[:60])
     assert run(make_data, f"--images={images}", f"--output={again}", "--shards=1") == 0
     for kind, place, said in (
         ("images", images, f"{broken} can't be read"),
         ("tfrecords", again, f"of {again}/train-00000-of-00001 can't be read"),
-        ("text", images, "what can be checked is images:PATH and tfrecords:PATH"),
+        ("text", images, "only images:PATH and tfrecords:PATH"),
     ):
         assert run(make_data, f"--check={kind}:{place}") == 1
         assert said in capsys.readouterr().err

@@ -117,7 +117,7 @@ def write_text(root: pathlib.Path, folder: pathlib.Path) -> None:
     Raises:
         ModelError: there is no text, or the tokenizer's file isn't valid.
     """
-    request = Request(f"--text={root}", "text", (root,), {})
+    request = Request(str(root), "text", (root,), {})
     files = tokens.text_files(request, [root])
     if _TOKENIZER.value is not None:
         tokenizer = vocabulary.load(pathlib.Path(_TOKENIZER.value), f"--tokenizer={_TOKENIZER.value}")

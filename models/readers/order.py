@@ -63,12 +63,15 @@ def source(
             return whole
         out = min(whole.size - 1, max(1, round(whole.size * held_out)))
         first, size = (0, whole.size - out) if seed is not None else (whole.size - out, out)
-        return Samples(size, lambda draw, number: whole.read(draw, _shuffled(first + number, whole.size, 0)))
+        return Samples(size, lambda draw, number: whole.read(draw, shuffled(first + number, whole.size, 0)))
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
         train = part(model, seed)
         draws = tf.data.Dataset.counter()
-        return batched(draws, lambda draw: train.read(draw, _shuffled(draw, train.size, seed)), batch_size, full=True)
+        made = batched(draws, lambda draw: train.read(draw, shuffled(draw, train.size, seed)), batch_size, full=True)
+        options = tf.data.Options()
+        options.experimental_symbolic_checkpoint = True  # Batches read ahead are read again, rather than saved.
+        return made.with_options(options)
 
     def evaluation(model: keras.Model, batch_size: int) -> tf.data.Dataset:
         every = part(model, None)
@@ -83,18 +86,17 @@ def batched(dataset: tf.data.Dataset, read: Callable[..., Any], batch_size: int,
     # Autograph would look for Python's ``if`` and ``while``, which takes longer than all else.
     read = tf.autograph.experimental.do_not_convert(read)
     dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    options = tf.data.Options()
-    options.experimental_symbolic_checkpoint = True  # Batches read ahead are read again, rather than saved.
-    return dataset.batch(batch_size, drop_remainder=full).prefetch(2).with_options(options)
+    return dataset.batch(batch_size, drop_remainder=full).prefetch(2)
 
 
-def _shuffled(draw: tf.Tensor, count: int, seed: int) -> tf.Tensor:
+def shuffled(draw: tf.Tensor, count: int, seed: int) -> tf.Tensor:
     """Returns the number of the sample in a draw: each sample once in ``count`` draws."""
     size = tf.constant(count, tf.int64)
-    seeds = tf.stack([seed & _BITS, draw // size, 0])
-    return tf.raw_ops.RandomIndexShuffle(index=draw % size, seed=seeds, max_index=size - 1, rounds=4)
+    # Drawn, since keys of zeros leave almost all samples where they are.
+    keys = tf.random.stateless_uniform([3], seeds_of(draw // size, seed), None, None, tf.int64)
+    return tf.raw_ops.RandomIndexShuffle(index=draw % size, seed=keys, max_index=size - 1, rounds=4)
 
 
 def seeds_of(draw: tf.Tensor, seed: int | None) -> tf.Tensor:
-    """Returns the seeds [2] of random changes of the sample in a draw; in evaluation, ``seed`` is None."""
+    """Returns the seeds [2] of random changes in a draw; in evaluation, ``seed`` is None."""
     return tf.stack([(seed or 0) & _BITS, draw])

@@ -1,7 +1,7 @@
 """TFRecord files of images, as ImageNet's: ``train-00000-of-01024`` and ``validation-00000-of-00128``.
 
 Records are ``tf.train.Example`` with ``image/encoded`` (bytes) and ``image/class/label`` (int64). Each pass reads files
-in another order, 16 at a time, through a shuffle buffer.
+in another order, at most 16 at a time, and shuffles their records in chunks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dapple_tf.models.sources import DataSource, ModelError
 _IMAGE, _LABEL = "image/encoded", "image/class/label"
 _FILES = 16
 """Number of files read at a time in training."""
-_BUFFER = 1024
-"""Number of encoded images in the shuffle buffer, which checkpoints contain."""
+_CHUNK = 1024
+"""Number of encoded images that are shuffled at a time; checkpoints contain two chunks, and batches read ahead."""
 
 
 def open_records(request: Request) -> DataSource:
@@ -56,8 +56,18 @@ def open_records(request: Request) -> DataSource:
         return order.batched(numbered, read, batch_size, full=seed is not None)
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-        shuffled = tf.data.Dataset.from_tensor_slices(files).shuffle(len(files), seed)
-        records = shuffled.interleave(records_of, cycle_length=_FILES).shuffle(_BUFFER, seed + 1).repeat()
+        def one_pass(number: tf.Tensor) -> tf.data.Dataset:
+            def shuffled(*chunk: tf.Tensor) -> tuple[tf.Tensor, ...]:
+                places = tf.argsort(tf.random.stateless_uniform(tf.shape(chunk[0]), order.seeds_of(number, seed)))
+                return tuple(tf.gather(part, places) for part in chunk)
+
+            draws = tf.data.Dataset.range(number * len(files), (number + 1) * len(files))
+            opened = draws.map(lambda draw: tf.constant(files)[order.shuffled(draw, len(files), seed)])
+            chunks = opened.interleave(records_of, cycle_length=_FILES).batch(_CHUNK)
+            return chunks.map(shuffled).prefetch(1).unbatch()
+
+        # Of `tf.data.Dataset.shuffle` within passes, TensorFlow saves no position.
+        records = tf.data.Dataset.counter().flat_map(one_pass)
         return decoded(model, records, batch_size, seed)
 
     def evaluation(model: keras.Model, batch_size: int) -> tf.data.Dataset:
