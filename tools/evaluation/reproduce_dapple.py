@@ -17,7 +17,7 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_experiments as experiments
 from dapple_tf.tools.evaluation import paper_models as models
 from dapple_tf.tools.evaluation.claims import BETTER, DATA, NEAR, SAME, WORSE, Band, Claim, Judged, Value
-from dapple_tf.tools.evaluation.document import claimed, counted, picture, table
+from dapple_tf.tools.evaluation.document import claimed, counted, table
 from dapple_tf.tools.evaluation.paper_models import SAME_CUTS, SAME_CUTS_OTHERWISE, TABLE_4, TABLE_5, TABLE_6, PaperRow
 from dapple_tf.tools.evaluation.paper_plans import times_of
 from dapple_tf.tools.evaluation.results import FLAGS, Evaluation, Record, Results, reproduce
@@ -353,19 +353,14 @@ def parts() -> dict[str, Callable[[], Record]]:
 
 EVALUATION = Evaluation(
     "dapple",
-    "dapple_tf.tools.evaluation.reproduce_dapple",
+    "DAPPLE: ours beside the paper's figures",
+    SETTINGS,
     parts(),
     claims,
     texts,
-    lambda all_claims: picture(all_claims, SETTINGS, "DAPPLE: ours beside the paper's figures"),
     lambda: {"as fast": TIE, "a change of efficiency": STEP, "more": MORE, "DP of figure 11": len(_PARALLEL)},
 )
-
-
-def main() -> None:
-    """Computes, compares and says what differs, or writes it."""
-    reproduce(EVALUATION)
-
+main = functools.partial(reproduce, EVALUATION)
 
 if __name__ == "__main__":
     command.start(main, FLAGS)

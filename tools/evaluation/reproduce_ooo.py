@@ -18,16 +18,12 @@ from dapple_tf.tools.evaluation import ooo_networks as networks
 from dapple_tf.tools.evaluation import ooo_parallel as parallel
 from dapple_tf.tools.evaluation import ooo_pipelines as pipelines
 from dapple_tf.tools.evaluation.claims import DATA, GPU, TEXT, Claim, Value
-from dapple_tf.tools.evaluation.document import claimed, counted, picture, table
+from dapple_tf.tools.evaluation.document import claimed, counted, table
 from dapple_tf.tools.evaluation.ooo_models import FOUR
 from dapple_tf.tools.evaluation.results import FLAGS, Evaluation, Record, Results, reproduce
 
 OWN, SCRIPTS, HARDER = "paper", "scripts", "harder"
-SETTINGS = {
-    OWN: "the paper's setting",
-    SCRIPTS: "1 GB/s; the scripts' micro-batches",
-    HARDER: "harder",
-}
+SETTINGS = {OWN: "the paper's setting", SCRIPTS: "1 GB/s; the scripts' micro-batches", HARDER: "harder"}
 _PIPELINES = {OWN: "figure 12", SCRIPTS: "scripts", HARDER: "best"}
 """Setting -> micro-batches of figure 13: as many as GPUs, the published scripts', the best."""
 _PARALLEL = {OWN: ("scripts", "wait-free"), SCRIPTS: ("slower", "wait-free"), HARDER: ("one all-reduce", "prioritised")}
@@ -137,12 +133,16 @@ def _pre_training(results: Results) -> Iterator[Claim]:
             for setting, name in _PIPELINES.items()
         }  # fmt: skip
 
-    few = "more micro-batches make the bubble that it fills smaller"
-    for name, counts, paper, choose in (
+    few, bubble = (
+        "more micro-batches make the bubble that it fills smaller",
+        "interleaving leaves a bubble of a few per cent",
+    )
+    weak: Sequence[tuple[str, Sequence[int], float, Choose]] = (
         ("BERT-12 on 8: OOO-Pipe2 over GPipe", (8,), 1.73, max),
         ("larger BERTs on 16 to 32: OOO-Pipe2 over GPipe, least", (16, 24, 32), 1.41, min),
         ("larger BERTs on 16 to 32: OOO-Pipe2 over GPipe, most", (16, 24, 32), 1.45, max),
-    ):
+    )
+    for name, counts, paper, choose in weak:
         ours = of("(a): {} GPUs", counts, "GPipe", "OOO-Pipe2", choose)
         yield Claim(f"figure 13: {name}", paper, ours, why=few)
     for blocks in (24, 48):
@@ -153,16 +153,16 @@ def _pre_training(results: Results) -> Iterator[Claim]:
         }
         why = "with M = GPUs, 32 GPUs have four times the micro-batches"
         yield Claim(f"figure 13: BERT-{blocks}: OOO-Pipe2 on 32 over 8", 2.5, ours, why=why)
-    bubble = "interleaving leaves a bubble of a few per cent"
     three, average = (8, 16, 24), statistics.fmean
-    for name, counts, above, below, paper, choose, why in (
+    rows: Sequence[tuple[str, Sequence[int], str, str, float, Choose, str]] = (
         (" on 8: OOO-Pipe2 over DAPPLE", (8,), "DAPPLE", "OOO-Pipe2", 1.47, max, few),
         (" on 16: OOO-Pipe2 over DAPPLE", (16,), "DAPPLE", "OOO-Pipe2", 1.29, max, few),
         (": OOO-Pipe2 over Megatron 2, least", three, "Megatron", "OOO-Pipe2", 1.136, min, bubble),
         (": OOO-Pipe2 over Megatron 2, most", three, "Megatron", "OOO-Pipe2", 1.292, max, bubble),
         (": fast-forwarding over Megatron 2, average", three, "Megatron", _FORWARDED, 1.204, average, bubble),
         (": fast-forwarding over Megatron 2, most", three, "Megatron", _FORWARDED, 1.275, max, bubble),
-    ):
+    )
+    for name, counts, above, below, paper, choose, why in rows:
         ours = of("(b): BERT-48 on {}", counts, above, below, choose)
         yield Claim(f"section 8.4.2: BERT-48{name}", paper, ours, why=why)
 
@@ -260,35 +260,22 @@ def parts() -> dict[str, Callable[[], Record]]:
     for row in parallel.figure_10_rows():
         made[figure_10_part(*row)] = partial(parallel.figure_10, *row)
     made["k = 45"] = parallel.k_45
-    made["one GPU"] = _all_issued
+    made["one GPU"] = networks.issued_in_advance
     made["transfers"] = pipelines.transfers
     made["units"] = pipelines.unit_steps
     return made
 
 
-def _all_issued() -> Record:
-    """Returns network and samples -> what kernels issued in advance gain on one GPU."""
-    rows = [(network, samples) for network, (_, batches) in networks.ONE_GPU.items() for samples in batches]
-    return {f"{network}, {samples}": networks.issued_in_advance(network, samples) for network, samples in rows}
-
-
 EVALUATION = Evaluation(
     "ooo",
-    "dapple_tf.tools.evaluation.reproduce_ooo",
+    "Out-Of-Order BackProp: ours beside the paper's",
+    SETTINGS,
     parts(),
     lambda results: [*claims(results), *units(results)],
     lambda results, all_claims: texts(results, [claim for claim in all_claims if not claim.name.endswith("in units")]),
-    lambda all_claims: picture(
-        [claim for claim in all_claims if not claim.fitted], SETTINGS, "Out-Of-Order BackProp: ours beside the paper's"
-    ),
     lambda: {"slower": parallel.SLOWER},
 )
-
-
-def main() -> None:
-    """Computes, compares and says what differs, or writes it."""
-    reproduce(EVALUATION)
-
+main = partial(reproduce, EVALUATION)
 
 if __name__ == "__main__":
     command.start(main, FLAGS)
