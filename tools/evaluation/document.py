@@ -85,11 +85,12 @@ _LEAST, _MOST = 1 / 4, 4.0
 
 
 def picture(claims: Sequence[Claim], settings: Mapping[str, str], title: str) -> str:
-    """Returns an SVG of claims that have numbers: a dot for ours over the paper's in each setting, on its bands.
+    """Returns an SVG of claims with numbers that can be told: a dot for ours over the paper's in each setting.
 
     What is beyond four times or a quarter stands at the edge.
     """
-    shown_claims = [claim for claim in claims if not isinstance(claim.paper, str) and _numbers(claim)]
+    told = [claim for claim in claims if {claim.verdict(setting) for setting in settings} - {UNTOLD, None}]
+    shown_claims = [claim for claim in told if not isinstance(claim.paper, str) and _numbers(claim)]
     bottom = 60 + _LINE * len(shown_claims)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{bottom + 40}" font-family="sans-serif" '

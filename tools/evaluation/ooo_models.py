@@ -197,14 +197,12 @@ class Transformer:
     words: int = 30522
     predicted: int = 20
 
-    @property
-    def heads(self) -> int:
-        """Number of attention heads, of 64 numbers each."""
-        return self.width // 64
-
     def block(self, name: str, device: Roofline) -> LayerProfile:
-        """Returns a block: attention and two dense layers, each with dropout, a residual connection and a norm."""
-        t, h, scores = self.tokens, self.width, float(self.heads * self.tokens**2)
+        """Returns a block: attention and two dense layers, each with dropout, a residual connection and a norm.
+
+        Attention heads have 64 numbers each.
+        """
+        t, h, scores = self.tokens, self.width, float(self.width // 64 * self.tokens**2)
         dense = [product(t, h, 3 * h), product(t, h, h), product(t, h, 4 * h), product(t, 4 * h, h)]
         attention = [
             Work(MATMUL, 2.0 * scores * 64, FLOAT * (scores + 2 * t * h), 64),

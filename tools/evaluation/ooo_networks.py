@@ -24,6 +24,7 @@ from dapple_tf.operators.rooflines import (
     Work,
 )
 from dapple_tf.tools.evaluation.ooo_models import FLOAT, MOMENTUM, V100, chain, layer, passes
+from dapple_tf.tools.evaluation.results import Record
 
 _FEWEST_CHANNELS = 16
 """With fewer channels, Winograd's transforms cost more than they save."""
@@ -199,12 +200,17 @@ ONE_GPU: Mapping[str, tuple[Callable[[], Profile], tuple[int, ...]]] = {
 """Networks and batches of the published scripts and of figure 7; k = 12, alpha = 0.25 and 128 stand in the text."""
 
 
-def issued_in_advance(network: str, samples: int) -> float:
-    """Returns how much faster a step's kernels run on a V100 if their starts aren't waited for (the paper's Opt1).
+def issued_in_advance() -> Record:
+    """Returns network and samples -> how much faster a V100's step is if kernels' starts aren't waited for (Opt1).
 
     XLA waits for each start, which takes 4 us by the roofline. Nothing is left to a second stream (Opt2): the SMs that
     a kernel leaves idle aren't in the profiles.
     """
-    costs = [cost for layer in ONE_GPU[network][0]().layers for cost in (layer.forward, layer.backward)]
-    kernels = sum(cost.at(samples) for cost in costs)
-    return kernels / (kernels - sum(cost.fixed for cost in costs))
+    record = {}
+    for network, (build, batches) in ONE_GPU.items():
+        costs = [cost for layer in build().layers for cost in (layer.forward, layer.backward)]
+        starts = sum(cost.fixed for cost in costs)
+        for samples in batches:
+            kernels = sum(cost.at(samples) for cost in costs)
+            record[f"{network}, {samples}"] = kernels / (kernels - starts)
+    return record

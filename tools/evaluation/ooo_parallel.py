@@ -76,11 +76,6 @@ class Systems:
         alone = dataclasses.replace(self.cluster, devices=self.cluster.devices[:1])
         return simulate(Plan.data_parallel(1, batch), self.profile, alone).latency
 
-    @property
-    def chunks(self) -> int:
-        """Number of chunks."""
-        return self.base.num_stages
-
     def seconds(self, k: int = 0, carried: int = 0, *, prioritised: bool = False) -> float:
         """Returns the seconds of a step; infinite if it doesn't fit in memory.
 
@@ -112,7 +107,7 @@ class Systems:
 
         if seconds[0] <= self.compute * (1 + _TIE):
             return seconds[0], 0  # nothing is left to hide
-        k = best_reverse_first_k(self.chunks, measured)
+        k = best_reverse_first_k(self.base.num_stages, measured)
         if k:
             seconds[k] = min(seconds[k], *self._carrying(k).values())
         return (seconds[k], k) if seconds[k] < seconds[0] * (1 - _TIE) else (seconds[0], 0)
@@ -126,7 +121,7 @@ class Systems:
             seconds[carried] = min(self.seconds(k, carried, prioritised=way) for way in ways)
             return 1 / seconds[carried]
 
-        best_reverse_first_k(self.chunks + 1, measured)
+        best_reverse_first_k(self.base.num_stages + 1, measured)
         return seconds
 
 

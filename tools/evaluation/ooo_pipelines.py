@@ -130,23 +130,22 @@ def fine_tuning(model: str, network: str, counts: Sequence[int], groups: Sequenc
     profile, batch = fine_tuned(model)
     cluster = FOUR[network].cluster(4)
     even = straight(profile, 4)
-    record: Record = {"single": _single(profile, cluster, batch)}
     # Section 8.4.1: "Our optimizations are applied without micro-batch for the RNN model."
     own = counts if len(counts) > 1 or model != "RNN" else (1,)
-    ways = [("MP", even, (1,), "gpipe"), ("GPipe", even, counts, "gpipe"), ("OOO-Pipe1", even, own, "fast_forward")]
-    ways += [(f"OOO-Pipe2, groups of {group}", modulo(profile, 4, group), own, "modulo") for group in groups]
+    ways: list[tuple[str, list[Partition], Sequence[int], str]] = [
+        ("single", [Partition((), (1,))], FINE_COUNTS, "dapple_a"),
+        ("MP", even, (1,), "gpipe"),
+        ("GPipe", even, counts, "gpipe"),
+        ("OOO-Pipe1", even, own, "fast_forward"),
+        *((f"OOO-Pipe2, groups of {group}", modulo(profile, 4, group), own, "modulo") for group in groups),
+    ]
+    record: Record = {}
     for name, layouts, chosen, policy in ways:
         run = fastest(layouts, profile, cluster, batch, chosen, [policy])
         record[name] = None if run is None else run.latency
         if name in ("GPipe", "OOO-Pipe1"):
             record[f"{name} GB"] = None if run is None else max(run.peak_bytes.values()) / 1e9
     return record
-
-
-def _single(profile: Profile, cluster: Cluster, batch: int) -> float | None:
-    """Returns the seconds of a step on one device, with the best number of micro-batches."""
-    run = fastest([Partition((), (1,))], profile, cluster, batch, FINE_COUNTS, ["dapple_a"])
-    return None if run is None else run.latency
 
 
 def transfers() -> Record:

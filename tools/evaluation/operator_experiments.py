@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import dapple_tf as dapple
+from dapple_tf.describe.devices import Link
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps, largest_island, on_island
 from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
@@ -16,37 +16,26 @@ from dapple_tf.operators.split_search import by_batch, dpos, fast_t_candidate
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
 from dapple_tf.tools.evaluation.operator_baselines import data_parallel, parents_device, single_device
 from dapple_tf.tools.evaluation.operator_models import flat_step, flatten_step, wide_towers
+from dapple_tf.tools.evaluation.paper_models import gpus
 from dapple_tf.tools.evaluation.results import Record
 
-MEMORY_BYTES = 15_000_000_000
-"""Bytes of a 16 GB Tesla P100 that a model can use, as of the V100s in the evaluation of DAPPLE."""
-LINK_BANDWIDTH, LINK_LATENCY = 12e9, 10e-6
-"""Bandwidth and latency of the server's PCIe 3.0 x16 links, in bytes/s and s."""
-DOCKER_BANDWIDTH, DOCKER_LATENCY = 3e9, 50e-6
-"""Links between the two dockers of figure 4; the paper doesn't say what it measured there."""
+_DOCKERS = 3e9
+"""Bytes/s between the two dockers of figure 4; the paper doesn't say what it measured there."""
 SAMPLES = (16, 256, 4096)
 """Batches of the towers."""
 
 
 def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
     """Returns P100s on one server, in one or several dockers."""
-    described = {
-        "format": "dapple_tf.cluster/1",
-        "servers": [{"devices": devices // dockers, "memory_bytes": MEMORY_BYTES}] * dockers,
-        "intra_bandwidth": LINK_BANDWIDTH,
-        "intra_latency": LINK_LATENCY,
-        "inter_bandwidth": DOCKER_BANDWIDTH,
-        "inter_latency": DOCKER_LATENCY,
-    }
-    return dapple.Cluster.from_json(json.dumps(described))
+    return gpus(dockers, devices // dockers, Link(12e9, 10e-6), Link(_DOCKERS, 50e-6))
 
 
 _step = functools.lru_cache(maxsize=1)(flat_step)
 
 
-def op_graph(model: str, devices: int, dockers: int = 1) -> tuple[OpGraph, Topology]:
+def op_graph(model: str, cluster: dapple.Cluster) -> tuple[OpGraph, Topology]:
     """Returns the operators of a model's step with P100-like costs, and the devices."""
-    (step, shapes), topology = _step(model), Topology.of(cluster_of(devices, dockers))
+    (step, shapes), topology = _step(model), Topology.of(cluster)
     return build_op_graph(step, topology, OperatorCosts.p100(), shapes), topology
 
 
@@ -54,9 +43,10 @@ def run_published(model: str, devices: int) -> Record:
     """Returns the seconds of each algorithm as published, on data parallelism's graph.
 
     No algorithm goes back to data parallelism, none tries other candidates or improves its result. FD-DPS has its own
-    queue, beside DPOS and HEFT with theirs; and pieces of operators with a queue by path, as MP-DPS has.
+    queue, beside DPOS and HEFT with theirs; and pieces of operators with a queue by path, as
+    MP-DPS has.
     """
-    base = variant_of(*op_graph(model, devices), {})
+    base = variant_of(*op_graph(model, cluster_of(devices)), {})
     start = by_batch(base)
     assert start is not None, model
     variant, problem = start.variant, start.variant.problem
@@ -79,7 +69,7 @@ def run_harder(model: str, devices: int, dockers: int = 1) -> Record:
 
     With two dockers each may also use one alone, as FD-DPS tries itself.
     """
-    graph, topology = op_graph(model, devices, dockers)
+    graph, topology = op_graph(model, cluster_of(devices, dockers))
     record = _opponents(graph, topology)
     if dockers > 1:
         alone = on_island(graph, topology, largest_island(topology))

@@ -184,16 +184,16 @@ def correct_gnmt_16(profile: Profile) -> Profile:
     LSTM takes longer than the one before it belongs to the classifier behind it.
     """
     layers = list(profile.layers)
-    lstms = [index for index, layer in enumerate(layers) if layer.name.startswith("LSTM")]
-    embedding = next(index for index, layer in enumerate(layers) if layer.name.startswith("Embedding"))
-    bidirectional = next(index for index, layer in enumerate(layers) if layer.name.startswith("EmuBidirLSTM"))
-    first, second = layers[embedding], layers[bidirectional]
-    layers[embedding] = dataclasses.replace(first, backward=second.backward)
-    layers[bidirectional] = dataclasses.replace(second, backward=first.backward)
-    last, before, classifier = layers[lstms[-1]], layers[lstms[-2]], layers[-1]
-    surplus = last.backward.per_sample - before.backward.per_sample
-    layers[lstms[-1]] = dataclasses.replace(last, backward=before.backward)
-    layers[-1] = dataclasses.replace(classifier, backward=classifier.backward + Cost(0.0, surplus))
+    embedding, bidirectional = layer_index(profile, "Embedding"), layer_index(profile, "EmuBidirLSTM")
+    *_, before, last = (index for index, layer in enumerate(layers) if layer.name.startswith("LSTM"))
+    surplus = Cost(0.0, layers[last].backward.per_sample - layers[before].backward.per_sample)
+    for index, backward in (
+        (embedding, profile.layers[bidirectional].backward),
+        (bidirectional, profile.layers[embedding].backward),
+        (last, profile.layers[before].backward),
+        (len(layers) - 1, profile.layers[-1].backward + surplus),
+    ):
+        layers[index] = dataclasses.replace(layers[index], backward=backward)
     return _without_residuals(dataclasses.replace(profile, layers=tuple(layers)), r"__getitem__")
 
 

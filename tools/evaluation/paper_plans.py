@@ -209,12 +209,7 @@ def _shortage(plan: Plan, profile: Profile, cluster: Cluster) -> float:
 
 
 def data_parallel(
-    profile: Profile,
-    cluster: Cluster,
-    batch: int,
-    counts: Sequence[int],
-    *,
-    idle: bool = False,
+    profile: Profile, cluster: Cluster, batch: int, counts: Sequence[int], *, idle: bool = False
 ) -> Outcome | None:
     """Returns data parallelism; None if it doesn't fit.
 
@@ -233,12 +228,7 @@ def data_parallel(
 
 
 def make_plan(
-    profile: Profile,
-    cluster: Cluster,
-    batch: int,
-    counts: Sequence[int],
-    *,
-    everything: bool = False,
+    profile: Profile, cluster: Cluster, batch: int, counts: Sequence[int], *, everything: bool = False
 ) -> Outcome:
     """Returns our planner's plan, with `SAME` freedom or with everything."""
     plan = planner.plan(

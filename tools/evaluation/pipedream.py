@@ -50,6 +50,10 @@ class Cost:
         return 2 * crossing / (bandwidth * count) if self.released else crossing / bandwidth
 
 
+PUBLISHED = Cost()
+"""The formula of the paper."""
+
+
 @dataclass(frozen=True)
 class _Level:
     """Plans of all ranges of layers on up to `size` components.
@@ -67,7 +71,7 @@ class _Level:
     own: NDArray[np.int64]
 
 
-def pipedream(profile: Profile, cluster: Cluster, *, flat: bool = True, cost: Cost | None = None) -> Partition:
+def pipedream(profile: Profile, cluster: Cluster, *, flat: bool = True, cost: Cost = PUBLISHED) -> Partition:
     """Returns the partition whose slowest stage or link takes the least time.
 
     Args:
@@ -77,7 +81,6 @@ def pipedream(profile: Profile, cluster: Cluster, *, flat: bool = True, cost: Co
             level of their own.
         cost: the cost; by default the paper's.
     """
-    cost = cost or Cost()
     samples = profile.batch_sizes[-1]
     layers = profile.layers
     ends = states(profile) if cost.released else coarsened(profile, _GROUPS)
@@ -96,10 +99,8 @@ def pipedream(profile: Profile, cluster: Cluster, *, flat: bool = True, cost: Co
             levels.append(_level(base, _ranges(sizes), crossing, bandwidth or float("inf"), count, cost))
             base = levels[-1].times[-1]
     stages = _stages(levels, 0, len(ends) - 1)
-    cuts = tuple(ends[last] - 1 for last, _ in stages[:-1])
     places = tuple(tuple(devices) for _, devices in stages)
-    plain = Partition(cuts, tuple(len(devices) for devices in places))
-    return plain if plain.devices == places else Partition(cuts, plain.replicas, places)
+    return Partition(tuple(ends[last] - 1 for last, _ in stages[:-1]), tuple(map(len, places)), places)
 
 
 def states(profile: Profile) -> tuple[int, ...]:

@@ -16,11 +16,12 @@ from typing import Any
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import paper_experiments as experiments
 from dapple_tf.tools.evaluation import paper_models as models
+from dapple_tf.tools.evaluation.bench_report import read_results
 from dapple_tf.tools.evaluation.claims import BETTER, DATA, NEAR, SAME, WORSE, Band, Claim, Judged, Value
-from dapple_tf.tools.evaluation.document import claimed, counted, picture, table
+from dapple_tf.tools.evaluation.document import claimed, counted, table
 from dapple_tf.tools.evaluation.paper_models import SAME_CUTS, SAME_CUTS_OTHERWISE, TABLE_4, TABLE_5, TABLE_6, PaperRow
 from dapple_tf.tools.evaluation.paper_plans import times_of
-from dapple_tf.tools.evaluation.results import FLAGS, Evaluation, Record, Results, reproduce
+from dapple_tf.tools.evaluation.results import FLAGS, FOLDER, Evaluation, Record, Results, reproduce
 from dapple_tf.units import counted as of_number
 
 OWN, LINKS, HARDER = "paper", "links", "harder"
@@ -313,7 +314,16 @@ def texts(results: Results, all_claims: Sequence[Claim]) -> dict[str, str]:
         row.model: times_of(results[f"links, {row.key}"]["paper"], results[f"links, {row.key}"]["pipedream"])
         for row in TABLE_6
     }
+    measured = read_results(FOLDER / "dapple_measured.json")["table_5"]
+    gpipe, _, dapple = measured["records"]
+    gain = dapple["samples_per_s_ratio"]
     return {
+        "measured count": gpipe["variant"].rpartition(" ")[2],
+        "measured limit": f"{gpipe['limit_mb']['median']:.0f}",
+        "measured gpipe": f"{gpipe['peak_mb']['median']:.0f}",
+        "measured dapple": f"{dapple['peak_mb']['median']:.0f}",
+        "measured gain": f"{gain['median']:.2f}x ({gain['low']:.2f} to {gain['high']:.2f})",
+        "measured load": f"{measured['machine']['load_1min']:.0f}",
         "counts": counted(all_claims, SETTINGS),
         "plans": claimed(plans, {OWN: "in the released planner's space", HARDER: "in all of ours"}),
         "claims": claimed([claim for claim in all_claims if claim not in plans], SETTINGS),
@@ -353,19 +363,14 @@ def parts() -> dict[str, Callable[[], Record]]:
 
 EVALUATION = Evaluation(
     "dapple",
-    "dapple_tf.tools.evaluation.reproduce_dapple",
+    "DAPPLE: ours beside the paper's figures",
+    SETTINGS,
     parts(),
     claims,
     texts,
-    lambda all_claims: picture(all_claims, SETTINGS, "DAPPLE: ours beside the paper's figures"),
     lambda: {"as fast": TIE, "a change of efficiency": STEP, "more": MORE, "DP of figure 11": len(_PARALLEL)},
 )
-
-
-def main() -> None:
-    """Computes, compares and says what differs, or writes it."""
-    reproduce(EVALUATION)
-
+main = functools.partial(reproduce, EVALUATION)
 
 if __name__ == "__main__":
     command.start(main, FLAGS)

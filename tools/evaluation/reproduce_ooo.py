@@ -17,17 +17,13 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import ooo_networks as networks
 from dapple_tf.tools.evaluation import ooo_parallel as parallel
 from dapple_tf.tools.evaluation import ooo_pipelines as pipelines
-from dapple_tf.tools.evaluation.claims import DATA, GPU, TEXT, Claim, Value
-from dapple_tf.tools.evaluation.document import claimed, counted, picture, table
+from dapple_tf.tools.evaluation.claims import DATA, GPU, NEAR, SAME, TEXT, UNTOLD, Claim, Value, counts
+from dapple_tf.tools.evaluation.document import claimed, counted, table
 from dapple_tf.tools.evaluation.ooo_models import FOUR
 from dapple_tf.tools.evaluation.results import FLAGS, Evaluation, Record, Results, reproduce
 
 OWN, SCRIPTS, HARDER = "paper", "scripts", "harder"
-SETTINGS = {
-    OWN: "the paper's setting",
-    SCRIPTS: "1 GB/s; the scripts' micro-batches",
-    HARDER: "harder",
-}
+SETTINGS = {OWN: "the paper's setting", SCRIPTS: "1 GB/s; the scripts' micro-batches", HARDER: "harder"}
 _PIPELINES = {OWN: "figure 12", SCRIPTS: "scripts", HARDER: "best"}
 """Setting -> micro-batches of figure 13: as many as GPUs, the published scripts', the best."""
 _PARALLEL = {OWN: ("scripts", "wait-free"), SCRIPTS: ("slower", "wait-free"), HARDER: ("one all-reduce", "prioritised")}
@@ -45,6 +41,7 @@ Choose = Callable[[Sequence[float]], float]
 def _one_gpu(results: Results) -> Iterator[Claim]:
     gains: Row = results["one GPU"]
     figure_7 = [key for key in gains if key.endswith((", 32", ", 64")) and "k = 12" not in key and "0.25" not in key]
+    claims: list[tuple[str, float, float]] = []
     for family, least, most, keys in (
         ("DenseNet-121", 1.09, 1.21, figure_7),
         ("MobileNetV3", 1.07, 1.19, figure_7),
@@ -52,16 +49,14 @@ def _one_gpu(results: Results) -> Iterator[Claim]:
         ("MobileNetV3, 128 images", 1.04, 1.09, [key for key in gains if key.endswith(", 128")]),
     ):
         shown = [gains[key] for key in keys if key.startswith(family.partition(",")[0])]
-        for word, paper, ours in (("least", least, min(shown)), ("most", most, max(shown))):
-            yield _gpu_claim(f"figure 7: {family}: OOO-XLA over XLA, {word}", paper, ours)
-    for key, paper in (("DenseNet-121, k = 12, 32", 1.54), ("MobileNetV3, alpha = 0.25, 32", 1.58)):
-        yield _gpu_claim(f"section 8.2: {key.removesuffix(', 32')}: OOO-XLA over XLA", paper, gains[key])
+        claims.append((f"figure 7: {family}: OOO-XLA over XLA, least", least, min(shown)))
+        claims.append((f"figure 7: {family}: OOO-XLA over XLA, most", most, max(shown)))
+    for key, paper in (("DenseNet-121, k = 12", 1.54), ("MobileNetV3, alpha = 0.25", 1.58)):
+        claims.append((f"section 8.2: {key}: OOO-XLA over XLA", paper, gains[f"{key}, 32"]))
     for model, paper in (("ResNet, least", 1.01), ("MobileNetV3, alpha = 0.25, most", 1.15)):
-        yield _gpu_claim(f"section 8.2: {model}: two streams over one", paper, 1.0)
-
-
-def _gpu_claim(name: str, paper: float, ours: float) -> Claim:
-    return Claim(name, paper, {OWN: ours}, why=GPU, fitted=True)
+        claims.append((f"section 8.2: {model}: two streams over one", paper, 1.0))
+    for name, paper, ours in claims:
+        yield Claim(name, paper, {OWN: ours}, why=GPU, fitted=True)
 
 
 # ---- pipelines
@@ -129,21 +124,25 @@ _FINE = {OWN: "paper", HARDER: "best"}
 
 
 def _pre_training(results: Results) -> Iterator[Claim]:
-    def of(part: str, counts: Sequence[int], above: str, below: str, choose: Choose) -> dict[str, Value]:
+    def of(part: str, sizes: Sequence[int], above: str, below: str, choose: Choose) -> dict[str, Value]:
         return {
             setting: choose([
-                _ratio(results[f"figure 13 {part.format(count)}, {name}"], above, below) for count in counts
+                _ratio(results[f"figure 13 {part.format(count)}, {name}"], above, below) for count in sizes
             ])
             for setting, name in _PIPELINES.items()
         }  # fmt: skip
 
-    few = "more micro-batches make the bubble that it fills smaller"
-    for name, counts, paper, choose in (
+    few, bubble = (
+        "more micro-batches make the bubble that it fills smaller",
+        "interleaving leaves a bubble of a few per cent",
+    )
+    weak: Sequence[tuple[str, Sequence[int], float, Choose]] = (
         ("BERT-12 on 8: OOO-Pipe2 over GPipe", (8,), 1.73, max),
         ("larger BERTs on 16 to 32: OOO-Pipe2 over GPipe, least", (16, 24, 32), 1.41, min),
         ("larger BERTs on 16 to 32: OOO-Pipe2 over GPipe, most", (16, 24, 32), 1.45, max),
-    ):
-        ours = of("(a): {} GPUs", counts, "GPipe", "OOO-Pipe2", choose)
+    )
+    for name, sizes, paper, choose in weak:
+        ours = of("(a): {} GPUs", sizes, "GPipe", "OOO-Pipe2", choose)
         yield Claim(f"figure 13: {name}", paper, ours, why=few)
     for blocks in (24, 48):
         eight, more = (f"figure 13 (b): BERT-{blocks} on {count}" for count in (8, 32))
@@ -153,18 +152,17 @@ def _pre_training(results: Results) -> Iterator[Claim]:
         }
         why = "with M = GPUs, 32 GPUs have four times the micro-batches"
         yield Claim(f"figure 13: BERT-{blocks}: OOO-Pipe2 on 32 over 8", 2.5, ours, why=why)
-    bubble = "interleaving leaves a bubble of a few per cent"
     three, average = (8, 16, 24), statistics.fmean
-    pick: Choose
-    for name, counts, above, below, paper, pick, why in (
+    rows: Sequence[tuple[str, Sequence[int], str, str, float, Choose, str]] = (
         (" on 8: OOO-Pipe2 over DAPPLE", (8,), "DAPPLE", "OOO-Pipe2", 1.47, max, few),
         (" on 16: OOO-Pipe2 over DAPPLE", (16,), "DAPPLE", "OOO-Pipe2", 1.29, max, few),
         (": OOO-Pipe2 over Megatron 2, least", three, "Megatron", "OOO-Pipe2", 1.136, min, bubble),
         (": OOO-Pipe2 over Megatron 2, most", three, "Megatron", "OOO-Pipe2", 1.292, max, bubble),
         (": fast-forwarding over Megatron 2, average", three, "Megatron", _FORWARDED, 1.204, average, bubble),
         (": fast-forwarding over Megatron 2, most", three, "Megatron", _FORWARDED, 1.275, max, bubble),
-    ):
-        ours = of("(b): BERT-48 on {}", counts, above, below, pick)
+    )
+    for name, sizes, above, below, paper, choose, why in rows:
+        ours = of("(b): BERT-48 on {}", sizes, above, below, choose)
         yield Claim(f"section 8.4.2: BERT-48{name}", paper, ours, why=why)
 
 
@@ -231,16 +229,16 @@ def claims(results: Results) -> list[Claim]:
 
 def texts(results: Results, all_claims: Sequence[Claim]) -> dict[str, str]:
     """Returns what the page's marks stand for."""
-    row = results[figure_10_part("ResNet-50", "Pub-A", 16)]["scripts"]
+    row, own = results[figure_10_part("ResNet-50", "Pub-A", 16)]["scripts"], counts(all_claims, OWN)
     return {
         "counts": counted(all_claims, SETTINGS),
         "claims": claimed(all_claims, SETTINGS),
         "units": table(["claim", "paper", "ours"], [
             [claim.name, claim.text(claim.paper), claim.text(claim.ours[OWN])] for claim in units(results)
         ]),
-        "same": str(sum(claim.verdict(OWN) == "same" for claim in all_claims)),
-        "near": str(sum(claim.verdict(OWN) == "near" for claim in all_claims)),
-        "told": str(sum(claim.verdict(OWN) != "can't be told" for claim in all_claims)),
+        "same": str(own[SAME]),
+        "near": str(own[NEAR]),
+        "told": str(len(all_claims) - own[UNTOLD]),
         "carried": f"{_ratio(row, 'wait-free', 'prioritised'):.3f}",
         "reversed": f"{_ratio(row, 'prioritised', 'reverse first-k'):.3f}",
     }  # fmt: skip
@@ -255,41 +253,28 @@ def parts() -> dict[str, Callable[[], Record]]:
             made[name] = partial(pipelines.strong_scaling, blocks, devices, setting)
         made[f"figure 13 (a): {devices} GPUs, {setting}"] = partial(pipelines.weak_scaling, devices, setting)
     for model, network in (*(("BERT-24", network) for network in FOUR), ("RNN", "NVLink"), ("FFNN", "NVLink")):
-        for name, counts in (("paper", (pipelines.FINE_TUNING,)), ("best", pipelines.FINE_COUNTS)):
+        for name, sizes in (("paper", (pipelines.FINE_TUNING,)), ("best", pipelines.FINE_COUNTS)):
             key = f"figure 11: {model}, {network}, {name}"
-            made[key] = partial(pipelines.fine_tuning, model, network, counts)
+            made[key] = partial(pipelines.fine_tuning, model, network, sizes)
     for row in parallel.figure_10_rows():
         made[figure_10_part(*row)] = partial(parallel.figure_10, *row)
     made["k = 45"] = parallel.k_45
-    made["one GPU"] = _all_issued
+    made["one GPU"] = networks.issued_in_advance
     made["transfers"] = pipelines.transfers
     made["units"] = pipelines.unit_steps
     return made
 
 
-def _all_issued() -> Record:
-    """Returns network and samples -> what kernels issued in advance gain on one GPU."""
-    rows = [(network, samples) for network, (_, batches) in networks.ONE_GPU.items() for samples in batches]
-    return {f"{network}, {samples}": networks.issued_in_advance(network, samples) for network, samples in rows}
-
-
 EVALUATION = Evaluation(
     "ooo",
-    "dapple_tf.tools.evaluation.reproduce_ooo",
+    "Out-Of-Order BackProp: ours beside the paper's",
+    SETTINGS,
     parts(),
     lambda results: [*claims(results), *units(results)],
     lambda results, all_claims: texts(results, [claim for claim in all_claims if not claim.name.endswith("in units")]),
-    lambda all_claims: picture(
-        [claim for claim in all_claims if not claim.fitted], SETTINGS, "Out-Of-Order BackProp: ours beside the paper's"
-    ),
     lambda: {"slower": parallel.SLOWER},
 )
-
-
-def main() -> None:
-    """Computes, compares and says what differs, or writes it."""
-    reproduce(EVALUATION)
-
+main = partial(reproduce, EVALUATION)
 
 if __name__ == "__main__":
     command.start(main, FLAGS)

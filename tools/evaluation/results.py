@@ -11,7 +11,6 @@ another verdict, band or figure of the paper than the stored one, or the page is
 from __future__ import annotations
 
 import concurrent.futures
-import importlib
 import json
 import logging
 import math
@@ -21,19 +20,17 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.claims import Claim
-from dapple_tf.tools.evaluation.document import TEMPLATES, fill
+from dapple_tf.tools.evaluation.document import TEMPLATES, fill, picture
 
 TOLERANCE = 0.02
 """The difference of numbers, as a fraction of the larger, that counts as a change: in either direction."""
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
-_SHOWN = 60
 _ONLY_ONE = {True: "is stored, but not computed", False: "isn't stored"}
 
 Record = dict[str, Any]
@@ -45,31 +42,29 @@ FLAGS = flags.FlagValues()
 
 _ONLY = flags.DEFINE_list("only", [], "Compute only parts whose name has one of these in it.", flag_values=FLAGS)
 _WRITE = flags.DEFINE_boolean("write", False, "Store the results, and write the page.", flag_values=FLAGS)
-_MISSING = flags.DEFINE_boolean("missing", False, "Compute only parts that aren't stored.", flag_values=FLAGS)
 _DIRECTORY = flags.DEFINE_string("directory", str(FOLDER), "Folder of what is stored.", flag_values=FLAGS)
 _JOBS = flags.DEFINE_integer("jobs", None, "Processes; by default one for each core.", 1, flag_values=FLAGS)
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """A paper's evaluation.
 
     Attributes:
         name: of its JSON file, its page and its template.
-        module: the module whose ``EVALUATION`` this is.
+        title: the picture's.
+        settings: setting -> its title, the paper's own first.
         parts: name -> what computes its record; the ones that take long come first.
         claims: the claims, by results.
-        texts: mark of the template -> its text, by results and claims.
-        picture: the picture that stands beside the page.
+        texts: mark of the template -> its text, by results and claims, but for the tables of all claims.
         constants: limits that verdicts depend on, besides bands.
     """
 
     name: str
-    module: str
+    title: str
+    settings: Mapping[str, str]
     parts: Mapping[str, Callable[[], Record]]
     claims: Callable[[Results], Sequence[Claim]]
     texts: Callable[[Results, Sequence[Claim]], Mapping[str, str]]
-    picture: Callable[[Sequence[Claim]], str]
     constants: Callable[[], Mapping[str, float]]
 
     def files(self, results: Results) -> dict[str, str]:
@@ -78,7 +73,7 @@ class Evaluation:
         template = (TEMPLATES / f"{self.name}.md").read_text(encoding="utf-8")
         return {
             f"{self.name}.md": fill(template, self.texts(results, claims)),
-            f"{self.name}.svg": self.picture(claims),
+            f"{self.name}.svg": picture(claims, self.settings, self.title),
         }
 
     def content(self, results: Results) -> dict[str, Any]:
@@ -151,10 +146,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _compute(module: str, name: str) -> Record:
+def _compute(part: Callable[[], Record]) -> Record:
     logging.getLogger("dapple_tf").setLevel(logging.WARNING)
-    evaluation: Evaluation = importlib.import_module(module).EVALUATION
-    record: Record = rounded(evaluation.parts[name]())
+    record: Record = rounded(part())
     return record
 
 
@@ -170,10 +164,10 @@ def compute(evaluation: Evaluation, names: Sequence[str], jobs: int) -> dict[str
 
     if jobs == 1:
         for name in names:
-            done(name, _compute(evaluation.module, name))
+            done(name, _compute(evaluation.parts[name]))
     else:
         with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(_compute, evaluation.module, name): name for name in names}
+            futures = {pool.submit(_compute, evaluation.parts[name]): name for name in names}
             for future in concurrent.futures.as_completed(futures):
                 done(futures[future], future.result())
     return records
@@ -190,14 +184,10 @@ def reproduce(evaluation: Evaluation) -> None:
         known = f"no part has it in its name; the parts are: {', '.join(evaluation.parts)}"
         command.check(any(text in name for name in evaluation.parts), f"--only={text}: {known}")
     names = [name for name in evaluation.parts if not _ONLY.value or any(text in name for text in _ONLY.value)]
-    if _MISSING.value:
-        names = [name for name in names if name not in stored["parts"]]
     fresh = compute(evaluation, names, _JOBS.value or len(os.sched_getaffinity(0)))
     said = evaluation.changes(stored, fresh, folder)
-    for text in said[:_SHOWN]:
+    for text in said:
         print(text)
-    if len(said) > _SHOWN:
-        print(f"and {len(said) - _SHOWN} more")
     if _WRITE.value:
         merged = {**stored["parts"], **fresh}
         evaluation.write({name: merged[name] for name in evaluation.parts if name in merged}, folder)
