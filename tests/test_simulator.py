@@ -368,10 +368,10 @@ def test_the_next_steps_forwards_wait_for_their_stages_updates() -> None:
         == "2B@0-2 1B@2-4 0B@4-6 2apply@6-6.5 1apply@6.5-7 0apply@8-8.5 0F@8.5-9.5 1F@9.5-10.5 2F@10.5-11.5"
     )
     assert step.memory[0][:2] == ((0.0, 24), (0.0, 26))  # what the last two stages were given in the step before
-    assert step.memory[0][-1][1] == 26
+    assert step.memory[0][-2][1] == 26
     kept = profile([(1.0, 2.0)], residual_bytes=Cost(0.0, 30.0))
     forth = simulate(Plan.data_parallel(1, 2, 2, "gpipe"), kept, cluster(1), next_forward=True)
-    assert forth.memory[0] == ((0.0, 0), (0.0, 60), (2.0, 30), (4.0, 30), (5.0, 60), (6.0, 60))
+    assert forth.memory[0] == ((0.0, 0), (0.0, 60), (2.0, 30), (4.0, 30), (5.0, 60), (6.0, 0))
 
 
 # --- memory ---
