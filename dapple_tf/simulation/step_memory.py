@@ -84,7 +84,7 @@ class _Part(NamedTuple):
 
 
 class StepMemory:
-    """The lives of all buffers of a simulated step; where the profile has none, of the sums that it has."""
+    """The lives of all buffers of a simulated step, or of the sums in a profile without buffers."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.costs, self.end = simulation.costs, simulation.latency
@@ -215,6 +215,7 @@ class StepMemory:
         What their own tasks keep is left out: a forward's inputs count from its start on.
         """
         legs = self.costs.legs
+        # (leg, micro-batch, whether gradients) -> its messages
         sent: dict[tuple[int, int | None, bool], list[Span]] = defaultdict(list)
         for span in itertools.chain.from_iterable(self.sends.values()):
             if span.leg is not None:
