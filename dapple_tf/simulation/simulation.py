@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.describe.plan import PlanError
@@ -15,13 +15,7 @@ from dapple_tf.simulation.step_memory import StepMemory
 from dapple_tf.text_table import table
 from dapple_tf.units import gib, ms_text
 from dapple_tf.view.notebook import Table, notebook_html
-from dapple_tf.view.timeline import LINK_KINDS, SEND, Span, Timeline
-from graph_passes.ir.tasks import Phase
-
-_PHASES = {phase.value: phase for phase in Phase}
-
-_Use = tuple[int, float, float, float, float, float]
-"""Device, start, end, bytes added at the start, also used meanwhile, added at the end."""
+from dapple_tf.view.timeline import LINK_KINDS, Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -116,89 +110,13 @@ class Simulation:
     def memory(self) -> Mapping[int, tuple[tuple[float, float], ...]]:
         """Device -> (seconds, bytes in use from then on), its curve over the step.
 
-        F adds a slice's residuals, which B frees at its end. If B is split, Bx leaves the inputs of Bw. A
-        running backward also needs its temporaries, a reduction its buffers. If the profile has buffers, each lives as
-        long as in a real step (`step_memory.py`).
+        Residuals stay from F to B, or to Bx, which leaves the inputs of Bw. A running backward also needs its
+        temporaries, a reduction its buffers. If the profile has buffers, each lives as long as in a real step.
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
-        if self.costs.profile.has_buffers:
-            for life in StepMemory(self).lives():
-                changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
-            return {device: change.curve() for device, change in changes.items()}
-        for use in self._uses():
-            changes[use[0]].add(*use[1:])
-        for device, start, end, size in (*self._relayed(), *self._reducing()):
-            changes[device].add(start, end, 0.0, size, 0.0)
+        for life in StepMemory(self).lives():
+            changes[life.device].add(life.start, life.end, life.bytes)
         return {device: change.curve() for device, change in changes.items()}
-
-    def _relayed(self) -> Iterator[tuple[int, float, float, float]]:
-        """Yields what relays hold for others, from its arrival until it has been sent: (device, start, end, bytes).
-
-        What their own tasks keep is left out: a forward's inputs count from its start on.
-        """
-        costs = self.costs
-        if not costs.plan.relays:
-            return
-        sent: dict[tuple[int, int | None, bool], list[Span]] = defaultdict(
-            list
-        )  # (leg, micro-batch, whether gradients)
-        forwards: dict[tuple[int, int | None, int], float] = {}
-        for span in self.spans:
-            if span.kind == SEND and span.leg is not None:
-                sent[span.leg, span.micro_batch, span.stage == costs.legs[span.leg].receiver].append(span)
-            elif span.kind == Phase.FORWARD.value:
-                forwards[span.stage, span.micro_batch, span.replica] = span.start
-        for leg in costs.legs:
-            for micro_batch in range(len(costs.micro_batches)) if leg.onward else ():
-                for replica, interval in enumerate(costs.slices(leg.receiver, micro_batch)):
-                    device = costs.plan.devices[leg.receiver][replica]
-                    used = forwards.get((leg.receiver, micro_batch, replica), 0.0)
-                    for backward in (False, True):
-                        incoming, outgoing = (leg.onward, [leg.number]) if backward else ([leg.number], leg.onward)
-                        came = [s.end for n in incoming for s in sent[n, micro_batch, backward] if s.target == device]
-                        left = [s.end for n in outgoing for s in sent[n, micro_batch, backward] if s.replica == replica]
-                        start, end = min(came, default=0.0), max(left, default=0.0)
-                        end = end if backward else min(end, used)
-                        if came and end > start:
-                            cost = leg.backward if backward else leg.forward
-                            yield device, start, end, cost.at(interval.size)
-
-    def _reducing(self) -> Iterator[tuple[int, float, float, float]]:
-        """Yields the buffers of reductions: (device, start, end, bytes)."""
-        reductions = self.costs.reductions
-        times: dict[int, tuple[float, float]] = {}
-        for span in self.spans:
-            if span.reduction is not None:
-                start, end = times.get(span.reduction, (span.start, span.end))
-                times[span.reduction] = (min(start, span.start), max(end, span.end))
-        for number, (start, end) in times.items():
-            for device in reductions[number].devices:
-                yield device, start, end, reductions[number].bytes
-
-    def _uses(self) -> Iterator[_Use]:
-        """Yields each span's (device, start, end, bytes added at the start, also used meanwhile, added at the end)."""
-        costs = self.costs
-        split = {span.stage for span in self.spans if span.kind == "Bx"}
-        begun: set[tuple[int, int | None, int]] = set()  # bytes kept by F of an earlier step are there from the start
-        for span in self.spans:
-            phase = _PHASES.get(span.kind)
-            if phase is None or span.device is None or span.micro_batch is None:
-                continue
-            samples = costs.slices(span.stage, span.micro_batch)[span.replica].size
-            kept = costs.residual_bytes(span.stage, samples)
-            micro_batch = (span.stage, span.micro_batch, span.replica)
-            if phase is Phase.FORWARD:
-                begun.add(micro_batch)
-                yield span.device, span.start, span.end, kept, 0.0, 0.0
-                continue
-            working = costs.working_bytes(span.stage, samples, phase)
-            delayed = costs.delayed_bytes(span.stage, samples) if span.stage in split else 0.0
-            freed = -delayed if phase is Phase.WEIGHT_GRAD else -kept
-            if phase is Phase.INPUT_GRAD:
-                freed += delayed
-            yield span.device, span.start, span.end, 0.0, working, freed
-            if phase is not Phase.WEIGHT_GRAD and micro_batch not in begun:
-                yield span.device, 0.0, 0.0, kept, 0.0, 0.0
 
     @functools.cached_property
     def peak_bytes(self) -> Mapping[int, float]:
@@ -273,11 +191,11 @@ class _Changes:
         self.changes: list[tuple[float, float]] = []
         self.moments: defaultdict[float, float] = defaultdict(float)  # what rises and falls at one time is a peak too
 
-    def add(self, start: float, end: float, before: float, during: float, after: float) -> None:
-        """Adds a use: ``before`` bytes from its start on, ``during`` until its end, ``after`` from then on."""
-        self.changes += [(start, before + during), (end, after - during)]
-        if start == end and (peak := during - min(0.0, after)) > 0:
-            self.moments[start] = max(self.moments[start], peak)
+    def add(self, start: float, end: float, size: float) -> None:
+        """Adds a buffer."""
+        self.changes += [(start, size), (end, -size)]
+        if start == end:
+            self.moments[start] = max(self.moments[start], size)
 
     def curve(self) -> tuple[tuple[float, float], ...]:
         """Returns the curve: (seconds, bytes from then on)."""

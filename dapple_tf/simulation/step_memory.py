@@ -6,6 +6,7 @@ devices of one process) read it there; others hold a copy from its arrival to th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,7 +84,7 @@ class _Part(NamedTuple):
 
 
 class StepMemory:
-    """The lives of all buffers of a simulated step, whose profile has buffers."""
+    """The lives of all buffers of a simulated step, or of the sums in a profile without buffers."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.costs, self.end = simulation.costs, simulation.latency
@@ -91,32 +92,43 @@ class StepMemory:
         self.stage_of = self.costs.profile.stage_of_layers(self.plan.cuts)
         self.spans: dict[tuple[str, int, int | None, int], Span] = {}
         self.applies: dict[tuple[int, int], Span] = {}  # (stage, device) -> its update
-        self.reduced: dict[int, float] = {}  # reduction -> its end
+        self.reduced: dict[int, tuple[float, float]] = {}  # reduction -> its start and end
         self.sends: dict[tuple[int, int | None, int, int | None, int | None], list[Span]] = defaultdict(list)
         self.legs = {(tensor, leg.receiver): leg for leg in self.costs.legs for tensor in leg.tensors}
         for span in simulation.spans:
             if span.kind == "apply" and span.device is not None:
                 self.applies[span.stage, span.device] = span
             elif span.reduction is not None:
-                self.reduced[span.reduction] = max(self.reduced.get(span.reduction, 0.0), span.end)
+                start, end = self.reduced.get(span.reduction, (span.start, span.end))
+                self.reduced[span.reduction] = min(start, span.start), max(end, span.end)
             elif span.kind == "send":
                 self.sends[span.stage, span.micro_batch, span.replica, span.target, span.leg].append(span)
             elif span.kind not in LINK_KINDS:
                 self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
         self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
         self.trains = any(kind != Phase.FORWARD.value for kind, *_ in self.spans)
-        self.carried = frozenset((stage,) for stage in carried_stages(self.costs, self.costs.schedule))
+
+    @functools.cached_property
+    def carried(self) -> frozenset[tuple[int, ...]]:
+        """The groups that are updated in the next step, each a stage."""
+        return frozenset((stage,) for stage in carried_stages(self.costs, self.costs.schedule))
 
     def lives(self) -> Iterator[Life]:
         """Yields the life of each buffer, and of each task's working memory."""
-        buffers = [stage.buffers for stage in self.costs.stages]
-        for stage, own in enumerate(buffers):
-            assert own is not None
+        for stage, cost in enumerate(self.costs.stages) if self.trains else ():
             for micro_batch in range(len(self.costs.micro_batches)):
                 for replica in range(len(self.plan.devices[stage])):
                     done = self.slice(stage, micro_batch, replica)
-                    if done is not None:
-                        yield from self._inside(stage, own, done)
+                    if done is not None and cost.buffers is not None:
+                        yield from self._inside(stage, cost.buffers, done)
+                    elif done is not None:
+                        yield from self._summed(stage, done)
+        if not self.costs.profile.has_buffers:
+            yield from self._relayed()
+            for number, (start, end) in self.reduced.items():
+                reduction = self.costs.reductions[number]
+                yield from (Life(device, start, end, reduction.bytes) for device in reduction.devices)
+            return
         for position in range(len(self.costs.profile.tensors)):
             tensor = _Crossing(self, position)
             # A buffer that is handed on at once is part of its maker's working memory.
@@ -157,8 +169,6 @@ class StepMemory:
 
     def _inside(self, stage: int, own: StageBuffers, done: SliceTimes) -> Iterator[Life]:
         samples, start = done.samples, done.forward[0]
-        if not self.trains:
-            return
         delayed = own.delayed.at(samples)
         last = done.weight[1]
         for low, high in self.until(start, last):
@@ -179,6 +189,50 @@ class StepMemory:
             yield Life(done.device, last, max(last, taken), own.gradients)
             if packed:  # into vectors that exist at the same time
                 yield Life(done.device, taken, taken, own.gradients)
+
+    def _summed(self, stage: int, done: SliceTimes) -> Iterator[Life]:
+        """Yields the lives of a slice's residuals, and of tasks' working memory, in a profile without buffers."""
+        device, samples = done.device, done.samples
+        kept = self.costs.residual_bytes(stage, samples)
+        for low, high in self.until(done.forward[0], done.backward[1]):
+            yield Life(device, low, high, kept)
+        tasks = [(Phase.BACKWARD, done.weight, kept)]
+        if done.backward != done.weight:
+            delayed = self.costs.delayed_bytes(stage, samples)
+            yield Life(device, done.backward[1], done.weight[1], delayed)
+            tasks = [
+                (Phase.INPUT_GRAD, done.backward, max(0.0, kept - delayed)),
+                (Phase.WEIGHT_GRAD, done.weight, delayed),
+            ]
+        for phase, (start, end), freed in tasks:
+            working = self.costs.working_bytes(stage, samples, phase)
+            # A task of no time needs what it frees all the same.
+            yield Life(device, start, end, working + freed if start == end else working)
+
+    def _relayed(self) -> Iterator[Life]:
+        """Yields what relays hold for others, from its arrival until it has been sent, in a profile without buffers.
+
+        What their own tasks keep is left out: a forward's inputs count from its start on.
+        """
+        legs = self.costs.legs
+        # (leg, micro-batch, whether gradients) -> its messages
+        sent: dict[tuple[int, int | None, bool], list[Span]] = defaultdict(list)
+        for span in itertools.chain.from_iterable(self.sends.values()):
+            if span.leg is not None:
+                sent[span.leg, span.micro_batch, span.stage == legs[span.leg].receiver].append(span)
+        for leg, micro_batch in itertools.product(legs, range(len(self.costs.micro_batches))):
+            for replica, interval in enumerate(self.costs.slices(leg.receiver, micro_batch)) if leg.onward else ():
+                device = self.plan.devices[leg.receiver][replica]
+                used, _ = self._times("F", leg.receiver, micro_batch, replica) or (0.0, 0.0)
+                for backward in (False, True):
+                    incoming, outgoing = (leg.onward, [leg.number]) if backward else ([leg.number], leg.onward)
+                    came = [s.end for n in incoming for s in sent[n, micro_batch, backward] if s.target == device]
+                    left = [s.end for n in outgoing for s in sent[n, micro_batch, backward] if s.replica == replica]
+                    start, end = min(came, default=0.0), max(left, default=0.0)
+                    end = end if backward else min(end, used)
+                    if came and end > start:
+                        cost = leg.backward if backward else leg.forward
+                        yield Life(device, start, end, cost.at(interval.size))
 
     # ---- between stages
 
@@ -255,7 +309,7 @@ class StepMemory:
                     yield Life(device, 0.0, self._head(stages, device), reduction.bytes)
                     continue
                 start = self._complete(stages, device)
-                reduced = max(start, self.reduced.get(number, start))
+                reduced = max(start, self.reduced.get(number, (start, start))[1])
                 ready |= {(stage, device): max(reduced, ready.get((stage, device), 0.0)) for stage in stages}
                 applied = max(self._apply_seconds(stage, device) for stage in stages)
                 yield Life(device, start, reduced + applied, reduction.bytes)
