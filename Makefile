@@ -9,9 +9,6 @@ STAMP := $(VENV)/.installed
 TORCH_PYTHON ?= $(BIN)/python
 BENCH := $(BIN)/python -m tools.evaluation.bench
 
-# Tests that compare seconds where the machine has nothing else to do: `make accuracy`.
-TIMED := $(patsubst %,tests/test_%.py,build_op_graph fd_dps profile_text split_graph)
-
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Each process of a test run would compile all modules and rewrite all tests anew: ten seconds. `make clean` removes it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -63,7 +60,6 @@ results-operators: $(STAMP) ## the part on FD-DPS
 	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 20 minutes
-	$(BIN)/python -m pytest --timed $(TIMED)
 	$(BENCH) --cases=simulator,prediction
 	$(BENCH) --cases=prediction --set=model=dense --set=batch=256
 	$(BENCH) --cases=prediction --set=model=resnet

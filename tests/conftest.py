@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import gc
 import itertools
@@ -12,7 +11,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -31,14 +29,12 @@ signal.signal(
 
 pytest_plugins = ("pytester",)
 
-Within = Callable[[float], contextlib.AbstractContextManager[None]]
 
 GOLDEN_FOLDER = pathlib.Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files instead of comparing with them")
-    parser.addoption("--timed", action="store_true", help="compare seconds, too: nothing else may run meanwhile")
     parser.addoption("--screenshots", metavar="DIR", help="save the pictures of pages for the docs in this folder")
 
 
@@ -237,20 +233,6 @@ def require_namespaces() -> None:
     """Skips the test where network namespaces can't be had; says why."""
     if reason := _without_namespaces():
         pytest.skip(f"needs network namespaces: {reason}")
-
-
-@pytest.fixture
-def within(request: pytest.FixtureRequest) -> Within:
-    """``with within(8):`` is done in less than 8 s of one core: that is asked with ``--timed`` alone."""
-
-    @contextlib.contextmanager
-    def limited(seconds: float) -> Iterator[None]:
-        start = time.process_time()
-        yield
-        took = time.process_time() - start
-        assert took < seconds or not request.config.getoption("--timed"), f"took {took:.3g} s of one core"
-
-    return limited
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def all_reduce_time(cluster: Cluster, members: Mapping[int, int], algorithm: str
 
     A ring of n members moves 2 (n - 1) / n of the bytes over each of its links, in 2 (n - 1) steps; where NCCL takes a
     tree, that is as many bytes in fewer steps, so that small all-reduces may be faster. ``flat`` is one ring through
-    all devices. ``hierarchical`` is `graph_passes.passes.reduce_by_server`: where a server has k members, and no server
+    all devices. ``hierarchical`` is that of `graph_passes.ir.collectives`: where a server has k members, and no server
     has fewer than h, h of them get k - 1 parts each, an h-th of the bytes, and send as many back; between servers there
     are h rings, each for an h-th. A network card carries all rings together, in both directions at once.
 

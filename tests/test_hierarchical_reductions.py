@@ -75,7 +75,7 @@ def test_what_becomes_of_an_all_reduce(golden: Callable[[str, str], None]) -> No
     flat, after = (
         updated(staged(two_layers()), layout([4], 4), all_reduces=way) for way in (AllReduceRules(), rules([2, 2]))
     )
-    golden("reduce_by_server.txt", show_changes(graph_text(flat.graph), graph_text(after.graph)))
+    golden("hierarchical_reductions.txt", show_changes(graph_text(flat.graph), graph_text(after.graph)))
 
 
 @pytest.mark.parametrize(
