@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -90,17 +91,24 @@ def _shared_references(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _untuned_data() -> Iterator[None]:
-    """No iterator tunes its dataset: each would wait for its tuning thread, see `models.sources.untuned`."""
+def _light_data() -> Iterator[None]:
+    """No iterator tunes its dataset, and text is short.
+
+    Each would wait for its tuning thread, see `models.sources.untuned`; the whole standard library takes seconds to
+    read and to shuffle.
+    """
     if (tensorflow := sys.modules.get("tensorflow")) is None:
         yield
         return
+    from dapple_tf.models import text
     from dapple_tf.models.sources import untuned
 
     dataset = tensorflow.data.Dataset
     tuned = dataset.__iter__
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"], "asyncio")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset, "__iter__", lambda self: tuned(untuned(self)))
+        patch.setattr(text, "standard_library", functools.partial(text.standard_library, root=folder))
         yield
 
 

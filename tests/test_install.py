@@ -141,8 +141,9 @@ def test_the_examples_of_readme_run_one_after_the_other(installed: Installed) ->
     automatic = 'transform(model, cluster, global_batch_size=256, schedule="zb_h1")'
     assert automatic in whole[0]
     (first,) = free_ports(1)
-    text = whole[0].replace(automatic, automatic[:-1] + ", profile_seconds=2)").replace("epochs=3", "epochs=1")
-    for shown, own in (("2222", first), ("2223", first + 1), ("2048", 128)):
+    text = whole[0].replace(automatic, automatic[:-1] + ", profile_seconds=1)").replace("epochs=3", "epochs=1")
+    for shown, own in (("2222", first), ("2223", first + 1), ("2048", 128), ("range(8)", "range(4)")):
+        assert shown in text
         text = text.replace(shown, str(own))
     (installed.folder / "example.py").write_text(text + parts[0], encoding="utf-8")
     program = ["--workers=2", f"--base_port={first}", "--", str(installed.programs / "python"), "example.py"]

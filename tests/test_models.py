@@ -21,7 +21,7 @@ from keras.src.backend.common import global_state
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile_text import load_text
-from dapple_tf.models import amoebanet, catalogue, densenet, mobilenet, nasnet, registry, resnet, text
+from dapple_tf.models import amoebanet, catalogue, densenet, mobilenet, nasnet, registry, resnet
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS
 from dapple_tf.models.grouping import Group, group
 from dapple_tf.models.registry import MODELS, find_data, find_model
@@ -39,14 +39,6 @@ ROW = re.compile(
 UNITS = {"M": 1e6, "Mi": 2**20, "B": 1e9}
 DOCUMENTED = {row["name"]: int(row["count"].replace(",", "")) for row in ROW.finditer(IMAGES)}
 TINY = [name for name in MODELS if name.endswith(":tiny")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _text_read_once() -> Iterator[None]:
-    """The standard library's 10 MB take a second to read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "standard_library", functools.cache(text.standard_library))
-        yield
 
 
 @contextlib.contextmanager
