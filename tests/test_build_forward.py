@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,6 @@ from program_text import read_program
 from programs import (
     apply,
     copied,
-    meanings,
     node,
     stateful_layers,
     two_layers,
@@ -18,7 +16,7 @@ from programs import (
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref
-from graph_passes.ir.program import Program, Stage
+from graph_passes.ir.program import Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.text import stages_text
 from graph_passes.passes.assign_stages import AssignStages
@@ -29,20 +27,33 @@ def forward(program: Program, *cuts: str, want_outputs: bool = False) -> Program
     return apply(program, AssignStages(cuts), BuildForward(want_outputs))
 
 
-def arguments(stage: Stage) -> list[str]:
-    return meanings(stage.arguments)
-
-
-def results(stage: Stage) -> list[str]:
-    return meanings(stage.results)
-
-
 # ---- structure
 
 
+TWO_OUTPUTS = """
+    x[?, 2], w[2, 2], v[2, 2]
+    a/matmul = MatMul(x, w)
+    a/early = Tanh(a/matmul)
+    b/late = MatMul(a/matmul, v)
+"""
+WAITING = """
+    x[?, 2], w[2, 2]
+    a/check = NoOp()
+    a/h = MatMul(x, w) ^a/check
+    loss = L2Loss(a/h)
+"""
+
+
 def test_the_graph_of_each_stage(golden: Callable[[str, str], None]) -> None:
-    program = forward(stateful_layers(), "a")
-    golden("build_forward.txt", stages_text(program))
+    """Outputs are results of the stage that makes them, or the last one's if they are inputs."""
+    outputs = read_program(TWO_OUTPUTS, outputs=("b/late", "a/early", "x"))
+    forms = {
+        "outputs that are wanted": forward(outputs, "a", want_outputs=True),
+        "outputs that are not": forward(outputs, "a"),
+        "control edges stay behind": forward(read_program(WAITING)),
+    }
+    texts = [stages_text(forward(stateful_layers(), "a"))]
+    golden("build_forward.txt", "\n".join([*texts, *(f"{key}\n\n{stages_text(own)}" for key, own in forms.items())]))
 
 
 def test_the_flat_graph_is_kept_for_those_who_speak_of_its_tensors() -> None:
@@ -51,46 +62,6 @@ def test_the_flat_graph_is_kept_for_those_who_speak_of_its_tensors() -> None:
     assert after.flat == before.graph == after.graph
     assert before.flat_graph == after.replace(graph=empty_graph()).flat_graph == before.graph
     assert (after.roles, after.boundaries) == (before.roles, before.boundaries)
-
-
-@functools.cache
-def two_outputs() -> Program:
-    """Stage 0 and stage 1 make an output each, and one output is an input."""
-    return read_program(
-        """
-        x[?, 2], w[2, 2], v[2, 2]
-        a/matmul = MatMul(x, w)
-        a/early = Tanh(a/matmul)
-        b/late = MatMul(a/matmul, v)
-    """,
-        outputs=("b/late", "a/early", "x"),
-    )
-
-
-def test_outputs_are_results_of_the_stage_that_makes_them_when_they_are_wanted() -> None:
-    program = forward(two_outputs(), "a", want_outputs=True)
-    assert [results(stage) for stage in program.stages] == [["a/matmul", "a/early"], ["b/late", "x"]]
-    assert program.stages[1].results[next(value for value in program.stages[1].results if str(value) == "x")] == Ref(
-        "x"
-    )
-
-
-def test_outputs_that_are_not_wanted_are_no_results() -> None:
-    assert [results(stage) for stage in forward(two_outputs(), "a").stages] == [["a/matmul"], []]
-
-
-def test_control_edges_stay_behind() -> None:
-    (stage,) = forward(
-        read_program("""
-        x[?, 2], w[2, 2]
-        a/check = NoOp()
-        a/h = MatMul(x, w) ^a/check
-        loss = L2Loss(a/h)
-    """)
-    ).stages
-    assert stage.graph is not None
-    assert list(node(stage.graph, "a/h").input) == ["x", "w"]
-    assert "a/check" not in {each.name for each in stage.graph.node}
 
 
 def test_colocation_with_nodes_that_the_stage_may_not_have_stays_behind() -> None:
