@@ -100,7 +100,6 @@ def test_layers_shapes_and_parameters(module: Any, config: Any, names: tuple[str
         (xlnet.xlnet_tiny, {"width": 33, "heads": 3}, "width 33 is odd"),
         (xlnet.xlnet_tiny, {"head": "spans", "two_streams": True}, "head is 'spans', but the second stream is there"),
         (partial(gpt.sample, None, b"", 1), {}, "need a prompt and temperature >= 0"),
-        (partial(reversed_pairs, 2, 3, 5, 5, seed=0), {}, "pairs of 3 tokens, 5 read and 5 written; need at least 4"),
         (
             partial(RecurrentLayer(4, bidirectional=True, residual=True), np.ones((1, 2, 3), "float32")),
             {},
