@@ -339,7 +339,7 @@ def test_pairs_against_naive_padding(root: pathlib.Path) -> None:
 
 
 def examples(*questions: sentences.Pair, sequence: int) -> list[sentences.Example]:
-    return list(sentences._examples(questions, question_tokenizer(), sequence, (2, 3)))
+    return list(sentences._examples(questions, question_tokenizer(), sequence, [("first", 2), ("separator", 3)]))
 
 
 def test_parts_of_a_long_text() -> None:

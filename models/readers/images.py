@@ -113,11 +113,10 @@ def open_cifar(request: Request) -> DataSource:
     def samples_for(model: keras.Model, part: Listing, seed: int | None) -> order.Samples:
         shape = image_shape(request.text, model, classes)
         images, labels = tf.constant(part[0]), tf.constant(part[1][:, 0], tf.int32)
-        augmented = options.augment and seed is not None
 
         def read(draw: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             image = images[number]
-            if augmented:
+            if options.augment and seed is not None:
                 seeds = order.seeds_of(draw, seed)
                 around = [[_PADDING] * 2, [_PADDING] * 2, [0, 0]]
                 image = tf.image.stateless_random_crop(tf.pad(image, around), images.shape[1:], seeds)
@@ -165,12 +164,7 @@ def model_input(
 
     def random_window(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         start, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
-            size,
-            tf.zeros([1, 0, 4]),
-            seeds,
-            min_object_covered=0.0,
-            area_range=(0.08, 1.0),
-            use_image_if_no_bounding_boxes=True,
+            size, tf.zeros([1, 0, 4]), seeds, 0.0, area_range=(0.08, 1.0), use_image_if_no_bounding_boxes=True
         )
         return start[:2], extent[:2]
 

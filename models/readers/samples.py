@@ -34,8 +34,7 @@ def kept(name: str, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
     Raises:
         ModelError: the folder can't be written.
     """
-    cache = os.environ.get("DAPPLE_CACHE")
-    data = (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache" / "dapple_tf") / "data"
+    data = pathlib.Path(os.environ.get("DAPPLE_CACHE") or pathlib.Path.home() / ".cache" / "dapple_tf", "data")
     folder = data / name
     if folder.is_dir():
         return folder

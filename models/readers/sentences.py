@@ -173,18 +173,17 @@ def inputs_of(model: keras.Model) -> tuple[str, ...]:
     return (*_INPUTS, _PERMUTATION) if ordered else _INPUTS
 
 
-def _examples(pairs: Sequence[Pair], tokenizer: Any, sequence: int, special: tuple[int, int]) -> Iterator[Example]:
+def _examples(pairs: Sequence[Pair], tokenizer: Any, sequence: int, special: list[Any]) -> Iterator[Example]:
     """Yields samples of at most ``sequence`` tokens: of a long text several, which share a quarter of the sequence.
 
-    ``special`` are the tokens [CLS] and [SEP].
+    ``special`` are the tokens ``first``, [CLS], and ``separator``, [SEP].
     """
     asked = sequence // 2 - 3
     tokenizer.no_truncation()
     whole = vocabulary.encodings(tokenizer, (pair.first for pair in pairs))
     ends = [each.offsets[asked - 1][1] if len(each) > asked else None for each in whole]
     tokenizer.post_processor = vocabulary.library().processors.TemplateProcessing(
-        pair="first $A separator $B:1 separator:1",
-        special_tokens=list(zip(("first", "separator"), special, strict=True)),
+        pair="first $A separator $B:1 separator:1", special_tokens=special
     )
     tokenizer.enable_truncation(sequence, stride=sequence // 4, strategy="only_second")
     texts = ((pair.first[:end], pair.second) for pair, end in zip(pairs, ends, strict=True))
@@ -207,7 +206,7 @@ def _samples(
     first, separator, padding = (vocabulary.token(tokenizer, role, text) for role in ("start", "end", "padding"))
     mask = vocabulary.token(tokenizer, "mask", text) if task == "masked" else 0
     size = vocabulary.size_of(tokenizer)
-    examples = list(_examples(pairs, tokenizer, sequence, (first, separator)))
+    examples = list(_examples(pairs, tokenizer, sequence, [("first", first), ("separator", separator)]))
     lists = vocabulary.ragged(tokens for tokens, _ in examples)
     seconds, starts, ends, classes = tf.transpose(
         tf.reshape(tf.constant([numbers for _, numbers in examples], tf.int32), [-1, 4])

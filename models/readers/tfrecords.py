@@ -47,8 +47,7 @@ def open_records(request: Request) -> DataSource:
         def read(draw: tf.Tensor, found: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
             path, (data, label) = found[0], parsed(found[1])
             message = [f"{_LABEL} isn't from {first} to {last}, but", label, "in", path, "(option first_label)"]
-            known = tf.debugging.Assert((label >= first) & (label <= last), message)
-            with tf.control_dependencies([known]):
+            with tf.control_dependencies([tf.debugging.Assert((label >= first) & (label <= last), message)]):
                 label = tf.cast(label - first, tf.int32)
             return images.model_input(images.checked(data, "in", path), shape, options, draw, seed), label
 
@@ -102,10 +101,7 @@ def records_of(path: tf.Tensor) -> tf.data.Dataset:
 
 def parsed(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns an encoded image and its label; an empty string or -1 if the record has none."""
-    features = {
-        _IMAGE: tf.io.FixedLenFeature([], tf.string, ""),
-        _LABEL: tf.io.FixedLenFeature([], tf.int64, -1),
-    }
+    features = {_IMAGE: tf.io.FixedLenFeature([], tf.string, ""), _LABEL: tf.io.FixedLenFeature([], tf.int64, -1)}
     example = tf.io.parse_single_example(record, features)
     return example[_IMAGE], example[_LABEL]
 

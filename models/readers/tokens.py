@@ -42,8 +42,7 @@ def open_tokens(request: Request) -> DataSource:
     Raises:
         ModelError: there is none.
     """
-    dtypes = ("uint16", "uint8", "int32", "uint32", "int64")
-    options = request.options(dtype=dtypes, valid="", held_out=0.05)
+    options = request.options(dtype=("uint16", "uint8", "int32", "uint32", "int64"), valid="", held_out=0.05)
     files = request.files(options.valid, lambda: [samples.tokens()])
     parts = [mapped(path, options.dtype, request.text) for path in files]
     return _windows(request.text, f"{parts[0].size:,} tokens of {files[0]}", parts, options.held_out)

@@ -52,10 +52,8 @@ def load(path: pathlib.Path, text: str) -> Any:
     """Loads a tokenizer from a file.
 
     Raises:
-        ModelError: there is no such file, or it isn't a tokenizer. The error begins with ``text``.
+        ModelError: it isn't a tokenizer. The error begins with ``text``.
     """
-    if not path.is_file():
-        raise ModelError(f"{text}: there is no tokenizer {path}")
     try:
         tokenizer = library().Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises Exception itself.
@@ -107,11 +105,7 @@ def trained(lines: Iterable[str], size: int, text: str) -> Any:
         counts = collections.Counter(itertools.chain.from_iterable(words))
         alphabet = sorted(counts, key=lambda byte: (-counts[byte], byte))[:room]
     trainer = package.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=_FIRST,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
+        vocab_size=size, special_tokens=_FIRST, initial_alphabet=alphabet, limit_alphabet=room, show_progress=False
     )
     tokenizer.train_from_iterator(lines, trainer)
     return tokenizer
