@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import dapple_tf as dapple
 from dapple_tf.describe.devices import Link
 from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
-from dapple_tf.operators.fast_t import dpos, fast_t_candidate
+from dapple_tf.operators.fast_t import fast_t_candidate
 from dapple_tf.operators.fd_dps import as_published, fd_dps
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.islands import largest_island, on_island
@@ -24,15 +25,15 @@ from dapple_tf.tools.evaluation.operator_models import flat_step, flatten_step, 
 from dapple_tf.tools.evaluation.paper_models import gpus
 from dapple_tf.tools.evaluation.results import Record
 
-_DOCKERS = 3e9
+DOCKERS = (1e9, 3e9, 6e9)
 """Bytes/s between the two dockers of figure 4; the paper doesn't say what it measured there."""
 SAMPLES = (16, 256, 4096)
 """Batches of the towers."""
 
 
-def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
-    """Returns P100s on one server, in one or several dockers."""
-    return gpus(dockers, devices // dockers, Link(12e9, 10e-6), Link(_DOCKERS, 50e-6))
+def cluster_of(devices: int, dockers: int = 1, between: float = DOCKERS[1]) -> dapple.Cluster:
+    """Returns P100s on one server, in one or several dockers with so many bytes/s between them."""
+    return gpus(dockers, devices // dockers, Link(12e9, 10e-6), Link(between, 50e-6))
 
 
 _step = functools.lru_cache(maxsize=1)(flat_step)
@@ -45,23 +46,33 @@ def op_graph(model: str, cluster: dapple.Cluster) -> tuple[OpGraph, Topology]:
 
 
 def run_published(model: str, devices: int) -> Record:
+    """Returns the seconds of each algorithm as published; see `published_steps`."""
+    return published_steps(model, cluster_of(devices))
+
+
+def run_dockers(model: str, devices: int) -> Record:
+    """Returns the same in two dockers, by the rate of the link between them in GB/s."""
+    return {f"{rate / 1e9:g}": published_steps(model, cluster_of(devices, 2, rate)) for rate in DOCKERS}
+
+
+def published_steps(model: str, cluster: dapple.Cluster) -> Record:
     """Returns the seconds of each algorithm as published, on data parallelism's graph.
 
     No algorithm goes back to data parallelism, none tries other candidates or improves its result. FD-DPS has its own
-    queue, beside DPOS and HEFT with theirs; and pieces of operators with a queue by path, as
+    queue, beside FastT (DPOS and OS-DPOS) and HEFT with theirs; and pieces of operators with a queue by path, as
     MP-DPS has.
     """
-    base = variant_of(*op_graph(model, cluster_of(devices)), {})
+    base = variant_of(*op_graph(model, cluster), {})
     start = by_batch(base)
     assert start is not None, model
-    variant = start.variant
+    variant, never = start.variant, start._replace(over=math.inf)
     pieces = Pieces.of(variant.problem)
     by_path = schedule_by_critical_path(pieces.problem, tails(pieces.problem))[0]
     seconds = {
         "graph": start,
         "FD-DPS": as_published(variant, "earliest"),
         "FD-DPS, algorithm 2": as_published(variant, "paper"),
-        "DPOS": dpos(variant),
+        "FastT": fast_t_candidate(base, never),
         "HEFT": judged(variant, *heft_schedule(variant.problem), "HEFT"),
         "FD-DPS, pieces": scheduled(variant, pieces.spread(by_path), "pieces"),
         "MP-DPS, pieces": scheduled(variant, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS"),
