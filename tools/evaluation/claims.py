@@ -84,7 +84,7 @@ class Claim:
         why: why it isn't the same.
         untold: why it can't be told where ours isn't within the bands; empty if it can.
         less: whether less is better.
-        fitted: whether ours was fitted to the figure, so that it can't be told whatever it is.
+        fitted: whether ours depends on a guess or was fitted to the figure, and can't be told whatever it is.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import dapple_tf as dapple
 from dapple_tf.describe.devices import Link
@@ -12,22 +13,22 @@ from dapple_tf.operators.list_scheduler import fd_dps_schedule, heft_schedule
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import Pieces, judged, placed_by, scheduled, variant_of
-from dapple_tf.operators.split_search import by_batch, dpos, fast_t_candidate
+from dapple_tf.operators.split_search import by_batch, fast_t_candidate
 from dapple_tf.tools.evaluation.mp_dps import mp_dps_candidate, placed_pieces
 from dapple_tf.tools.evaluation.operator_baselines import data_parallel, parents_device, single_device
 from dapple_tf.tools.evaluation.operator_models import flat_step, flatten_step, wide_towers
 from dapple_tf.tools.evaluation.paper_models import gpus
 from dapple_tf.tools.evaluation.results import Record
 
-_DOCKERS = 3e9
+DOCKERS = (1e9, 3e9, 6e9)
 """Bytes/s between the two dockers of figure 4; the paper doesn't say what it measured there."""
 SAMPLES = (16, 256, 4096)
 """Batches of the towers."""
 
 
-def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
-    """Returns P100s on one server, in one or several dockers."""
-    return gpus(dockers, devices // dockers, Link(12e9, 10e-6), Link(_DOCKERS, 50e-6))
+def cluster_of(devices: int, dockers: int = 1, between: float = DOCKERS[1]) -> dapple.Cluster:
+    """Returns P100s on one server, in one or several dockers with so many bytes/s between them."""
+    return gpus(dockers, devices // dockers, Link(12e9, 10e-6), Link(between, 50e-6))
 
 
 _step = functools.lru_cache(maxsize=1)(flat_step)
@@ -40,23 +41,33 @@ def op_graph(model: str, cluster: dapple.Cluster) -> tuple[OpGraph, Topology]:
 
 
 def run_published(model: str, devices: int) -> Record:
+    """Returns the seconds of each algorithm as published; see `published_steps`."""
+    return published_steps(model, cluster_of(devices))
+
+
+def run_dockers(model: str, devices: int) -> Record:
+    """Returns the same in two dockers, by the rate of the link between them in GB/s."""
+    return {f"{rate / 1e9:g}": published_steps(model, cluster_of(devices, 2, rate)) for rate in DOCKERS}
+
+
+def published_steps(model: str, cluster: dapple.Cluster) -> Record:
     """Returns the seconds of each algorithm as published, on data parallelism's graph.
 
     No algorithm goes back to data parallelism, none tries other candidates or improves its result. FD-DPS has its own
-    queue, beside DPOS and HEFT with theirs; and pieces of operators with a queue by path, as
+    queue, beside FastT (DPOS and OS-DPOS) and HEFT with theirs; and pieces of operators with a queue by path, as
     MP-DPS has.
     """
-    base = variant_of(*op_graph(model, cluster_of(devices)), {})
+    base = variant_of(*op_graph(model, cluster), {})
     start = by_batch(base)
     assert start is not None, model
-    variant, problem = start.variant, start.variant.problem
+    variant, problem, never = start.variant, start.variant.problem, start._replace(over=math.inf)
     pieces = Pieces.of(problem)
     by_path = fd_dps_schedule(pieces.problem)[0]
     seconds = {
         "graph": start,
         "FD-DPS": judged(variant, *fd_dps_schedule(problem), "published"),
         "FD-DPS, algorithm 2": judged(variant, *fd_dps_schedule(problem, parents_device(problem)), "published"),
-        "DPOS": dpos(variant),
+        "FastT": fast_t_candidate(base, never),
         "HEFT": judged(variant, *heft_schedule(problem), "HEFT"),
         "FD-DPS, pieces": scheduled(variant, pieces.spread(by_path), "pieces"),
         "MP-DPS, pieces": scheduled(variant, pieces.spread(placed_pieces(pieces.problem)), "MP-DPS"),
