@@ -144,7 +144,7 @@ def some_of(seeds: range) -> list[CostModel]:
         draw = random.Random(seed)
         with contextlib.suppress(PlanError):
             ways, carried = [draw.choice(ALL_REDUCE) for _ in plan.devices], draw.choice([0, 0, 0, 1])
-            plan = dataclasses.replace(plan, backward_cuts=(), all_reduce=ways, carried_updates=carried)
+            plan = plan.with_options(backward_cuts=(), all_reduce=ways, carried_updates=carried)
             costs = CostModel(plan, profile, cluster)
             run(costs)
             made.append(costs)
