@@ -91,13 +91,13 @@ def plan_model(
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
         raise PlanError(f"profile_seconds is {budget!r}; give seconds above 0, or None to measure layer by layer")
     # Reports mistakes before minutes of measuring.
-    PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
+    PlanRequest(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
     if by_trial:
         examples = with_length(model, **examples)  # which several measurements need, and which it warns of
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
     check_optimizer(model.optimizer, model.trainable_variables)  # It makes the slots, which count below.
-    request = PlanRequest.of(profiled, beside_values(model, cluster), global_batch_size, **options)
+    request = PlanRequest(profiled, beside_values(model, cluster), global_batch_size, **options)
     request = _to_run(request, model.optimizer)
     plan = _tried(model, request, **examples) if by_trial else find(request)
     logger.info("%s", plan)
@@ -217,7 +217,7 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
     """
     inner = inner_optimizer(optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
-    return dataclasses.replace(request, features=request.features - {"carried_updates"}) if needs_all else request
+    return dataclasses.replace(request, only=request.features - {"carried_updates"}) if needs_all else request
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

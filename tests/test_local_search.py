@@ -25,7 +25,7 @@ PLAN = Plan.manual(["layer_1"], [[0, 1], [2]], 2, 8)
 
 
 def request(layers: int = 4, *servers: int, batch: int = 8, **options: Any) -> PlanRequest:
-    return PlanRequest.of(profile_of(layers), cluster_of(*(servers or (3,))), batch, (1, 2, 4, 8), **options)
+    return PlanRequest(profile_of(layers), cluster_of(*(servers or (3,))), batch, micro_batches=(1, 2, 4, 8), **options)
 
 
 def changed(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], int]]:

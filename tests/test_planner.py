@@ -409,7 +409,7 @@ def test_edited_and_broken_reports(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def request_of(profile: Profile, cluster: Cluster, batch: int = 8) -> PlanRequest:
-    return PlanRequest.of(profile, cluster, batch, micro_batches=4, schedule="auto")
+    return PlanRequest(profile, cluster, batch, micro_batches=4, schedule="auto")
 
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 1), ("dapple_a", 3)])
@@ -559,20 +559,22 @@ def straight(recompute: str | tuple[str, ...] = "none") -> Plan:
 def test_first_stages_compute_again_where_memory_is_short(
     min_cut: float | None, memory: int | None, modes: tuple[str, ...]
 ) -> None:
-    request = PlanRequest.of(keeping(min_cut), cluster_of(4, memory=memory), 80, 8, "dapple_a", None)
+    request = PlanRequest(keeping(min_cut), cluster_of(4, memory=memory), 80, micro_batches=8, schedule="dapple_a")
     assert modes_by_memory(straight(), request) == modes == modes_by_memory(straight("boundary"), request)
     for options in ({"recompute": "boundary"}, {"only": ["recompute"]}):  # One mode is asked for.
-        request = PlanRequest.of(keeping(min_cut), cluster_of(4, memory=memory), 80, 8, "dapple_a", **options)
+        request = PlanRequest(
+            keeping(min_cut), cluster_of(4, memory=memory), 80, micro_batches=8, schedule="dapple_a", **options
+        )
         assert not list(recomputing_by_stage(straight("boundary"), request))
 
 
 def test_stages_that_keep_all_get_more_layers() -> None:
     """B takes twice as long as F, so that recomputing takes a third more."""
-    request = PlanRequest.of(profile_of(14), cluster_of(2), 16, 4, "dapple_a")
+    request = PlanRequest(profile_of(14), cluster_of(2), 16, micro_batches=4, schedule="dapple_a")
     uneven = Plan.straight(["layer_6"], 16, 4, recompute=("boundary", "none"))
     assert evened(uneven, request) == ("layer_5",)
     assert evened(uneven.with_options(recompute="none"), request) == ("layer_6",)
-    request = PlanRequest.of(profile_of(4, milliseconds=0.0), cluster_of(2), 16, 4, "dapple_a")
+    request = PlanRequest(profile_of(4, milliseconds=0.0), cluster_of(2), 16, micro_batches=4, schedule="dapple_a")
     assert len(evened(uneven.with_options(cuts=("layer_1",)), request)) == 1, "also without times"
 
 

@@ -250,7 +250,7 @@ def test_they_are_planned_only_where_memory_limits_micro_batches() -> None:
     assert max(activations(costs.schedule)) == 4 and max(costs.warm_up) > 2
 
     def tried(memory: int | None) -> set[str]:
-        request = PlanRequest.of(PROFILE, four(memory), 12, micro_batches=12, schedule="auto")
+        request = PlanRequest(PROFILE, four(memory), 12, micro_batches=12, schedule="auto")
         base = Plan.manual([layer.name for layer in PROFILE.layers[1:7:2]], straight(4), 12, 12)
         return {policy.name for policy, _ in stages_per_device(base, request)}
 

@@ -19,12 +19,12 @@ def pipelined() -> Cluster:
 
 
 def rivals_of(cluster: Cluster, parameters: int = 2 * 10**6, batch: int = 8, **options: Any) -> list[Plan]:
-    return rivals(PlanRequest.of(profile_of(4, parameters=parameters), cluster, batch, **options))
+    return rivals(PlanRequest(profile_of(4, parameters=parameters), cluster, batch, **options))
 
 
 def test_the_best_of_stages_and_of_data_parallelism_are_rivals_with_their_reports() -> None:
     plans = rivals_of(pipelined())
-    assert plans[0] == find(PlanRequest.of(profile_of(4, parameters=2 * 10**6), pipelined(), 8))
+    assert plans[0] == find(PlanRequest(profile_of(4, parameters=2 * 10**6), pipelined(), 8))
     assert plans[0].num_stages > 1
     assert [plan.devices for plan in plans[1:]] == [((0, 1, 2, 3),)]
     reports = [plan.report for plan in plans]
@@ -83,7 +83,8 @@ def test_what_fits_in_several_micro_batches_only_is_a_rival() -> None:
     cluster = cluster_of(2, memory=10**6, intra_bandwidth=1e10)
     profile = profile_of(4, parameters=1000, residual=5e4)
     one, several = (
-        rivals(PlanRequest.of(profile, cluster, 32, counts, recompute="none")) for counts in (1, (1, 2, 4, 8, 16))
+        rivals(PlanRequest(profile, cluster, 32, micro_batches=counts, recompute="none"))
+        for counts in (1, (1, 2, 4, 8, 16))
     )
     assert ((0, 1),) not in [plan.devices for plan in one]
     assert ((0, 1),) in [plan.devices for plan in several]

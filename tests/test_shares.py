@@ -172,7 +172,7 @@ def test_shares_leave_room_for_the_larger_micro_batches() -> None:
 
 def test_equal_shares_are_a_move() -> None:
     cluster = cluster_of(2, speeds=(1.0, 0.5))
-    request = PlanRequest.of(profile_of(8), cluster, 12)
+    request = PlanRequest(profile_of(8), cluster, 12)
     start = request.plan((), [[0, 1]], 1)
     assert start.options["shares"] == ((2, 1),)
     moved = list(neighbours(start, request))

@@ -12,6 +12,7 @@ planner's choices.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from typing import Any, NoReturn
@@ -19,9 +20,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES
-from dapple_tf.planning.features import NAMES
-from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
 
@@ -30,61 +29,23 @@ FLAGS = flags.FlagValues()
 _PROFILE = ProfileFlags(FLAGS, alternative="Or give --model.")
 _MODEL = ModelFlags(FLAGS, default=None, data=True)
 _CLUSTER = ClusterFlag(FLAGS)
-_SHARDS = {"no": False, "yes": True, "auto": None}
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
     "global_batch_size", None, "Required: samples per step, over all devices.", lower_bound=1, flag_values=FLAGS
 )
-_MICRO_BATCHES = flags.DEFINE_list(
-    "micro_batches", None, "Micro-batches per step: one number, or several to choose from.", flag_values=FLAGS
-)
-_SCHEDULE = flags.DEFINE_list(
-    "schedule",
-    None,
-    f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto, the default, for all of them.",
-    flag_values=FLAGS,
-)
-_RECOMPUTE = flags.DEFINE_list(
-    "recompute",
-    None,
-    f"What backward passes recompute, or several to choose from: {', '.join(RECOMPUTE_MODES)}. By default only "
-    f"if memory requires it.",
-    flag_values=FLAGS,
-)
-_REVERSE_FIRST_K = flags.DEFINE_string(
-    "reverse_first_k",
-    None,
-    "k of reverse first-k in plans with chunks, or auto for the best. By default auto if --schedule is, else 0.",
-    flag_values=FLAGS,
-)
-_ONLY = flags.DEFINE_list(
-    "only",
-    None,
-    f"The features that the plan may have besides stages under a policy, some of {', '.join(NAMES)}; --only= for none. "
-    f"By default all.",
-    flag_values=FLAGS,
-)
-_ALL_REDUCE = flags.DEFINE_enum(
-    "all_reduce",
-    None,
-    ALL_REDUCE,
-    "All-reduces over several servers; by default the faster one for each stage.",
-    flag_values=FLAGS,
-)
-_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", None, "Compile the plan's stages with XLA.", flag_values=FLAGS)
-_OPTIMIZER_SHARDS = flags.DEFINE_enum(
-    "optimizer_shards",
-    "no",
-    list(_SHARDS),
-    "Whether replicas keep a shard of the optimizer's slots each, for optimizers that update each element by itself; "
-    "auto: where nothing fits the devices' memory otherwise.",
-    flag_values=FLAGS,
-)
-_ROW_SHARDS = flags.DEFINE_boolean(
-    "row_shards",
-    False,
-    "Replicas keep a shard of the rows of embeddings each, and exchange the rows that they look up.",
-    flag_values=FLAGS,
-)
+
+
+def _flag(option: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
+    """Defines the flag of a field of `PlanRequest`."""
+    text, words, switch = option.metadata["flag"]
+    if switch:
+        return flags.DEFINE_boolean(option.name, option.default, text, flag_values=FLAGS)
+    if words is None:
+        return flags.DEFINE_list(option.name, option.default, text, flag_values=FLAGS)
+    default = next((word for word, value in words.items() if value == option.default), None)
+    return flags.DEFINE_enum(option.name, default, list(words), text, flag_values=FLAGS)
+
+
+_OPTIONS = {option: _flag(option) for option in dataclasses.fields(PlanRequest) if "flag" in option.metadata}
 _CHECK = flags.DEFINE_boolean(
     "check",
     False,
@@ -105,43 +66,15 @@ _SAVE_CLUSTER = flags.DEFINE_string(
 
 
 def options() -> dict[str, Any]:
-    """Returns the options that the planner may choose from.
-
-    Raises:
-        app.UsageError: a flag names an unknown option.
-    """
-    counts = _MICRO_BATCHES.value
-    if counts is not None:
-        good = bool(counts) and all(count.isascii() and count.isdigit() and len(count) < 10 for count in counts)
-        command.check(good, f"--micro_batches={','.join(counts)}: give whole numbers from 1 on, such as 4,8,16")
-    for flag, given, known in (
-        ("--schedule", _SCHEDULE.value, (*POLICIES, "auto")),
-        ("--recompute", _RECOMPUTE.value, RECOMPUTE_MODES),
-    ):
-        for value in given or ():
-            command.check(value in known, f"{flag}={value}: unknown; use some of {', '.join(known)}")
-    schedule = _SCHEDULE.value
-    if schedule is not None and "auto" in schedule:
-        command.check(schedule == ["auto"], f"--schedule={','.join(schedule)}: auto is all of them; give it alone")
-        schedule = "auto"
-    first = _REVERSE_FIRST_K.value
-    command.check(
-        first in (None, "auto") or (first.isascii() and first.isdigit()),
-        f"--reverse_first_k={first}: give a number of stages, or auto",
-    )
-    for name in _ONLY.value or ():
-        command.check(name in NAMES, f"--only={name}: unknown; use some of {', '.join(NAMES)}")
-    return {
-        "micro_batches": None if counts is None else [int(count) for count in counts],
-        "schedule": schedule,
-        "recompute": _RECOMPUTE.value,
-        "reverse_first_k": first if first in (None, "auto") else int(first),
-        "only": _ONLY.value,
-        "all_reduce": _ALL_REDUCE.value,
-        "jit_compile": _JIT_COMPILE.value,
-        "optimizer_shards": _SHARDS[_OPTIMIZER_SHARDS.value],
-        "row_shards": _ROW_SHARDS.value,
-    }
+    """Returns the options that the planner may choose from, which it checks."""
+    values = {}
+    for option, flag in _OPTIONS.items():
+        value, words = flag.value, option.metadata["flag"].words
+        if isinstance(value, list):
+            items = [int(text) if text.isdecimal() else text for text in value]
+            value = items[0] if len(items) == 1 else items
+        values[option.name] = words[value] if words is not None and value is not None else value
+    return values
 
 
 def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:

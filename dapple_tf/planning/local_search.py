@@ -158,7 +158,7 @@ def move_devices(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
 
 def change_micro_batches(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
     """Takes at most twice and at least half as many micro-batches."""
-    for count in request.micro_batches:
+    for count in request.counts:
         if count != plan.micro_batches and plan.micro_batches / 2 <= count <= plan.micro_batches * 2:
             yield {"micro_batches": count}
 

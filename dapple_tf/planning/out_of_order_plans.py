@@ -96,7 +96,7 @@ def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
         members = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
         speeds = [sum(request.cluster.devices[device].speed for device in group) for group in members]
         cuts = by_time(request.profile, stages, speeds)
-        for count in request.micro_batches:
+        for count in request.counts:
             if replicas <= request.batch // count and (count > 1 or stages == 1):
                 plan = request.plan(cuts, members, count, recompute)
                 if min(request.costs(plan).holds or (1,)) > 0:
@@ -214,8 +214,8 @@ def _legal(base: Plan, request: PlanRequest, **changes: Any) -> Iterator[Plan]:
         dropped = {**FOUND_LAST, "task_seconds": None, "shares": None}
         dropped |= {"recompute": modes_on(base, changes.get("devices", base.devices))}
         plan = request.shared(base.with_options(**(dropped | changes)))
-        if isinstance(request.reverse_first_k, int):
-            k = min(request.reverse_first_k, plan.num_stages)
+        if isinstance(request.first_k, int):
+            k = min(request.first_k, plan.num_stages)
             plan = dataclasses.replace(plan, reverse_first_k=k)
         yield with_task_seconds(plan, request)
     except PlanError:

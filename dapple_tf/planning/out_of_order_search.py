@@ -167,7 +167,7 @@ class OutOfOrderSearch:
         """Simulates DAPPLE's best plan."""
         choice = self._try(bases[0], bases[0], certainly=True)
         self.bases += [choice] if choice is not None else []
-        if self.request.reverse_first_k not in (0, AUTO):
+        if self.request.first_k not in (0, AUTO):
             self.choices = dict.fromkeys(self.choices)  # the request asks for k
             self.fastest = math.inf
 
@@ -212,7 +212,7 @@ class OutOfOrderSearch:
 
     def _may_gain_from_chunks(self, choices: Sequence[Choice | None]) -> bool:
         """Returns whether chunks of these plans may be the fastest: they can only save what follows the last task."""
-        if self.request.reverse_first_k not in (0, AUTO):
+        if self.request.first_k not in (0, AUTO):
             return True  # the request asks for chunks
         simulated = [choice for choice in choices if choice is not None]
         return not simulated or any(choice.gains_from_cuts(self.fastest) for choice in simulated)
@@ -245,7 +245,7 @@ class OutOfOrderSearch:
 
     def _order_bw_of_first_stages(self) -> None:
         """Tries reverse first-k, with carried updates, in the best plans that reduce gradients chunk by chunk."""
-        if not self.request.reverse_first_k:
+        if not self.request.first_k:
             return
         cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and _splits(choice.plan)]
         # What comes after the last task may be hidden, and the better the more chunks there are.
@@ -276,7 +276,7 @@ class OutOfOrderSearch:
             return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if carries else {0}))
 
         k = plan.reverse_first_k
-        if self.request.reverse_first_k == AUTO:
+        if self.request.first_k == AUTO:
             most = largest_reverse_first_k(plan, self.request.profile, self.request.cluster)
             k = best_reverse_first_k(min(plan.num_stages, most + 1), best_throughput)
         if carries:

@@ -133,7 +133,7 @@ def _why_not_data_parallel(request: PlanRequest) -> str:
     devices = request.cluster.num_devices
     if request.batch < devices:
         return f"a batch of {counted(request.batch, 'sample')} doesn't reach {counted(devices, 'replica')}"
-    reaching = [count for count in request.micro_batches if request.batch // count >= devices]
+    reaching = [count for count in request.counts if request.batch // count >= devices]
     if not reaching:
         return f"a micro-batch has fewer samples than the {devices} devices"
     costs = request.costs(request.plan((), [range(devices)], max(reaching)))
@@ -149,7 +149,7 @@ def shortage(request: PlanRequest) -> str:
     devices = request.cluster.num_devices
     best = min(attempts(request), key=lambda attempt: attempt[0], default=None)
     if best is None:
-        smallest = min(request.micro_batches)
+        smallest = min(request.counts)
         return (
             f"no plan is possible: a global batch of {counted(request.batch, 'sample')} in "
             f"{counted(smallest, 'micro-batch')} doesn't reach the devices; use a larger batch or fewer micro-batches"
@@ -166,13 +166,13 @@ def shortage(request: PlanRequest) -> str:
         f"the {gib(limit)} there are"
     )
     fixes = []
-    given = request.recompute is not None and "boundary" not in request.recompute
-    if given and _fits(dataclasses.replace(request, recompute=("boundary",))):
+    given = request.named_modes is not None and "boundary" not in request.named_modes
+    if given and _fits(dataclasses.replace(request, recompute="boundary", only=request.features | {"recompute"})):
         fixes.append("recompute='boundary'")
     if request.optimizer_shards is False and _fits(dataclasses.replace(request, optimizer_shards=True)):
         fixes.append("optimizer_shards=True, if the optimizer updates each element by itself")
     for most in (max(1, request.batch // request.profile.least_samples), request.batch):
-        if most > max(request.micro_batches) and _fits(dataclasses.replace(request, micro_batches=(most,))):
+        if most > max(request.counts) and _fits(dataclasses.replace(request, micro_batches=(most,))):
             fixes.append(f"smaller micro-batches (micro_batches={most})")
             break
     for factor in (2, 4, 8, 16):
@@ -203,8 +203,8 @@ def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
     limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in request.cluster.devices]
     ranked = sorted(range(devices), key=lambda device: -limits[device])
     most = min(devices, len(request.profile.layers))
-    for mode in request.recompute or ("none", "boundary"):
-        for count in request.micro_batches:
+    for mode in request.named_modes or ("none", "boundary"):
+        for count in request.counts:
             for stages in _stage_counts(most):
                 for replicas in {1, min(devices // stages, request.batch // count)} - {0}:
                     groups = [sorted(ranked[i * replicas : (i + 1) * replicas]) for i in range(stages)]

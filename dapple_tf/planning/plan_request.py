@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
 
 from dapple_tf.data_files import short
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import ALL_REDUCE, RECOMPUTE_MODES, Plan, PlanError
-from dapple_tf.describe.plan_values import integer
+from dapple_tf.describe.plan_values import SHARDS, integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.fastest_reductions import with_fastest_reductions
 from dapple_tf.planning.features import NAMES, features_of
@@ -45,26 +45,58 @@ Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]
 """Yields small changes to a plan, for the planner's local search. Those that make no legal plan are skipped."""
 
 
+class Flag(NamedTuple):
+    """A program's flag for an option.
+
+    Attributes:
+        help: the text of ``--help``.
+        words: word -> the option's value; None for lists of names and numbers.
+        switch: whether the flag is ``--name`` or ``--noname``.
+    """
+
+    help: str
+    words: Mapping[str, Any] | None = None
+    switch: bool = False
+
+
+def _flag(help: str, words: Mapping[str, Any] | None = None, *, switch: bool = False) -> dict[str, Flag]:
+    return {"flag": Flag(help, words, switch)}
+
+
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model, a cluster and the choices there are.
+    """A model, a cluster, and what the planner may choose from: the arguments of :func:`dapple_tf.plan`.
+
+    A field with a flag is an option of ``dapple-plan``, too.
 
     Attributes:
         profile: the costs of the model's layers.
-        cluster: the devices and links.
-        batch: samples in one step.
-        micro_batches: numbers of micro-batches.
-        schedules: policies that a plan may have; where a stage has no successor the first counts.
-        recompute: modes; None recomputes only where memory requires it.
-        all_reduce: the algorithms of all-reduce, of which each stage takes the fastest.
-        jit_compile: passed on to plans.
-        reverse_first_k: of plans with chunks; ``auto`` looks for the best.
-        derives: whether to search plans that aren't DAPPLE's, with chunks, say.
-        features: the names of the features that plans may have, see `dapple_tf.planning.features`.
-        least_gain: the fraction of its time that a plan must gain over a simpler one.
-        moves: the user's own moves of the local search, besides the built-in ones.
-        optimizer_shards: whether `Plan.shards` has ``optimizer``; None for where memory requires it.
-        row_shards: whether it has ``rows``.
+        cluster: the devices and links. Devices without known memory count as large enough, unknown links as free.
+        global_batch_size: samples in one step.
+        micro_batches: M, or several to choose from; None tries the usual ones.
+        schedule: a policy (a built-in one's name, or one of your own), or several to choose from. None, or ``auto``,
+            tries all, those for several stages on a device, too, and cuts replicated stages into chunks
+            (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed. DAPPLE's own are
+            ``["gpipe", "dapple_a", "dapple_b"]``.
+        recompute: a mode, or several; None recomputes only where memory requires it.
+        all_reduce: ``flat`` or ``hierarchical``, or several; each stage takes the fastest of them. None tries both.
+        jit_compile: passed on to the plan.
+        reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
+            first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
+            the best k as the paper does, by simulated throughput; it is the default where ``schedule`` is. The
+            last updates may then be left to the next step's forward (`Plan.carried_updates`), which an optimizer that
+            needs all gradients first doesn't allow: leave ``carried_updates`` out of ``only`` for it.
+        only: the features that the plan may have besides stages under a policy, some of ``recompute``,
+            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and
+            ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
+            ``plan.report.restraints`` says what those of the chosen plan cost besides time.
+        optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
+            (`Plan.shards`), which optimizers that update each element by itself allow; None lets them where
+            nothing fits otherwise.
+        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.shards`).
+        least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
+            or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
+        moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -72,84 +104,79 @@ class PlanRequest:
 
     profile: Profile
     cluster: Cluster
-    batch: int
-    micro_batches: tuple[int, ...]
-    schedules: tuple[Policy, ...]
-    recompute: tuple[str, ...] | None
-    all_reduce: tuple[str, ...]
-    jit_compile: bool | None
-    reverse_first_k: int | str = 0
-    derives: bool = False
-    features: frozenset[str] = frozenset(NAMES)
+    global_batch_size: int
+    _: KW_ONLY
+    micro_batches: int | Sequence[int] | None = field(
+        default=None, metadata=_flag("Micro-batches per step: one number, or several to choose from.")
+    )
+    schedule: str | Policy | Sequence[str | Policy] | None = field(
+        default=None,
+        metadata=_flag(
+            f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto, the default, for all of them."
+        ),
+    )
+    recompute: str | Sequence[str] | None = field(
+        default=None,
+        metadata=_flag(
+            f"What backward passes recompute, or several to choose from: {', '.join(RECOMPUTE_MODES)}. By default only "
+            f"if memory requires it."
+        ),
+    )
+    all_reduce: str | Sequence[str] | None = field(
+        default=None,
+        metadata=_flag(
+            "All-reduces over several servers; by default the faster one for each stage.",
+            {name: name for name in ALL_REDUCE},
+        ),
+    )
+    jit_compile: bool | None = field(default=None, metadata=_flag("Compile the plan's stages with XLA.", switch=True))
+    reverse_first_k: int | str | None = field(
+        default=None,
+        metadata=_flag(
+            "k of reverse first-k in plans with chunks, or auto for the best. By default auto if --schedule is, else 0."
+        ),
+    )
+    only: str | Iterable[str] | None = field(
+        default=None,
+        metadata=_flag(
+            f"The features that the plan may have besides stages under a policy, some of {', '.join(NAMES)}; --only= "
+            f"for none. By default all."
+        ),
+    )
+    optimizer_shards: bool | None = field(
+        default=False,
+        metadata=_flag(
+            "Whether replicas keep a shard of the optimizer's slots each, for optimizers that update each element by "
+            "itself; auto: where nothing fits the devices' memory otherwise.",
+            {"no": False, "yes": True, "auto": None},
+        ),
+    )
+    row_shards: bool = field(
+        default=False,
+        metadata=_flag(
+            "Replicas keep a shard of the rows of embeddings each, and exchange the rows that they look up.",
+            switch=True,
+        ),
+    )
     least_gain: float = LEAST_GAIN
-    moves: tuple[Move, ...] = ()
-    optimizer_shards: bool | None = False
-    row_shards: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        profile: Profile,
-        cluster: Cluster,
-        batch: int,
-        micro_batches: int | Sequence[int] | None = None,
-        schedule: str | Policy | Sequence[str | Policy] | None = None,
-        recompute: str | Sequence[str] | None = None,
-        *,
-        all_reduce: str | Sequence[str] | None = None,
-        jit_compile: bool | None = None,
-        reverse_first_k: int | str | None = None,
-        least_gain: float = LEAST_GAIN,
-        moves: Sequence[Move] = (),
-        only: str | Iterable[str] | None = None,
-        optimizer_shards: bool | None = False,
-        row_shards: bool = False,
-    ) -> PlanRequest:
-        """Fills in defaults, for :func:`dapple_tf.plan`."""
-        Profile.check("profile", profile)
-        Cluster.check("cluster", cluster)
-        batch = integer("global_batch_size", batch)
-        if batch < 1:
-            raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
-        automatic = schedule is None or (isinstance(schedule, str) and schedule == AUTO)
-        schedules = _policies(POLICIES if automatic else _several(schedule, POLICIES))
-        features = features_of(only)
-        if reverse_first_k is None:
-            reverse_first_k = AUTO if automatic and "first_k" in features else 0
-        elif reverse_first_k != AUTO:
-            reverse_first_k = _first_k(reverse_first_k)
-        if reverse_first_k and "first_k" not in features:
-            raise PlanError(
-                f"reverse_first_k is {reverse_first_k!r}, but only doesn't have first_k: add it, or leave one out"
-            )
-        modes = None if recompute is None else _several(recompute, ())
-        if "recompute" not in features:
-            if modes is not None and set(modes) != {"none"}:
-                raise PlanError(
-                    f"recompute is {short(recompute)}, but only doesn't have recompute: add it, or leave one out"
-                )
-            modes = ("none",)
-        counts = _several(micro_batches, _micro_batch_counts(profile, batch))
-        return cls(
-            profile,
-            cluster,
-            batch,
-            tuple(integer("micro_batches", count) for count in counts),
-            # Policies that don't hold all micro-batches go first.
-            tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
-            modes,
-            _several(all_reduce, ALL_REDUCE),
-            jit_compile,
-            reverse_first_k,
-            automatic or reverse_first_k != 0,
-            features=features,
-            least_gain=least_gain,
-            moves=tuple(moves),
-            optimizer_shards=optimizer_shards,
-            row_shards=row_shards,
-        )
+    moves: Sequence[Move] = ()
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Iterator):  # `dataclasses.replace` reads it again.
+                object.__setattr__(self, name, tuple(value))
+        Profile.check("profile", self.profile)
+        Cluster.check("cluster", self.cluster)
+        if self.batch < 1:
+            raise PlanError(f"global_batch_size is {self.batch}; it must be at least 1")
+        if self.first_k and not self.allows("first_k"):
+            raise PlanError(
+                f"reverse_first_k is {self.first_k!r}, but only doesn't have first_k: add it, or leave one out"
+            )
+        if self.recompute is not None and not self.allows("recompute") and set(self.named_modes or ()) != {"none"}:
+            raise PlanError(
+                f"recompute is {short(self.recompute)}, but only doesn't have recompute: add it, or leave one out"
+            )
         types = sorted({device.type for device in self.cluster.devices})
         if len(types) > 1:
             raise PlanError(
@@ -175,37 +202,95 @@ class PlanRequest:
             )
         if not isinstance(self.row_shards, bool):
             raise PlanError(f"row_shards is {short(self.row_shards)}; it must be True or False")
-        for count in self.micro_batches:
+        for count in self.counts:
             if not 1 <= count <= self.batch:
                 raise PlanError(
                     f"a global batch of {counted(self.batch, 'sample')} can't be cut into "
                     f"{counted(count, 'micro-batch')}; use 1 to {self.batch}"
                 )
-        for name, given, known in (
-            ("recompute", self.recompute or (), RECOMPUTE_MODES),
-            ("all_reduce", self.all_reduce, ALL_REDUCE),
+        for name, values, known in (
+            ("recompute", self.named_modes, RECOMPUTE_MODES),
+            ("all_reduce", self.reductions, ALL_REDUCE),
         ):
-            for value in given:
+            for value in values or ():
                 if value not in known:
                     raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
         choices = {
-            **{"micro_batches": self.micro_batches, "schedule": self.schedules},
-            **{"recompute": self.recompute, "all_reduce": self.all_reduce},
+            **{"micro_batches": self.counts, "schedule": self.schedules},
+            **{"recompute": self.named_modes, "all_reduce": self.reductions},
         }
         for name, choice in choices.items():
             if choice is not None and not choice:
                 raise PlanError(f"{name} is empty; give at least one to choose from, or None for the usual ones")
-        if self.reverse_first_k not in (0, AUTO) and not any(policy.reverses for policy in self.schedules):
+        if self.first_k not in (0, AUTO) and not any(policy.reverses for policy in self.schedules):
             raise PlanError(
-                f"reverse_first_k is {self.reverse_first_k}, but {self.schedules[0]} doesn't split backwards; leave it "
+                f"reverse_first_k is {self.first_k}, but {self.schedules[0]} doesn't split backwards; leave it "
                 f"out, or use modulo"
             )
+
+    # ---- the options, as the search reads them
+
+    @functools.cached_property
+    def batch(self) -> int:
+        """Samples in one step."""
+        return integer("global_batch_size", self.global_batch_size)
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of micro-batches that plans may have."""
+        counts = _several(self.micro_batches, _micro_batch_counts(self.profile, self.batch))
+        return tuple(integer("micro_batches", count) for count in counts)
+
+    @property
+    def _automatic(self) -> bool:
+        return self.schedule is None or (isinstance(self.schedule, str) and self.schedule == AUTO)
+
+    @functools.cached_property
+    def schedules(self) -> tuple[Policy, ...]:
+        """The policies that plans may have; where a stage has no successor the first counts."""
+        policies = _policies(POLICIES if self._automatic else _several(self.schedule, POLICIES))
+        return tuple(sorted(policies, key=lambda policy: policy.needs_all))  # The others hold fewer micro-batches.
+
+    @functools.cached_property
+    def features(self) -> frozenset[str]:
+        """The names of the features that plans may have, see `dapple_tf.planning.features`."""
+        return features_of(self.only)
+
+    @functools.cached_property
+    def first_k(self) -> int | str:
+        """Number of stages whose weight gradients come last in plans with chunks; ``auto`` looks for the best."""
+        if self.reverse_first_k is None:
+            return AUTO if self._automatic and self.allows("first_k") else 0
+        return AUTO if self.reverse_first_k == AUTO else _first_k(self.reverse_first_k)
+
+    @functools.cached_property
+    def named_modes(self) -> tuple[str, ...] | None:
+        """The modes of recomputation that the user names; None where memory decides."""
+        if self.recompute is None:
+            return None if self.allows("recompute") else ("none",)
+        return _several(self.recompute, ())
+
+    @functools.cached_property
+    def reductions(self) -> tuple[str, ...]:
+        """The algorithms of all-reduce, of which each stage takes the fastest."""
+        return _several(self.all_reduce, ALL_REDUCE)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """What replicas keep in shards, as `Plan.shards`."""
+        wanted = {"optimizer": self.optimizer_shards, "rows": self.row_shards}
+        return tuple(kind for kind in SHARDS if wanted[kind])
+
+    @property
+    def derives(self) -> bool:
+        """Whether to search plans that aren't DAPPLE's, with chunks, say."""
+        return self._automatic or self.first_k != 0
 
     @property
     def modes(self) -> tuple[str, ...]:
         """What backwards may recompute, the modes of a plan or of its stages, in the order in which they are tried."""
-        if self.recompute is not None:
-            return self.recompute
+        if self.named_modes is not None:
+            return self.named_modes
         profiled = any(layer.min_cut_residual_bytes for layer in self.profile.layers)
         return ("none", "min_cut", "boundary") if profiled else ("none", "boundary")
 
@@ -228,7 +313,7 @@ class PlanRequest:
     @property
     def for_one_stage(self) -> list[Policy]:
         """Those for plans of one stage; none if a k was asked for."""
-        simple = self.reverse_first_k in (0, AUTO)
+        simple = self.first_k in (0, AUTO)
         return [policy for policy in self.schedules if policy in self.straight] if simple else []
 
     @property
@@ -273,7 +358,7 @@ class PlanRequest:
     def costs(self, plan: Plan) -> CostModel:
         """Returns what a plan costs, with the fastest of the requested all-reduces."""
         costs = CostModel(plan, self.profile, self.cluster, self._stage_costs)
-        return with_fastest_reductions(costs, self.all_reduce)
+        return with_fastest_reductions(costs, self.reductions)
 
     @functools.cached_property
     def _stage_costs(self) -> StageCosts:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
@@ -31,15 +32,15 @@ from dapple_tf.planning.local_search import NOT_BY_OWN_MOVES, neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import FOUND_LAST, LEAST_GAIN, Move, PlanRequest
+from dapple_tf.planning.plan_request import FOUND_LAST, PlanRequest
 from dapple_tf.planning.recompute_modes import recomputing_by_stage
 from dapple_tf.planning.relays import RelayGuess, better_ways
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
-from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import Trial, run, tried
 
+_Arguments = ParamSpec("_Arguments")
 logger = logging.getLogger(__name__)
 
 _WORK = 30_000
@@ -77,56 +78,30 @@ _RIVAL = 2.0
 """Simple plans are tried if their expected step is at most this many times the best plan's."""
 
 
+def _arguments_of(
+    request: Callable[_Arguments, PlanRequest],
+) -> Callable[[Callable[..., Plan]], Callable[_Arguments, Plan]]:
+    """Returns a decorator that gives a function a request's arguments, for type checkers and ``help``."""
+
+    def decorated(function: Callable[..., Plan]) -> Callable[_Arguments, Plan]:
+        function.__signature__ = inspect.signature(request).replace(return_annotation=Plan)  # type: ignore[attr-defined]
+        return function
+
+    return decorated
+
+
 @names_checked()
-def plan(
-    profile: Profile,
-    cluster: Cluster,
-    global_batch_size: int,
-    *,
-    micro_batches: int | Sequence[int] | None = None,
-    schedule: str | Policy | Sequence[str | Policy] | None = None,
-    recompute: str | Sequence[str] | None = None,
-    all_reduce: str | Sequence[str] | None = None,
-    jit_compile: bool | None = None,
-    reverse_first_k: int | str | None = None,
-    least_gain: float = LEAST_GAIN,
-    moves: Sequence[Move] = (),
-    only: str | Iterable[str] | None = None,
-    optimizer_shards: bool | None = False,
-    row_shards: bool = False,
-) -> Plan:
+@_arguments_of(PlanRequest)
+def plan(profile: Profile, cluster: Cluster, global_batch_size: int, **options: Any) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
         best = plan(profile, cluster, 64)
 
     Args:
         profile: the costs of the model's layers.
-        cluster: the devices and links. Devices without known memory count as large enough, unknown links as free.
+        cluster: the devices and links.
         global_batch_size: samples in one step.
-        micro_batches: M, or several to choose from; None tries the usual ones.
-        schedule: a policy (a built-in one's name, or one of your own), or several to choose from. None, or ``auto``,
-            tries all, those for several stages on a device, too, and cuts replicated stages into chunks
-            (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed. DAPPLE's own are
-            ``["gpipe", "dapple_a", "dapple_b"]``.
-        recompute: a mode, or several; None recomputes only where memory requires it.
-        all_reduce: ``flat`` or ``hierarchical``, or several; each stage takes the fastest of them. None tries both.
-        jit_compile: passed on to the plan.
-        reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
-            first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
-            the best k as the paper does, by simulated throughput; it is the default where ``schedule`` is. The
-            last updates may then be left to the next step's forward (`Plan.carried_updates`), which an optimizer that
-            needs all gradients first doesn't allow: leave ``carried_updates`` out of ``only`` for it.
-        least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
-            or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
-        only: the features that the plan may have besides stages under a policy, some of ``recompute``,
-            ``stage_recompute``, ``several_stages``, ``pieces``, ``relays``, ``shares``, ``chunks``, ``first_k`` and
-            ``carried_updates`` (`dapple_tf.planning.features.FEATURES`); an empty list for none, None for all.
-            ``plan.report.restraints`` says what those of the chosen plan cost besides time.
-        optimizer_shards: whether replicas keep and update a shard of the optimizer's slots each
-            (`Plan.shards`), which optimizers that update each element by itself allow; None lets them where
-            nothing fits otherwise.
-        row_shards: whether they keep a shard of the rows of embeddings each (`Plan.shards`).
-        moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
+        **options: what the plan may be chosen from, see `PlanRequest`.
 
     Returns:
         The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
@@ -135,23 +110,7 @@ def plan(
         PlanError: nothing fits the devices' memory; the text says what is short by how much, and what would fit.
         TypeError: an argument has another class, or is unknown.
     """
-    request = PlanRequest.of(
-        profile,
-        cluster,
-        global_batch_size,
-        micro_batches,
-        schedule,
-        recompute,
-        all_reduce=all_reduce,
-        jit_compile=jit_compile,
-        reverse_first_k=reverse_first_k,
-        least_gain=least_gain,
-        moves=moves,
-        only=only,
-        optimizer_shards=optimizer_shards,
-        row_shards=row_shards,
-    )
-    return find(request)
+    return find(PlanRequest(profile, cluster, global_batch_size, **options))
 
 
 def plan_anew(known: Plan, profile: Profile, cluster: Cluster, only: Iterable[str] | None = None) -> Plan:
@@ -166,15 +125,8 @@ def plan_anew(known: Plan, profile: Profile, cluster: Cluster, only: Iterable[st
     Raises:
         PlanError: as `plan`.
     """
-    return plan(
-        profile,
-        cluster,
-        known.global_batch_size,
-        jit_compile=known.jit_compile,
-        only=only,
-        optimizer_shards="optimizer" in known.shards,
-        row_shards="rows" in known.shards,
-    )
+    same = {name: known.options[name] for name in ("jit_compile", "optimizer_shards", "row_shards")}
+    return plan(profile, cluster, known.global_batch_size, only=only, **same)
 
 
 @without_collection
@@ -325,7 +277,7 @@ class _Planner:
         """Returns plans that the formula rates highly, with their L."""
         request = self.request
         placements = Placements(self.cluster)
-        links = links_of(placements, request.all_reduce, request.profile.parameter_bytes)
+        links = links_of(placements, request.reductions, request.profile.parameter_bytes)
         ends = coarsened(self.profile, _GROUPS)
         candidates: list[_Found] = []
         bound = math.inf
@@ -340,8 +292,7 @@ class _Planner:
                 ends,
                 overlap=overlap,
                 recompute=mode,
-                shards=bool(request.optimizer_shards),
-                row_shards=request.row_shards,
+                shards=request.shards,
             )
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
@@ -365,7 +316,7 @@ class _Planner:
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
             candidates += fresh
-            if not overlap and not search.memory_bound and request.recompute is None:
+            if not overlap and not search.memory_bound and request.named_modes is None:
                 break
         return sorted(candidates, key=lambda entry: entry.latency)
 
@@ -379,13 +330,13 @@ class _Planner:
         best: dict[int, float] = {}
         for entry in even:
             count = entry.micro_batches
-            if count > 1 or len(self.request.micro_batches) == 1:
+            if count > 1 or len(self.request.counts) == 1:
                 best[count] = min(best.get(count, math.inf), entry.latency)
         ranked = sorted(best, key=lambda count: best[count])
         if len(ranked) < _COUNTS or self.cluster.num_devices <= _FEW_DEVICES:
-            rest = set(self.request.micro_batches) - set(ranked)
+            rest = set(self.request.counts) - set(ranked)
             return ranked + sorted(rest, reverse=True)
-        return ranked[:_COUNTS] + ([1] if 1 in self.request.micro_batches and ranked != [1] else [])
+        return ranked[:_COUNTS] + ([1] if 1 in self.request.counts and ranked != [1] else [])
 
     def _even_plans(self, recompute: str, *, relayed: bool = False) -> list[_Found]:
         """Returns pipelines of equal stages: data parallelism, straight, and those in between."""
@@ -397,7 +348,7 @@ class _Planner:
         ]
         return [
             entry
-            for micro_batches in self.request.micro_batches
+            for micro_batches in self.request.counts
             for count in stages
             for entry in self._even(count, micro_batches, recompute, relayed)
         ]
@@ -438,16 +389,16 @@ class _Planner:
     def _data_parallel(self) -> None:
         """Simulates data parallelism on all devices in any case: users want to know."""
         devices = range(self.cluster.num_devices)
-        for count in self.request.micro_batches:
+        for count in self.request.counts:
             if self.request.batch // count >= self.cluster.num_devices:
-                for mode in self.request.recompute or ("none",):
+                for mode in self.request.named_modes or ("none",):
                     self._simulate(self.request.plan((), [devices], count, mode), certainly=True)
 
     def _one_device(self) -> None:
         """Simulates one device, the first of the fastest, so that comparisons come from the same simulator."""
         device = max(range(self.cluster.num_devices), key=lambda device: self.cluster.devices[device].speed)
-        for count in self.request.micro_batches:
-            for mode in self.request.recompute or ("none",):
+        for count in self.request.counts:
+            for mode in self.request.named_modes or ("none",):
                 self._simulate(self.request.plan((), [[device]], count, mode), certainly=True)
 
     # ---- simulation
@@ -567,7 +518,7 @@ class _Planner:
     def _derives(self) -> bool:
         """Returns whether to search plans besides DAPPLE's; on one device, without any gain, only if asked."""
         request = self.request
-        asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
+        asked = isinstance(request.first_k, int) and request.first_k > 0
         asked |= not any(policy.planning.formula for policy in request.schedules)
         return request.out_of_order and (asked or self.cluster.num_devices > 1)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,8 +91,7 @@ class Search:
         ends: positions at which cuts are considered, the model's end last; see :func:`coarsened`.
         overlap: whether all-reduce overlaps with the stage's last backward.
         recompute: the mode: what B computes again.
-        shards: whether replicas keep a shard of the optimizer's slots each.
-        row_shards: whether they keep one of the rows of tables.
+        shards: what replicas keep a shard of each, as `Plan.shards`.
     """
 
     def __init__(
@@ -104,10 +103,9 @@ class Search:
         *,
         overlap: bool = False,
         recompute: str = "none",
-        shards: bool = False,
-        row_shards: bool = False,
+        shards: Collection[str] = (),
     ) -> None:
-        self.shards, self.row_shards = shards, row_shards
+        self.shards = frozenset(shards)
         self.profile, self.placements, self.links, self.ends = profile, placements, links, tuple(ends)
         self.overlap = overlap
         self.ranges = stage_ranges(profile, self.ends, recompute)
@@ -259,16 +257,16 @@ class _Run:
         backward = (start + line(ranges.backward, timed)) / speed
         size = ranges.parameters[:, None, :]
         rows = (self.rounds + 1) * line(ranges.rows, samples)  # of tables, in all micro-batches
-        if search.row_shards:  # Rows of gradients go one way, in place of whole tables there and back.
+        if "rows" in search.shards:  # Rows of gradients go one way, in place of whole tables there and back.
             size = size + (rows / 2 - ranges.tables[:, None, :]) * (replicas > 1)
         reduced = links.all_reduce(steps[None, :, None], size, Plan.bucket_bytes)
         if search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
-        keepers = replicas if search.shards else 1
+        keepers = replicas if "optimizer" in search.shards else 1
         reduced = reduced + ranges.apply[:, None, :] / speed / keepers
         stored = ranges.stored[:, None, :] - ranges.slots[:, None, :] * (1 - 1 / keepers)
-        if search.row_shards:
-            own = ranges.table_slots * (not search.shards) + ranges.tables
+        if "rows" in search.shards:
+            own = ranges.table_slots * ("optimizer" not in search.shards) + ranges.tables
             stored = stored - own[:, None, :] * (1 - 1 / replicas)
             stored = stored + (rows - ranges.tables[:, None, :]) * (replicas > 1)
         in_flight = np.full(self.groups + 1, float(self.in_flight))

@@ -87,7 +87,7 @@ class _Search:
 
     def __init__(self, case: Case, limit: float) -> None:
         self.case, self.limit = case, limit
-        self.request = PlanRequest.of(case.profile, case.cluster, case.batch, case.counts)
+        self.request = PlanRequest(case.profile, case.cluster, case.batch, micro_batches=case.counts)
         self.handed_on = RelayGuess(self.request)
         self.read_by_several = any(len(tensor.consumers) > 1 for tensor in case.profile.tensors)
         self.best: Simulation | None = None
