@@ -187,12 +187,22 @@ def test_refused_pairs_of_options_are_those_that_the_documents_show(pair: Refuse
             [StagePlan("a", (0,), task_seconds=(1, 1, 1)), StagePlan(None, (1,))],
             "only one of stages 0 and 1 has task_seconds; give them for each stage, or for none",
         ),
+        ([["a", [0]], StagePlan(None, (1,))], "stage 0 is ['a', [0]]; give a StagePlan, or use Plan.manual"),
+        ([StagePlan(None, (0,), recompute="all")], "unknown recompute 'all'; use one of none, boundary, min_cut"),
+        ([StagePlan(None, (0, 1), shares=(1, 2, 3))], "shares of stage 0 are 3 numbers for 2 replicas"),
     ],
 )
-def test_stages_are_of_a_kind(stages: list[StagePlan], message: str) -> None:
+def test_stages_are_checked(stages: list[Any], message: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(tuple(stages), 1, 4)
     assert str(caught.value).startswith(message)
+
+
+def test_stages_and_shards_may_be_lists() -> None:
+    made = Plan.manual(["a"], [[0, 1], [2]], 2, 8, shares=[[2, 1], [1]], optimizer_shards=True, row_shards=True)
+    stages: Any = [StagePlan("a", [0, 1], [4, 2]), StagePlan(None, [2])]  # type: ignore[arg-type]
+    plan = Plan(stages, 2, 8, shards=["rows", "optimizer"])  # type: ignore[arg-type]
+    assert plan == made and hash(plan) == hash(made) and plan.to_json() == made.to_json()
 
 
 def test_options_make_the_same_plan() -> None:

@@ -27,8 +27,9 @@ from dapple_tf.describe.plan_values import (
     integer,
     integers,
     layer_names,
+    listed,
 )
-from dapple_tf.describe.stage_plan import StagePlan, stages_of
+from dapple_tf.describe.stage_plan import StagePlan, checked, stages_of
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.errors import names_checked
 from dapple_tf.schedules import schedules
@@ -618,7 +619,7 @@ class Plan(JsonFile):
             object.__setattr__(self, "schedule", own_policy(self.schedule))
         except ScheduleError as error:
             raise PlanValueError(str(error)) from error
-        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "stages", checked(self.stages))
         object.__setattr__(self, "backward_cuts", layer_names(self.backward_cuts, "backward_cuts"))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
@@ -629,8 +630,10 @@ class Plan(JsonFile):
         for name in ("jit_compile", "wait_free"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("jit_compile", None):
                 raise PlanValueError(f"{name} is {short(getattr(self, name))}; it must be True or False")
-        if not {*self.shards} <= {*SHARDS}:
+        wanted = listed("shards", self.shards, "['optimizer']")
+        if any(shard not in SHARDS for shard in wanted):
             raise PlanValueError(f"shards is {short(self.shards)}; use some of {', '.join(SHARDS)}")
+        object.__setattr__(self, "shards", tuple(shard for shard in SHARDS if shard in wanted))
 
 
 def _one_or_each(names: Sequence[str]) -> str | tuple[str, ...]:

@@ -77,13 +77,6 @@ def check_stages(plan: Plan) -> None:
     """
     of_stages = counted(plan.num_stages, "stage")
     for number, stage in enumerate(plan.stages):
-        if (stage.cut is None) != (number == plan.num_stages - 1):
-            raise PlanError(
-                f"stage {number} of {of_stages} has cut {stage.cut!r}; name one for each, None for the last"
-            )
-        for name in ("operator_devices", "task_seconds"):
-            if (getattr(stage, name) is None) != (getattr(plan.stages[0], name) is None):
-                raise PlanError(f"only one of stages 0 and {number} has {name}; give them for each stage, or for none")
         if not stage.devices:
             raise PlanError(f"stage {number} has no devices; give it at least one")
         _check_devices(f"stage {number}", stage.devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,8 +31,12 @@ class PlanValueError(PlanError):
     """A field of a plan has a value that no plan has: of another type, or a name that doesn't exist."""
 
 
-def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
-    """Returns a list-like value as a tuple; a string or a mapping isn't list-like."""
+def listed(what: str, values: object, example: str) -> tuple[Any, ...]:
+    """Returns a list-like value as a tuple; a string or a mapping isn't list-like.
+
+    Raises:
+        PlanValueError: the value isn't list-like; the text has the example.
+    """
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise PlanValueError(f"{what} is {short(values)}; give a list, such as {example}")
     return tuple(values)
@@ -43,7 +48,7 @@ def layer_names(cuts: object, what: str = "cuts") -> tuple[str, ...]:
     Raises:
         PlanValueError: they aren't a list of names.
     """
-    names = _entries(what, cuts, "['block_3']")
+    names = listed(what, cuts, "['block_3']")
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name:
             ends = f"last layer of stage {number}" if what == "cuts" else "layer before a cut"
@@ -57,7 +62,7 @@ def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...
     Raises:
         PlanValueError: ``devices`` isn't such a list.
     """
-    stages = _entries(what, devices, "[[0, 1], [2]] with a list for each stage")
+    stages = listed(what, devices, "[[0, 1], [2]] with a list for each stage")
     return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
 
 
@@ -70,9 +75,9 @@ def device_groups(groups: object, what: str = "operator_devices") -> tuple[tuple
         PlanValueError: ``groups`` isn't such a list.
     """
     stages = []
-    for stage, values in enumerate(_entries(what, groups, "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage")):
+    for stage, values in enumerate(listed(what, groups, "[[[0, 1], [2, 3]], [[4, 5]]] with a list for each stage")):
         where = f"{what} of stage {stage}"
-        entries = _entries(where, values, "[[0, 1], [2, 3]] with a group for each replica")
+        entries = listed(where, values, "[[0, 1], [2, 3]] with a group for each replica")
         if not any(isinstance(entry, Iterable) and not isinstance(entry, str | Mapping) for entry in entries):
             entries = (entries,)
         stages.append(tuple(integers(f"{where}, group {number}", own) for number, own in enumerate(entries)))
@@ -86,7 +91,7 @@ def names_of_stages(what: str, value: object, known: tuple[str, ...]) -> str | t
         PlanValueError: a name isn't known.
     """
     single = isinstance(value, str)
-    names = (value,) if single else _entries(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
+    names = (value,) if single else listed(what, value, f"['{known[0]}', '{known[1]}'] with one for each stage")
     for name in names:
         if name not in known:
             raise PlanValueError(f"unknown {what} {short(name)}; use one of {', '.join(known)}")
@@ -94,19 +99,20 @@ def names_of_stages(what: str, value: object, known: tuple[str, ...]) -> str | t
 
 
 def share_lists(shares: object) -> tuple[tuple[int, ...], ...]:
-    """Returns the shares of each stage's replicas as tuples.
+    """Returns the shares of each stage's replicas as tuples, in lowest terms.
 
     Raises:
         PlanValueError: a stage's shares aren't whole numbers of at least 1.
     """
     stages = []
-    for stage, values in enumerate(_entries("shares", shares, "[[2, 1], [1]] with a list for each stage")):
+    for stage, values in enumerate(listed("shares", shares, "[[2, 1], [1]] with a list for each stage")):
         numbers = integers(f"shares of stage {stage}", values)
         if not numbers or min(numbers) < 1:
             raise PlanValueError(
                 f"shares of stage {stage} are {short(list(numbers))}; give each replica a whole number of at least 1"
             )
-        stages.append(numbers)
+        common = math.gcd(*numbers)
+        stages.append(tuple(number // common for number in numbers))
     return tuple(stages)
 
 
@@ -117,8 +123,8 @@ def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
         PlanValueError: a stage hasn't three numbers of at least 0.
     """
     triples = []
-    for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
-        entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
+    for stage, times in enumerate(listed("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
+        entries = listed(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
         numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
         if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
             raise PlanValueError(
@@ -134,7 +140,7 @@ def integers(what: str, values: object) -> tuple[int, ...]:
     Raises:
         PlanValueError: ``values`` isn't such a list.
     """
-    return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
+    return tuple(integer(what, value) for value in listed(what, values, "[0, 1]"))
 
 
 def integer(what: str, value: Any) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dapple_tf.data_files import short
 from dapple_tf.describe.plan_values import (
     ALL_REDUCE,
     RECOMPUTE_MODES,
     PlanError,
+    PlanValueError,
     device_groups,
     device_lists,
     integers,
     layer_names,
+    listed,
     names_of_stages,
     share_lists,
     task_times,
@@ -26,14 +28,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers of a stage, its devices, and how these compute.
+    """Layers of a stage, its devices, and how these compute; checked by the plan that has it.
 
     Attributes:
         cut: name of the stage's last layer; None for the model's last.
         devices: device index of each replica.
         shares: share of each replica in every micro-batch, in whole numbers: with ``(2, 1)`` replica 0 gets twice as
-            many samples as replica 1, however large the batch is (`graph_passes.ir.batching.split_by_shares`). They are
-            reduced to lowest terms; None for equal shares.
+            many samples as replica 1, however large the batch is (`graph_passes.ir.batching.split_by_shares`). Plans
+            reduce them to lowest terms; None for equal shares.
         recompute: what backwards recompute, one of `RECOMPUTE_MODES`.
         operator_devices: for each replica the group of devices on which its single operators are placed by FD-DPS
             (Mathematics 2022, 10, 4788), the replica's own device first. The groups are equally large: device i of each
@@ -56,12 +58,6 @@ class StagePlan:
     all_reduce: str = "flat"
     relays: bool = False
     task_seconds: tuple[float, float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.shares is not None:
-            common = math.gcd(*self.shares)
-            equal = len(set(self.shares)) == 1
-            object.__setattr__(self, "shares", None if equal else tuple(share // common for share in self.shares))
 
 
 def stages_of(
@@ -118,7 +114,7 @@ def stages_of(
         for values in zip(
             [*names, None],
             replicas,
-            own_shares,
+            [None if numbers is None or len(set(numbers)) == 1 else numbers for numbers in own_shares],
             _each("recompute", names_of_stages("recompute", recompute, RECOMPUTE_MODES), count),
             _each("operator_devices", groups, count),
             _each("all_reduce", names_of_stages("all_reduce", all_reduce, ALL_REDUCE), count),
@@ -126,6 +122,40 @@ def stages_of(
             _each("task_seconds", seconds, count),
             strict=True,
         )
+    )
+
+
+def checked(stages: object) -> tuple[StagePlan, ...]:
+    """Returns a plan's stages with tuples in place of lists, see `stages_of`.
+
+    Raises:
+        PlanError: a stage isn't a `StagePlan`, has a wrong value, or lacks what others have.
+    """
+    given = listed("stages", stages, "[StagePlan('block_3', (0,)), StagePlan(None, (1,))]")
+    of_stages = counted(len(given), "stage")
+    for number, stage in enumerate(given):
+        if not isinstance(stage, StagePlan):
+            raise PlanValueError(f"stage {number} is {short(stage)}; give a StagePlan, or use Plan.manual")
+        if (stage.cut is None) != (number == len(given) - 1):
+            raise PlanError(
+                f"stage {number} of {of_stages} has cut {stage.cut!r}; name one for each, None for the last"
+            )
+        for name in ("operator_devices", "task_seconds"):
+            if (getattr(stage, name) is None) != (getattr(given[0], name) is None):
+                raise PlanError(f"only one of stages 0 and {number} has {name}; give them for each stage, or for none")
+    devices = device_lists([stage.devices for stage in given])
+    shares = [stage.shares or (1,) * len(own) for stage, own in zip(given, devices, strict=True)]
+    groups = [stage.operator_devices for stage in given]
+    seconds = [stage.task_seconds for stage in given]
+    return stages_of(
+        [stage.cut for stage in given[:-1]],
+        devices,
+        shares=shares if any(stage.shares for stage in given) else None,
+        recompute=[stage.recompute for stage in given],
+        operator_devices=None if None in groups else groups,
+        all_reduce=[stage.all_reduce for stage in given],
+        relays=[number for number, stage in enumerate(given) if stage.relays],
+        task_seconds=None if None in seconds else seconds,
     )
 
 
