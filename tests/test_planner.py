@@ -134,6 +134,8 @@ def test_choices_can_be_given() -> None:
     assert huge.global_batch_size == 10**9, "a huge batch takes no time"
     one = cluster_of(1)
     assert plan(profile, one, 8, schedule="auto", reverse_first_k="auto") == plan(profile, one, 8)
+    request = PlanRequest(profile, one, 8, only=iter(["pieces"]))
+    assert dataclasses.replace(request, recompute="none").features == {"pieces"}, "an iterator is read once"
 
 
 @pytest.mark.parametrize(
