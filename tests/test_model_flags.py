@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import hardware
 import keras
 import planned_hardware as given
 import pytest
@@ -304,6 +305,10 @@ def test_changed_plans_drop_options_that_no_longer_fit() -> None:
     plan = dapple.Plan.straight(["block_1", "block_3"], 12, 4, warm_up=(3, 2, 1))
     assert changed(plan, schedule="dapple_a", micro_batches=4) is plan
     assert changed(plan, recompute="boundary").warm_up == (3, 2, 1)
+    profile, cluster = hardware.profile_of(residual=1e6, parameters=1000), hardware.cluster_of(4, memory=20_000_000)
+    planned = dapple.plan(profile, cluster, 64, micro_batches=16, schedule="modulo")
+    assert planned.warm_up == (2,)
+    assert dapple.simulate(changed(planned, global_batch_size=128), profile, cluster).costs.warm_up == (1,)
     assert changed(plan, micro_batches=2).warm_up is None
     assert changed(plan, schedule="gpipe").schedule == "gpipe"
     split = dapple.Plan.straight(["block_1", "block_3"], 12, 4, reverse_first_k=3)

@@ -163,6 +163,14 @@ def test_memory_limits_shares() -> None:
     assert with_shares(plain, profile, limited(500, 400)).options["shares"] is None  # nothing fits
 
 
+def test_shares_that_fit_one_micro_batch_leave_k_to_memory() -> None:
+    profile = profile_of(2, parameters=0, residual=100.0, size=1.0)
+    plan = Plan.manual(["layer_0"], [[0, 1], [2]], 4, 48, "dapple_b", warm_up=(3, 1))
+    for memory, warm_up in ((2500, (3, 1)), (1500, None)):  # three slices of 8 samples, or one of 9
+        shared = with_shares(plan, profile, limited(memory, 1400, None, speeds=(3.0, 1.0, 1.0)))
+        assert shared.options["shares"] is not None and shared.warm_up == warm_up
+
+
 def test_shares_leave_room_for_the_larger_micro_batches() -> None:
     profile = profile_of(1, parameters=0, residual=100.0)
     plain = Plan.data_parallel(2, 25, 2)  # 13 + 12 samples

@@ -13,9 +13,9 @@ from dapple_tf.describe.devices import LINKS, ReductionLinks
 def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
     """Returns the plan with changed fields.
 
-    Fields that no longer fit are reset: the report always; the K of stages if the schedule, the stages or the number of
-    micro-batches change; a schedule's choices for weight gradients if the schedule or the stages change; replicas'
-    shares if their devices change.
+    Fields that no longer fit are reset: the report always, and with it the K of stages, which the planner has written
+    for what micro-batches keep; other K if the schedule, the stages or the number of micro-batches change; a schedule's
+    choices for weight gradients if the schedule or the stages change; replicas' shares if their devices change.
 
     Raises:
         PlanError: as `Plan`.
@@ -24,7 +24,7 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
     if not different:
         return plan
     dropped: dict[str, Any] = {}
-    if different.keys() & {"schedule", "cuts", "devices", "micro_batches"}:
+    if plan.report is not None or different.keys() & {"schedule", "cuts", "devices", "micro_batches"}:
         dropped["warm_up"] = None
     if different.keys() & {"cuts", "devices"}:
         dropped |= {"task_seconds": None, "reverse_first_k": 0, "carried_updates": 0}

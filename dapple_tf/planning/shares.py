@@ -20,8 +20,9 @@ def with_shares(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     """Returns the plan with the shares with which the slowest replica of each stage is as early as possible.
 
     A replica's time is that of F and B of its slice, by the profile and the speed of its device. No device gets more
-    than its memory holds with the K micro-batches in flight of the plan, or, if that isn't possible, with one. Stages
-    of like devices have equal shares, and so has the whole plan if no other shares fit.
+    than its memory holds with the K micro-batches in flight of the plan, or, if that isn't possible, with one; the plan
+    then has no K of its own (`Plan.warm_up`). Stages of like devices have equal shares, and so has the whole plan if no
+    other shares fit.
 
     Args:
         plan: the plan; its own shares don't count.
@@ -31,14 +32,15 @@ def with_shares(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     Raises:
         PlanError: the plan doesn't suit the profile or the cluster.
     """
-    shares = None
+    shares, warm_up = None, plan.warm_up
     if not cluster.alike and plan.operator_devices is None and max(plan.replicas) > 1:
         costs = CostModel(plan, profile, cluster)
-        for in_flight in dict.fromkeys((plan.warm_up_counts(), (1,) * plan.num_stages)):
-            shares = shares or _Split(costs, in_flight).shares()
+        shares = _Split(costs, plan.warm_up_counts()).shares()
+        if shares is None:
+            shares, warm_up = _Split(costs, (1,) * plan.num_stages).shares(), None
     if shares is None and not any(stage.shares for stage in plan.stages):
         return plan
-    shared = plan.with_options(shares=shares)
+    shared = plan.with_options(shares=shares, warm_up=warm_up)
     return plan if shared == plan else shared
 
 
