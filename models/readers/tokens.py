@@ -21,6 +21,9 @@ from dapple_tf.models.readers import fit, order, samples, vocabulary
 from dapple_tf.models.readers.options import Request
 from dapple_tf.models.sources import DataSource, ModelError
 
+_CHECKED = 2**20
+"""Number of tokens that are checked at once: a wrong type or tokenizer shows in them."""
+
 
 class Tokens(NamedTuple):
     """Tokens of a file.
@@ -76,6 +79,13 @@ def _windows(text: str, about: str, parts: Sequence[Tokens], held_out: float) ->
         count = (tokens.size - 1) // sequence
         if count < 1:
             raise ModelError(f"{text}: {tokens.size} tokens make no window of {sequence} + 1; use more text")
+        start = tf.cast(tokens.values[tokens.first : tokens.first + min(tokens.size, _CHECKED)], tf.int64)
+        least, most = int(tf.reduce_min(start)), int(tf.reduce_max(start))
+        if least < 0 or most >= known:
+            raise ModelError(
+                f"{text}: there is a token {least if least < 0 else most}, but {model.name!r} knows 0 to {known - 1}; "
+                f"build it with a larger vocabulary, or check dtype or tokenizer"
+            )
 
         def read(draw: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             start = tokens.first + number * sequence
@@ -109,7 +119,9 @@ def mapped(path: pathlib.Path, dtype: str, text: str) -> Tokens:
                 f"{text}: {path} has {array.dtype} of shape {array.shape}; tokens are whole numbers of one axis"
             )
         kind, header = array.dtype, size - array.nbytes
-    if not size or size % kind.itemsize:
+    if not size:
+        raise ModelError(f"{text}: {path} is empty; give a file with tokens or text")
+    if size % kind.itemsize:
         raise ModelError(
             f"{text}: {path} has {size} bytes, which isn't a multiple of {kind.itemsize}, the bytes of a {dtype}; give "
             f"dtype=..."
